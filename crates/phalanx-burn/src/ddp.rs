@@ -208,6 +208,14 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward).
+    pub(crate) fn drop_held(&mut self) {
+        match &mut self.engine {
+            Engine::Alone { held } => *held = None,
+            Engine::Together { sink, .. } => sink.drop_held(),
+        }
+    }
+
     /// Scales `gradients` from [`backward`](Self::backward) so that their norm, taken over all elements of all of them
     /// as one vector, is at most `max_norm`; returns the 2-norm before, summed in f64. This is
     /// `torch.nn.utils.clip_grad_norm_`. All ranks call it together.

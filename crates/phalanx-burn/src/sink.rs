@@ -102,13 +102,27 @@ impl Sink {
     /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
-            deliveries.held.iter_mut().for_each(|held| held.any = false);
+            deliveries.drop_held();
             reducer.adopt(root)
         })
+    }
+
+    /// Drops the gradients that are held.
+    pub fn drop_held(&self) {
+        // A sink that has failed takes no more gradients.
+        let _failed = self.0.attempt(|_, deliveries| {
+            deliveries.delivery = Delivery::Ignore;
+            deliveries.drop_held();
+            Ok(())
+        });
     }
 }
 
 impl Deliveries {
+    fn drop_held(&mut self) {
+        self.held.iter_mut().for_each(|held| held.any = false);
+    }
+
     /// Backward is over: the sums that are still held go to the reducer.
     fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
         self.delivery = Delivery::Ignore;

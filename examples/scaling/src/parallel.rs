@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
 use burn::nn::{Linear, LinearConfig};
@@ -34,6 +34,10 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
     let device = Device::flex().autodiff();
     let alone = ProcessGroup::alone()?;
     let ranks = group.world_size().count();
+    ensure!(
+        LAYERS.is_multiple_of(ranks) && ROWS.is_multiple_of(ranks),
+        "{LAYERS} layers and {ROWS} rows cannot be divided evenly among {ranks} ranks: take --parallel 2 or --parallel 4"
+    );
     let mut ways: Vec<(&str, usize, Step<'_>)> = Vec::new();
     let mut add = |name, (parameters, step)| ways.push((name, parameters, step));
     add("one process", replicas(&alone, ROWS, &device)?);
@@ -43,7 +47,8 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
     add("GPipe", staged(group, Schedule::GPipe, false, &device)?);
     add("1F1B", staged(group, Schedule::OneForwardOneBackward, false, &device)?);
     add("1F1B, recomputed", staged(group, Schedule::OneForwardOneBackward, true, &device)?);
-    if LAYERS > ranks {
+    // Each rank has two stages.
+    if LAYERS.is_multiple_of(2 * ranks) {
         add("interleaved", staged(group, Schedule::Interleaved { stages_per_rank: 2 }, false, &device)?);
     }
     let mut times = vec![Vec::new(); ways.len()];
@@ -63,6 +68,9 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
     }
     group.barrier()?;
     if group.rank().is_main() {
+        if !LAYERS.is_multiple_of(2 * ranks) {
+            println!("interleaved is left out: {LAYERS} layers are no two stages for each of {ranks} ranks");
+        }
         println!("{ranks} ranks, {MICROBATCHES} micro-batches   parameters of a rank   step   bubble");
         for (index, (name, parameters, _)) in ways.iter().enumerate() {
             let bubble = median(&mut bubbles[index]).map_or("-".to_owned(), |bubble| format!("{bubble:.2}"));
@@ -86,7 +94,9 @@ fn head(device: &Device) -> Linear {
     LinearConfig::new(WIDTH, 32).init(device)
 }
 
+/// The same on every rank, as ranks that divide a layer need it.
 fn sample(rows: usize, device: &Device) -> Tensor<3> {
+    device.seed(1);
     Tensor::random([rows, LENGTH, WIDTH], Distribution::Normal(0.0, 1.0), device)
 }
 

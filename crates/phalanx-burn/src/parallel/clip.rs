@@ -7,6 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use phalanx::{Caller, ProcessGroup, ReduceOp, Result};
 
+use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
 use crate::clip;
 
@@ -14,7 +15,9 @@ use crate::clip;
 /// `max_norm`; gives the 2-norm from before, with the same bits on every rank. What [`clip_grad_norm`](crate::clip_grad_norm) does
 /// for a model that a rank has all of.
 ///
-/// `tensor` is the group among which layers are divided, and `pipeline` the one among which stages are, if there are such. What the
+/// `tensor` is the group among which layers are divided, and `pipeline` the one among which stages are, if there are such. `tied` are
+/// the [tied parameters](TiedParameter) of which this rank has a copy, each with the copy's id in `model`: they count on the first rank
+/// that has a copy. What the
 /// layers of [`tensor`](super::tensor) divide is added up over the ranks; every other parameter counts once. A layer of one's own
 /// counts as not divided. All ranks call it together.
 ///
@@ -26,12 +29,15 @@ pub fn clip_grad_norm<M: Module>(
     max_norm: f64,
     tensor: Option<&TensorGroup>,
     pipeline: Option<&ProcessGroup>,
+    tied: &[(&TiedParameter, ParamId)],
 ) -> Result<f64> {
     clip::check(max_norm)?;
     let mut divided = Divided::default();
     model.visit(&mut divided);
     let counts = |id: &ParamId| {
-        tensor.is_none_or(|group| group.rank() == 0 || divided.parameters.get(id).copied().unwrap_or(false))
+        let is_copy = tied.iter().any(|(tied, copy)| copy == id && !tied.is_first());
+        let is_divided = || divided.parameters.get(id).copied().unwrap_or(false);
+        !is_copy && tensor.is_none_or(|group| group.rank() == 0 || is_divided())
     };
     let squares = clip::squares_of(model, gradients)?;
     let mut sum: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
@@ -63,7 +69,8 @@ impl ModuleVisitor for Divided {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let is_divided = self.path.iter().rev().any(|(name, container)| {
-            let is = |layer: &str| container.ends_with(layer);
+            // As Burn's derive names a struct.
+            let is = |layer: &str| container.strip_prefix("Struct:") == Some(layer);
             is("ColumnParallelLinear")
                 || is("VocabParallelEmbedding")
                 || (is("RowParallelLinear") && name == "weight")

@@ -51,7 +51,8 @@ impl fmt::Debug for Exchange {
 }
 
 impl Step {
-    /// The result; NaN if the exchange fails, and then the group has ended with the cause.
+    /// The result; NaN if the exchange fails, and then the group has ended with the cause. Other groups that average this rank's gradients
+    /// get the NaN, and know nothing of the cause.
     fn run<B: Backend + BorrowBytes>(self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
         if group.world_size() == WorldSize::ONE {
             return tensor;

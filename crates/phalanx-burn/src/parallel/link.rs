@@ -22,10 +22,8 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// use phalanx_burn::parallel::StageLink;
 ///
 /// /// One step of a model whose first layer is on rank 0, and whose second is on rank 1.
-/// fn step(group: &ProcessGroup, layer: &Linear, x: Tensor<2>) -> Result<Tensor<1>> {
-///     let first = group.rank().is_main();
-///     let link = StageLink::new(group, Rank::new(if first { 1 } else { 0 }))?;
-///     if first {
+/// fn step(link: &StageLink, is_first: bool, layer: &Linear, x: Tensor<2>) -> Result<Tensor<1>> {
+///     if is_first {
 ///         link.send_forward(layer.forward(x)) // what it gives stands for the loss
 ///     } else {
 ///         let x: Tensor<2> = link.recv_forward(&x.device())?;
@@ -36,7 +34,9 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// fn train(group: ProcessGroup) -> Result<()> {
 ///     let device = Device::flex().autodiff();
 ///     let layer = LinearConfig::new(3, 3).init(&device);
-///     let loss = step(&group, &layer, Tensor::ones([4, 3], &device))?;
+///     let is_first = group.rank().is_main();
+///     let link = StageLink::new(&group, Rank::new(if is_first { 1 } else { 0 }))?; // once, for all steps
+///     let loss = step(&link, is_first, &layer, Tensor::ones([4, 3], &device))?;
 ///     let gradients = loss.backward(); // on both ranks: the gradient goes from rank 1 to rank 0
 ///     assert!(layer.weight.grad(&gradients).is_some());
 ///     group.failure().map_or(Ok(()), Err)
@@ -53,6 +53,10 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// [`send_forward`](Self::send_forward) gave, or from the sum if it was called several times. A tensor that was received must
 /// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link; a link
 /// of its own for each tensor would confuse gradients, so make one for each pair of ranks, and keep it.
+///
+/// Links are for chains, in which tensors go from each rank to the next. Backward sends a gradient and waits until it is taken, and each
+/// rank's order is that of its own graph: with a connection that skips ranks, or an output that returns to an earlier rank, ranks may
+/// wait for each other until the time-out. Such a model needs a backward pass of its own for each way.
 ///
 /// It is also the way of a [`Ddp`](crate::Ddp) over the ranks that have the same layers: `ddp.forward(|model| ..)` returns
 /// what stands for the loss, and `ddp.backward` takes it.
@@ -80,7 +84,7 @@ struct State {
     sent: u64,
     received: u64,
     /// Gradients that came before they were asked for, by the number of their tensor.
-    early: HashMap<u64, TensorData>,
+    early: HashMap<u64, (Layout, TensorData)>,
 }
 
 impl StageLink {
@@ -112,10 +116,11 @@ impl StageLink {
     pub fn send_forward<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<1>> {
         let number = next(&mut self.inner.state.lock().sent);
         let shape = tensor.dims();
-        tensor_bytes::with_bytes(tensor.clone(), |bytes| {
-            self.inner.send(Kind::Activation, number, bytes, &shape)
+        let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
+            self.inner.send(Kind::Activation, number, bytes, &shape)?;
+            Ok::<_, Error>(Layout::of(bytes, &shape))
         })??;
-        let source = Source(Arc::new(Awaited { link: self.inner.clone(), number }));
+        let source = Source(Arc::new(Awaited { link: self.inner.clone(), number, layout }));
         Ok(Tensor::from_dispatch(Dispatch::rooted(tensor.into_dispatch(), source)))
     }
 
@@ -132,7 +137,8 @@ impl StageLink {
         if (header.kind, header.number, header.layout.shape.len()) != expected {
             return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));
         }
-        let data = self.inner.receive(&header.layout)?;
+        // The peer waits until its tensor is taken.
+        let data = self.inner.receive(&header.layout).inspect_err(|error| group.abort(error.clone()))?;
         let tensor = Tensor::<D>::from_data(data, (device, header.layout.dtype));
         if !device.is_autodiff() {
             return Ok(tensor);
@@ -167,20 +173,28 @@ impl Inner {
     }
 
     /// Gradients come in the order in which the peer's backward finishes them, and are taken in the order of this rank's.
-    fn gradient(&self, number: u64, shape: &[usize]) -> Result<TensorData> {
+    fn gradient(&self, number: u64, expected: &Layout) -> Result<TensorData> {
+        let unexpected = |header: &Header| {
+            let Layout { dtype, shape } = expected;
+            let expected = format!("the gradient of tensor {number}, of shape {shape:?} and type {dtype:?}");
+            self.unexpected(header, &expected)
+        };
         loop {
-            if let Some(gradient) = self.state.lock().early.remove(&number) {
-                return Ok(gradient);
+            let early = self.state.lock().early.remove(&number);
+            if let Some((layout, gradient)) = early {
+                if layout == *expected {
+                    return Ok(gradient);
+                }
+                return Err(unexpected(&Header { kind: Kind::Gradient, number, layout }));
             }
             let header = Header::receive(&self.group, self.peer)?;
             let known = header.number < self.state.lock().sent;
-            let fits = header.number != number || header.layout.shape == shape;
+            let fits = header.number != number || header.layout == *expected;
             if header.kind != Kind::Gradient || !known || !fits {
-                let expected = format!("the gradient of tensor {number}, of shape {shape:?}");
-                return Err(self.unexpected(&header, &expected));
+                return Err(unexpected(&header));
             }
             let gradient = self.receive(&header.layout)?;
-            self.state.lock().early.insert(header.number, gradient);
+            self.state.lock().early.insert(header.number, (header.layout, gradient));
         }
     }
 
@@ -192,9 +206,10 @@ impl Inner {
             Kind::Gradient => "the gradient of tensor",
         };
         let error = Error::mismatch(format!(
-            "rank {} has sent {what} {number}, of shape {:?}, where rank {} waits for {expected}",
+            "rank {} has sent {what} {number}, of shape {:?} and type {:?}, where rank {} waits for {expected}",
             self.peer,
             layout.shape,
+            layout.dtype,
             self.group.rank()
         ))
         .with_peer(self.peer)
@@ -210,11 +225,13 @@ impl Inner {
 struct Awaited {
     link: Arc<Inner>,
     number: u64,
+    /// Of the tensor, and so of its gradient.
+    layout: Layout,
 }
 
 impl GradientSource for Awaited {
-    fn gradient(&self, shape: &[usize]) -> Option<TensorData> {
-        let gradient = self.link.gradient(self.number, shape);
+    fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
+        let gradient = self.link.gradient(self.number, &self.layout);
         gradient.map_err(|error| self.link.group.abort(error)).ok()
     }
 }

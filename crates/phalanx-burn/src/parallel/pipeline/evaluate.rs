@@ -18,7 +18,7 @@ pub(super) fn mean_loss<S: Stage<D>, const D: usize>(
     pipeline.check(batches.len(), stages.len())?;
     let Pipeline { group, plan, inputs, .. } = pipeline;
     let is_forward = |action: &Action| action.pass == Pass::Forward;
-    let (mut inbox, outbox) = (Inbox::new(group, plan, is_forward), Outbox::new(group));
+    let (mut inbox, outbox) = (Inbox::new(group, plan, D, is_forward), Outbox::new(group));
     let Some(device) = stages.iter().flat_map(|stage| stage.devices()).next() else {
         return Err(Error::invalid_argument("the stages of this rank have no parameters"));
     };

@@ -17,6 +17,8 @@ pub(super) type Arrived = Arc<Mutex<HashMap<Action, TensorData>>>;
 pub(super) struct Inbox {
     group: ProcessGroup,
     pub arrived: Arrived,
+    /// Of what goes from stage to stage.
+    dimensions: usize,
     /// By rank: what it sends, in its order.
     lines: Vec<Line>,
 }
@@ -29,8 +31,8 @@ struct Line {
 }
 
 impl Inbox {
-    /// What others send while they carry out `plan`, of whose actions they do those that are `done`.
-    pub fn new(group: &ProcessGroup, plan: &Plan, done: impl Fn(&Action) -> bool) -> Self {
+    /// What others send, tensors of so many `dimensions`, while they carry out `plan`, of whose actions they do those that are `done`.
+    pub fn new(group: &ProcessGroup, plan: &Plan, dimensions: usize, done: impl Fn(&Action) -> bool) -> Self {
         let own = group.rank().index();
         let line = |from: usize| {
             let expected = plan.messages(from, own).filter(|action| done(action)).collect();
@@ -39,6 +41,7 @@ impl Inbox {
         Self {
             group: group.clone(),
             arrived: Arrived::default(),
+            dimensions,
             lines: (0..plan.ranks()).map(line).collect(),
         }
     }
@@ -57,7 +60,7 @@ impl Inbox {
                 )));
             };
             if line.posted.is_none() {
-                announced(&self.group, next, from, inputs)?;
+                announced(&self.group, next, from, self.dimensions, inputs)?;
                 line.post(&self.group, from, inputs)?;
             }
             let Some((layout, work)) = line.posted.take() else {
@@ -95,7 +98,13 @@ pub(super) fn boundary(action: Action) -> usize {
 }
 
 /// Receives the layout of a stage's input before the first of them.
-fn announced(group: &ProcessGroup, next: Action, from: usize, inputs: &mut [Option<Layout>]) -> Result<()> {
+fn announced(
+    group: &ProcessGroup,
+    next: Action,
+    from: usize,
+    dimensions: usize,
+    inputs: &mut [Option<Layout>],
+) -> Result<()> {
     let stage = boundary(next);
     let Some(input) = inputs.get_mut(stage).filter(|input| input.is_none()) else { return Ok(()) };
     let header = Header::receive(group, Rank::new(from as u32))?;
@@ -106,6 +115,15 @@ fn announced(group: &ProcessGroup, next: Action, from: usize, inputs: &mut [Opti
         ))
         .with_peer(Rank::new(from as u32))
         .with_remedy("use the group of a pipeline for nothing else while it trains"));
+    }
+    if header.layout.shape.len() != dimensions {
+        return Err(Error::mismatch(format!(
+            "rank {from} announces the input of stage {stage} with the shape {:?}, and rank {} takes one of {dimensions} dimensions",
+            header.layout.shape,
+            group.rank()
+        ))
+        .with_peer(Rank::new(from as u32))
+        .with_remedy("make the Pipeline with the same number of dimensions on every rank"));
     }
     *input = Some(header.layout);
     Ok(())

@@ -110,7 +110,8 @@ impl<const D: usize> StageOutput<D> {
 /// at the first step, and stay; a micro-batch of another shape is an error that says so.
 ///
 /// The model is in a [`Ddp`] over the ranks that have the same stages, with a mesh `mesh.group("data")?`. Gradients are averaged over
-/// them during the last backward pass of a step.
+/// them at the end of a step: those of the stage that runs backward last during that pass, and those of this rank's other stages, which
+/// it has with [`Schedule::Interleaved`], after it.
 ///
 /// Passes and the waits between them are on the track `pipeline` of a [trace](phalanx::trace); [`PipelineStep::bubble`] has the share
 /// of the waits.
@@ -146,19 +147,21 @@ impl<const D: usize> Pipeline<D> {
     /// Stages on the ranks of `group`, in their order, and `microbatches` for each step. All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if ranks ask for different schedules. If the schedule is [`Schedule::ZeroBubble`]: Burn's backward pass computes
-    /// the gradients of inputs and of parameters together. As [`Schedule::plan`].
+    /// On every rank, if ranks ask for different schedules or tensors of different dimensions. If the schedule is
+    /// [`Schedule::ZeroBubble`]: Burn's backward pass computes the gradients of inputs and of parameters together. As
+    /// [`Schedule::plan`].
     pub fn new(group: &ProcessGroup, schedule: Schedule, microbatches: usize) -> Result<Self> {
-        let own = (format!("{schedule:?}"), microbatches as u64);
+        let own = (format!("{schedule:?}"), microbatches as u64, D as u64);
         // Before what this rank's own argument is found to be: the others wait here.
         let asked = group.in_call(Caller::PipelineTrain).all_gather_object(&own)?;
         if let Some(other) = asked.iter().position(|other| *other != asked[0]) {
             return Err(Error::mismatch(format!(
-                "the ranks disagree on the pipeline: rank 0 asks for {} with {} micro-batches, rank {other} for {} with {}",
-                asked[0].0, asked[0].1, asked[other].0, asked[other].1
+                "the ranks disagree on the pipeline: rank 0 asks for {} with {} micro-batches and tensors of {} dimensions, rank {other} \
+                 for {} with {} and {}",
+                asked[0].0, asked[0].1, asked[0].2, asked[other].0, asked[other].1, asked[other].2
             ))
             .with_peer(Rank::new(other as u32))
-            .with_remedy("every rank must call Pipeline::new with the same schedule and micro-batches"));
+            .with_remedy("every rank must call Pipeline::<D>::new with the same D, schedule and micro-batches"));
         }
         if schedule == Schedule::ZeroBubble {
             return Err(Error::invalid_argument(
@@ -235,14 +238,21 @@ impl<const D: usize> Pipeline<D> {
     ///
     /// # Errors
     /// If there are more or fewer micro-batches or stages than the plan has, a stage gives what its place does not, or shapes
-    /// change. If a rank fails.
+    /// change. If a rank fails. Gradients of passes that were done are then dropped. A failed [`TensorGroup`] is not seen here: look at
+    /// its [`TensorGroup::failure`] before the optimizer's step.
+    ///
+    /// [`TensorGroup`]: super::tensor::TensorGroup
+    /// [`TensorGroup::failure`]: super::tensor::TensorGroup::failure
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,
         batches: &[S::Batch],
     ) -> Result<PipelineStep> {
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
-        outcome.inspect_err(|error| self.group.abort(error.clone()))
+        outcome.inspect_err(|error| {
+            ddp.drop_held();
+            self.group.abort(error.clone());
+        })
     }
 }
 

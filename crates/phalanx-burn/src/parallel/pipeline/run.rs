@@ -58,7 +58,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         let Some(device) = ddp.model().devices().into_iter().next() else {
             return Err(Error::invalid_argument("the stages of this rank have no parameters"));
         };
-        let (inbox, outbox) = (Inbox::new(&group, &plan, |_| true), Outbox::new(&group));
+        let (inbox, outbox) = (Inbox::new(&group, &plan, D, |_| true), Outbox::new(&group));
         let (trace, held) = (group.trace(), HashMap::new());
         let (loss, busy) = (0.0, Duration::ZERO);
         Ok(Self { pipeline, ddp, batches, plan, group, trace, device, inbox, outbox, held, loss, busy })

@@ -23,6 +23,8 @@ use crate::Collectives;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// To clip gradients after that, give the copies to [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm), so that they count once.
 #[derive(Clone, Debug)]
 pub struct TiedParameter {
     /// The ranks that have a copy; None on the others.
@@ -46,6 +48,11 @@ impl TiedParameter {
         let value = parameter.base().clone().detach().broadcast(group, Rank::MAIN)?;
         let parameter = parameter.map(|old| value.set_require_grad(old.is_require_grad()));
         Ok((Self { group: Some(group.clone()) }, Some(parameter)))
+    }
+
+    /// Is this rank's copy the one that counts in a norm?
+    pub(in crate::parallel) fn is_first(&self) -> bool {
+        self.group.as_ref().is_none_or(|group| group.rank().is_main())
     }
 
     /// Adds up the gradients of all copies. The ranks that have one call it together, each with its own `parameter` and the gradients

@@ -7,10 +7,21 @@ use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoder, Transfo
 use burn::nn::{Dropout, Gelu, LayerNorm};
 use burn::tensor::activation::{quiet_softmax, softmax};
 use burn::tensor::{Bool, Tensor};
-use phalanx::Result;
+use phalanx::{Error, Result};
 
 use super::linear::SEQUENCE;
 use super::{Activations, ColumnParallelLinear, RowParallelLinear, TensorGroup};
+
+/// An error if a layer has dropout: ranks would have to drop the same of what all have, and other elements of what each has alone.
+fn check_dropout(probability: f64) -> Result<()> {
+    if probability == 0.0 {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "dropout of {probability} in a layer that is divided among ranks: they would not drop alike what all of them have"
+    ))
+    .with_remedy("make the layer with dropout 0, as by TransformerEncoderConfig::with_dropout(0.0)"))
+}
 
 /// Self-attention of [`MultiHeadAttention`] whose heads are divided among ranks: each computes its own heads.
 #[derive(Module, Debug)]
@@ -35,12 +46,13 @@ impl ParallelAttention {
     /// This rank's part of rank 0's `attention`. All ranks call it together.
     ///
     /// # Errors
-    /// If the heads cannot be divided evenly, or the exchange fails.
+    /// If the heads cannot be divided evenly, the dropout is not 0, or the exchange fails.
     pub fn new(attention: MultiHeadAttention, group: &TensorGroup) -> Result<Self> {
         Self::of(group.replicate(attention)?, group, Activations::Replicated)
     }
 
     fn of(attention: MultiHeadAttention, group: &TensorGroup, activations: Activations) -> Result<Self> {
+        check_dropout(attention.dropout.prob)?;
         group.check_divides(attention.n_heads, "heads")?;
         let column = |linear| ColumnParallelLinear::of(linear, group);
         Ok(Self {
@@ -118,12 +130,13 @@ impl ParallelFeedForward {
     /// This rank's part of rank 0's `layer`. All ranks call it together.
     ///
     /// # Errors
-    /// If the hidden units cannot be divided evenly, or the exchange fails.
+    /// If the hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails.
     pub fn new(layer: PositionWiseFeedForward, group: &TensorGroup) -> Result<Self> {
         Self::of(group.replicate(layer)?, group, Activations::Replicated)
     }
 
     fn of(layer: PositionWiseFeedForward, group: &TensorGroup, activations: Activations) -> Result<Self> {
+        check_dropout(layer.dropout.prob)?;
         Ok(Self {
             inner: ColumnParallelLinear::of(layer.linear_inner, group)?.with_activations(activations),
             outer: RowParallelLinear::of(layer.linear_outer, group)?.with_activations(activations),
@@ -169,6 +182,7 @@ pub struct ParallelEncoderLayer {
 
 impl ParallelEncoderLayer {
     fn of(layer: TransformerEncoderLayer, group: &TensorGroup, activations: Activations) -> Result<Self> {
+        check_dropout(layer.dropout.prob)?;
         Ok(Self {
             attention: ParallelAttention::of(layer.mha, group, activations)?,
             feed_forward: ParallelFeedForward::of(layer.pwff, group, activations)?,
@@ -229,7 +243,7 @@ impl ParallelEncoderLayer {
 /// every rank, and stay the same there, because their gradients are. Output and gradients are those of the undivided encoder, but
 /// for the order in which sums are added up.
 ///
-/// With dropout, seed the devices of all ranks of the group alike: what every rank has must be dropped alike.
+/// The dropout must be 0 ([`with_dropout(0.0)`](burn::nn::transformer::TransformerEncoderConfig::with_dropout)): it is not divided.
 #[derive(Module, Debug)]
 pub struct ParallelEncoder {
     layers: Vec<ParallelEncoderLayer>,
@@ -256,7 +270,7 @@ impl ParallelEncoder {
     /// This rank's part of rank 0's `encoder`. All ranks call it together, with the same `activations`.
     ///
     /// # Errors
-    /// If heads or hidden units cannot be divided evenly, or the exchange fails.
+    /// If heads or hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails.
     pub fn new(encoder: TransformerEncoder, group: &TensorGroup, activations: Activations) -> Result<Self> {
         let encoder = group.replicate(encoder)?;
         let whole = Whole {

@@ -36,8 +36,11 @@ use crate::replicas;
 ///
 /// # Errors
 /// Neither a forward pass nor backward can return an error. If an exchange fails, or a dimension cannot be divided, the group is
-/// ended with the cause, and the result is NaN: no step is done with wrong values, and the next call on the group returns the
-/// cause, as [`failure`](Self::failure) does.
+/// ended with the cause, and the result is NaN; the next call on the group returns the cause, as [`failure`](Self::failure) does.
+///
+/// Where ranks also average gradients with other replicas, the NaN reaches these, whose own groups have not failed. So every rank
+/// looks at `failure` of its groups after backward, before the optimizer's step; and after a failure on any rank all ranks go back to
+/// the last checkpoint, or to the last commit of an elastic job: some may have taken the step already.
 #[doc(alias("tensor_model_parallel_group", "copy_to_tensor_model_parallel_region"))]
 #[derive(Clone)]
 pub struct TensorGroup(ProcessGroup);
@@ -61,6 +64,11 @@ impl TensorGroup {
     /// The cause, if the group has failed.
     pub fn failure(&self) -> Option<Error> {
         self.0.failure()
+    }
+
+    /// Ends the group with `cause`.
+    pub(super) fn abort(&self, cause: Error) {
+        self.0.abort(cause);
     }
 
     /// The tensor as it is; its gradient is the sum of all ranks' gradients.

@@ -20,7 +20,7 @@
 //! # fn show(group: &ProcessGroup) -> Result<()> {
 //! let group = TensorGroup::new(group); // or mesh.group("tensor")?
 //! let device = Device::flex().autodiff();
-//! let encoder = TransformerEncoderConfig::new(16, 64, 4, 2).init(&device);
+//! let encoder = TransformerEncoderConfig::new(16, 64, 4, 2).with_dropout(0.0).init(&device);
 //! let encoder = ParallelEncoder::new(encoder, &group, Activations::Replicated)?;
 //! let x = encoder.forward(Tensor::ones([2, 5, 16], &device), None, None); // the same on every rank
 //! let whole = encoder.gather()?; // to save it, or to use it without a group

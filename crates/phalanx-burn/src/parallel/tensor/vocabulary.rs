@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::nn::Embedding;
 use burn::tensor::module::embedding;
 use burn::tensor::{Bool, Int, Tensor};
-use phalanx::Result;
+use phalanx::{Error, Result};
 
 use super::TensorGroup;
 use super::group::part;
@@ -38,10 +38,13 @@ impl VocabParallelEmbedding {
     }
 
     /// The vectors of `tokens`, `[batch, length]`, which every rank has: `[batch, length, d_model]`, the same on every rank.
+    ///
+    /// A token that the vocabulary does not have ends the group with an error that names it, and the result is NaN.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let others_are = self.check(&tokens, None);
         let (own, others) = self.own(tokens);
         let vectors = embedding(self.weight.val(), own);
-        self.group.reduce(vectors.mask_fill(others.unsqueeze_dim::<3>(2), 0.0))
+        self.group.reduce(vectors.mask_fill(others.unsqueeze_dim::<3>(2), others_are))
     }
 
     /// This rank's part of the scores of all tokens, about `[.., n_embedding / ranks]`, for `x` of shape `[.., d_model]`, which
@@ -52,7 +55,8 @@ impl VocabParallelEmbedding {
 
     /// The mean cross entropy of `logits`, `[samples, about n_embedding / ranks]`, of which every rank has the part that
     /// [`logits`](Self::logits) gives, against the tokens `targets`, `[samples]`, which every rank has. The same on every rank, of
-    /// shape `[1]`. Targets that are `padding` do not count.
+    /// shape `[1]`. Targets that are `padding` do not count; any other that the vocabulary does not have ends the group with an
+    /// error that names it, and the result is NaN.
     ///
     /// Nothing of the size of the vocabulary is exchanged: of each sample the largest score, the sum of exponentials and the score of
     /// the target.
@@ -63,11 +67,13 @@ impl VocabParallelEmbedding {
         padding: Option<usize>,
     ) -> Tensor<1> {
         let [samples, _] = logits.dims();
+        let others_are = self.check(&targets, padding);
         let counted = padding.map(|padding| targets.clone().equal_elem(padding as i64));
         let shifted = logits.clone() - self.group.max(logits.max_dim(1));
         let sums = self.group.reduce(shifted.clone().exp().sum_dim(1)).reshape([samples]);
         let (own, others) = self.own(targets.reshape([samples, 1]));
-        let score = self.group.reduce(shifted.gather(1, own).mask_fill(others, 0.0)).reshape([samples]);
+        let score =
+            self.group.reduce(shifted.gather(1, own).mask_fill(others, others_are)).reshape([samples]);
         let losses = sums.log() - score;
         match counted {
             None => losses.mean(),
@@ -84,6 +90,24 @@ impl VocabParallelEmbedding {
     /// If the exchange fails.
     pub fn gather(&self) -> Result<Embedding> {
         Ok(Embedding { weight: self.group.gathered(&self.weight, 0)? })
+    }
+
+    /// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`. Then the group has ended.
+    fn check<const D: usize>(&self, tokens: &Tensor<D, Int>, padding: Option<usize>) -> f64 {
+        let padding = padding.map(|padding| padding as i64);
+        let tokens = tokens.clone().into_data();
+        let known = |token: &i64| (0..self.n_embedding as i64).contains(token) || Some(*token) == padding;
+        let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else { return 0.0 };
+        self.group.abort(
+            Error::invalid_argument(format!(
+                "token {token} is not in the vocabulary, which has tokens from 0 to {}",
+                self.n_embedding - 1
+            ))
+            .with_remedy(
+                "make the embedding as large as the tokenizer's vocabulary, or give the token as padding",
+            ),
+        );
+        f64::NAN
     }
 
     /// The places of `tokens` among this rank's vectors, and which tokens are other ranks': their places are of no use.

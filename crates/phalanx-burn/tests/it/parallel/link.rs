@@ -13,20 +13,23 @@ use crate::common::{device, distance, run};
 
 const LAYERS: usize = 6;
 
+/// The links of a rank in a row: with the rank before, and with the one after.
+fn links(group: &ProcessGroup) -> [Option<StageLink>; 2] {
+    let (rank, ranks) = (group.rank().get(), group.world_size().get());
+    let link = |peer: u32| StageLink::new(group, Rank::new(peer)).unwrap();
+    [rank.checked_sub(1).map(link), (rank + 1 < ranks).then(|| link(rank + 1))]
+}
+
 /// The encoder on a row of ranks.
-fn split(group: &ProcessGroup, part: &Part) -> Result<Tensor<1>> {
-    let (rank, last) = (group.rank().get(), group.world_size().get() - 1);
+fn split([before, after]: &[Option<StageLink>; 2], part: &Part) -> Result<Tensor<1>> {
     let (tokens, classes) = rows(0, 4);
     let x = match &part.tokens {
         Some(embedding) => embedding.forward(tokens),
-        None => StageLink::new(group, Rank::new(rank - 1))?.recv_forward(&device())?,
+        None => before.as_ref().unwrap().recv_forward(&device())?,
     };
     match &part.head {
         Some(head) => Ok(loss(head, part.hidden(x), classes)),
-        None => {
-            assert!(rank < last);
-            StageLink::new(group, Rank::new(rank + 1))?.send_forward(part.hidden(x))
-        }
+        None => after.as_ref().unwrap().send_forward(part.hidden(x)),
     }
 }
 
@@ -36,8 +39,12 @@ fn check(ranks: u32, fabric: Fabric) {
     let expected = gradients_of(&whole, &expected_loss.backward());
     let ours = testing::run(ranks, fabric, |group| {
         let part = Part::new(LAYERS, group.rank().index(), ranks as usize);
-        let loss = split(&group, &part).unwrap();
+        let links = links(&group);
+        let loss = split(&links, &part).unwrap();
         let gradients = gradients_of(&part, &loss.backward());
+        // The same links serve the next step.
+        let again = split(&links, &part).unwrap();
+        assert_eq!(gradients_of(&part, &again.backward()), gradients);
         assert!(group.failure().is_none());
         (scalar(&loss), gradients)
     });
@@ -82,6 +89,62 @@ fn gradients_find_their_tensors_in_whatever_order_they_come() {
         }
     });
     assert_eq!(ours[0], [[10.0, 10.0], [6.0, 12.0]]);
+}
+
+#[test]
+fn a_gradient_that_came_early_must_fit_its_tensor_too() {
+    /// The type `dtype`, 1 for f32 and 2 for f64, and one dimension.
+    fn header(number: i64, dtype: i64, side: i64) -> [i64; 12] {
+        [2, number, dtype, 1, side, 0, 0, 0, 0, 0, 0, 0]
+    }
+    for (dtype, side, bytes) in [(1, 2, 8), (2, 1, 8)] {
+        let failures = run(2, |group| {
+            let peer = Rank::new(1 - group.rank().get());
+            if group.rank().is_main() {
+                let link = StageLink::new(&group, peer).unwrap();
+                let [a, b] = [1f32, 2.0].map(|x| Tensor::<1>::from_floats([x], &device()).require_grad());
+                let (first, second) =
+                    (link.send_forward(a.clone()).unwrap(), link.send_forward(b.clone()).unwrap());
+                let gradients = first.backward();
+                assert_eq!(a.grad(&gradients).unwrap().into_data().iter::<f32>().next(), Some(7.0));
+                assert!(group.failure().is_none());
+                let gradients = second.backward();
+                assert!(b.grad(&gradients).unwrap().into_data().iter::<f32>().all(f32::is_nan));
+                group.failure().map(|error| error.to_string())
+            } else {
+                for _ in 0..2 {
+                    group.recv(&mut [0i64; 12], peer).unwrap();
+                    group.recv(&mut [0u8; 4], peer).unwrap();
+                }
+                // The second's comes first, and does not fit.
+                group.send(&header(1, dtype, side), peer).unwrap();
+                group.send(&vec![0u8; bytes], peer).unwrap();
+                group.send(&header(0, 1, 1), peer).unwrap();
+                group.send(&7f32.to_ne_bytes(), peer).unwrap();
+                None
+            }
+        });
+        let failure = failures[0].as_deref().unwrap();
+        assert!(
+            failure.contains("waits for the gradient of tensor 1, of shape [1] and type F32"),
+            "{failure}"
+        );
+    }
+}
+
+#[test]
+fn a_tensor_for_which_there_is_no_memory_ends_the_group() {
+    run(2, |group| {
+        let peer = Rank::new(1 - group.rank().get());
+        if group.rank().is_main() {
+            group.send(&[1i64, 0, 1, 1, 1 << 60, 0, 0, 0, 0, 0, 0, 0], peer).unwrap();
+        } else {
+            let link = StageLink::new(&group, peer).unwrap();
+            let error = link.recv_forward::<1>(&device()).unwrap_err();
+            assert!(error.to_string().contains("no memory"), "{error}");
+            assert!(group.failure().unwrap().to_string().contains("no memory"));
+        }
+    });
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A pipeline's loss and gradients are those of one process.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -130,8 +130,9 @@ fn a_pipeline_trains_as_one_process_does_and_its_norm_is_the_whole_one() {
         let mut optimizer = AdamWConfig::new().init();
         for (step, (loss, norm)) in curve.iter().enumerate() {
             let mut result = pipeline.train(&mut ddp, &step_batches(step)).unwrap();
-            let ours = parallel::clip_grad_norm(ddp.model(), &mut result.gradients, 0.3, None, Some(&group))
-                .unwrap();
+            let ours =
+                parallel::clip_grad_norm(ddp.model(), &mut result.gradients, 0.3, None, Some(&group), &[])
+                    .unwrap();
             assert!((result.loss / loss - 1.0).abs() < 1e-4, "step {step}: {} {loss}", result.loss);
             assert!((ours / norm - 1.0).abs() < 1e-3, "step {step}: {ours} {norm}");
             ddp.step(&mut optimizer, 3e-3, result.gradients).unwrap();
@@ -162,29 +163,37 @@ impl Stage<2> for Sleeper {
 #[test]
 fn the_bubble_is_the_formula_s() {
     for (ranks, microbatches) in [(2, 4), (3, 3)] {
-        let bubbles = run(ranks, |group| {
-            let mut pipeline =
-                Pipeline::new(&group, Schedule::GPipe, microbatches).unwrap().with_recomputation(0);
-            let stage = group.rank().index();
-            let layer = LinearConfig::new(2, 2).init(&device());
-            let mut ddp =
-                Ddp::new(vec![Sleeper { layer, is_last: stage + 1 == ranks as usize }], &alone()).unwrap();
-            let batch = vec![Tensor::<2>::ones([1, 2], &device()); microbatches];
-            // Other work on the machine makes some steps longer.
-            let steps: Vec<f64> = (0..4)
-                .map(|_| {
-                    group.barrier().unwrap();
-                    pipeline.train(&mut ddp, &batch).unwrap().bubble
-                })
-                .collect();
-            steps
-        });
-        assert!(bubbles.iter().all(|rank| *rank == bubbles[0]), "the same on every rank");
         let (p, m) = (f64::from(ranks), microbatches as f64);
         let formula = (p - 1.0) / (m + p - 1.0);
-        let nearest = bubbles[0].iter().map(|bubble| (bubble - formula).abs()).fold(1.0, f64::min);
-        assert!(nearest < 0.06, "{ranks} ranks: {bubbles:?}, by formula {formula}");
+        // Other work on the machine makes some steps longer.
+        let deadline = Instant::now() + Duration::from_secs(120);
+        loop {
+            let bubbles = bubbles(ranks, microbatches);
+            assert!(bubbles.iter().all(|rank| *rank == bubbles[0]), "the same on every rank");
+            let nearest = bubbles[0].iter().map(|bubble| (bubble - formula).abs()).fold(1.0, f64::min);
+            if nearest < 0.06 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{ranks} ranks: {bubbles:?}, by formula {formula}");
+        }
     }
+}
+
+/// The bubbles of some steps, by rank.
+fn bubbles(ranks: u32, microbatches: usize) -> Vec<Vec<f64>> {
+    run(ranks, |group| {
+        let mut pipeline =
+            Pipeline::new(&group, Schedule::GPipe, microbatches).unwrap().with_recomputation(0);
+        let is_last = group.rank().index() + 1 == ranks as usize;
+        let layer = LinearConfig::new(2, 2).init(&device());
+        let mut ddp = Ddp::new(vec![Sleeper { layer, is_last }], &alone()).unwrap();
+        let batch = vec![Tensor::<2>::ones([1, 2], &device()); microbatches];
+        let step = |_| {
+            group.barrier().unwrap();
+            pipeline.train(&mut ddp, &batch).unwrap().bubble
+        };
+        (0..4).map(step).collect()
+    })
 }
 
 /// The first stage embeds tokens, the last scores them with a copy of the same vectors.
@@ -217,6 +226,7 @@ fn tied_parameters_stay_equal_and_are_one_process_s() {
     let x = burn::tensor::module::embedding(whole.val(), tokens()[0].clone()).tanh();
     let loss = x.matmul(whole.val().transpose().unsqueeze()).powi_scalar(2).mean();
     let expected: Vec<f32> = whole.val().grad(&loss.backward()).unwrap().into_data().iter::<f32>().collect();
+    let expected_norm = expected.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     let ours = run(2, |group| {
         let rank = group.rank().index();
         let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
@@ -226,6 +236,12 @@ fn tied_parameters_stay_equal_and_are_one_process_s() {
         let mut step = pipeline.train(&mut ddp, &tokens()).unwrap();
         let vectors = ddp.model()[0].vectors.clone();
         tied.sum(&vectors, &mut step.gradients).unwrap();
+        // One copy counts, and nothing is scaled.
+        let copies = [(&tied, vectors.id)];
+        let norm =
+            parallel::clip_grad_norm(ddp.model(), &mut step.gradients, 1e9, None, Some(&group), &copies)
+                .unwrap();
+        assert!((norm / expected_norm - 1.0).abs() < 1e-5, "{norm} {expected_norm}");
         let gradient: Vec<f32> =
             step.gradients.get::<2>(vectors.id).unwrap().into_data().iter::<f32>().collect();
         let mut optimizer = AdamWConfig::new().init();
@@ -253,8 +269,46 @@ fn what_is_no_pipeline_is_refused_on_every_rank() {
         [(Schedule::GPipe, 2), (Schedule::OneForwardOneBackward, 2)],
         "the ranks disagree on the pipeline",
     );
+    let errors = run(2, |group| match group.rank().is_main() {
+        true => Pipeline::<2>::new(&group, Schedule::GPipe, 2).unwrap_err().to_string(),
+        false => Pipeline::<3>::new(&group, Schedule::GPipe, 2).unwrap_err().to_string(),
+    });
+    assert!(errors.iter().all(|error| error.contains("tensors of 2 dimensions, rank 1")), "{errors:?}");
     refused([(Schedule::ZeroBubble, 2); 2], "Burn's backward pass computes both together");
     refused([(Schedule::Interleaved { stages_per_rank: 2 }, 3); 2], "no multiple of the ranks");
+}
+
+/// Fails in the micro-batches that say so.
+#[derive(Module, Debug)]
+struct Failing {
+    layer: Linear,
+}
+
+impl Stage<2> for Failing {
+    type Batch = bool;
+
+    fn forward(&self, _: Option<Tensor<2>>, fails: &bool) -> StageOutput<2> {
+        let x = self.layer.forward(Tensor::ones([1, 2], &device()));
+        if *fails { StageOutput::Hidden(x) } else { StageOutput::Loss(x.sum()) }
+    }
+}
+
+#[test]
+fn gradients_of_a_step_that_failed_are_dropped() {
+    for world in [1, 2] {
+        run(world, |data| {
+            let layer = LinearConfig::new(2, 2).with_bias(false).init(&device());
+            let mut ddp = Ddp::new(vec![Failing { layer }], &data).unwrap();
+            let mut train = |batches: [bool; 2]| {
+                let mut pipeline = Pipeline::new(&alone(), Schedule::OneForwardOneBackward, 2)?;
+                let step = pipeline.train(&mut ddp, &batches)?;
+                Ok::<_, Error>(gradients_for(ddp.model(), &step.gradients))
+            };
+            // The first micro-batch has run backward when the second fails.
+            assert!(train([false, true]).unwrap_err().to_string().contains("gives no loss"));
+            assert_eq!(train([false, false]).unwrap(), [[1.0; 4]], "world of {world}");
+        });
+    }
 }
 
 /// Gives what it is told to give.

@@ -2,17 +2,19 @@
 
 use burn::module::Module;
 use burn::nn::activation::ActivationConfig;
+use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::TransformerEncoderInput;
+use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
+use phalanx::Error;
 use phalanx::testing::{self, Fabric};
 use phalanx_burn::parallel;
 use phalanx_burn::parallel::tensor::{
-    Activations, ColumnParallelLinear, ParallelEncoder, RowParallelLinear, TensorGroup,
-    VocabParallelEmbedding,
+    Activations, ColumnParallelLinear, ParallelAttention, ParallelEncoder, ParallelFeedForward,
+    RowParallelLinear, TensorGroup, VocabParallelEmbedding,
 };
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
@@ -225,13 +227,103 @@ fn the_norm_of_divided_gradients_is_the_whole_one() {
         let model = ParallelEncoder::new(encoder(), &group, Activations::Replicated).unwrap();
         let loss = weighed(model.forward(input(), None, None));
         let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
-        let norm = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None).unwrap();
-        let after = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None).unwrap();
+        let norm = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None, &[]).unwrap();
+        let after = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None, &[]).unwrap();
         assert!((after - 0.5).abs() < 1e-4, "{after}");
         norm
     });
     assert_eq!(norms[0].to_bits(), norms[1].to_bits());
     assert!((norms[0] / expected - 1.0).abs() < 1e-5, "{} {expected}", norms[0]);
+}
+
+/// A layer of one's own, which is not divided.
+#[derive(Module, Debug)]
+struct MyColumnParallelLinear {
+    layer: Linear,
+}
+
+#[test]
+fn a_layer_of_one_s_own_counts_once_whatever_its_name() {
+    let layer =
+        || MyColumnParallelLinear { layer: LinearConfig::new(WIDTH, 2).init(&device()).map(&mut Waves(0)) };
+    let gradients = |model: &MyColumnParallelLinear| {
+        GradientsParams::from_grads(weighed(model.layer.forward(input())).backward(), model)
+    };
+    let whole = layer();
+    let expected = phalanx_burn::clip_grad_norm(&whole, &mut gradients(&whole), 1e9).unwrap();
+    run(2, |group| {
+        let (group, model) = (TensorGroup::new(&group), layer());
+        let mut gradients = gradients(&model);
+        let norm = parallel::clip_grad_norm(&model, &mut gradients, 1e9, Some(&group), None, &[]).unwrap();
+        assert!((norm / expected - 1.0).abs() < 1e-6, "{norm} {expected}");
+    });
+}
+
+#[test]
+fn dropout_is_refused() {
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let attention = MultiHeadAttentionConfig::new(WIDTH, 4).with_dropout(0.1).init(&device());
+        let feed_forward =
+            PositionWiseFeedForwardConfig::new(WIDTH, 4 * WIDTH).with_dropout(0.1).init(&device());
+        let encoder = encoder_config(1).with_dropout(0.1).init(&device());
+        for error in [
+            ParallelAttention::new(attention, &group).unwrap_err(),
+            ParallelFeedForward::new(feed_forward, &group).unwrap_err(),
+            ParallelEncoder::new(encoder, &group, Activations::Replicated).unwrap_err(),
+        ] {
+            let text = error.to_string();
+            assert!(error.is_invalid_argument() && text.contains("dropout of 0.1"), "{text}");
+        }
+    });
+}
+
+#[test]
+fn tokens_that_no_rank_has_end_the_group() {
+    let ints = |tokens: &[i64]| {
+        Tensor::<1, Int>::from_data(TensorData::new(tokens.to_vec(), [tokens.len()]), &device())
+    };
+    for ranks in [1, 2] {
+        for (unknown, padding) in [(VOCABULARY as i64, None), (-1, None), (VOCABULARY as i64, Some(0))] {
+            for embeds in [true, false] {
+                run(ranks, |group| {
+                    let group = TensorGroup::new(&group);
+                    let unknown_is_named = |error: Error| {
+                        let text = error.to_string();
+                        assert!(
+                            text.contains(&format!("token {unknown} is not in the vocabulary")),
+                            "{text}"
+                        );
+                    };
+                    let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
+                    let model = match VocabParallelEmbedding::new(embedding, &group) {
+                        Ok(model) => model,
+                        // The other rank was so much faster that it has found the token already.
+                        Err(error) => return unknown_is_named(error),
+                    };
+                    let tokens = ints(&[1, unknown, 0]);
+                    let result = if embeds {
+                        values(model.forward(tokens.reshape([1, 3])))
+                    } else {
+                        let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
+                        values(model.cross_entropy(logits, tokens, padding))
+                    };
+                    assert!(result.iter().any(|x| x.is_nan()), "{result:?}");
+                    unknown_is_named(group.failure().unwrap());
+                });
+            }
+        }
+    }
+    // Padding need not be in the vocabulary.
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let model =
+            VocabParallelEmbedding::new(EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device()), &group)
+                .unwrap();
+        let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
+        let loss = model.cross_entropy(logits, ints(&[1, 1000, 0]), Some(1000));
+        assert!(scalar(&loss).is_finite() && group.failure().is_none());
+    });
 }
 
 #[test]
