@@ -105,7 +105,8 @@ impl Optimizer {
     /// Changes the parameters that have a gradient.
     ///
     /// # Errors
-    /// Of libtorch, if a gradient is not of its parameter's type.
+    /// If a parameter, its gradient and what the optimizer keeps of it are no longer of one size and type, or not contiguous:
+    /// the kernels look at none of it. Nothing is changed then. Else of libtorch.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
         let _guard = tch::no_grad_guard();
         let (mut parameters, mut gradients) = (Vec::new(), Vec::new());
@@ -119,9 +120,15 @@ impl Optimizer {
                 Some(kept) => kept,
                 None => kept.insert(fresh(self.rule, &parameter.tensor)?),
             };
+            let gradient = gradient.f_contiguous().map_err(torch)?;
+            let alike = self.rule.fields().iter().zip(kept.iter()).filter(|(field, _)| **field != "step");
+            let alike: Vec<&Tensor> = alike.map(|(_, tensor)| tensor).chain([&gradient]).collect();
+            if !shim::are_alike(&parameter.tensor, &alike) {
+                return Err(changed(parameter));
+            }
             moments.iter_mut().zip(kept.iter()).for_each(|(list, tensor)| list.push(tensor.shallow_clone()));
             parameters.push(parameter.tensor.shallow_clone());
-            gradients.push(gradient.f_contiguous().map_err(torch)?);
+            gradients.push(gradient);
         }
         if parameters.is_empty() {
             return Ok(());
@@ -191,8 +198,11 @@ impl Optimizer {
             kept.iter().find(|name| self.parameters.iter().all(|one| one.spec.name != **name))
         {
             return Err(Error::mismatch(format!(
-                "the optimizer's state is of `{other}`, which this model has not"
-            )));
+                "the optimizer's state is for parameter `{other}`, which is not among those of this optimizer"
+            ))
+            .with_remedy(
+                "make the model as it was when the state was saved, with the same parameters frozen",
+            ));
         }
         let of = |parameter: &Named| {
             let mut tensors = fresh(rule, &parameter.tensor)?;
@@ -200,8 +210,9 @@ impl Optimizer {
                 let (name, shape) =
                     (format!("{prefix}.{}.{field}", parameter.spec.name), shape(tensor, &parameter.spec));
                 let elements = reader.tensor(&name, shim::dtype(tensor.kind())?, &shape)?;
-                if let Some(bytes) = shim::bytes_mut(tensor) {
-                    bytes.copy_from_slice(&elements);
+                match shim::bytes_mut(tensor) {
+                    Some(bytes) if bytes.len() == elements.len() => bytes.copy_from_slice(&elements),
+                    _ => return Err(changed(parameter)),
                 }
             }
             Ok(tensors)
@@ -218,6 +229,18 @@ impl Optimizer {
     fn kept(&self) -> impl Iterator<Item = (&Named, &Vec<Tensor>)> {
         self.parameters.iter().zip(&self.moments).filter_map(|(one, kept)| Some((one, kept.as_ref()?)))
     }
+}
+
+/// The error for a parameter that is not what it was.
+fn changed(parameter: &Named) -> Error {
+    Error::invalid_argument(format!(
+        "parameter {}, its gradient and what the optimizer keeps of it are not all contiguous and of one size and type: it \
+         is {:?} {:?} now",
+        parameter.spec,
+        parameter.tensor.kind(),
+        parameter.tensor.size()
+    ))
+    .with_remedy("after `set_data`, or a change of type, make a new Optimizer")
 }
 
 /// The shape of a moment: the parameter's, or none of a number.

@@ -191,6 +191,27 @@ pub(crate) struct AdamWTensors {
     pub steps: Vec<Tensor>,
 }
 
+/// Can the fused kernels go through `parameter` and `others` element by element? They look neither at sizes nor at strides.
+pub(crate) fn are_alike(parameter: &Tensor, others: &[&Tensor]) -> bool {
+    let is_rows = |tensor: &Tensor| is_plain(tensor) && tensor.is_contiguous();
+    let (size, kind) = (parameter.size(), parameter.kind());
+    let is_like = |other: &&Tensor| is_rows(other) && other.kind() == kind && other.size() == size;
+    is_rows(parameter) && others.iter().all(is_like)
+}
+
+/// An error unless each list has one tensor for each of `parameters`, [like it](are_alike).
+fn check_alike(rule: &str, parameters: &[Tensor], lists: &[&[Tensor]]) -> Result<()> {
+    let fits = |(index, parameter): (usize, &Tensor)| {
+        let others: Option<Vec<&Tensor>> = lists.iter().map(|list| list.get(index)).collect();
+        others.is_some_and(|others| are_alike(parameter, &others))
+    };
+    let counts = lists.iter().all(|list| list.len() == parameters.len());
+    if counts && parameters.iter().enumerate().all(fits) {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("{rule} has not one tensor of each kind like each parameter")))
+}
+
 /// One step of AdamW; `betas`, `weight_decay` and `epsilon` as PyTorch's. The steps are counted before.
 pub(crate) fn fused_adamw(
     tensors: &AdamWTensors,
@@ -200,12 +221,14 @@ pub(crate) fn fused_adamw(
     epsilon: f64,
 ) -> Result<()> {
     let AdamWTensors { parameters, gradients, firsts, seconds, steps } = tensors;
-    let all = [parameters, gradients, firsts, seconds, steps];
-    if all.iter().any(|list| list.len() != parameters.len()) {
-        return Err(Error::invalid_argument("AdamW has not one tensor of each kind for each parameter"));
+    check_alike("AdamW", parameters, &[gradients, firsts, seconds])?;
+    if steps.len() != parameters.len() {
+        return Err(Error::invalid_argument("AdamW has not one count of steps for each parameter"));
     }
-    let [parameters, gradients, firsts, seconds, steps] = all.map(|list| handles(list));
-    // SAFETY: as many live handles in each list. libtorch checks shapes and types.
+    let [parameters, gradients, firsts, seconds, steps] =
+        [parameters, gradients, firsts, seconds, steps].map(|list| handles(list));
+    // SAFETY: as many live handles in each list. The kernels take the parameter's size and type for those of the other
+    // tensors, which `check_alike` has compared; counts of steps they read as numbers, which libtorch checks.
     outcome(unsafe {
         phx_fused_adamw(
             parameters.as_ptr(),
@@ -239,13 +262,13 @@ pub(crate) fn fused_sgd(
     velocities: Option<&[Tensor]>,
     settings: SgdSettings,
 ) -> Result<()> {
-    let counts = [gradients.len(), velocities.map_or(parameters.len(), <[Tensor]>::len)];
-    if counts.iter().any(|&count| count != parameters.len()) {
-        return Err(Error::invalid_argument("SGD has not one tensor of each kind for each parameter"));
+    match velocities {
+        Some(velocities) => check_alike("SGD", parameters, &[gradients, velocities])?,
+        None => check_alike("SGD", parameters, &[gradients])?,
     }
     let (parameters, gradients, velocities) =
         (handles(parameters), handles(gradients), velocities.map(handles));
-    // SAFETY: as many live handles in each list. libtorch checks shapes and types.
+    // SAFETY: as many live handles in each list; sizes and types as for AdamW.
     outcome(unsafe {
         phx_fused_sgd(
             parameters.as_ptr(),

@@ -2,8 +2,9 @@
 
 use phalanx_tch::{Optimizer, Rule};
 use tch::nn::{self, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
 
-use crate::common::{Mlp, distance, floats, samples};
+use crate::common::{FLOATS, Mlp, distance, floats, samples};
 
 const WIDTHS: [i64; 3] = [8, 16, 3];
 
@@ -38,8 +39,40 @@ fn parameters_without_a_gradient_stay() {
     let start = floats(&model.store);
     optimizer.step(0.1).unwrap();
     assert_eq!(floats(&model.store), start);
-    samples(0, 4).0.apply(&model.layers[0]).mean(tch::Kind::Float).backward();
+    samples(0, 4).0.apply(&model.layers[0]).mean(Kind::Float).backward();
     optimizer.step(0.1).unwrap();
     let end = floats(&model.store);
     assert!(end[..2].iter().zip(&start).all(|(a, b)| a != b) && end[2..] == start[2..]);
+}
+
+#[test]
+fn a_parameter_that_is_not_what_it_was_is_refused() {
+    for rule in [Rule::ADAMW, Rule::sgd(0.9), Rule::sgd(0.0)] {
+        let model = Mlp::new(&WIDTHS);
+        let mut optimizer = Optimizer::new(&model.store, rule).unwrap();
+        let mut step = |model: &Mlp| {
+            optimizer.zero_grad().unwrap();
+            let loss = model.store.trainable_variables().iter().map(|one| one.square().sum(Kind::Float));
+            loss.reduce(|a, b| a + b).unwrap().backward();
+            optimizer.step(0.1)
+        };
+        step(&model).unwrap();
+        let mut bias = model.layers[0].bs.as_ref().unwrap().shallow_clone();
+        let sizes = [Tensor::ones([100_000], FLOATS), Tensor::ones([16], (Kind::Double, Device::Cpu))];
+        // Without moments a parameter of any size can be stepped.
+        for other in sizes.iter().skip(if rule == Rule::sgd(0.0) { 2 } else { 0 }) {
+            bias.set_data(other);
+            let before = floats(&model.store);
+            let error = step(&model).unwrap_err().to_string();
+            assert!(error.contains("`0.bias`") && error.contains("make a new Optimizer"), "{error}");
+            assert_eq!(floats(&model.store), before, "nothing is changed");
+        }
+        bias.set_data(&Tensor::ones([16, 16], FLOATS).select(1, 0));
+        assert!(step(&model).unwrap_err().to_string().contains("contiguous"));
+        // A gradient of an earlier size.
+        bias.set_data(&Tensor::ones([16], FLOATS));
+        step(&model).unwrap();
+        bias.set_data(&Tensor::ones([8], FLOATS));
+        assert!(optimizer.step(0.1).unwrap_err().to_string().contains("Float [8] now"));
+    }
 }
