@@ -8,7 +8,7 @@ use phalanx::{Error, Rank, Result};
 use tch::Tensor;
 
 use crate::shim;
-use crate::tensors::{self, Named, torch};
+use crate::tensors::{Named, torch};
 
 /// What to do with a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,21 +26,24 @@ pub(crate) struct Sink(HookedReducer<Deliveries>);
 
 struct Deliveries {
     delivery: Delivery,
-    /// The parameters, in the reducer's order.
-    leaves: Vec<Tensor>,
+    /// In the reducer's order.
+    parameters: Vec<Named>,
     /// For each parameter its place in a bucket, as a tensor: the gradient, from the first average on.
     views: Vec<Option<Tensor>>,
     /// Does `.grad` hold a gradient that has not been averaged?
     held: Vec<bool>,
+    /// Has the reducer what this backward pass gives it for the parameter?
+    given: Vec<bool>,
 }
 
 impl Sink {
     pub fn new(reducer: Reducer, parameters: &[Named]) -> Self {
         let deliveries = Deliveries {
             delivery: Delivery::Ignore,
-            leaves: tensors::handles(parameters),
+            parameters: parameters.to_vec(),
             views: parameters.iter().map(|_| None).collect(),
             held: vec![false; parameters.len()],
+            given: vec![false; parameters.len()],
         };
         Self(HookedReducer::new(reducer, deliveries))
     }
@@ -79,7 +82,7 @@ impl Sink {
     pub fn average(&self, backward: impl FnOnce() -> Result<()>, scale: impl FnOnce() -> f64) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             deliveries.delivery = Delivery::Now;
-            reducer.start()
+            deliveries.start(reducer)
         })?;
         let outcome = backward();
         self.0.attempt(|reducer, deliveries| {
@@ -108,9 +111,9 @@ impl Sink {
     /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
-            for (leaf, held) in deliveries.leaves.iter().zip(&mut deliveries.held) {
+            for (parameter, held) in deliveries.parameters.iter().zip(&mut deliveries.held) {
                 if std::mem::take(held) {
-                    shim::set_gradient(leaf, None)?;
+                    shim::set_gradient(&parameter.tensor, None)?;
                 }
             }
             reducer.adopt(root)
@@ -126,6 +129,22 @@ impl Sink {
 }
 
 impl Deliveries {
+    /// A backward pass begins whose gradients are averaged. What a static graph does not use is what `.grad` has.
+    fn start(&mut self, reducer: &mut Reducer) -> Result<()> {
+        self.given.fill(false);
+        let Self { parameters, given, held, .. } = self;
+        reducer.start_with(|index, memory| {
+            (given[index], held[index]) = (true, false);
+            match gradient(&parameters[index])? {
+                Some(gradient) => write(&gradient, memory),
+                None => {
+                    memory.fill(0);
+                    Ok(())
+                }
+            }
+        })
+    }
+
     fn ready(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
         match self.delivery {
             Delivery::Now => {
@@ -140,10 +159,13 @@ impl Deliveries {
         }
     }
 
-    /// Backward is over: held gradients of parameters that it did not use go to the reducer.
+    /// Backward is over: what `.grad` of parameters has that it did not use goes to the reducer: the gradients that are held,
+    /// and, if parameters may be unused, the averages of earlier passes.
     fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
-        for index in 0..self.held.len() {
-            if std::mem::take(&mut self.held[index]) && self.leaves[index].grad().defined() {
+        let all = reducer.accepts_unused();
+        for index in 0..self.parameters.len() {
+            let held = std::mem::take(&mut self.held[index]);
+            if !self.given[index] && (all || held) {
                 self.give(reducer, index)?;
             }
         }
@@ -152,49 +174,32 @@ impl Deliveries {
 
     /// Gives the reducer what is in `.grad`. If that lies in the parameter's place in its bucket, nothing is copied.
     fn give(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
-        let leaf = &self.leaves[index];
-        let gradient = leaf.grad();
-        let fits =
-            shim::is_plain(&gradient) && gradient.kind() == leaf.kind() && gradient.numel() == leaf.numel();
-        if !fits {
-            let what = reducer.parameters().get(index).map(ToString::to_string).unwrap_or_default();
-            return Err(Error::invalid_argument(format!(
-                "the gradient of parameter {what} is sparse, or of another type"
-            ))
-            .with_remedy("dense gradients in the type of their parameter are averaged"));
-        }
-        let gradient = tch::no_grad(|| gradient.f_contiguous()).map_err(torch)?;
+        let parameter = &self.parameters[index];
+        let Some(gradient) = gradient(parameter)? else { return Ok(()) };
         let source = gradient.data_ptr().cast_const().cast::<u8>();
         let mut place = ptr::null();
         reducer.ready_with(index, |memory| {
             place = memory.as_ptr();
-            // Compared before the gradient is borrowed: it may be this memory.
-            if place == source {
-                return Ok(());
-            }
-            match shim::bytes(&gradient) {
-                Some(bytes) if bytes.len() == memory.len() => {
-                    memory.copy_from_slice(bytes);
-                    Ok(())
-                }
-                _ => Err(Error::invalid_argument("a gradient's memory cannot be read")),
-            }
+            write(&gradient, memory)
         })?;
+        self.given[index] = true;
         // libtorch's own memory is free now, and not at the end of backward.
         match &self.views[index] {
-            Some(view) if place != source && is_at(view, place) => shim::set_gradient(leaf, Some(view)),
+            Some(view) if place != source && is_at(view, place) => {
+                shim::set_gradient(&parameter.tensor, Some(view))
+            }
             _ => Ok(()),
         }
     }
 
     /// Makes each parameter's average its gradient, where it lies.
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
-        for (index, leaf) in self.leaves.iter().enumerate() {
+        for (index, parameter) in self.parameters.iter().enumerate() {
+            let leaf = &parameter.tensor;
             let Some(place) = reducer.gradient(index)?.map(<[u8]>::as_ptr) else {
-                // No rank had one.
-                shim::set_gradient(leaf, None)?;
-                continue;
+                continue; // No rank had one.
             };
+            check_kind(parameter)?;
             if !is_at(&leaf.grad(), place) {
                 let view = &mut self.views[index];
                 if !view.as_ref().is_some_and(|view| is_at(view, place)) {
@@ -210,6 +215,50 @@ impl Deliveries {
             }
         }
         Ok(())
+    }
+}
+
+/// What is in `.grad` of a parameter, row by row; nothing if there is none.
+fn gradient(parameter: &Named) -> Result<Option<Tensor>> {
+    let Named { spec, tensor: leaf } = parameter;
+    let gradient = leaf.grad();
+    if !gradient.defined() {
+        return Ok(None);
+    }
+    check_kind(parameter)?;
+    if !shim::is_plain(&gradient) || gradient.kind() != leaf.kind() || gradient.numel() != leaf.numel() {
+        return Err(Error::invalid_argument(format!(
+            "the gradient of parameter {spec} is sparse, or of another type"
+        ))
+        .with_remedy("dense gradients in the type of their parameter are averaged"));
+    }
+    tch::no_grad(|| gradient.f_contiguous()).map(Some).map_err(torch)
+}
+
+/// An error if a parameter is no longer what the ranks have compared.
+fn check_kind(Named { spec, tensor: leaf }: &Named) -> Result<()> {
+    if leaf.numel() == spec.elements() && shim::dtype(leaf.kind()).is_ok_and(|dtype| dtype == spec.dtype) {
+        return Ok(());
+    }
+    let (kind, size) = (leaf.kind(), leaf.size());
+    Err(Error::invalid_argument(format!(
+        "the variable's type changed since Ddp::new: parameter {spec} is {kind:?} {size:?} now"
+    ))
+    .with_remedy("change the VarStore first, then make the Ddp"))
+}
+
+/// Writes `gradient` to `memory`, unless it lies there.
+fn write(gradient: &Tensor, memory: &mut [u8]) -> Result<()> {
+    // Compared before the gradient is borrowed: it may be this memory.
+    if is_at(gradient, memory.as_ptr()) {
+        return Ok(());
+    }
+    match shim::bytes(gradient) {
+        Some(bytes) if bytes.len() == memory.len() => {
+            memory.copy_from_slice(bytes);
+            Ok(())
+        }
+        _ => Err(Error::invalid_argument("a gradient's memory cannot be read")),
     }
 }
 

@@ -137,6 +137,14 @@ impl Reducer {
     ///
     /// The averaged gradients of the step before are gone.
     pub fn start(&mut self) -> Result<()> {
+        self.start_with(|_, memory| zero(memory))
+    }
+
+    /// Like [`start`](Self::start), for programs that accumulate gradients over several averages: with
+    /// [`static_graph`](ReducerOptions::static_graph), from the second step on, `unused` writes what this rank has for a
+    /// parameter that backward does not use here, where `start` writes zeros. It gets the parameter's index, and memory that
+    /// may hold the values of an earlier step.
+    pub fn start_with(&mut self, mut unused: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
         self.attempt(|reducer| {
             if let Some(arrival) = reducer.state.rebuild()? {
                 let group = reducer.group.in_call(Caller::DdpBackward);
@@ -148,8 +156,15 @@ impl Reducer {
                 reducer.buckets = buckets(&reducer.state);
             }
             reducer.began = Instant::now();
-            reducer.zero_unused()
+            reducer.fill_unused(&mut unused)
         })
+    }
+
+    /// Does a parameter that gets no gradient in this step count as unused, and not as an error? So it does with
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters), and in the first step of a
+    /// [`static_graph`](ReducerOptions::static_graph).
+    pub fn accepts_unused(&self) -> bool {
+        self.state.accepts_unused()
     }
 
     /// From the next step on `hook` averages the buckets. All ranks call it together.
@@ -374,13 +389,10 @@ impl Reducer {
         Ok(())
     }
 
-    /// Sets gradients to zero that backward does not give.
-    fn zero_unused(&mut self) -> Result<()> {
+    /// Has `write` write the gradients that backward does not give.
+    fn fill_unused(&mut self, write: &mut dyn FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
         while let Some(index) = self.state.next_unused() {
-            self.fill(index, |memory| {
-                memory.fill(0);
-                Ok(())
-            })?;
+            self.fill(index, |memory| write(index, memory))?;
         }
         Ok(())
     }
@@ -388,7 +400,7 @@ impl Reducer {
     /// Handles the parameters that got no gradient. Returns the exchange of used parameters, if there is one.
     fn close(&mut self) -> Result<Option<Work>> {
         self.state.end()?;
-        self.zero_unused()?;
+        self.fill_unused(&mut |_, memory| zero(memory))?;
         self.launch()?; // What a replay has left to the end, which is everything.
         if !self.state.closed()? {
             return Ok(None);
@@ -430,6 +442,11 @@ impl Reducer {
     fn bytes(&self, (bucket, range): (usize, Range<usize>)) -> Option<&[u8]> {
         self.buckets.get(bucket)?.bytes()?.get(range)
     }
+}
+
+fn zero(memory: &mut [u8]) -> Result<()> {
+    memory.fill(0);
+    Ok(())
 }
 
 fn check(parameters: &[ParameterSpec]) -> Result<()> {

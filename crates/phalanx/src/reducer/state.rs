@@ -46,8 +46,8 @@ pub(super) struct ReducerState {
     launched: usize,
     /// Parameters that get no gradient from backward in this step, as far as that is known.
     unused: Vec<usize>,
-    /// So many of `unused` have been set to zero.
-    zeroed: usize,
+    /// So many of `unused` have been filled.
+    filled: usize,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
     /// Is backward over? Then the step can be replayed, if gradients are kept.
@@ -131,7 +131,7 @@ impl ReducerState {
             arrival: Vec::with_capacity(parameters.len()),
             launched: 0,
             unused: Vec::new(),
-            zeroed: 0,
+            filled: 0,
             used: vec![true; parameters.len()],
             ended: false,
             keeps: false,
@@ -194,7 +194,7 @@ impl ReducerState {
         Ok((self.first_step == FirstStep::Over && !keeps_order).then_some(&self.arrival))
     }
 
-    /// A backward pass begins. What of it is known to be unused is to be [set to zero](Self::next_unused).
+    /// A backward pass begins. What of it is known to be unused is to be [filled](Self::next_unused).
     pub(super) fn begin(&mut self) {
         if self.first_step == FirstStep::Over {
             self.first_step = FirstStep::Applied;
@@ -210,7 +210,7 @@ impl ReducerState {
         self.seen.clear();
         self.seen.resize(self.parameters.len(), false);
         self.arrival.clear();
-        (self.launched, self.zeroed, self.ended, self.cut_off) = (0, 0, false, None);
+        (self.launched, self.filled, self.ended, self.cut_off) = (0, 0, false, None);
         self.keeps = std::mem::take(&mut self.keeps_next);
         self.phase = Phase::Backward;
     }
@@ -273,13 +273,18 @@ impl ReducerState {
         Some(bucket)
     }
 
-    /// The next parameter whose gradient is to be set to zero.
+    /// Does a parameter that gets no gradient in this step count as unused?
+    pub(super) fn accepts_unused(&self) -> bool {
+        self.unused_parameters.are_exchanged()
+    }
+
+    /// The next parameter whose gradient backward does not give.
     pub(super) fn next_unused(&mut self) -> Option<usize> {
-        while let Some(&index) = self.unused.get(self.zeroed) {
+        while let Some(&index) = self.unused.get(self.filled) {
             if !self.seen[index] {
                 return Some(index);
             }
-            self.zeroed += 1;
+            self.filled += 1;
         }
         None
     }

@@ -217,6 +217,36 @@ fn a_static_graph_learns_in_the_first_step_and_holds_the_program_to_it() {
 }
 
 #[test]
+fn what_an_adapter_keeps_of_unused_parameters_is_averaged_in_a_static_graph() {
+    run(2, |group| {
+        let rank = group.rank();
+        let mut reducer =
+            Reducer::new(group, parameters(&[4, 4]), buckets_of(4).static_graph(true)).unwrap();
+        assert!(reducer.accepts_unused());
+        // Rank 0 does not use parameter 1.
+        let order: &[usize] = if rank.is_main() { &[0] } else { &[1, 0] };
+        one_step(&mut reducer, rank, 0, order).unwrap();
+        for step in 1..3 {
+            let mut asked = Vec::new();
+            let kept = [6.0f32; 4];
+            reducer
+                .start_with(|index, memory| {
+                    asked.push(index);
+                    memory.copy_from_slice(bytemuck::cast_slice(&kept));
+                    Ok(())
+                })
+                .unwrap();
+            assert_eq!(asked, if rank.is_main() { vec![1] } else { Vec::new() });
+            assert!(!reducer.accepts_unused());
+            give(&mut reducer, rank, step, order).unwrap();
+            reducer.finish().unwrap();
+            let average = gradient(Rank::new(1), 1, step, 4).iter().map(|part| (part + 6.0) / 2.0);
+            assert_eq!(floats(&reducer, 1), average.collect::<Vec<_>>());
+        }
+    });
+}
+
+#[test]
 fn averages_that_are_taken_out_are_their_owners() {
     run(2, |group| {
         let rank = group.rank();
