@@ -96,11 +96,15 @@ impl Ddp {
     ///
     /// The first pass after a synchronised backward pass takes over rank 0's buffers. For passes without training, such as
     /// an evaluation, use the model alone.
+    ///
+    /// # Errors
+    /// If a collective fails; or if gradients came after the last `forward` from a backward pass that averages nothing, such
+    /// as `loss.backward()` or `optimizer.backward_step(&loss)`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
         self.group.step()?;
         if let Some(sink) = &self.sink {
-            sink.check()?;
+            sink.forward()?;
             if std::mem::take(&mut self.buffers_stale) && self.broadcast_buffers {
                 self.take_buffers(Caller::DdpForward)?;
             }
@@ -119,7 +123,7 @@ impl Ddp {
     /// If the loss went through the model of another `Ddp` too, as a generator's goes through the discriminator, the
     /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        check_tracked(loss)?;
+        self.check_tracked(loss)?;
         self.buffers_stale = true;
         let Some(sink) = &self.sink else { return self.traced(loss) };
         let group = &self.group;
@@ -141,7 +145,7 @@ impl Ddp {
     /// in between.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
-        check_tracked(loss)?;
+        self.check_tracked(loss)?;
         match &self.sink {
             Some(sink) => sink.hold(|| self.traced(loss)),
             None => self.traced(loss),
@@ -268,6 +272,20 @@ impl Ddp {
         outcome
     }
 
+    /// An error if backward cannot run from `loss`. It ends the group: the others may wait for this rank's gradients.
+    fn check_tracked(&self, loss: &Tensor) -> Result<()> {
+        if loss.requires_grad() {
+            return Ok(());
+        }
+        let error =
+            Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+                .with_remedy("compute it from the model, outside of tch::no_grad");
+        match &self.sink {
+            Some(sink) => sink.call(|_| Err(error)),
+            None => Err(error),
+        }
+    }
+
     /// Takes over all variables of rank `root`.
     fn take_state(&self, caller: Caller, root: Rank) -> Result<()> {
         tensors::from_rank(&self.group.in_call(caller), root, &tensors::handles(&self.inventory.state))
@@ -303,14 +321,6 @@ impl fmt::Debug for Ddp {
             .field("buffers", &self.inventory.buffers.len())
             .finish_non_exhaustive()
     }
-}
-
-fn check_tracked(loss: &Tensor) -> Result<()> {
-    if loss.requires_grad() {
-        return Ok(());
-    }
-    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
-        .with_remedy("compute it from the model, outside of tch::no_grad"))
 }
 
 /// Lists the variables, which the ranks of `group` compare, and hooks the parameters. An error ends the group: the others

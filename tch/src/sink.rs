@@ -1,5 +1,8 @@
 //! The receiver of hooks' gradients: they go to the reducer, or stay in `.grad` until the next synchronised backward pass.
 
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
 
@@ -34,6 +37,15 @@ struct Deliveries {
     held: Vec<bool>,
     /// Has the reducer what this backward pass gives it for the parameter?
     given: Vec<bool>,
+    /// Has the model run forward for a backward pass that has not begun?
+    is_awaited: bool,
+    /// A parameter whose gradient came meanwhile from a backward pass that no `Ddp` runs.
+    missed: Option<usize>,
+}
+
+thread_local! {
+    /// Does a `Ddp` run backward on this thread?
+    static RUNS: Cell<bool> = const { Cell::new(false) };
 }
 
 impl Sink {
@@ -44,6 +56,8 @@ impl Sink {
             views: parameters.iter().map(|_| None).collect(),
             held: vec![false; parameters.len()],
             given: vec![false; parameters.len()],
+            is_awaited: false,
+            missed: None,
         };
         Self(HookedReducer::new(reducer, deliveries))
     }
@@ -52,8 +66,14 @@ impl Sink {
     pub fn hook(self: &Arc<Self>, parameters: &[Named]) -> Result<()> {
         for (index, parameter) in parameters.iter().enumerate() {
             let sink = self.clone();
-            // A failure is returned by the call that runs this backward pass.
-            let ready = move || drop(sink.0.attempt(|reducer, deliveries| deliveries.ready(reducer, index)));
+            // A failure is returned by the call that runs this backward pass. A panic, such as a communication hook's, must not
+            // reach libtorch.
+            let ready = move || {
+                drop(sink.0.attempt(|reducer, deliveries| {
+                    catch_unwind(AssertUnwindSafe(|| deliveries.ready(reducer, index)))
+                        .unwrap_or_else(|panic| Err(panicked(&*panic)))
+                }));
+            };
             if let Err(error) = shim::hook(&parameter.tensor, ready) {
                 parameters[..index].iter().for_each(|parameter| shim::unhook(&parameter.tensor));
                 let name = &parameter.spec;
@@ -65,26 +85,32 @@ impl Sink {
         Ok(())
     }
 
-    /// The failure of this or an earlier backward pass, if there was one.
-    pub fn check(&self) -> Result<()> {
-        self.0.check()
+    /// The model runs forward. Returns the failure of an earlier backward pass, if there was one.
+    pub fn forward(&self) -> Result<()> {
+        self.0.attempt(|_, deliveries| deliveries.await_backward(true))
     }
 
     /// Runs `backward`, whose gradients stay in `.grad`.
     pub fn hold(&self, backward: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.deliver(Delivery::Hold)?;
-        let outcome = backward();
-        self.deliver(Delivery::Ignore)?;
-        self.0.attempt(|_, _| outcome)
+        self.0.attempt(|_, deliveries| {
+            deliveries.delivery = Delivery::Hold;
+            deliveries.await_backward(false)
+        })?;
+        let outcome = run(backward);
+        self.0.attempt(|_, deliveries| {
+            deliveries.delivery = Delivery::Ignore;
+            outcome
+        })
     }
 
     /// Runs `backward`, averages its gradients and those that are held, and leaves them in `.grad`, multiplied by `scale`.
     pub fn average(&self, backward: impl FnOnce() -> Result<()>, scale: impl FnOnce() -> f64) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             deliveries.delivery = Delivery::Now;
+            deliveries.await_backward(false)?;
             deliveries.start(reducer)
         })?;
-        let outcome = backward();
+        let outcome = run(backward);
         self.0.attempt(|reducer, deliveries| {
             deliveries.delivery = Delivery::Ignore;
             outcome?;
@@ -119,13 +145,6 @@ impl Sink {
             reducer.adopt(root)
         })
     }
-
-    fn deliver(&self, delivery: Delivery) -> Result<()> {
-        self.0.attempt(|_, deliveries| {
-            deliveries.delivery = delivery;
-            Ok(())
-        })
-    }
 }
 
 impl Deliveries {
@@ -155,8 +174,27 @@ impl Deliveries {
                 self.held[index] = true;
                 Ok(())
             }
-            Delivery::Ignore => Ok(()),
+            Delivery::Ignore => {
+                if self.is_awaited && !RUNS.get() {
+                    self.missed.get_or_insert(index);
+                }
+                Ok(())
+            }
         }
+    }
+
+    /// From here on a backward pass is awaited, or no longer. An error if one came that was not this `Ddp`'s.
+    fn await_backward(&mut self, is_awaited: bool) -> Result<()> {
+        self.is_awaited = is_awaited;
+        let Some(index) = self.missed.take() else { return Ok(()) };
+        let name = &self.parameters[index].spec;
+        Err(Error::invalid_argument(format!(
+            "after Ddp::forward, parameter {name} got a gradient from a backward pass that averages nothing"
+        ))
+        .with_remedy(
+            "call ddp.backward(&loss) instead of loss.backward(), and zero_grad, ddp.backward(&loss) and step instead of \
+             optimizer.backward_step(&loss)",
+        ))
     }
 
     /// Backward is over: what `.grad` of parameters has that it did not use goes to the reducer: the gradients that are held,
@@ -216,6 +254,21 @@ impl Deliveries {
         }
         Ok(())
     }
+}
+
+/// Runs a backward pass of a `Ddp`.
+fn run<T>(backward: impl FnOnce() -> T) -> T {
+    let before = RUNS.replace(true);
+    let outcome = backward();
+    RUNS.set(before);
+    outcome
+}
+
+/// The error for a panic while a gradient was passed on.
+fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
+    Error::aborted(format!("a panic in backward, such as one of a communication hook: {text}"))
 }
 
 /// What is in `.grad` of a parameter, row by row; nothing if there is none.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{CommHook, Compressed, GradBucket, Pending, PowerSgd, PowerSgdOptions};
 use phalanx::trace::Trace;
 use phalanx::{
     Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
@@ -219,12 +219,15 @@ fn compressed_gradients_are_near_the_average_and_move_fewer_bytes() {
     let runs: Vec<_> = (0..4).map(|which| run(2, |group| train(&group, which)).remove(0)).collect();
     let (plain, bytes) = &runs[0];
     assert!(distance(plain, &start) > 0.01, "nothing was learned");
-    for (which, limit) in [(1, 1e-2), (2, 5e-2)] {
+    for (which, limit) in [(1, 1e-2), (2, 5e-2), (3, 0.2)] {
         let apart = distance(&runs[which].0, plain);
+        eprintln!("hook {which} is {apart:e} away");
         assert!(apart > 0.0 && apart < limit, "hook {which} is {apart:e} away");
-        assert_eq!(runs[which].1 * 2, *bytes);
+        if which < 3 {
+            assert_eq!(runs[which].1 * 2, *bytes);
+        }
     }
-    assert!(distance(&runs[3].0, &start) > 0.01 && runs[3].1 * 2 < *bytes);
+    assert!(runs[3].1 * 2 < *bytes);
 }
 
 #[test]
@@ -302,6 +305,37 @@ fn ranks_with_fewer_batches_answer_the_others() {
 }
 
 #[test]
+fn ranks_that_are_done_count_in_the_averages_or_do_not() {
+    // The gradient is the input, so that the average can be told.
+    for (divide, expected) in [(true, [1.5, 1.0]), (false, [1.5, 2.0])] {
+        let gradients = run(2, |group| {
+            let store = nn::VarStore::new(Device::Cpu);
+            let weight = store.root().zeros("weight", &[1]);
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
+            let mut options = JoinOptions::default();
+            options.divide_by_initial_world_size = divide;
+            let value = group.rank().index() as f64 + 1.0;
+            // Rank 1 has a batch more.
+            let batches = 1 + group.rank().index();
+            ddp.join(&mut optimizer, options, |ddp, optimizer| {
+                let mut seen = Vec::new();
+                for _ in 0..batches {
+                    let loss = ddp.forward(|| (&weight * value).sum(Kind::Float))?;
+                    optimizer.zero_grad()?;
+                    ddp.backward(&loss)?;
+                    seen.push(elements(&weight.grad())[0]);
+                }
+                Ok(seen)
+            })
+            .unwrap()
+        });
+        assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}");
+        assert_eq!(gradients[0], expected[..1]);
+    }
+}
+
+#[test]
 fn buffers_are_rank_0_s() {
     let means = run(2, |group| {
         let store = nn::VarStore::new(Device::Cpu);
@@ -336,14 +370,21 @@ fn misuse_is_refused() {
     run(2, |group| {
         let model = Mlp::new(&WIDTHS);
         let mut ddp = Ddp::new(&model.store, &group).unwrap();
-        let error = ddp.backward(&Tensor::from(1.0)).unwrap_err().to_string();
-        assert!(error.contains("does not depend on any parameter"), "{error}");
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         ddp.backward(&loss).unwrap();
         // libtorch's own error, and nobody waits for this rank.
         let error = ddp.backward(&loss).unwrap_err().to_string();
         assert!(error.contains("backward through the graph a second time"), "{error}");
     });
+    // A loss without a graph on one rank; the other one waits for its gradients.
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        let loss = if group.rank().is_main() { loss } else { loss.detach() };
+        ddp.backward(&loss).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("does not depend on any parameter")), "{errors:?}");
     let errors = run(2, |group| {
         let model = Mlp::new(&WIDTHS);
         let _first = Ddp::new(&model.store, &group).unwrap();
@@ -367,4 +408,79 @@ fn misuse_is_refused() {
         errors.iter().all(|error| error.is_mismatch() && error.to_string().contains("`0.bias`")),
         "{errors:?}"
     );
+}
+
+#[test]
+fn a_backward_pass_that_averages_nothing_is_the_error_of_the_next_call() {
+    for next in ["forward", "backward", "backward_no_sync"] {
+        run(2, |group| {
+            let model = Mlp::new(&WIDTHS);
+            let mut ddp = Ddp::new(&model.store, &group).unwrap();
+            // Without a forward pass of the `Ddp` its parameters are anybody's.
+            model.loss(samples(0, 4)).backward();
+            let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&model.store, 0.05).unwrap();
+            optimizer.zero_grad();
+            let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+            let second = model.loss(samples(4, 8));
+            optimizer.backward_step(&loss);
+            let outcome = match next {
+                "forward" => ddp.forward(|| ()),
+                "backward" => ddp.backward(&second),
+                _ => ddp.backward_no_sync(&second),
+            };
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("call ddp.backward(&loss) instead"), "{next}: {error}");
+        });
+    }
+    // The loss of another `Ddp` may go through this one between its forward and its backward pass.
+    run(2, |group| {
+        let (g, d) = (Mlp::new(&[3, 8, 8]), Mlp::new(&[8, 8, 1]));
+        let (mut ddp_g, mut ddp_d) =
+            (Ddp::new(&g.store, &group).unwrap(), Ddp::new(&d.store, &group).unwrap());
+        let judged = |x: &Tensor| d.forward(x).square().mean(Kind::Float);
+        let own = ddp_d.forward(|| judged(&samples(0, 4).0)).unwrap();
+        let through = ddp_g.forward(|| judged(&g.forward(&samples(0, 4).1))).unwrap();
+        ddp_g.backward(&through).unwrap();
+        d.store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+        ddp_d.backward(&own).unwrap();
+    });
+}
+
+#[test]
+fn a_panic_of_a_hook_is_an_error_of_backward() {
+    struct Panics;
+    impl CommHook for Panics {
+        fn describe(&self) -> String {
+            "panics".into()
+        }
+        fn start(&mut self, _: &dyn Communicator, _: GradBucket) -> Result<Pending> {
+            panic!("the hook's own")
+        }
+        fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+            Ok(())
+        }
+    }
+    run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        ddp.register_comm_hook(Panics).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        let error = ddp.backward(&loss).unwrap_err().to_string();
+        assert!(error.contains("the hook's own"), "{error}");
+        assert!(ddp.forward(|| ()).unwrap_err().to_string().contains("the hook's own"));
+    });
+}
+
+#[test]
+fn a_variable_whose_type_changed_is_refused() {
+    let errors = run(2, |group| {
+        let mut model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        model.store.half();
+        let (x, _) = samples(0, 4);
+        let loss = ddp.forward(|| model.forward(&x.to_kind(Kind::Half)).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap_err().to_string()
+    });
+    let named = |text: &String| text.contains("type changed since Ddp::new") && text.contains("Half");
+    assert!(errors.iter().all(named), "{errors:?}");
 }

@@ -60,7 +60,11 @@ impl Experts {
 }
 
 fn model(case: &str, ranks: usize) -> Experts {
-    if case.ends_with("unused") || case.ends_with("static") { Experts::with_idle(ranks) } else { Experts::new(ranks) }
+    if case.ends_with("unused") || case.ends_with("static") {
+        Experts::with_idle(ranks)
+    } else {
+        Experts::new(ranks)
+    }
 }
 
 /// The experts whose losses a rank adds up, in the micro-batches of one step; the last of these is synchronised.

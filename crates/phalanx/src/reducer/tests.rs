@@ -220,8 +220,7 @@ fn a_static_graph_learns_in_the_first_step_and_holds_the_program_to_it() {
 fn what_an_adapter_keeps_of_unused_parameters_is_averaged_in_a_static_graph() {
     run(2, |group| {
         let rank = group.rank();
-        let mut reducer =
-            Reducer::new(group, parameters(&[4, 4]), buckets_of(4).static_graph(true)).unwrap();
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4).static_graph(true)).unwrap();
         assert!(reducer.accepts_unused());
         // Rank 0 does not use parameter 1.
         let order: &[usize] = if rank.is_main() { &[0] } else { &[1, 0] };
