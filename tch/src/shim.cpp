@@ -39,6 +39,24 @@ private:
     void (*const drop)(void *);
 };
 
+// Drops `context` also if there is no memory for it.
+std::unique_ptr<Owned> take(void *context, void (*drop)(void *)) {
+    try {
+        return std::make_unique<Owned>(context, drop);
+    } catch (...) {
+        drop(context);
+        throw;
+    }
+}
+
+// Without memory for another message; not freed.
+char no_memory[] = "there is no memory";
+
+char *copy(const char *text, size_t length) noexcept {
+    char *copied = strndup(text, length);
+    return copied ? copied : no_memory;
+}
+
 class GradientHook final : public torch::autograd::PostAccumulateGradHook {
 public:
     GradientHook(void (*ready)(void *), std::unique_ptr<Owned> target) : ready(ready), target(std::move(target)) {}
@@ -74,7 +92,9 @@ struct SumOverRanks final : torch::autograd::Function<SumOverRanks> {
 
     static variable_list backward(AutogradContext *context, variable_list gradients) {
         auto held = context->saved_data["exchange"].toCapsule();
-        return {static_cast<Exchange &>(*held)(gradients[0]), Variable()};
+        auto exchange = c10::static_intrusive_pointer_cast<Exchange>(std::move(held));
+        // Applied, so that the gradient of the gradient has the sum, too.
+        return {SumOverRanks::apply(gradients[0], std::move(exchange)), Variable()};
     }
 };
 
@@ -87,9 +107,9 @@ template <typename Body> char *guarded(Body body) noexcept {
         // Without the stack, which follows in further lines.
         const char *text = error.what();
         const char *end = std::strchr(text, '\n');
-        return end ? strndup(text, static_cast<size_t>(end - text)) : strdup(text);
+        return copy(text, end ? static_cast<size_t>(end - text) : std::strlen(text));
     } catch (...) {
-        return strdup(cause);
+        return copy(cause, std::strlen(cause));
     }
 }
 
@@ -104,7 +124,9 @@ std::vector<at::Tensor> list(at::Tensor *const *tensors, size_t count) {
 
 extern "C" {
 
-void phx_free(char *error) { std::free(error); }
+void phx_free(char *error) {
+    if (error != no_memory) std::free(error);
+}
 
 // The same number for each handle of one tensor.
 uintptr_t phx_identity(const at::Tensor *tensor) {
@@ -117,8 +139,8 @@ bool phx_is_plain(const at::Tensor *tensor) {
 
 // Calls `ready` with `context` whenever backward has finished the gradient of a leaf, until phx_unhook. Takes `context`.
 char *phx_hook(const at::Tensor *leaf, void (*ready)(void *), void *context, void (*drop)(void *)) {
-    auto target = std::make_unique<Owned>(context, drop);
     return guarded([&] {
+        auto target = take(context, drop);
         TORCH_CHECK(!torch::autograd::impl::post_acc_grad_hooks(*leaf), "its gradients are reported elsewhere already");
         auto hook = std::make_unique<GradientHook>(ready, std::move(target));
         torch::autograd::impl::set_post_acc_grad_hooks(*leaf, std::move(hook));
@@ -136,8 +158,8 @@ char *phx_set_gradient(const at::Tensor *leaf, const at::Tensor *gradient) {
 
 // A tensor like `like`, row by row at `data`. Takes `keeper`, which is dropped with the last use of the memory.
 char *phx_view(const at::Tensor *like, void *data, void *keeper, void (*drop)(void *), at::Tensor **view) {
-    auto held = std::make_shared<Owned>(keeper, drop);
     return guarded([&] {
+        std::shared_ptr<Owned> held = take(keeper, drop);
         auto options = like->options().requires_grad(false).memory_format(std::nullopt);
         *view = new at::Tensor(at::from_blob(data, like->sizes(), [held](void *) mutable { held.reset(); }, options));
     });
@@ -146,8 +168,8 @@ char *phx_view(const at::Tensor *like, void *data, void *keeper, void (*drop)(vo
 // Takes `context`.
 char *phx_sum_over_ranks(const at::Tensor *values, void (*sum)(void *, double *, size_t), void *context,
                          void (*drop)(void *), at::Tensor **sums) {
-    auto group = std::make_unique<Owned>(context, drop);
     return guarded([&] {
+        auto group = take(context, drop);
         auto exchange = c10::make_intrusive<Exchange>(sum, std::move(group));
         *sums = new at::Tensor(SumOverRanks::apply(*values, std::move(exchange)));
     });

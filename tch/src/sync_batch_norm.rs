@@ -67,11 +67,11 @@ impl SyncBatchNorm {
         Self { exchange: Mutex::new(exchange), ..self }
     }
 
-    /// Normalises `input`, of shape `[batch, channels, ...]`; the output has the same shape. If `train`, all ranks call it
-    /// together.
+    /// Normalises `input`, of shape `[batch, channels, ...]`; the output has the same shape and type. If `train`, all ranks
+    /// call it together.
     ///
     /// # Errors
-    /// If an exchange fails, or `input` has another number of channels.
+    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let exchange = self.exchange();
         if !train || exchange.ranks() == 1 {
@@ -112,6 +112,12 @@ impl SyncBatchNorm {
         exchange: Exchange,
     ) -> std::result::Result<Tensor, tch::TchError> {
         let channels = size[1];
+        // Half precision loses what statistics are about: the layer computes in f32 then, and rounds the output.
+        let kind = input.kind();
+        let input = match kind {
+            Kind::Half | Kind::BFloat16 => &input.f_to_kind(Kind::Float)?,
+            _ => input,
+        };
         let others: Vec<i64> = (0..size.len() as i64).filter(|&side| side != 1).collect();
         let count = size.iter().product::<i64>() as f64 / channels as f64;
         // Each rank's part is its mean and the variance about it; merging the parts is exact to f64.
@@ -129,7 +135,8 @@ impl SyncBatchNorm {
         };
         let counted = Tensor::f_full([1], count, (Kind::Double, input.device()))?;
         let part = Tensor::f_cat(&[part, counted], 0)?;
-        let sums = shim::sum_over_ranks(&part, move |values| exchange.sum(values))
+        let line = exchange.clone();
+        let sums = shim::sum_over_ranks(&part, move |values| line.sum(values))
             .map_err(|error| tch::TchError::Torch(error.to_string()))?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
         let mean = sums.f_narrow(0, 0, channels)?.f_div(&total)?;
@@ -140,7 +147,10 @@ impl SyncBatchNorm {
             .f_sub(&mean.f_square()?)?
             .f_clamp_min(0.0)?;
 
-        self.update(&mean, &variance, &total)?;
+        // After a failure they are NaN, and the caller gets the cause.
+        if exchange.failure().is_none() {
+            self.update(&mean, &variance, &total)?;
+        }
         let mut wide = vec![1; size.len()];
         wide[1] = channels;
         let per_channel = |values: &Tensor| values.f_to_kind(input.kind())?.f_reshape(wide.as_slice());
@@ -150,10 +160,11 @@ impl SyncBatchNorm {
             None => inverse,
         };
         let output = input.f_sub(&per_channel(&mean)?)?.f_mul(&per_channel(&scale)?)?;
-        match &self.norm.bs {
-            Some(bias) => output.f_add(&bias.f_reshape(wide.as_slice())?),
-            None => Ok(output),
-        }
+        let output = match &self.norm.bs {
+            Some(bias) => output.f_add(&bias.f_reshape(wide.as_slice())?)?,
+            None => output,
+        };
+        output.f_to_kind(kind)
     }
 
     /// The running statistics take their share of this batch's; the variance is the unbiased one, as PyTorch's.

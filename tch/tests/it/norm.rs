@@ -75,5 +75,60 @@ fn a_failed_exchange_is_the_error_of_the_pass() {
         }
         let outcome = network.norm.forward(&Tensor::ones([2, 6, 3, 3], FLOATS), true);
         assert!(outcome.unwrap_err().to_string().contains("the cable was cut"));
+        let norm = &network.norm.norm;
+        assert_eq!(elements(&norm.running_mean), [0.0; 6]);
+        assert_eq!(elements(&norm.running_var), [1.0; 6]);
     });
+}
+
+#[test]
+fn half_precision_is_normalised_in_single() {
+    // Far from zero, where the squares of bf16 say nothing of the variance.
+    let x = |from, to| (images(from, to) + 20.0).to_kind(Kind::BFloat16);
+    let of = |group: &ProcessGroup, input: &Tensor, kind: Kind| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
+        let norm = nn::batch_norm2d(store.root(), 3, config);
+        let norm = SyncBatchNorm::new(norm, config, group);
+        let input = input.to_kind(kind).set_requires_grad(true);
+        let output = norm.forward(&input, true).unwrap();
+        assert_eq!(output.kind(), kind);
+        output.to_kind(Kind::Float).pow_tensor_scalar(3.0).sum(Kind::Float).backward();
+        assert_eq!(input.grad().kind(), kind);
+        [elements(&output), elements(&input.grad()), elements(&norm.norm.running_var)]
+    };
+    let [output, gradient, variance] = of(&ProcessGroup::alone().unwrap(), &x(0, 8), Kind::Float);
+    let parts = run(2, |group| {
+        let from = 4 * i64::from(group.rank().get());
+        of(&group, &x(from, from + 4), Kind::BFloat16)
+    });
+    let both = |which: usize| vec![[&parts[0][which][..], &parts[1][which][..]].concat()];
+    assert!(distance(&both(0), &[output]) < 5e-3);
+    assert!(distance(&both(1), &[gradient]) < 2e-2);
+    assert!(distance(&[parts[1][2].clone()], &[variance]) < 1e-5);
+}
+
+#[test]
+fn gradients_of_gradients_are_those_of_the_whole_batch() {
+    let start = floats(&Network::new(&ProcessGroup::alone().unwrap()).store);
+    // A penalty for the gradient of the loss by the images.
+    let gradient = |group: &ProcessGroup, images: Tensor| {
+        let network = Network::new(group);
+        load(&network.store, &start);
+        let images = images.set_requires_grad(true);
+        let output = network.forward(&images);
+        let loss = (output.square() * output.cos()).sum(Kind::Float);
+        let by_images = Tensor::run_backward(&[loss], &[&images], true, true).remove(0);
+        by_images.square().sum(Kind::Float).backward();
+        elements(&network.first.ws.grad())
+    };
+    let whole = gradient(&ProcessGroup::alone().unwrap(), images(0, 9));
+    let parts = run(2, |group| {
+        let ends = [0, 4, 9];
+        let rank = group.rank().index();
+        gradient(&group, images(ends[rank], ends[rank + 1]))
+    });
+    let sum: Vec<f32> = parts[0].iter().zip(&parts[1]).map(|(a, b)| a + b).collect();
+    let apart = distance(&[sum], &[whole]);
+    assert!(apart < 1e-3, "{apart:e}");
 }

@@ -86,7 +86,7 @@ use self::op::{Layer, SyncBatchNormOp};
 /// # Errors
 ///
 /// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and the
-/// result is NaN: no step is done with wrong statistics, and the next call on the group, such as
+/// result is NaN: no step is done with wrong statistics, the running ones stay as they were, and the next call on the group, such as
 /// [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) returns it too.
 ///
 /// Source: S. Ioffe and C. Szegedy, *Batch Normalization*, 2015; the merge of parts is T. Chan's, G. Golub's and
@@ -193,8 +193,11 @@ impl SyncBatchNorm {
             layer,
         );
 
-        self.update(&self.running_mean, mean);
-        self.update(&self.running_var, variance);
+        // After a failure they are NaN.
+        if self.exchange.failure().is_none() {
+            self.update(&self.running_mean, mean);
+            self.update(&self.running_var, variance);
+        }
         Tensor::<3>::from_dispatch(output).reshape(shape)
     }
 

@@ -439,7 +439,11 @@ fn a_failed_exchange_ends_the_group_and_gives_no_numbers() {
         }
         let cause = loss.and_then(|loss| ddp.backward(&loss)).unwrap_err().to_string();
         assert!(cause.contains("the cable was cut"), "{cause}");
-        assert!(ddp.model().norm1.failure().unwrap().to_string().contains("cable"));
+        let norm = &ddp.model().norm1;
+        assert!(norm.failure().unwrap().to_string().contains("cable"));
+        let (mean, variance) = (norm.running_mean.value(), norm.running_var.value());
+        assert_eq!(mean.abs().sum().into_scalar::<f32>(), 0.0);
+        assert_eq!((variance - 1.0).abs().sum().into_scalar::<f32>(), 0.0);
     });
 }
 
