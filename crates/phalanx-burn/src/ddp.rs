@@ -19,7 +19,7 @@ use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 pub(crate) use self::engine::Engine;
-use self::engine::{alone, check_tracked, delivery, live, traced};
+use self::engine::{alone, delivery, live, traced};
 use self::regroup::prepare;
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
@@ -154,7 +154,7 @@ impl<M: Module> Ddp<M> {
     /// last call are added before the average. A parameter without a gradient on any rank has none here either.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         let model = held(&self.model);
-        check_tracked(loss)?;
+        self.engine.check_tracked(loss)?;
         self.buffers_stale = true;
         let gradients = match &mut self.engine {
             Engine::Alone { held } => {
@@ -168,7 +168,8 @@ impl<M: Module> Ddp<M> {
                 }
             }
             Engine::Together { sink, passes } => {
-                sink.start(delivery(passes)?)?;
+                let delivery = sink.call(|_| delivery(passes))?;
+                sink.start(delivery)?;
                 drop(loss.backward());
                 let scale = match self.group.running() {
                     Some(options) if !options.divide_by_initial_world_size => {
@@ -192,7 +193,7 @@ impl<M: Module> Ddp<M> {
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         let model = held(&self.model);
-        check_tracked(loss)?;
+        self.engine.check_tracked(loss)?;
         match &mut self.engine {
             Engine::Alone { held } => {
                 let gradients = alone(&self.group, model, loss);
@@ -200,7 +201,7 @@ impl<M: Module> Ddp<M> {
                 Ok(())
             }
             Engine::Together { sink, passes } => {
-                live(passes)?;
+                sink.call(|_| live(passes))?;
                 sink.set_delivery(Delivery::Hold)?;
                 drop(traced(&self.group, loss));
                 sink.set_delivery(Delivery::Ignore)

@@ -41,6 +41,20 @@ impl<M> Engine<M> {
             Self::Together { sink, .. } => Some(sink),
         }
     }
+
+    /// An error if backward cannot run from `loss`. It ends the group: the others may wait for this rank's gradients.
+    pub(super) fn check_tracked<const D: usize>(&self, loss: &Tensor<D>) -> Result<()> {
+        if loss.is_tracked() {
+            return Ok(());
+        }
+        let error =
+            Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+                .with_remedy("compute it in Ddp::forward, from the model that the closure gets");
+        match self.sink() {
+            Some(sink) => sink.call(|_| Err(error)),
+            None => Err(error),
+        }
+    }
 }
 
 fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
@@ -49,14 +63,6 @@ fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
         parameter.shape.as_slice(),
         tensor_bytes::dtype(parameter.dtype)?,
     ))
-}
-
-pub(super) fn check_tracked<const D: usize>(loss: &Tensor<D>) -> Result<()> {
-    if loss.is_tracked() {
-        return Ok(());
-    }
-    Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
-        .with_remedy("compute it in Ddp::forward, from the model that the closure gets"))
 }
 
 /// How gradients reach the reducer: hooks of several passes may report one parameter several times, and only the end of
