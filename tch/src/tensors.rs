@@ -1,5 +1,6 @@
 //! The tensors of a `VarStore`, and how they travel.
 
+use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -109,19 +110,17 @@ fn named(name: String, tensor: &Tensor) -> Result<Named> {
 }
 
 /// Gives `change` the elements of all `tensors`, for writing. Tensors whose elements do not lie row by row are copied, and
-/// copied back; one that several handles lead to is given once.
+/// copied back; elements that several tensors share are given once.
 pub(crate) fn with_elements<T>(
     tensors: &[Tensor],
     change: impl FnOnce(&mut [StateTensor<'_>]) -> Result<T>,
 ) -> Result<T> {
     let _guard = tch::no_grad_guard();
-    let mut seen = HashSet::new();
     let mut rows: Vec<(usize, Tensor)> = Vec::new();
-    for (index, tensor) in tensors.iter().enumerate() {
-        let fresh = tensor.numel() > 0 && seen.insert(tensor.data_ptr() as usize);
-        if fresh {
-            rows.push((index, tensor.f_detach().and_then(|tensor| tensor.f_contiguous()).map_err(torch)?));
-        }
+    for (index, is_shared) in distinct(tensors) {
+        let tensor = &tensors[index];
+        let own = if is_shared { tensor.f_detach_copy() } else { tensor.f_detach() };
+        rows.push((index, own.and_then(|tensor| tensor.f_contiguous()).map_err(torch)?));
     }
     let mut parts = Vec::with_capacity(rows.len());
     for (index, row) in &mut rows {
@@ -140,6 +139,38 @@ pub(crate) fn with_elements<T>(
         }
     }
     Ok(outcome)
+}
+
+/// The positions of the tensors, without those that lie within another one, which has their elements; and of each, does it
+/// share a part of its elements with another?
+fn distinct(tensors: &[Tensor]) -> Vec<(usize, bool)> {
+    // Begin and end, from the first element to the last, whatever lies between; and does nothing lie between?
+    let extent = |(index, tensor): (usize, &Tensor)| {
+        let strides = tensor.size().into_iter().zip(tensor.stride());
+        let last: i64 = strides.map(|(side, stride)| (side - 1) * stride).sum();
+        let begin = tensor.data_ptr() as usize;
+        let bytes = (usize::try_from(last).unwrap_or(0) + 1) * tensor.kind().elt_size_in_bytes();
+        (begin, begin + bytes, tensor.is_contiguous(), index)
+    };
+    let mut extents: Vec<_> =
+        tensors.iter().enumerate().filter(|(_, tensor)| tensor.numel() > 0).map(extent).collect();
+    // One that has all its elements comes before those that lie within it.
+    extents.sort_by_key(|&(begin, end, is_rows, index)| (begin, Reverse(end), !is_rows, index));
+    let (mut kept, mut last, mut rows_end) = (Vec::new(), (0, 0), 0);
+    for (begin, end, is_rows, index) in extents {
+        if (begin, end) == last || end <= rows_end {
+            continue;
+        }
+        let is_shared = begin < rows_end;
+        if is_rows && !is_shared {
+            rows_end = end;
+        }
+        last = (begin, end);
+        kept.push((index, is_shared));
+    }
+    // The same order on every rank.
+    kept.sort_unstable();
+    kept
 }
 
 /// All ranks take over `tensors` of rank `root`.
@@ -165,4 +196,40 @@ pub(crate) fn torch(error: tch::TchError) -> Error {
         text.lines().next().unwrap_or("an error without a message")
     ))
     .with_source(error)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    fn of_tensors_that_share_memory_each_element_is_given() {
+        let all = Tensor::arange(12, (Kind::Float, Device::Cpu));
+        let (head, tail, middle) = (all.narrow(0, 0, 4), all.narrow(0, 8, 4), all.narrow(0, 6, 4));
+        let table = all.view([3, 4]);
+        let of = |tensors: &[&Tensor]| {
+            distinct(&tensors.iter().map(|tensor| tensor.shallow_clone()).collect::<Vec<_>>())
+        };
+        // The longer one, whichever comes first; a part that begins elsewhere; the same, transposed.
+        assert_eq!(of(&[&head, &all]), [(1, false)]);
+        assert_eq!(of(&[&all, &head, &middle]), [(0, false)]);
+        assert_eq!(of(&[&table.tr(), &table]), [(1, false)]);
+        assert_eq!(of(&[&table.tr(), &table.tr()]), [(0, false)]);
+        assert_eq!(of(&[&tail, &head]), [(0, false), (1, false)]);
+        // Two that overlap: one of them is copied.
+        assert_eq!(of(&[&tail, &middle]), [(0, true), (1, false)]);
+
+        let tensors = [head, all.shallow_clone(), tail, middle];
+        for tensors in [&tensors[..2], &tensors[2..]] {
+            with_elements(tensors, |parts| {
+                parts.iter_mut().for_each(|part| part.bytes.fill(0));
+                Ok(())
+            })
+            .unwrap();
+            assert!(tensors.iter().all(|tensor| tensor.abs().sum(Kind::Float).double_value(&[]) == 0.0));
+        }
+    }
 }
