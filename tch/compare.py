@@ -7,9 +7,10 @@ Two processes of each take turns, step by step, so that what slows the machine f
   apart      two processes side by side that never speak
   alone      one process
 
-    tch/compare.py mlp encoder resnet       # with the Python that check.sh has made
+    tch/check.sh ./compare.py mlp encoder resnet
 
-It builds nothing: see check.sh. Times are medians, of both ranks' means."""
+It builds nothing: run tch/check.sh first. PyTorch runs with gradient_as_bucket_view, as phalanx-tch always does. Times are
+medians, of both ranks' means."""
 
 import argparse
 import os
@@ -31,7 +32,9 @@ def peer(model: str) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    together, apart = ddp.Trainer(ddp.MODELS[model](), True), ddp.Trainer(ddp.MODELS[model](), False)
+    # Gradients lie in their buckets, as ours do.
+    together = ddp.Trainer(ddp.MODELS[model](), True, view=True)
+    apart = ddp.Trainer(ddp.MODELS[model](), False)
     print(sum(parameter.numel() for parameter in apart.bare.parameters()), flush=True)
     for line in sys.stdin:
         print({"together": together, "apart": apart}[line.strip()].step(), flush=True)
@@ -105,6 +108,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peer:
         return peer(arguments.peer)
+    if not os.access(arguments.ours, os.X_OK):
+        sys.exit(f"{arguments.ours} is not there: run tch/check.sh first, which builds it")
     print("| model | | alone, ms | apart, ms | two ranks, ms | weak scaling | PyTorch's two ranks / these |")
     print("|---|---|---|---|---|---|---|")
     for model in arguments.models or ["mlp", "encoder", "resnet"]:

@@ -39,6 +39,9 @@ impl Moments {
     }
 
     /// The statistics of values with these [`sums`](Self::sums), of one rank or of several together.
+    ///
+    /// # Panics
+    /// If `sums` is empty: [`sums`](Self::sums) begin with the number of values.
     pub fn from_sums(sums: &[f64]) -> Self {
         let (values, sums) = (sums[0], &sums[1..]);
         let (sums, squares) = sums.split_at(sums.len() / 2);
