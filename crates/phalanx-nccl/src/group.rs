@@ -29,8 +29,9 @@ pub struct DeviceGroup {
     device: Communicator,
 }
 
-/// Memory of the host or of a device: what a [`DeviceGroup`] takes. Slices are the host's.
-pub trait Place {
+/// Memory of the host or of a device: what a [`DeviceGroup`] takes. Slices are the host's, and every [`DeviceMemory`] is a device's. Nothing
+/// else implements it.
+pub trait Place: sealed::Sealed {
     /// Combines the ranks' elements, in place.
     ///
     /// # Errors
@@ -60,6 +61,13 @@ pub trait Place {
     /// # Errors
     /// As the group's or the communicator's call.
     fn recv(&mut self, group: &DeviceGroup, peer: Rank) -> Result<()>;
+}
+
+mod sealed {
+    pub trait Sealed {}
+
+    impl<T: phalanx::Element> Sealed for [T] {}
+    impl<M: crate::cuda::DeviceMemory> Sealed for M {}
 }
 
 impl<T: phalanx::Element> Place for [T] {

@@ -1,6 +1,6 @@
 //! Collectives on the memory of CUDA devices, for any framework: NCCL, with the failures of a [`phalanx::ProcessGroup`].
 //!
-//! libcuda and libnccl (2.18 or later) are opened at run time. Nothing of CUDA is needed to build this crate, and where they are missing,
+//! libcuda and libnccl (2.27 or later) are opened at run time. Nothing of CUDA is needed to build this crate, and where they are missing,
 //! [`Device::open`] and [`Communicator::new`] say so.
 //!
 //! | To | see |

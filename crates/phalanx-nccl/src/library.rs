@@ -1,6 +1,6 @@
 //! Shared libraries that are opened at run time, and tables of their functions.
 //!
-//! The functions are declared by hand: there are few of them, and all have kept their signatures since CUDA 11 and NCCL 2.18.
+//! The functions are declared by hand: there are few of them, and all have kept their signatures since CUDA 11 and NCCL 2.18, which is older than what is accepted.
 //! A crate of generated bindings such as cudarc asks for the version of CUDA when it is compiled, and ends the program where a
 //! library is missing; here that is an error like any other.
 

@@ -19,9 +19,12 @@ pub(crate) const IN_PROGRESS: Code = 7;
 
 /// The variable that names the library.
 const VARIABLE: &str = "PHALANX_NCCL_LIBRARY";
-/// The oldest version, as `ncclGetVersion` has it: 2.18.0. It is the first whose communicators can be made without waiting, in
-/// configurations of the size below.
-const OLDEST: c_int = 21_800;
+/// The oldest version, as `ncclGetVersion` has it: 2.27.0. Until 2.26 what `ncclCommInitRankConfig` and `ncclGroupEnd` do beside their
+/// caller is noted in memory of the calling thread (`ncclGroupJobMain`): an abort by another thread then ends nothing (2.18), or uses
+/// that memory when its thread has ended. From 2.27 on it is on the heap.
+const OLDEST: c_int = 22_700;
+/// The version that the configuration says it is of.
+const LAYOUT: c_uint = 21_800;
 pub(crate) const UNIQUE_ID_BYTES: usize = 128;
 
 /// `ncclUniqueId`.
@@ -29,7 +32,8 @@ pub(crate) const UNIQUE_ID_BYTES: usize = 128;
 #[derive(Clone, Copy)]
 pub(crate) struct UniqueId(pub [u8; UNIQUE_ID_BYTES]);
 
-/// `ncclConfig_t` of version 2.18. Later ones have more fields at the end; NCCL reads as many as `size` says.
+/// `ncclConfig_t` of version 2.18, with the field that 2.26 has put where the padding was. Later ones have more fields at the end; NCCL reads as
+/// many bytes as `size` says.
 #[repr(C)]
 pub(crate) struct Config {
     size: usize,
@@ -41,6 +45,7 @@ pub(crate) struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    traffic_class: c_int,
 }
 
 impl Config {
@@ -50,13 +55,14 @@ impl Config {
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
-            version: OLDEST as c_uint,
+            version: LAYOUT,
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,
             net_name: std::ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
         }
     }
 }
@@ -120,7 +126,7 @@ impl Nccl {
         Ok(Self { functions: Arc::new(Functions::load(&library)?), name: Arc::new(library.name.clone()) })
     }
 
-    /// Its version, such as 22304 for 2.23.4.
+    /// Its version, such as 22703 for 2.27.3.
     pub(crate) fn version(&self) -> i32 {
         let mut version = 0;
         // SAFETY: it writes one number there.
@@ -195,8 +201,10 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_is_as_large_as_that_of_the_oldest_version() {
+    fn a_configuration_has_no_padding_that_nccl_would_read() {
         assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(std::mem::offset_of!(Config, traffic_class), 44);
+        assert_eq!(Config::non_blocking().traffic_class, c_int::MIN);
     }
 
     #[test]

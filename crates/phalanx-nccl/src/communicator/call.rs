@@ -75,9 +75,12 @@ impl Call {
         Ok(())
     }
 
-    /// Does every rank take part in it?
-    pub(super) fn is_collective(&self) -> bool {
-        !matches!(self, Self::Send { .. } | Self::Recv { .. })
+    /// Does it wait for `rank`?
+    pub(super) fn needs(&self, rank: Rank) -> bool {
+        match self {
+            Self::Send { peer, .. } | Self::Recv { peer, .. } => *peer == rank,
+            _ => true,
+        }
     }
 
     /// Queues it on `stream`.

@@ -23,7 +23,7 @@ impl Communicator {
     /// through the group. The group's time-out limits the wait for them.
     ///
     /// # Errors
-    /// On every rank if one has no libnccl, one before 2.18, or another version than rank 0; the group stays usable. If NCCL cannot
+    /// On every rank if one has no libnccl, one before 2.27, or another version than rank 0; the group stays usable. If NCCL cannot
     /// connect the ranks, with what NCCL says, for example about two ranks on one device; that ends the group, because NCCL may
     /// have told only some of the ranks. If the group fails.
     #[doc(alias("ncclCommInitRankConfig", "init_process_group"))]
@@ -39,17 +39,9 @@ impl Communicator {
             if failed.operation().is_some() { failed } else { failed.in_operation(NAME, None) }
         })?;
         let shared = Shared::new(group.clone(), nccl, stream, raw);
-        let watched = shared.clone();
-        let watchdog = std::thread::Builder::new()
-            .name(format!("phalanx-nccl-{}", group.rank()))
-            .spawn(move || watchdog::watch(&watched))
-            .map_err(|error| {
-                if let Some(Handle(raw)) = shared.comm.lock().take() {
-                    watchdog::stop_raw(&shared.nccl, device, raw);
-                }
-                group.fail_unless_explained(Error::other(error).in_operation(NAME, None))
-            })?;
-        let owner = Owner { shared, token, watchdog: Some(watchdog) };
+        let threads = watchdog::start(&shared)
+            .map_err(|error| group.fail_unless_explained(Error::other(error).in_operation(NAME, None)))?;
+        let owner = Owner { shared, token, threads: Some(threads) };
         Ok(Self { owner: std::sync::Arc::new(owner), timeout: group.timeout() })
     }
 }
@@ -134,9 +126,13 @@ fn connect(group: &ProcessGroup, nccl: &Nccl, device: &Device, id: UniqueId) -> 
 /// Aborts a communicator that was never ready, beside this thread: nothing waits for it.
 fn abandon(nccl: Nccl, device: Device, raw: Comm) {
     let handle = Handle(raw);
+    device.unsettled();
     // If the thread cannot be started, what NCCL has stays until the process ends.
     let _ = std::thread::Builder::new().name("phalanx-nccl-abort".into()).spawn(move || {
         let Handle(raw) = { handle };
-        watchdog::stop_raw(&nccl, &device, raw);
+        if watchdog::stop_raw(&nccl, &device, raw) {
+            device.settled();
+            device.free_deferred();
+        }
     });
 }

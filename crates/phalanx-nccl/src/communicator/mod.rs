@@ -1,8 +1,10 @@
 //! A communicator: the ranks of a group, with a device each.
 
 mod call;
+mod flight;
 mod group_calls;
 mod init;
+mod launch;
 mod operations;
 mod shared;
 mod watchdog;
@@ -57,7 +59,8 @@ struct Owner {
     shared: Arc<Shared>,
     /// What barriers reduce.
     token: DeviceBuffer<f32>,
-    watchdog: Option<JoinHandle<()>>,
+    /// The watchdog and the poller.
+    threads: Option<[JoinHandle<()>; 2]>,
 }
 
 impl Communicator {
@@ -86,7 +89,7 @@ impl Communicator {
         &self.owner.shared.stream
     }
 
-    /// The version of NCCL, such as 22304 for 2.23.4.
+    /// The version of NCCL, such as 22703 for 2.27.3.
     pub fn nccl_version(&self) -> i32 {
         self.owner.shared.nccl.version()
     }
@@ -136,21 +139,22 @@ impl fmt::Debug for Communicator {
 }
 
 impl Drop for Owner {
-    /// Waits for the calls in flight, which have deadlines.
+    /// Waits for the calls in flight, which have deadlines, and some seconds more: NCCL has no limit for the end.
     fn drop(&mut self) {
+        let Some(threads) = self.threads.take() else { return };
         if std::thread::panicking() {
             // The others are not to wait for this rank.
             self.shared.group.abort(Error::aborted(format!("rank {} panicked", self.shared.group.rank())));
         }
         self.shared.close();
-        let Some(watchdog) = self.watchdog.take() else { return };
-        // The memory of a call may have had the last handle, and the watchdog has dropped it: it ends by itself.
-        if watchdog.thread().id() == std::thread::current().id() {
+        // The memory of a call may have had the last handle, and the poller has dropped it: the threads end by themselves.
+        let this = std::thread::current().id();
+        if threads.iter().any(|thread| thread.thread().id() == this) {
             return;
         }
-        // Its handle of the group must be gone before the program ends: else it would end without a goodbye.
-        if self.shared.await_end() {
-            let _ = watchdog.join();
+        // Their handles of the group must be gone before the program ends: else it would end without a goodbye.
+        if self.shared.await_end(watchdog::ENDING) {
+            threads.into_iter().for_each(|thread| drop(thread.join()));
         }
     }
 }

@@ -1,11 +1,8 @@
 //! The calls.
 
-use std::sync::Arc;
-
 use phalanx::{Rank, ReduceOp, Result};
 
 use super::call::Call;
-use super::shared::Flight;
 use super::{Communicator, Work};
 use crate::cuda::{DeviceMemory, Span};
 
@@ -190,7 +187,8 @@ impl Communicator {
     fn run<L: ?Sized>(&self, calls: &[Call], _lent: &mut L) -> Result<()> {
         // SAFETY: the memory is lent until this function returns: when the calls are done, or when the communicator has failed. What
         // follows then, `DeviceMemory` says.
-        let flight = unsafe { self.owner.shared.launch(calls, self.timeout) }?;
+        let (flight, launched) = unsafe { self.owner.shared.launch(calls, self.timeout) }?;
+        launched?;
         loop {
             if let Some(outcome) = self.owner.shared.wait(&flight, None) {
                 return outcome;
@@ -202,7 +200,9 @@ impl Communicator {
     pub(super) fn start<M: Send + 'static>(&self, calls: &[Call], memory: M) -> Result<Work<M>> {
         // SAFETY: the work has the memory until the calls are done, or the communicator has failed. What follows then,
         // `DeviceMemory` says.
-        let flight: Arc<Flight> = unsafe { self.owner.shared.launch(calls, self.timeout) }?;
-        Ok(Work::new(self.owner.shared.clone(), flight, memory))
+        let (flight, launched) = unsafe { self.owner.shared.launch(calls, self.timeout) }?;
+        let work = Work::new(self.owner.shared.clone(), flight, memory);
+        // If the launch has failed, NCCL may have queued it: the drop of the work keeps the memory until the abort is over.
+        launched.map(|()| work)
     }
 }

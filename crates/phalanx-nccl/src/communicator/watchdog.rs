@@ -1,36 +1,72 @@
-//! The thread that looks after a communicator: it sees failures and late calls, and ends the communicator.
+//! The threads that look after a communicator. The watchdog sees failures and late calls, and ends the communicator; it waits for nothing
+//! that the driver could hold up. The poller asks the driver which calls are done, and drops their memory.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx::{Deadline, Error};
 
-use super::shared::{Handle, Shared};
+use super::shared::{SETTLING, Shared};
 use crate::cuda::Pause;
 use crate::nccl::{Comm, IN_PROGRESS, Nccl, SUCCESS};
 
-/// How often it looks while calls are in flight, and while none is.
+/// How often they look while calls are in flight, and while none is.
 const BUSY: Duration = Duration::from_millis(5);
 const IDLE: Duration = Duration::from_millis(50);
 /// The longest time for a clean end: the other ranks take part in it.
-const ENDING: Duration = Duration::from_secs(3);
+pub(super) const ENDING: Duration = Duration::from_secs(3);
 
 /// Watches until the communicator has ended.
-pub(super) fn watch(shared: &Arc<Shared>) {
-    look_after(shared);
-    shared.ended();
+pub(super) fn watch(shared: &Shared) {
+    let _done = Done(|| shared.ended());
+    // Once, and before anything is in flight.
+    match shared.stream.device().bind() {
+        Ok(_bound) => look_after(shared),
+        Err(error) => shared.fail(shared.group.fail_unless_explained(error)),
+    }
+}
+
+/// Polls until the watchdog has ended.
+pub(super) fn poll(shared: &Shared) {
+    let _done = Done(|| shared.polled());
+    while shared.rest_of_poller(BUSY, IDLE) {
+        look(shared);
+    }
+    look(shared);
+}
+
+fn look(shared: &Shared) {
+    if let Err(error) = shared.look() {
+        shared.fail(shared.group.fail_unless_explained(error));
+    }
+    shared.stream.device().free_deferred();
+}
+
+/// Says so when a thread is done, however it ends.
+struct Done<F: Fn()>(F);
+
+impl<F: Fn()> Drop for Done<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
 }
 
 fn look_after(shared: &Shared) {
     let mut left_since: Option<Instant> = None;
-    while shared.rest(if shared.is_idle() { IDLE } else { BUSY }) {
-        // What is done is done, whatever fails afterwards.
-        let looked = shared.look();
-        let looked = looked
-            .and_then(|()| shared.look_for_leavers(&mut left_since))
-            .and_then(|()| shared.look_at_nccl());
-        let cause = shared.failure().or_else(|| shared.group.failure());
-        let cause = cause.or_else(|| looked.err().map(|error| shared.group.fail_unless_explained(error)));
+    while shared.rest(BUSY, IDLE) {
+        if shared.failure().is_some() {
+            return abort(shared);
+        }
+        if shared.group.failure().is_some() || shared.look_at_clock().is_err() {
+            shared.await_look();
+        }
+        let cause = shared.failure().or_else(|| shared.group.failure()).or_else(|| {
+            let looked = shared
+                .look_at_clock()
+                .and_then(|()| shared.look_for_leavers(&mut left_since))
+                .and_then(|()| shared.look_at_nccl());
+            looked.err().map(|error| shared.group.fail_unless_explained(error))
+        });
         if let Some(cause) = cause {
             shared.fail(cause);
             return abort(shared);
@@ -41,24 +77,24 @@ fn look_after(shared: &Shared) {
 
 /// Aborts: NCCL stops its kernels, and frees what it has.
 fn abort(shared: &Shared) {
-    // Without the lock a call of another thread would lose its communicator. It looks for the failure itself, so that it returns, unless
-    // NCCL keeps it; nobody waits for this thread longer than some seconds.
-    let Some(handle) = shared.comm.lock().take() else { return };
-    if stop(&shared.nccl, shared, handle) {
+    // A thread that is in a call of NCCL sees the failure when that returns, and uses the communicator no more. If it does not return, only the
+    // abort can end it: NCCL permits that from another thread.
+    drop(shared.calling.try_lock_for(SETTLING));
+    // SAFETY: after the failure nobody uses it, but for a call that is stuck in it.
+    if unsafe { stop_bound(&shared.nccl, shared.raw()) } {
         shared.aborted();
     }
 }
 
 /// Ends the communicator together with the other ranks, or without them if they do not come.
 fn end(shared: &Shared) {
-    let Some(Handle(raw)) = shared.comm.lock().take() else { return };
-    let Ok(bound) = shared.stream.device().bind() else { return };
-    // SAFETY: the handle is this function's own, and all its calls are done.
+    let raw = shared.raw();
+    // SAFETY: no call will come, and all are done.
     let mut state = unsafe { (shared.nccl.ncclCommFinalize)(raw) };
     let (deadline, mut pause) = (Deadline::after(ENDING), Pause::default());
     while state == IN_PROGRESS && !deadline.has_passed() && shared.group.failure().is_none() {
         pause.pause();
-        // SAFETY: the handle is this function's own.
+        // SAFETY: as above.
         let code = unsafe { (shared.nccl.ncclCommGetAsyncError)(raw, &mut state) };
         state = if code == SUCCESS { state } else { code };
     }
@@ -67,22 +103,44 @@ fn end(shared: &Shared) {
         unsafe { (shared.nccl.ncclCommDestroy)(raw) };
         return;
     }
-    drop(bound);
     shared.fail(shared.group.failure().unwrap_or_else(|| Error::aborted("the communicator has ended")));
-    if stop(&shared.nccl, shared, Handle(raw)) {
-        shared.aborted();
-    }
+    abort(shared);
 }
 
 /// `ncclCommAbort`. Was it done?
-fn stop(nccl: &Nccl, shared: &Shared, handle: Handle) -> bool {
-    stop_raw(nccl, shared.stream.device(), handle.0)
+///
+/// # Safety
+/// The communicator's device is the thread's, and nobody uses `raw` after this.
+unsafe fn stop_bound(nccl: &Nccl, raw: Comm) -> bool {
+    // SAFETY: the caller says so.
+    let code = unsafe { (nccl.ncclCommAbort)(raw) };
+    code == SUCCESS || code == IN_PROGRESS
 }
 
 /// The same of a communicator that nothing else has.
 pub(super) fn stop_raw(nccl: &Nccl, device: &crate::cuda::Device, raw: Comm) -> bool {
-    let Ok(_bound) = device.bind() else { return false };
     // SAFETY: the handle is the caller's alone, and nobody uses it after this.
-    let code = unsafe { (nccl.ncclCommAbort)(raw) };
-    code == SUCCESS || code == IN_PROGRESS
+    device.bind().is_ok_and(|_bound| unsafe { stop_bound(nccl, raw) })
+}
+
+/// Starts both. If that fails, the communicator is ended.
+pub(super) fn start(shared: &Arc<Shared>) -> std::io::Result<[std::thread::JoinHandle<()>; 2]> {
+    let rank = shared.group.rank();
+    let thread = |name: &str, work: fn(&Shared)| {
+        let shared = shared.clone();
+        let builder = std::thread::Builder::new().name(format!("phalanx-nccl-{name}{rank}"));
+        builder.spawn(move || work(&shared))
+    };
+    let watchdog = thread("", watch).inspect_err(|_| {
+        stop_raw(&shared.nccl, shared.stream.device(), shared.raw());
+    })?;
+    match thread("poll-", poll) {
+        Ok(poller) => Ok([watchdog, poller]),
+        Err(error) => {
+            // The watchdog ends the communicator.
+            shared.polled();
+            shared.close();
+            Err(error)
+        }
+    }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use phalanx::{Deadline, Result};
 
-use super::shared::{Flight, Shared};
+use super::flight::Flight;
+use super::shared::Shared;
 use crate::cuda::Stream;
 
 /// A call in flight, with its memory. Dropping it detaches the call: it still runs, and the memory is dropped afterwards.
@@ -33,7 +34,8 @@ impl<M: Send + 'static> Work<M> {
         }
     }
 
-    /// Waits until `deadline`. If it passes first, the work itself is returned unchanged.
+    /// Waits until `deadline`. If it passes first, the work itself is returned unchanged. After a failure it waits for the abort, but not
+    /// beyond `deadline`.
     ///
     /// # Errors
     /// As [`wait`](Self::wait).
@@ -45,7 +47,8 @@ impl<M: Send + 'static> Work<M> {
     }
 
     /// Lets what is queued on `stream` from now on wait for the call, and returns the memory at once: for that stream, and for no
-    /// other. No thread waits. If the call fails, the stream goes on with memory whose content is not specified; the next call, or
+    /// other. No thread waits. The call is still in flight: [`DeviceMemory`](crate::DeviceMemory) says what a drop of the memory must not
+    /// do meanwhile. If the call fails, the stream goes on with memory whose content is not specified; the next call, or
     /// [`Communicator::failure`](super::Communicator::failure), says so.
     ///
     /// # Errors
@@ -54,7 +57,9 @@ impl<M: Send + 'static> Work<M> {
         if self.shared.failure().is_some() {
             return self.wait();
         }
-        stream.wait_for_event(self.flight.end())?;
+        if let Some(end) = self.flight.end.get() {
+            stream.wait_for_event(end)?;
+        }
         self.into_memory()
     }
 

@@ -2,15 +2,18 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::time::Duration;
 
 use phalanx::{Deadline, Error, Result};
 
 use super::device::Device;
 use super::memory::DeviceMemory;
+use super::raw::OUT_OF_MEMORY;
 use super::stream::Stream;
 use crate::element::Element;
 
-/// Elements in the memory of a device, which are freed with this value.
+/// Elements in the memory of a device, which are freed with this value; while calls of communicators are in flight on the device, when they
+/// are done.
 ///
 /// Copies are queued on a stream, and waited for. What other streams do with the buffer must be ordered before, by
 /// [`Stream::wait_for`] or [`Work::wait`](crate::Work::wait).
@@ -35,8 +38,7 @@ impl<T: Element> DeviceBuffer<T> {
             let code = unsafe { (cuda.cuMemsetD8Async)(buffer.pointer, 0, buffer.bytes(), stream.raw()) };
             cuda.check("cuMemsetD8Async", code)?;
         }
-        stream.synchronize(longest())?;
-        Ok(buffer)
+        buffer.when(stream.synchronize(longest()))
     }
 
     /// A copy of `elements`.
@@ -45,14 +47,14 @@ impl<T: Element> DeviceBuffer<T> {
     /// If there is too little memory, or the stream does not get to the copy.
     pub fn from_slice(stream: &Stream, elements: &[T]) -> Result<Self> {
         let mut buffer = Self::unspecified(stream.device(), elements.len())?;
-        buffer.write(stream, elements)?;
-        Ok(buffer)
+        let written = buffer.write(stream, elements);
+        buffer.when(written)
     }
 
     /// Copies `elements` into the buffer.
     ///
     /// # Errors
-    /// If their number is another one, or the stream does not get to the copy.
+    /// If their number is another one, or the stream does not get to the copy. A drop of the buffer then waits for the stream.
     pub fn write(&mut self, stream: &Stream, elements: &[T]) -> Result<()> {
         self.check(stream, elements.len())?;
         if elements.is_empty() {
@@ -139,10 +141,27 @@ impl<T: Element> DeviceBuffer<T> {
         if bytes > 0 {
             let _bound = device.bind()?;
             // SAFETY: it writes one address there.
-            let code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
+            let mut code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
+            if code == OUT_OF_MEMORY && device.await_deferred(Deadline::after(FREEING)) {
+                // SAFETY: as above.
+                code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
+            }
             device.cuda().check("cuMemAlloc", code)?;
         }
         Ok(Self { device: device.clone(), pointer, len, _elements: PhantomData })
+    }
+
+    /// This buffer, if what fills it is done. If that is late, it may still come, and a free would wait for it: the memory then stays.
+    fn when(self, filled: Result<()>) -> Result<Self> {
+        match filled {
+            Ok(()) => Ok(self),
+            Err(error) => {
+                if error.is_timeout() {
+                    std::mem::forget(self);
+                }
+                Err(error)
+            }
+        }
     }
 
     fn bytes(&self) -> usize {
@@ -159,6 +178,9 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(())
     }
 }
+
+/// How long an allocation waits for memory that was dropped while calls were in flight.
+const FREEING: Duration = Duration::from_secs(5);
 
 /// The longest wait for a copy. A collective before it on the stream has a deadline of its own.
 fn longest() -> Deadline {
@@ -184,13 +206,8 @@ unsafe impl<T: Element> DeviceMemory for DeviceBuffer<T> {
 
 impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
-        // Kernels of a communicator whose abort has not ended may still write to it, and the driver would wait for them.
-        if self.pointer == 0 || self.device.is_unsettled() {
-            return;
-        }
-        if let Ok(_bound) = self.device.bind() {
-            // SAFETY: it is this value's own memory. The driver waits for all that is queued on the device.
-            unsafe { (self.device.cuda().cuMemFree_v2)(self.pointer) };
+        if self.pointer != 0 {
+            self.device.free(self.pointer);
         }
     }
 }

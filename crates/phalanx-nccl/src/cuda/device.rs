@@ -5,11 +5,12 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use phalanx::{Error, ProcessGroup, Result};
+use parking_lot::Mutex;
+use phalanx::{Deadline, Error, ProcessGroup, Result};
 
 use super::raw::{Context, Cuda};
+use super::stream::Pause;
 
 /// A CUDA device with its primary context, which is the one that PyTorch, Burn and NCCL use. Clones are handles to the same.
 ///
@@ -23,9 +24,28 @@ struct DeviceInner {
     context: Context,
 }
 
-/// How many communicators have failed on a device and still have kernels that may touch its memory: by number, because all handles of
-/// this process are to the same device. Devices that are this far apart share a place, which only keeps memory that could be freed.
-static ABORTING: [AtomicUsize; 64] = [const { AtomicUsize::new(0) }; 64];
+/// What keeps memory of a device from being freed. `cuMemFree` waits for all that is queued on the device, so that it would hang behind a
+/// collective that never ends.
+struct Memory {
+    /// Calls of communicators in flight.
+    calls: usize,
+    /// Communicators that have failed, and whose kernels may still touch memory.
+    aborting: usize,
+    /// What was dropped meanwhile, and how much of it is being freed.
+    deferred: Vec<(Device, u64)>,
+    freeing: usize,
+}
+
+impl Memory {
+    fn is_in_use(&self) -> bool {
+        self.calls > 0 || self.aborting > 0
+    }
+}
+
+/// By number, because all handles of this process are to the same device. Devices that are this far apart share a place, which only
+/// keeps memory longer.
+static MEMORY: [Mutex<Memory>; 64] =
+    [const { Mutex::new(Memory { calls: 0, aborting: 0, deferred: Vec::new(), freeing: 0 }) }; 64];
 
 // SAFETY: a context may be used by any thread; it is a handle, and no memory of this process is behind it.
 unsafe impl Send for DeviceInner {}
@@ -99,20 +119,71 @@ impl Device {
 
     /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
     pub(crate) fn unsettled(&self) {
-        self.aborting().fetch_add(1, Ordering::SeqCst);
+        self.memory().lock().aborting += 1;
     }
 
     pub(crate) fn settled(&self) {
-        self.aborting().fetch_sub(1, Ordering::SeqCst);
+        self.memory().lock().aborting -= 1;
     }
 
-    /// May kernels of a failed communicator still run on it? Then its memory must not be freed.
-    pub(crate) fn is_unsettled(&self) -> bool {
-        self.aborting().load(Ordering::SeqCst) > 0
+    /// A call is in flight on it until [`landed`](Self::landed).
+    pub(crate) fn launched(&self) {
+        self.memory().lock().calls += 1;
     }
 
-    fn aborting(&self) -> &'static AtomicUsize {
-        &ABORTING[self.0.ordinal as usize % ABORTING.len()]
+    pub(crate) fn landed(&self) {
+        self.memory().lock().calls -= 1;
+    }
+
+    /// Frees the memory at `pointer`, or, while calls are in flight, notes it for [`free_deferred`](Self::free_deferred).
+    pub(super) fn free(&self, pointer: u64) {
+        let mut memory = self.memory().lock();
+        if memory.is_in_use() {
+            memory.deferred.push((self.clone(), pointer));
+        } else {
+            drop(memory);
+            self.free_now(pointer);
+        }
+    }
+
+    /// Frees what was dropped while calls were in flight, if none is any more.
+    pub(crate) fn free_deferred(&self) {
+        let mut memory = self.memory().lock();
+        if memory.is_in_use() {
+            return;
+        }
+        let deferred = std::mem::take(&mut memory.deferred);
+        let count = deferred.len();
+        memory.freeing += count;
+        drop(memory);
+        deferred.into_iter().for_each(|(device, pointer)| device.free_now(pointer));
+        self.memory().lock().freeing -= count;
+    }
+
+    /// Waits until what was dropped is freed. Was there anything?
+    pub(super) fn await_deferred(&self, deadline: Deadline) -> bool {
+        let mut pause = Pause::default();
+        let is_left = || {
+            let memory = self.memory().lock();
+            memory.freeing > 0 || !memory.deferred.is_empty()
+        };
+        let some = is_left();
+        while is_left() && !deadline.has_passed() {
+            self.free_deferred();
+            pause.pause();
+        }
+        some
+    }
+
+    fn free_now(&self, pointer: u64) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: whoever has dropped it was its only owner. The driver waits for all that is queued on the device.
+            unsafe { (self.cuda().cuMemFree_v2)(pointer) };
+        }
+    }
+
+    fn memory(&self) -> &'static Mutex<Memory> {
+        &MEMORY[self.0.ordinal as usize % MEMORY.len()]
     }
 }
 

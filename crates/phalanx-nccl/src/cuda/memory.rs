@@ -13,6 +13,10 @@ use crate::element::{DType, Element};
 /// so, wherever this value is moved, until it is dropped, or given back by a [`Work`](crate::Work) and then changed. While a
 /// collective has this value, nothing else uses the elements, except on a stream that waits for the collective.
 ///
+/// [`Work::order`](crate::Work::order) gives the value back while the collective is in flight: a drop then must not let the memory be
+/// used again before the stream that waits for the collective gets to it. [`DeviceBuffer`](crate::DeviceBuffer) is freed only when no
+/// collective of the device is in flight; a caching allocator reuses memory in the order of that stream.
+///
 /// If [`Work::wait`](crate::Work::wait) returns an error that [`Communicator::is_aborting`](crate::Communicator::is_aborting)
 /// follows, the device may still use the memory: then a drop must not free it.
 pub unsafe trait DeviceMemory: Send + 'static {
@@ -35,7 +39,6 @@ pub unsafe trait DeviceMemory: Send + 'static {
 }
 
 /// Elements at an address that somebody else owns, such as those of a tensor of PyTorch or Burn.
-#[derive(Clone)]
 pub struct DeviceSlice<T> {
     device: Device,
     pointer: u64,
@@ -47,8 +50,9 @@ impl<T: Element> DeviceSlice<T> {
     /// `len` elements at `pointer`, the tensor's `data_ptr`.
     ///
     /// # Safety
-    /// As [`DeviceMemory`] asks for: until the collective that takes it is done, the memory stays where it is, and nothing else uses
-    /// it. If the communicator fails, until [`Communicator::is_aborting`](crate::Communicator::is_aborting) is false.
+    /// As [`DeviceMemory`] asks for: as long as this value exists, and until every call that took it is done, the memory stays where it
+    /// is. While a call has it, nothing else uses it. If the communicator fails, all this holds until
+    /// [`Communicator::is_aborting`](crate::Communicator::is_aborting) is false.
     pub unsafe fn from_raw(device: &Device, pointer: u64, len: usize) -> Self {
         Self { device: device.clone(), pointer, len, _elements: PhantomData }
     }

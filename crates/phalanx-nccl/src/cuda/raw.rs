@@ -17,7 +17,7 @@ pub(crate) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
-const OUT_OF_MEMORY: Code = 2;
+pub(super) const OUT_OF_MEMORY: Code = 2;
 
 /// The variable that names the library.
 const VARIABLE: &str = "PHALANX_CUDA_LIBRARY";

@@ -3,9 +3,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use phalanx::{Deadline, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
+use phalanx::{Deadline, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx_nccl::{Communicator, Device, DeviceBuffer, DeviceMemory, Stream};
 
+use crate::overlap::await_blocks;
+use crate::stand_in::blocks;
 use crate::world::World;
 use crate::{Needs, Test};
 
@@ -18,6 +20,11 @@ pub const TESTS: &[Test] = &[
     ("an_error_of_nccl_reaches_every_rank", 3, Needs::StandIn, asynchronous),
     ("a_launch_that_is_refused_reaches_every_rank", 3, Needs::StandIn, refused),
     ("a_call_that_hangs_on_one_device_ends_with_its_time_out", 2, Needs::StandIn, hangs),
+    ("memory_that_takes_long_to_drop_does_not_hold_up_the_watchdog", 2, Needs::StandIn, detached),
+    ("a_launch_that_does_not_return_ends_with_its_time_out", 2, Needs::StandIn, launch_hangs),
+    ("a_rank_that_leaves_is_named_by_who_receives_from_it", 2, Needs::Nothing, leaves_receiver),
+    ("memory_dropped_during_an_abort_is_freed_after_it", 2, Needs::StandIn, abort_slow),
+    ("memory_of_a_launch_that_failed_stays_while_the_abort_lasts", 2, Needs::StandIn, refused_and_kept),
     ("a_call_behind_other_work_of_the_device_ends_with_its_time_out", 1, Needs::StandIn, behind),
     ("the_program_ends_it_alone", 1, Needs::Nothing, aborts_alone),
     ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
@@ -32,16 +39,14 @@ pub fn play(role: &str) -> Result<()> {
     let group = phalanx::init()?;
     let me = group.rank().get();
     let device = Device::of_local_rank(&group)?;
-    let nccl = Communicator::new(&group, &device)?;
+    let first = Communicator::new(&group, &device)?;
     if role == "behind" {
-        return wait_behind(&nccl);
+        return wait_behind(&first);
     }
-    let nccl = nccl.with_timeout(Duration::from_secs(if ["late", "hangs", "abort_hangs"].contains(&role) {
-        2
-    } else {
-        100
-    }));
+    let nccl = first.with_timeout(Duration::from_secs(if SHORT.contains(&role) { 2 } else { 100 }));
+    drop(first);
     let mut data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+    let spare = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
     for _ in 0..FAULT {
         // The stand-in's faults count launches too.
         data = nccl.all_reduce_async(data, ReduceOp::Avg)?.wait()?;
@@ -51,7 +56,15 @@ pub fn play(role: &str) -> Result<()> {
         "stopped" if me == 1 => {
             Command::new("kill").args(["-STOP", &std::process::id().to_string()]).status().unwrap();
         }
-        "late" | "leaves" if me == 1 => {
+        "detached" => {
+            let memory = Stubborn { buffer: data, group: group.clone() };
+            drop(nccl.all_reduce_async(memory, ReduceOp::Sum)?);
+            data = DeviceBuffer::from_slice(&Stream::new(&device)?, &[1.0f32; 1000])?;
+        }
+        "leaves_receiver" if me == 0 => {
+            return nccl.recv_async(data, Rank::new(1))?.wait().map(drop);
+        }
+        "late" | "leaves" | "leaves_receiver" if me == 1 => {
             if role == "late" {
                 let started = Instant::now();
                 while nccl.failure().is_none() {
@@ -86,17 +99,35 @@ pub fn play(role: &str) -> Result<()> {
         }
         _ => {}
     }
+    let called = Instant::now();
     let outcome = nccl.all_reduce_async(data, ReduceOp::Sum).and_then(|work| work.wait());
     let error = outcome.map(drop).expect_err("there was a fault");
     // It stays failed, and so does the group.
     let again = nccl.barrier().unwrap_err();
     assert_eq!(again.peer(), error.peer(), "{again}");
     assert!(nccl.group().barrier().is_err() && nccl.failure().is_some());
+    if role.starts_with("abort_") {
+        // The token of barriers, the buffer of the call, and this one.
+        assert!(nccl.is_aborting());
+        drop(spare);
+        assert_eq!(blocks(), 3, "the device may use it");
+    }
+    if role == "abort_hangs" {
+        // The abort lasts 100 s. The call waits 2 s, and 5 s for the abort; the end of the communicator 10 s.
+        assert!(called.elapsed() < Duration::from_secs(30), "{:?}", called.elapsed());
+        drop(nccl);
+        assert!(called.elapsed() < Duration::from_secs(60), "{:?}", called.elapsed());
+        assert_eq!(blocks(), 3, "the device may use it");
+        return Err(error);
+    }
     // A call that is refused does not wait for the abort.
     let started = Instant::now();
-    while nccl.is_aborting() && role != "abort_hangs" {
+    while nccl.is_aborting() {
         assert!(started.elapsed() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(1));
+    }
+    if role == "abort_slow" {
+        await_blocks(1);
     }
     let peer = error.peer().map_or("nobody".to_owned(), |peer: Rank| peer.to_string());
     println!(
@@ -106,6 +137,40 @@ pub fn play(role: &str) -> Result<()> {
         error.is_timeout()
     );
     Err(error)
+}
+
+/// The roles with calls that end with their time-out.
+const SHORT: &[&str] = &["late", "hangs", "abort_hangs", "abort_slow", "detached", "launch_hangs"];
+
+/// Memory that cannot be dropped before the group has failed.
+struct Stubborn {
+    buffer: DeviceBuffer<f32>,
+    group: ProcessGroup,
+}
+
+// SAFETY: it is the buffer's memory.
+unsafe impl DeviceMemory for Stubborn {
+    type Element = f32;
+
+    fn device(&self) -> &Device {
+        self.buffer.device()
+    }
+
+    fn pointer(&self) -> u64 {
+        self.buffer.pointer()
+    }
+
+    fn len(&self) -> usize {
+        DeviceMemory::len(&self.buffer)
+    }
+}
+
+impl Drop for Stubborn {
+    fn drop(&mut self) {
+        while self.group.failure().is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 /// The collective waits for copies that take longer than its time-out; it is aborted before it has begun.
@@ -218,11 +283,38 @@ fn aborts() {
 }
 
 fn abort_hangs() {
-    let started = Instant::now();
     let variables = [("STANDIN_NCCL_FAULT", "hang:1:3"), ("STANDIN_NCCL_ABORT_HANG", "100000")];
     let outputs = World::start("faults::abort_hangs", 2, &variables, &[]).outputs();
+    check(&outputs, &[0, 1], &["cuda all_reduce(sum, 1000 x f32) #3", "has not ended it in time"]);
+}
+
+fn abort_slow() {
+    let variables = [("STANDIN_NCCL_FAULT", "hang:1:3"), ("STANDIN_NCCL_ABORT_HANG", "12000")];
+    let outputs = World::start("faults::abort_slow", 2, &variables, &[]).outputs();
     check(&outputs, &[0, 1], &[CALL, "timeout true"]);
-    assert!(started.elapsed() < Duration::from_secs(90));
+}
+
+fn refused_and_kept() {
+    let variables = [("STANDIN_NCCL_FAULT", "launch_error:1:3"), ("STANDIN_NCCL_ABORT_HANG", "100000")];
+    let outputs = World::start("faults::abort_hangs", 2, &variables, &[]).outputs();
+    check(&outputs, &[0, 1], &["cuda all_reduce(sum, 1000 x f32) #3", "rank 1 (", "the stand-in was told"]);
+}
+
+fn detached() {
+    let outputs = World::start("faults::detached", 2, &[("STANDIN_NCCL_FAULT", "hang:1:4")], &[]).outputs();
+    check(&outputs, &[0, 1], &["Some(Sequence(4))", "timeout true"]);
+}
+
+fn launch_hangs() {
+    let fault = [("STANDIN_NCCL_FAULT", "launch_hang:1:3")];
+    let outputs = World::start("faults::launch_hangs", 2, &fault, &[]).outputs();
+    check(&outputs, &[0, 1], &[CALL, "timeout true"]);
+}
+
+fn leaves_receiver() {
+    let outputs = World::start("faults::leaves_receiver", 2, &[], &[]).outputs();
+    check(&outputs, &[0], &["cuda recv(from rank 1, 1000 x f32) #3", "has left the group"]);
+    assert_eq!(outputs[1].trim(), "done");
 }
 
 fn one_failure() {

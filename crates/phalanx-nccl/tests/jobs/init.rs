@@ -58,14 +58,14 @@ fn missing() {
 }
 
 fn old() {
-    for error in errors("stays", &[("STANDIN_NCCL_VERSION", "21705")], &[]) {
-        assert!(error.contains("is NCCL 2.17.5, and this needs 2.18.0 or later"), "{error}");
+    for error in errors("stays", &[("STANDIN_NCCL_VERSION", "22605")], &[]) {
+        assert!(error.contains("is NCCL 2.26.5, and this needs 2.27.0 or later"), "{error}");
     }
 }
 
 fn different() {
-    for error in errors("stays", &[], &[(1, "STANDIN_NCCL_VERSION", "22005")]) {
-        assert!(error.contains("rank 1 has NCCL 2.20.5, and rank 0 has 2.23.4"), "{error}");
+    for error in errors("stays", &[], &[(1, "STANDIN_NCCL_VERSION", "22803")]) {
+        assert!(error.contains("rank 1 has NCCL 2.28.3, and rank 0 has 2.27.3"), "{error}");
     }
 }
 

@@ -5,11 +5,13 @@ use std::time::Duration;
 use phalanx::{Deadline, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
+use crate::stand_in::blocks;
 use crate::world::all_done;
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
     ("a_collective_in_flight_holds_up_no_other_stream", 2, Needs::StandIn, held),
+    ("calls_in_flight_are_limited", 2, Needs::StandIn, || hold("overlap::many")),
     ("streams_wait_for_each_other_without_a_thread", 1, Needs::Nothing, || {
         all_done("overlap::ordered", 1, &[])
     }),
@@ -17,9 +19,14 @@ pub const TESTS: &[Test] = &[
 ];
 
 fn held() {
+    hold("overlap::held");
+}
+
+/// Starts two ranks whose calls begin when a file exists.
+fn hold(role: &str) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("go");
-    all_done("overlap::held", 2, &[("STANDIN_NCCL_HOLD", path.to_str().unwrap())]);
+    all_done(role, 2, &[("STANDIN_NCCL_HOLD", path.to_str().unwrap())]);
 }
 
 pub fn play(role: &str) -> Result<()> {
@@ -27,7 +34,11 @@ pub fn play(role: &str) -> Result<()> {
     let device = Device::of_local_rank(&group)?;
     let nccl = Communicator::new(&group, &device)?;
     let compute = Stream::new(&device)?;
-    if role == "held" { beside(&nccl, &compute) } else { ordered(&nccl, &compute) }
+    match role {
+        "held" => beside(&nccl, &compute),
+        "many" => many(&nccl),
+        _ => ordered(&nccl, &compute),
+    }
 }
 
 /// The collective cannot begin before the file exists; what the other stream does is done before.
@@ -39,10 +50,42 @@ fn beside(nccl: &Communicator, compute: &Stream) -> Result<()> {
     target.copy_from(compute, &source)?;
     assert_eq!(target.to_vec(compute)?, [3; 1000]);
     assert!(!work.is_completed(), "it is held");
+    // Memory that is dropped meanwhile is freed when the collective is done.
+    let before = blocks();
+    drop(source);
+    assert_eq!(blocks(), before, "a free would wait for the collective");
     let work = work.wait_until(Deadline::after(Duration::from_millis(20))).unwrap_err();
     nccl.group().barrier()?;
     std::fs::write(std::env::var("STANDIN_NCCL_HOLD").unwrap(), "").unwrap();
     assert_eq!(work.wait()?.to_vec(nccl.stream())?, [2.0; 1000]);
+    await_blocks(before - 2); // the gradients too
+    Ok(())
+}
+
+/// Waits until so many pieces of memory are left.
+pub fn await_blocks(count: i32) {
+    let deadline = Deadline::after(Duration::from_secs(60));
+    while blocks() != count {
+        assert!(!deadline.has_passed(), "{} pieces are left, not {count}", blocks());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// No more calls are in flight than the driver takes: the next one waits, no longer than its time-out.
+fn many(nccl: &Communicator) -> Result<()> {
+    let call = |nccl: &Communicator| {
+        let data = DeviceBuffer::from_slice(&Stream::new(nccl.device())?, &[1i32])?;
+        nccl.all_reduce_async(data, ReduceOp::Sum)
+    };
+    let works: Vec<_> = (0..128).map(|_| call(nccl)).collect::<Result<_>>()?;
+    let error = call(&nccl.with_timeout(Duration::from_millis(200))).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("128 calls are in flight"), "{error}");
+    assert!(nccl.failure().is_none());
+    nccl.group().barrier()?;
+    std::fs::write(std::env::var("STANDIN_NCCL_HOLD").unwrap(), "").unwrap();
+    for work in works.into_iter().chain((0..300).map(|_| call(nccl).unwrap())) {
+        assert_eq!(work.wait()?.to_vec(nccl.stream())?, [2]);
+    }
     Ok(())
 }
 

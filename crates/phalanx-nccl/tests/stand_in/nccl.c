@@ -21,7 +21,7 @@ typedef int ncclResult_t;
 typedef struct comm *ncclComm_t;
 typedef struct stream *cudaStream_t;
 typedef struct { char internal[128]; } ncclUniqueId;
-typedef struct { size_t size; unsigned magic, version; int blocking, cga, least, most; const char *net; int share; } ncclConfig_t;
+typedef struct { size_t size; unsigned magic, version; int blocking, cga, least, most; const char *net; int share, traffic; } ncclConfig_t;
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, INVALID_USAGE = 5,
        REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 
@@ -78,7 +78,7 @@ static int faulty(const char *kind, int rank, int launch) {
     return fault && !strcmp(fault, wanted);
 }
 
-ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22304); return SUCCESS; }
+ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22703); return SUCCESS; }
 const char *ncclGetErrorString(ncclResult_t code) {
     static const char *texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument",
                                   "invalid usage", "remote process exited or there was a network error", "NCCL operation in progress"};
@@ -133,7 +133,7 @@ static int beside(void *(*run)(void *), ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->blocking != 0)
+    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || config->blocking != 0)
         return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
     if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
     if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
@@ -333,6 +333,12 @@ ncclResult_t ncclGroupEnd(void) {
     ncclComm_t comm = calls[0].comm;
     int number = comm->launches++;
     if (faulty("launch_error", comm->rank, number)) return fail(CUDA_ERROR, "the stand-in was told to fail");
+    if (faulty("launch_hang", comm->rank, number)) {
+        atomic_fetch_add(&comm->pending, 1);
+        while (!comm->aborted) nap(500);
+        atomic_fetch_sub(&comm->pending, 1);
+        return fail(INTERNAL_ERROR, "the launch was aborted");
+    }
     struct launch *launch = calloc(1, sizeof *launch);
     *launch = (struct launch){comm, calls[0].stream, NULL, NULL, faulty("hang", comm->rank, number), faulty("error", comm->rank, number)};
     for (int i = 0; i < call_count; i++) plan(launch, &calls[i]);

@@ -337,10 +337,11 @@ impl ProcessGroup {
         self.inner.health.fail(cause)
     }
 
-    /// The error of an operation that waits for a rank that has left the group, if one has. For adapters.
+    /// The error of an operation that waits for the ranks that `needs` names, if one of them has left the group. For adapters.
     #[doc(hidden)]
-    pub fn left_by(&self) -> Option<Error> {
-        let peer = self.inner.world.ranks().find(|rank| self.inner.health.has_left(*rank))?;
+    pub fn left_by(&self, needs: impl Fn(Rank) -> bool) -> Option<Error> {
+        let has_left = |rank: &Rank| needs(*rank) && self.inner.health.has_left(*rank);
+        let peer = self.inner.world.ranks().find(has_left)?;
         Some(self.inner.health.peer_left(peer))
     }
 

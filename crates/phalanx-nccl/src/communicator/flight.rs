@@ -1,0 +1,103 @@
+//! Calls in flight.
+
+use std::any::Any;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use phalanx::{Deadline, Error, Rank, Result, Sequence};
+
+use super::call::Call;
+use crate::cuda::{Device, Event};
+
+/// A call from the moment when NCCL gets it until it is done, or the communicator has been aborted. The device frees no memory meanwhile.
+pub(super) struct Flight {
+    pub name: String,
+    pub sequence: Sequence,
+    pub deadline: Deadline,
+    calls: Vec<Call>,
+    device: Device,
+    /// Set when it is queued.
+    pub end: OnceLock<Event>,
+    /// It was done before any failure.
+    done: AtomicBool,
+    landed: AtomicBool,
+    /// The memory of a call whose handle was dropped.
+    kept: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+impl Flight {
+    pub(super) fn new(
+        name: String,
+        sequence: Sequence,
+        deadline: Deadline,
+        calls: &[Call],
+        device: &Device,
+    ) -> Self {
+        device.launched();
+        Self {
+            name,
+            sequence,
+            deadline,
+            calls: calls.to_vec(),
+            device: device.clone(),
+            end: OnceLock::new(),
+            done: AtomicBool::new(false),
+            landed: AtomicBool::new(false),
+            kept: Mutex::new(None),
+        }
+    }
+
+    /// `error`, as this call reports it.
+    pub(super) fn says(&self, error: Error) -> Error {
+        if error.operation().is_some() {
+            error
+        } else {
+            error.in_operation(self.name.as_str(), Some(self.sequence))
+        }
+    }
+
+    /// Does it wait for `rank`?
+    pub(super) fn needs(&self, rank: Rank) -> bool {
+        self.calls.iter().any(|call| call.needs(rank))
+    }
+
+    /// Keeps the memory until the call is done.
+    pub(super) fn keep(&self, memory: Box<dyn Any + Send>) {
+        *self.kept.lock() = Some(memory);
+    }
+
+    /// Drops the memory that was kept. What that does is the memory's own business, and may last: the watchdog never does it.
+    pub(super) fn release(&self) {
+        let memory = self.kept.lock().take();
+        // A panic of it would end the thread that looks after the other calls.
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(memory)));
+    }
+
+    /// Is it known that it was done before any failure?
+    pub(super) fn is_known_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// Was it done before any failure? Asks the device only if it is not known.
+    pub(super) fn is_done(&self, failed: &AtomicBool) -> Result<bool> {
+        if self.is_known_done() {
+            return Ok(true);
+        }
+        let Some(end) = self.end.get() else { return Ok(false) };
+        // An abort ends kernels too, whose events are then reached: the failure is there before the abort begins.
+        if !end.is_reached()? || failed.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        self.done.store(true, Ordering::Release);
+        self.land();
+        Ok(true)
+    }
+
+    /// It uses no memory any more.
+    pub(super) fn land(&self) {
+        if !self.landed.swap(true, Ordering::AcqRel) {
+            self.device.landed();
+        }
+    }
+}
