@@ -52,7 +52,8 @@ fn a_parameter_that_is_not_what_it_was_is_refused() {
         let mut optimizer = Optimizer::new(&model.store, rule).unwrap();
         let mut step = |model: &Mlp| {
             optimizer.zero_grad().unwrap();
-            let loss = model.store.trainable_variables().iter().map(|one| one.square().sum(Kind::Float));
+            let variables = model.store.trainable_variables();
+            let loss = variables.iter().map(|one| one.square().sum(Kind::Float));
             loss.reduce(|a, b| a + b).unwrap().backward();
             optimizer.step(0.1)
         };

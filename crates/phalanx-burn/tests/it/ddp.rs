@@ -259,14 +259,10 @@ fn a_loss_that_ddp_has_not_seen_is_refused_on_every_rank() {
     for (which, remedy) in [("unseen", "Ddp::forward"), ("detached", "does not depend on any parameter")] {
         let errors = run(2, |group| {
             let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
-            let seen = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
             let loss = match (group.rank().is_main(), which) {
-                (true, _) => seen,
-                (_, "detached") => seen.detach(),
-                _ => {
-                    drop(seen);
-                    ddp.model().loss(samples(0, 4))
-                }
+                (false, "unseen") => ddp.model().loss(samples(0, 4)),
+                (false, _) => ddp.forward(|model| model.loss(samples(0, 4)).detach()).unwrap(),
+                (true, _) => ddp.forward(|model| model.loss(samples(0, 4))).unwrap(),
             };
             ddp.backward(&loss).unwrap_err().to_string()
         });
