@@ -205,28 +205,34 @@ fn compressed_gradients_are_near_the_average_and_move_fewer_bytes() {
                 .unwrap(),
             _ => {}
         }
-        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9)).unwrap();
+        // Without momentum, with which PowerSGD's delayed errors make so small a problem unstable.
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0)).unwrap();
         for step in 0..20 {
             let from = step * 8 + 4 * group.rank().index();
             let loss = ddp.forward(|| model.loss(samples(from, from + 4))).unwrap();
             optimizer.zero_grad().unwrap();
             ddp.backward(&loss).unwrap();
-            optimizer.step(0.05).unwrap();
+            optimizer.step(0.1).unwrap();
         }
         assert!(ddp.replicas_identical().unwrap());
-        (floats(&model.store), ddp.communicated_bytes())
+        let loss = model.loss(samples(0, 160)).double_value(&[]);
+        (floats(&model.store), ddp.communicated_bytes(), loss)
     };
     let runs: Vec<_> = (0..4).map(|which| run(2, |group| train(&group, which)).remove(0)).collect();
-    let (plain, bytes) = &runs[0];
+    let (plain, bytes, best) = &runs[0];
     assert!(distance(plain, &start) > 0.01, "nothing was learned");
-    for (which, limit) in [(1, 1e-2), (2, 5e-2), (3, 0.2)] {
+    for (which, limit) in [(1, 1e-2), (2, 5e-2)] {
         let apart = distance(&runs[which].0, plain);
-        eprintln!("hook {which} is {apart:e} away");
         assert!(apart > 0.0 && apart < limit, "hook {which} is {apart:e} away");
-        if which < 3 {
-            assert_eq!(runs[which].1 * 2, *bytes);
-        }
+        assert_eq!(runs[which].1 * 2, *bytes);
     }
+    // PowerSGD takes another way, which leads down as well.
+    let before = Mlp::like(&WIDTHS, &start).loss(samples(0, 160)).double_value(&[]);
+    let learned = (before - runs[3].2) / (before - best);
+    assert!(
+        learned > 0.8,
+        "PowerSGD learned {learned:.2} of what plain averages did, from {before} to {best}"
+    );
     assert!(runs[3].1 * 2 < *bytes);
 }
 
@@ -414,21 +420,24 @@ fn misuse_is_refused() {
 fn a_backward_pass_that_averages_nothing_is_the_error_of_the_next_call() {
     for next in ["forward", "backward", "backward_no_sync"] {
         run(2, |group| {
-            let model = Mlp::new(&WIDTHS);
-            let mut ddp = Ddp::new(&model.store, &group).unwrap();
-            // Without a forward pass of the `Ddp` its parameters are anybody's.
-            model.loss(samples(0, 4)).backward();
-            let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&model.store, 0.05).unwrap();
-            optimizer.zero_grad();
-            let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
-            let second = model.loss(samples(4, 8));
-            optimizer.backward_step(&loss);
-            let outcome = match next {
-                "forward" => ddp.forward(|| ()),
-                "backward" => ddp.backward(&second),
-                _ => ddp.backward_no_sync(&second),
+            let attempt = || {
+                let model = Mlp::new(&WIDTHS);
+                let mut ddp = Ddp::new(&model.store, &group)?;
+                // Without a forward pass of the `Ddp` its parameters are anybody's.
+                model.loss(samples(0, 4)).backward();
+                let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&model.store, 0.05).unwrap();
+                optimizer.zero_grad();
+                let loss = ddp.forward(|| model.loss(samples(0, 4)))?;
+                let second = model.loss(samples(4, 8));
+                optimizer.backward_step(&loss);
+                match next {
+                    "forward" => ddp.forward(|| ()),
+                    "backward" => ddp.backward(&second),
+                    _ => ddp.backward_no_sync(&second),
+                }
             };
-            let error = outcome.unwrap_err().to_string();
+            // The first rank's error ends the group, so the other may get it in an earlier call.
+            let error = attempt().unwrap_err().to_string();
             assert!(error.contains("call ddp.backward(&loss) instead"), "{next}: {error}");
         });
     }
@@ -462,12 +471,17 @@ fn a_panic_of_a_hook_is_an_error_of_backward() {
     }
     run(2, |group| {
         let model = Mlp::new(&WIDTHS);
-        let mut ddp = Ddp::new(&model.store, &group).unwrap();
-        ddp.register_comm_hook(Panics).unwrap();
-        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
-        let error = ddp.backward(&loss).unwrap_err().to_string();
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let mut ddp = Ddp::new(&model.store, &group)?;
+            ddp.register_comm_hook(Panics)?;
+            let loss = ddp.forward(|| model.loss(samples(0, 4)))?;
+            let outcome = ddp.backward(&loss);
+            assert!(ddp.forward(|| ()).unwrap_err().to_string().contains("the hook's own"));
+            outcome
+        };
+        let error = attempt().unwrap_err().to_string();
         assert!(error.contains("the hook's own"), "{error}");
-        assert!(ddp.forward(|| ()).unwrap_err().to_string().contains("the hook's own"));
     });
 }
 
@@ -475,11 +489,15 @@ fn a_panic_of_a_hook_is_an_error_of_backward() {
 fn a_variable_whose_type_changed_is_refused() {
     let errors = run(2, |group| {
         let mut model = Mlp::new(&WIDTHS);
-        let mut ddp = Ddp::new(&model.store, &group).unwrap();
-        model.store.half();
-        let (x, _) = samples(0, 4);
-        let loss = ddp.forward(|| model.forward(&x.to_kind(Kind::Half)).sum(Kind::Float)).unwrap();
-        ddp.backward(&loss).unwrap_err().to_string()
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let mut attempt = || {
+            let mut ddp = Ddp::new(&model.store, &group)?;
+            model.store.half();
+            let (x, _) = samples(0, 4);
+            let loss = ddp.forward(|| model.forward(&x.to_kind(Kind::Half)).sum(Kind::Float))?;
+            ddp.backward(&loss)
+        };
+        attempt().unwrap_err().to_string()
     });
     let named = |text: &String| text.contains("type changed since Ddp::new") && text.contains("Half");
     assert!(errors.iter().all(named), "{errors:?}");

@@ -50,7 +50,7 @@ fn libraries_and_devices_are_found_where_the_variables_say() {
     let cuda = finding(&report, "cuda")["text"].as_str().unwrap();
     assert!(cuda.contains("a driver for CUDA 12.4; 8 devices: Stand-in, no GPU (0) with 1.0 GiB"), "{cuda}");
     let nccl = finding(&report, "nccl")["text"].as_str().unwrap();
-    assert!(nccl.ends_with("libnccl.so.2, NCCL 2.23.4"), "{nccl}");
+    assert!(nccl.ends_with("libnccl.so.2, NCCL 2.27.3"), "{nccl}");
     // Nothing fails because they are not there.
     let output = doctor(&["--json"], &[("PHALANX_CUDA_LIBRARY", "/nowhere/libcuda.so.1")]);
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

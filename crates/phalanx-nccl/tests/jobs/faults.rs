@@ -7,8 +7,7 @@ use phalanx::{Deadline, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, DeviceMemory, Stream};
 
 use crate::overlap::await_blocks;
-use crate::stand_in::blocks;
-use crate::world::World;
+use crate::world::{World, blocks};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[

@@ -5,8 +5,7 @@ use std::time::Duration;
 use phalanx::{Deadline, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
-use crate::stand_in::blocks;
-use crate::world::all_done;
+use crate::world::{all_done, blocks};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[

@@ -3,15 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// How many pieces of memory of devices this process has allocated and not freed.
-pub fn blocks() -> i32 {
-    // SAFETY: it is loaded already, and the function takes nothing.
-    unsafe {
-        let library = libloading::Library::new(std::env::var_os("PHALANX_CUDA_LIBRARY").unwrap()).unwrap();
-        library.get::<unsafe extern "C" fn() -> i32>(b"standin_blocks").unwrap()()
-    }
-}
-
 /// Builds the stand-ins in `folder`. The variables with which a program uses them.
 pub fn build(folder: &Path) -> [(&'static str, PathBuf); 2] {
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../phalanx-nccl/tests/stand_in");

@@ -76,3 +76,12 @@ pub fn all_done(role: &str, ranks: u32, variables: &[(&str, &str)]) {
         assert_eq!(output.trim(), "done", "rank {rank} of {ranks}");
     }
 }
+
+/// How many pieces of memory of the stand-in's devices this process has allocated and not freed.
+pub fn blocks() -> i32 {
+    // SAFETY: it is loaded already, and the function takes nothing.
+    unsafe {
+        let library = libloading::Library::new(std::env::var_os("PHALANX_CUDA_LIBRARY").unwrap()).unwrap();
+        library.get::<unsafe extern "C" fn() -> i32>(b"standin_blocks").unwrap()()
+    }
+}

@@ -136,7 +136,7 @@ fn straggler(times: &[StepTime]) -> Option<String> {
     let longest_wait = times.iter().map(|time| time.wait).max().unwrap_or_default();
     let excess = longest_wait.saturating_sub(slowest.wait);
     let factor = slowest.own.as_secs_f64() / usual.as_secs_f64();
-    let is_slow = factor >= SLOW
+    let is_slow = slowest.own >= usual.mul_f64(SLOW)
         && slowest.own.saturating_sub(usual) >= LEAST
         && excess >= (slowest.own + slowest.wait).mul_f64(SHARE);
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
