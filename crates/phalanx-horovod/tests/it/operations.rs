@@ -1,5 +1,7 @@
 //! What each collective computes.
 
+use std::sync::Barrier;
+
 use half::{bf16, f16};
 use phalanx::testing::Fabric;
 use phalanx::{Element, Rank};
@@ -78,6 +80,8 @@ fn tensors_that_ranks_submit_in_other_orders_are_reduced_and_fused() {
 
 #[test]
 fn in_the_steady_state_no_name_is_on_the_wire() {
+    // A rank that leaves says so in a round: none does before both have looked.
+    static LOOKED: Barrier = Barrier::new(2);
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         let step = || {
             let names = (0..20).map(|tensor| format!("t{tensor}"));
@@ -88,7 +92,9 @@ fn in_the_steady_state_no_name_is_on_the_wire() {
         step();
         let rounds = hvd.stats().rounds;
         (0..10).for_each(|_| step());
-        assert_eq!(hvd.stats().rounds, rounds);
+        let after = hvd.stats().rounds;
+        LOOKED.wait();
+        assert_eq!(after, rounds);
     });
 }
 
