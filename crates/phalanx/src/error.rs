@@ -176,6 +176,11 @@ impl Error {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
     }
 
+    /// The same without its remedy, to be quoted in another error.
+    pub(crate) fn without_remedy(self) -> Self {
+        self.edit(|inner| inner.remedy = None)
+    }
+
     /// Adds the operation, and the number of the group's call, in which it happened.
     #[doc(hidden)]
     pub fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {

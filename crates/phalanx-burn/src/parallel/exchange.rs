@@ -51,14 +51,14 @@ impl fmt::Debug for Exchange {
 }
 
 impl Step {
-    /// The result; NaN if the exchange fails, and then the group has ended with the cause. Other groups that average this rank's gradients
-    /// get the NaN, and know nothing of the cause.
+    /// The result; NaN if the exchange fails. Then all groups of this rank have ended with the cause before the NaN is there, so
+    /// that no other rank averages it.
     fn run<B: Backend + BorrowBytes>(self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
         if group.world_size() == WorldSize::ONE {
             return tensor;
         }
         self.attempt::<B>(group, tensor.clone()).unwrap_or_else(|error| {
-            group.abort(error);
+            group.abort_all(error);
             not_a_number::<B>(self.shape(tensor.shape(), group.world_size().count()), &tensor)
         })
     }

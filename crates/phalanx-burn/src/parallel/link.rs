@@ -62,8 +62,9 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// what stands for the loss, and `ddp.backward` takes it.
 ///
 /// # Errors
-/// Backward cannot return an error. If a gradient cannot be had, the group is ended with the cause, gradients are NaN, and
-/// the next call on the group returns the cause, as [`ProcessGroup::failure`] does.
+/// Backward cannot return an error. If a gradient cannot be had, all groups of this rank are ended with the cause
+/// ([`ProcessGroup::abort_all`]), gradients are NaN, and the next call on a group returns the cause, as [`ProcessGroup::failure`]
+/// does.
 ///
 /// A long tensor is sent while the other rank receives it: two ranks that both send first wait for each other. Ranks that are
 /// threads of one process must each make their own parameters: Burn locks a graph while it runs backward, and tensors that
@@ -138,7 +139,7 @@ impl StageLink {
             return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));
         }
         // The peer waits until its tensor is taken.
-        let data = self.inner.receive(&header.layout).inspect_err(|error| group.abort(error.clone()))?;
+        let data = self.inner.receive(&header.layout).inspect_err(|error| group.abort_all(error.clone()))?;
         let tensor = Tensor::<D>::from_data(data, (device, header.layout.dtype));
         if !device.is_autodiff() {
             return Ok(tensor);
@@ -216,7 +217,7 @@ impl Inner {
         .with_remedy(
             "each send_forward needs its recv_forward in the same order, and each loss one backward pass",
         );
-        self.group.abort(error.clone());
+        self.group.abort_all(error.clone());
         error
     }
 }
@@ -232,7 +233,7 @@ struct Awaited {
 impl GradientSource for Awaited {
     fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
         let gradient = self.link.gradient(self.number, &self.layout);
-        gradient.map_err(|error| self.link.group.abort(error)).ok()
+        gradient.map_err(|error| self.link.group.abort_all(error)).ok()
     }
 }
 
@@ -245,7 +246,7 @@ struct Returned {
 impl GradientTarget for Returned {
     fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
         if let Err(error) = self.link.send(Kind::Gradient, self.number, gradient, shape) {
-            self.link.group.abort(error);
+            self.link.group.abort_all(error);
         }
     }
 }

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use super::LocalPlace;
 use super::connect::{Connected, Wishes, connect_among, connect_in_process};
+use super::family::Family;
 use crate::collective::Tuning;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
@@ -33,6 +34,8 @@ pub(crate) struct GroupConfig {
     pub members: Option<Arc<[Rank]>>,
     /// The number of calls of this rank on the group and its sub-groups.
     pub calls: Arc<AtomicU64>,
+    /// This rank's groups that were made from the same first group.
+    pub family: Arc<Family>,
     /// Does the program call it, and not a thread of this crate or of an adapter?
     pub is_programs: bool,
 }

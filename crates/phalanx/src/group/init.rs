@@ -152,6 +152,7 @@ impl ProcessGroup {
             _keep_alive: Arc::new(keep_alive),
             members: None,
             calls: Arc::default(),
+            family: Arc::default(),
             is_programs: true,
         };
         let identity = Identity { rank, world: world_size, trace, config };

@@ -8,6 +8,7 @@ mod blocking;
 mod config;
 mod connect;
 mod engine;
+mod family;
 mod gather;
 mod handle;
 mod init;
@@ -230,6 +231,7 @@ impl ProcessGroup {
                     _keep_alive: Arc::new(()),
                     members: None,
                     calls: Arc::default(),
+                    family: Arc::default(),
                     is_programs: true,
                 };
                 Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
@@ -259,7 +261,11 @@ impl ProcessGroup {
             aborted: AtomicBool::new(false),
             config,
         };
-        Ok(Self { inner: Arc::new(inner), timeout: DEFAULT_TIMEOUT, caller: None })
+        let inner = Arc::new(inner);
+        if inner.config.is_programs {
+            inner.config.family.enter(&inner);
+        }
+        Ok(Self { inner, timeout: DEFAULT_TIMEOUT, caller: None })
     }
 
     /// This process's rank.

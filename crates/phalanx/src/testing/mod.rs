@@ -131,6 +131,7 @@ fn processes(
         _keep_alive: Arc::new(()),
         members: None,
         calls: Arc::default(),
+        family: Arc::default(),
         is_programs: true,
     };
     ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected)

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{Fabric, run};
-use phalanx::{ProcessGroup, Rank, ReduceOp};
+use phalanx::trace::Trace;
+use phalanx::{Error, ProcessGroup, Rank, ReduceOp};
 
 /// Nothing in here may wait for this long.
 fn patient(group: &ProcessGroup) -> ProcessGroup {
@@ -121,5 +122,41 @@ fn a_group_of_the_mesh_fails_by_itself() {
         );
         mesh.group("data").unwrap().all_reduce(&mut value, ReduceOp::Max).unwrap();
         group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_failure_in_one_dimension_ends_all_groups_of_its_rank() {
+    for fabric in Fabric::ALL {
+        run(4, fabric, |group| {
+            let group = patient(&group);
+            let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
+            let (data, tensor) = (mesh.group("data").unwrap(), mesh.group("tensor").unwrap());
+            if group.rank().get() == 2 {
+                // Ranks have other numbers in each group: this is rank 3 of the first.
+                tensor.abort_all(Error::timeout("no sum").with_peer(Rank::new(1)));
+                assert_eq!(group.failure().unwrap().peer(), Some(Rank::new(3)));
+                assert_eq!(data.failure().unwrap().peer(), None);
+            }
+            let affected = if group.rank().get() == 3 { tensor } else { data };
+            let affected = if group.rank().get() == 1 { &group } else { affected };
+            for failed in [affected, &group] {
+                let error = failed.barrier().unwrap_err().to_string();
+                assert!(error.contains("no sum"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_group_of_an_adapter_stays() {
+    run(2, Fabric::SharedMemory, |group| {
+        let aside = patient(&group).new_group_aside(Trace::disabled()).unwrap();
+        let other = patient(&group).split(Some(0), 0).unwrap().unwrap();
+        if group.rank() == Rank::MAIN {
+            other.abort_all(Error::other("no sum"));
+        }
+        assert!(group.barrier().is_err());
+        aside.barrier().unwrap();
     });
 }

@@ -208,7 +208,7 @@ impl<const D: usize> Pipeline<D> {
     /// # Errors
     /// As [`train`](Self::train).
     pub fn evaluate<S: Stage<D>>(&mut self, stages: &[S], batches: &[S::Batch]) -> Result<f64> {
-        evaluate::mean_loss(self, stages, batches).inspect_err(|error| self.group.abort(error.clone()))
+        evaluate::mean_loss(self, stages, batches).inspect_err(|error| self.group.abort_all(error.clone()))
     }
 
     /// An error unless a step has so many micro-batches, and this rank so many stages.
@@ -238,11 +238,7 @@ impl<const D: usize> Pipeline<D> {
     ///
     /// # Errors
     /// If there are more or fewer micro-batches or stages than the plan has, a stage gives what its place does not, or shapes
-    /// change. If a rank fails. Gradients of passes that were done are then dropped. A failed [`TensorGroup`] is not seen here: look at
-    /// its [`TensorGroup::failure`] before the optimizer's step.
-    ///
-    /// [`TensorGroup`]: super::tensor::TensorGroup
-    /// [`TensorGroup::failure`]: super::tensor::TensorGroup::failure
+    /// change. If a rank fails, or an exchange of its tensor group. Gradients of passes that were done are then dropped.
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,
@@ -251,7 +247,7 @@ impl<const D: usize> Pipeline<D> {
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
         outcome.inspect_err(|error| {
             ddp.drop_held();
-            self.group.abort(error.clone());
+            self.group.abort_all(error.clone());
         })
     }
 }

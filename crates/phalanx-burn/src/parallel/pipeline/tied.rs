@@ -73,7 +73,7 @@ impl TiedParameter {
         let id: ParamId = parameter.id;
         let Some(gradient) = gradients.remove::<D>(id) else {
             let error = Error::invalid_argument("a copy of a tied parameter has no gradient");
-            group.abort(error.clone());
+            group.abort_all(error.clone());
             return Err(error);
         };
         gradients.register(id, gradient.all_reduce(group, ReduceOp::Sum)?);

@@ -35,12 +35,11 @@ use crate::replicas;
 /// arXiv 2205.05198.
 ///
 /// # Errors
-/// Neither a forward pass nor backward can return an error. If an exchange fails, or a dimension cannot be divided, the group is
-/// ended with the cause, and the result is NaN; the next call on the group returns the cause, as [`failure`](Self::failure) does.
-///
-/// Where ranks also average gradients with other replicas, the NaN reaches these, whose own groups have not failed. So every rank
-/// looks at `failure` of its groups after backward, before the optimizer's step; and after a failure on any rank all ranks go back to
-/// the last checkpoint, or to the last commit of an elastic job: some may have taken the step already.
+/// Neither a forward pass nor backward can return an error. If an exchange fails, or a dimension cannot be divided, this group and
+/// all others of this rank are ended with the cause ([`ProcessGroup::abort_all`]), and the result is NaN; the next call on any of
+/// them returns the cause, as [`failure`](Self::failure) does. So [`Ddp::backward`](crate::Ddp::backward) returns it too, on every
+/// replica, and no NaN is averaged. A rank without a [`Ddp`](crate::Ddp) looks at `failure` before the optimizer's step. After a
+/// failure all ranks go back to the last checkpoint: some may have taken the step already.
 #[doc(alias("tensor_model_parallel_group", "copy_to_tensor_model_parallel_region"))]
 #[derive(Clone)]
 pub struct TensorGroup(ProcessGroup);
@@ -66,9 +65,9 @@ impl TensorGroup {
         self.0.failure()
     }
 
-    /// Ends the group with `cause`.
+    /// Ends the groups of this rank with `cause`.
     pub(super) fn abort(&self, cause: Error) {
-        self.0.abort(cause);
+        self.0.abort_all(cause);
     }
 
     /// The tensor as it is; its gradient is the sum of all ranks' gradients.

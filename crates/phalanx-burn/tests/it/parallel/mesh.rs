@@ -1,9 +1,10 @@
 //! Two dimensions: replicas of a model of which each rank has a part.
 
 use burn::module::Module;
-use burn::nn::Linear;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Tensor;
+use phalanx::Rank;
 use phalanx::mesh::DeviceMesh;
 use phalanx::pipeline::Schedule;
 use phalanx::testing::{self, Fabric};
@@ -12,7 +13,7 @@ use phalanx_burn::parallel::pipeline::Pipeline;
 use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup, VocabParallelEmbedding};
 
 use super::model::{Batch, Part, Whole, loss, rows, scalar};
-use crate::common::run;
+use crate::common::{device, run};
 
 const LAYERS: usize = 2;
 const STEPS: usize = 8;
@@ -120,4 +121,23 @@ fn data_and_pipeline_are_one_process() {
             assert!(ddp.replicas_identical().unwrap());
         });
     }
+}
+
+#[test]
+fn replicas_get_the_cause_of_a_failed_exchange_and_no_nan() {
+    testing::run(4, Fabric::TwoHosts, |group| {
+        let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
+        let (data, tensor) = (mesh.group("data").unwrap(), TensorGroup::new(mesh.group("tensor").unwrap()));
+        let head = LinearConfig::new(4, 4).init(&device());
+        let mut ddp = Ddp::new(tensor.replicate(head).unwrap(), data).unwrap();
+        // One replica has a row too many to be divided between two ranks.
+        let rows = if data.rank() == Rank::MAIN { 3 } else { 2 };
+        let loss = ddp.forward(|head| {
+            let x = tensor.copy(Tensor::<2>::ones([rows, 4], &head.weight.device()));
+            tensor.gather_sums(tensor.part(head.forward(x), 0), 0).sum()
+        });
+        // The other replica may know of it before its forward pass begins.
+        let error = loss.and_then(|loss| ddp.backward(&loss)).expect_err("NaN would be averaged").to_string();
+        assert!(error.contains("cannot be divided evenly"), "{error}");
+    });
 }

@@ -40,6 +40,7 @@ fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
             _keep_alive: Arc::new(()),
             members: None,
             calls: Arc::default(),
+            family: Arc::default(),
             is_programs: true,
         };
         ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected).unwrap()
