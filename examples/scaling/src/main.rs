@@ -113,19 +113,22 @@ fn main() -> Result<()> {
     if let Some(kind) = options.kind {
         return Ok(phalanx::spawn(RANKS, || memory::measure_all(kind, &options.models))?);
     }
-    if let Some(ranks) = options.parallel {
-        return Ok(phalanx::spawn(ranks, || parallel::measure_all(&phalanx::init()?, options.steps))?);
-    }
     if options.memory {
         return memory::compare(&options.models);
     }
     // In a worker, `spawn` returns when the worker is done; what follows is for the program that started the workers.
     let is_worker = std::env::var_os("RANK").is_some();
-    phalanx::spawn(RANKS, || measure_all(&options))?;
+    match options.parallel {
+        Some(ranks) => phalanx::spawn(ranks, || parallel::measure_all(&phalanx::init()?, options.steps))?,
+        None => phalanx::spawn(RANKS, || measure_all(&options))?,
+    }
     if is_worker || options.without_pytorch {
         return Ok(());
     }
-    pytorch::measure_all(&options)
+    match options.parallel {
+        Some(ranks) => pytorch::measure_parallel(ranks, options.steps),
+        None => pytorch::measure_all(&options),
+    }
 }
 
 fn measure_all(options: &Options) -> Result<()> {

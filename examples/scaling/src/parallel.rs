@@ -71,14 +71,22 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
         if !LAYERS.is_multiple_of(2 * ranks) {
             println!("interleaved is left out: {LAYERS} layers are no two stages for each of {ranks} ranks");
         }
-        println!("{ranks} ranks, {MICROBATCHES} micro-batches   parameters of a rank   step   bubble");
+        println!(
+            "{:<43} parameters of a rank   step   bubble",
+            format!("{ranks} ranks, {MICROBATCHES} micro-batches")
+        );
         for (index, (name, parameters, _)) in ways.iter().enumerate() {
-            let bubble = median(&mut bubbles[index]).map_or("-".to_owned(), |bubble| format!("{bubble:.2}"));
-            let (millions, step) = (*parameters as f64 / 1e6, median(&mut times[index]).unwrap_or(f64::NAN));
-            println!("{name:28} {millions:>18.2} M {step:>5.0} ms {bubble:>8}");
+            let step = median(&mut times[index]).unwrap_or(f64::NAN);
+            show(name, *parameters, step, median(&mut bubbles[index]));
         }
     }
     Ok(())
+}
+
+/// Prints a line of the table.
+pub fn show(name: &str, parameters: usize, step_ms: f64, bubble: Option<f64>) {
+    let bubble = bubble.map_or("-".to_owned(), |bubble| format!("{bubble:.2}"));
+    println!("{name:43} {:>18.2} M {step_ms:>5.0} ms {bubble:>8}", parameters as f64 / 1e6);
 }
 
 fn median(values: &mut [f64]) -> Option<f64> {
