@@ -112,7 +112,7 @@ fn a_group_of_the_mesh_fails_by_itself() {
         let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
         let tensor = mesh.group("tensor").unwrap();
         if mesh.coordinate("data").unwrap() == 0 {
-            tensor.abort(phalanx::Error::aborted("a layer has no numbers"));
+            tensor.abort(Error::aborted("a layer has no numbers"));
         }
         group.barrier().unwrap();
         let mut value = [1.0f32];
