@@ -6,8 +6,9 @@
     target/torch/bin/python bench/loader/run.py --workers 0 2 4 --rounds 3
 
 The work is the same: 20,000 images of 3 x 64 x 64 bytes in memory, shuffled; each becomes floats, (x / 255 - 0.5) / 0.25; batches of 64
-are stacked. PyTorch does it with its own operations, one thread a worker, as its documentation advises. `--compute` has the loop sleep
-for so many milliseconds a step, as if a GPU computed: what it waits then is what a training run waits.
+are stacked. Here `collate_each` does it, and in the lines "list" a collate function that gets the list of a batch's images. PyTorch does it
+with its own operations, one thread a worker, as its documentation advises. `--compute` has the loop sleep for so many milliseconds a step, as
+if a GPU computed: what it waits then is what a training run waits.
 """
 
 import argparse
@@ -71,6 +72,7 @@ def main():
         for workers in options.workers:
             programs = {
                 "phalanx": [OURS, "memory", str(workers), str(options.compute)],
+                "list": [OURS, "list", str(workers), str(options.compute)],
                 "pytorch": [sys.executable, __file__, "--theirs", str(workers), "--compute", str(options.compute)],
             }
             for name, program in programs.items():

@@ -6,15 +6,16 @@
 //! cargo run --release -p phalanx-data --features lmdb --example throughput -- lmdb 4 0 target/large
 //! ```
 //!
-//! `memory` makes items from bytes in memory; `lmdb` reads them from a folder that `pack` has made, of so many MiB. Then come the
-//! workers, and the milliseconds that the loop computes, that is sleeps, for each batch.
+//! `memory` makes items from bytes in memory, and batches with `collate_each`; `list` does so with `collate`, which gets the list of a
+//! batch's items; `lmdb` reads them from a folder that `pack` has made, of so many MiB. Then come the workers, and the milliseconds that
+//! the loop computes, that is sleeps, for each batch.
 
 use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
-use phalanx_data::{DataLoader, Dataset};
+use phalanx_data::{DataLoader, DataLoaderBuilder, Dataset};
 
 /// An image of 3 x 64 x 64 bytes.
 const BYTES: usize = 3 * 64 * 64;
@@ -26,15 +27,36 @@ fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match arguments.as_slice() {
         ["pack", path, mebibytes] => pack(Path::new(path), mebibytes.parse::<usize>()? << 20),
-        ["memory", workers, compute] => {
-            let images: Vec<Vec<u8>> = (0..ITEMS).map(image).collect();
-            measure(images.map(|bytes| Ok(normalized(&bytes))), workers.parse()?, compute.parse()?)
+        [collate @ ("memory" | "list"), workers, compute] => {
+            let loader = loader(Images((0..ITEMS).map(image).collect()), workers.parse()?);
+            let loader = match *collate {
+                "memory" => stacked(loader)?,
+                _ => loader.collate(|images| Ok(images.concat())).build()?,
+            };
+            measure(&loader, compute.parse()?)
         }
         ["lmdb", workers, compute, path] => {
             let images = LmdbDataset::open(path)?.map(|bytes| Ok(normalized(&bytes)));
-            measure(images, workers.parse()?, compute.parse()?)
+            measure(&stacked(loader(images, workers.parse()?))?, compute.parse()?)
         }
-        _ => Err("memory WORKERS MS, lmdb WORKERS MS FOLDER, or pack FOLDER MEBIBYTES".into()),
+        _ => {
+            Err("memory WORKERS MS, list WORKERS MS, lmdb WORKERS MS FOLDER, or pack FOLDER MEBIBYTES".into())
+        }
+    }
+}
+
+/// Images in memory.
+struct Images(Vec<Vec<u8>>);
+
+impl Dataset for Images {
+    type Item = Vec<f32>;
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn get(&self, index: usize) -> phalanx::Result<Vec<f32>> {
+        Ok(normalized(&self.0[index]))
     }
 }
 
@@ -56,13 +78,30 @@ fn pack(path: &Path, bytes: usize) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn measure<D>(dataset: D, workers: usize, compute: f64) -> Result<(), Box<dyn Error>>
+/// In shuffled batches.
+fn loader<D>(dataset: D, workers: usize) -> DataLoaderBuilder<D>
 where
     D: Dataset<Item = Vec<f32>> + 'static,
 {
-    let loader =
-        DataLoader::builder(dataset).shuffle(true).batch_size(BATCH).num_workers(workers).drop_last(true);
-    let loader = loader.collate(|images| Ok(images.concat())).build()?;
+    DataLoader::builder(dataset).shuffle(true).batch_size(BATCH).num_workers(workers).drop_last(true)
+}
+
+/// Adds each image to its batch when it is read.
+fn stacked<D>(loader: DataLoaderBuilder<D>) -> phalanx::Result<DataLoader<D, Vec<f32>>>
+where
+    D: Dataset<Item = Vec<f32>> + 'static,
+{
+    let add = |batch: &mut Vec<f32>, image: Vec<f32>| {
+        batch.extend_from_slice(&image);
+        Ok(())
+    };
+    loader.collate_each(|images| Vec::with_capacity(images * BYTES), add).build()
+}
+
+fn measure<D>(loader: &DataLoader<D, Vec<f32>>, compute: f64) -> Result<(), Box<dyn Error>>
+where
+    D: Dataset<Item = Vec<f32>> + 'static,
+{
     let begin = Instant::now();
     let (mut batches, mut items, mut sum) = (loader.iter(), 0, 0.0);
     while let Some(batch) = batches.next().transpose()? {

@@ -8,14 +8,15 @@ use parking_lot::Mutex;
 use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
+use super::collate::Collating;
 use super::{DataLoader, Inner};
-use crate::settings::{Collate, Progress, Settings};
+use crate::settings::{Progress, Settings};
 use crate::{Dataset, Sampling, WorkerInfo};
 
 /// Makes a [`DataLoader`]; each option has PyTorch's name and default where there is one.
 pub struct DataLoaderBuilder<D: Dataset, B = Vec<<D as Dataset>::Item>> {
     dataset: D,
-    collate: Collate<D::Item, B>,
+    collate: Collating<D::Item, B>,
     sampling: Option<Sampling>,
     shard: Option<(Rank, WorldSize)>,
     tail: Option<Tail>,
@@ -27,7 +28,7 @@ impl<D: Dataset + 'static> DataLoaderBuilder<D> {
     pub(super) fn new(dataset: D) -> Self {
         Self {
             dataset,
-            collate: Arc::new(Ok),
+            collate: Collating::All(Arc::new(Ok)),
             sampling: None,
             shard: None,
             tail: None,
@@ -44,9 +45,39 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         self,
         collate: impl Fn(Vec<D::Item>) -> Result<C> + Send + Sync + 'static,
     ) -> DataLoaderBuilder<D, C> {
+        self.collating(Collating::All(Arc::new(collate)))
+    }
+
+    /// How a batch is made of one item after the other, in the worker: `begin` makes one for so many items, and `add` adds each when it
+    /// is read. For stacks of large items: a list of them, as [`collate`](Self::collate) gets it, takes as much memory again, and
+    /// by then they have left the processor's cache.
+    ///
+    /// ```
+    /// use phalanx_data::{DataLoader, Dataset};
+    ///
+    /// let images = (0..100).collect::<Vec<u8>>().map(|image| Ok(vec![f32::from(image); 784]));
+    /// let loader = DataLoader::builder(images).batch_size(50).collate_each(
+    ///     |items| Vec::with_capacity(items * 784),
+    ///     |batch: &mut Vec<f32>, image| {
+    ///         batch.extend_from_slice(&image);
+    ///         Ok(())
+    ///     },
+    /// );
+    /// assert_eq!(loader.build()?.iter().next().unwrap()?.len(), 50 * 784);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn collate_each<C: Send + 'static>(
+        self,
+        begin: impl Fn(usize) -> C + Send + Sync + 'static,
+        add: impl Fn(&mut C, D::Item) -> Result<()> + Send + Sync + 'static,
+    ) -> DataLoaderBuilder<D, C> {
+        self.collating(Collating::Each(Arc::new(begin), Arc::new(add)))
+    }
+
+    fn collating<C: Send + 'static>(self, collate: Collating<D::Item, C>) -> DataLoaderBuilder<D, C> {
         DataLoaderBuilder {
             dataset: self.dataset,
-            collate: Arc::new(collate),
+            collate,
             sampling: self.sampling,
             shard: self.shard,
             tail: self.tail,

@@ -2,6 +2,7 @@
 
 mod batches;
 mod builder;
+mod collate;
 mod position;
 mod work;
 
@@ -15,8 +16,9 @@ use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 pub use self::batches::Batches;
 pub use self::builder::DataLoaderBuilder;
+use self::collate::Collating;
 pub use self::position::Position;
-use crate::settings::{Collate, Progress, Settings};
+use crate::settings::{Progress, Settings};
 use crate::{Dataset, Sampler, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
@@ -42,7 +44,7 @@ pub struct DataLoader<D: Dataset, B = Vec<<D as Dataset>::Item>> {
 
 pub(crate) struct Inner<D: Dataset, B> {
     pub dataset: Arc<D>,
-    pub collate: Collate<D::Item, B>,
+    pub collate: Collating<D::Item, B>,
     pub own: Option<Arc<dyn Sampler>>,
     pub settings: Settings,
     pub progress: Mutex<Progress<ElasticSampler>>,
@@ -144,7 +146,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         collate: impl Fn(Vec<D::Item>) -> Result<C> + Send + Sync + 'static,
     ) -> DataLoader<D, C> {
         let progress = self.inner.progress.lock().unbegun();
-        DataLoader { inner: Arc::new(self.inner.with(Arc::new(collate), self.inner.own.clone(), progress)) }
+        let collate = Collating::All(Arc::new(collate));
+        DataLoader { inner: Arc::new(self.inner.with(collate, self.inner.own.clone(), progress)) }
     }
 
     /// A loader of a part of what this rank gets: of its items in a pass, those at these places. It begins with this loader's epoch,
@@ -219,7 +222,7 @@ impl<D: Dataset, B> Inner<D, B> {
     /// The same with another collate function, order and place.
     fn with<C>(
         &self,
-        collate: Collate<D::Item, C>,
+        collate: Collating<D::Item, C>,
         own: Option<Arc<dyn Sampler>>,
         progress: Progress<ElasticSampler>,
     ) -> Inner<D, C> {

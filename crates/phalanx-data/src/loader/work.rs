@@ -3,15 +3,16 @@
 use std::sync::Arc;
 
 use super::Inner;
+use super::collate::Collating;
 use crate::error::{During, guarded};
 use crate::pool::Work;
-use crate::settings::{Collate, Init};
+use crate::settings::Init;
 use crate::worker::as_worker;
 use crate::{Dataset, LoadError, WorkerInfo};
 
 pub(super) struct Loading<D: Dataset, B> {
     dataset: Arc<D>,
-    collate: Collate<D::Item, B>,
+    collate: Collating<D::Item, B>,
     /// Until it has been called.
     init: Option<Init>,
     worker: WorkerInfo,
@@ -31,16 +32,36 @@ impl<D: Dataset, B> Loading<D, B> {
             as_worker(worker, || guarded(worker, || During::Start, || init(&worker)))?;
             self.init = None;
         }
-        let mut items = Vec::with_capacity(indices.len());
-        for index in indices {
-            if !wanted() {
-                return Ok(None);
+        match &self.collate {
+            Collating::All(collate) => {
+                let mut items = Vec::with_capacity(indices.len());
+                for index in indices {
+                    let Some(item) = self.item(*index, wanted)? else { return Ok(None) };
+                    items.push(item);
+                }
+                let all = || During::Collate(indices.to_vec());
+                as_worker(worker, || guarded(worker, all, || collate(items))).map(Some)
             }
-            let read = || guarded(worker, || During::Item(*index), || self.dataset.get(*index));
-            items.push(as_worker(worker.at(self.seed, *index), read)?);
+            Collating::Each(begin, add) => {
+                let all = || During::Collate(indices.to_vec());
+                let mut batch = as_worker(worker, || guarded(worker, all, || Ok(begin(indices.len()))))?;
+                for index in indices {
+                    let Some(item) = self.item(*index, wanted)? else { return Ok(None) };
+                    let one = || During::Collate(vec![*index]);
+                    as_worker(worker, || guarded(worker, one, || add(&mut batch, item)))?;
+                }
+                Ok(Some(batch))
+            }
         }
-        let collate = || guarded(worker, || During::Collate(indices.to_vec()), || (self.collate)(items));
-        as_worker(worker, collate).map(Some)
+    }
+
+    /// The item at `index`; none if its batch is not wanted any more.
+    fn item(&self, index: usize, wanted: &dyn Fn() -> bool) -> Result<Option<D::Item>, LoadError> {
+        if !wanted() {
+            return Ok(None);
+        }
+        let read = || guarded(self.worker, || During::Item(index), || self.dataset.get(index));
+        as_worker(self.worker.at(self.seed, index), read).map(Some)
     }
 }
 

@@ -256,6 +256,48 @@ fn a_failed_collate_names_the_items_of_its_batch() {
 }
 
 #[test]
+fn a_batch_is_made_of_one_item_after_the_other() {
+    struct Counted(usize, Arc<AtomicUsize>);
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            self.1.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    for workers in [0, 1] {
+        let (held, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (now, peak) = (held.clone(), most.clone());
+        let items = Function(50, move |index| {
+            peak.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            Ok(Counted(index, now.clone()))
+        });
+        let loader = DataLoader::builder(items).batch_size(20).num_workers(workers).collate_each(
+            |items| Vec::with_capacity(items),
+            |batch: &mut Vec<usize>, item| {
+                assert!(worker_info().is_some());
+                match item.0 {
+                    23 => return Err(Error::other("another shape")),
+                    45 => panic!("no memory"),
+                    _ => batch.push(item.0),
+                }
+                Ok(())
+            },
+        );
+        let loader = loader.build().unwrap();
+        let all: Vec<Result<Vec<usize>, LoadError>> = loader.iter().collect();
+        assert_eq!((all.len(), all[0].as_ref().unwrap()), (3, &numbers(20)));
+        assert_eq!(all[0].as_ref().unwrap().capacity(), 20);
+        let (error, panic) = (all[1].as_ref().unwrap_err(), all[2].as_ref().unwrap_err());
+        assert_eq!((error.indices(), panic.indices(), panic.is_panic()), (&[23][..], &[45][..], true));
+        assert!(error.to_string().contains("the collate function, with the items [23]"), "{error}");
+        assert_eq!(
+            (most.load(Ordering::SeqCst), held.load(Ordering::SeqCst)),
+            (1, 0),
+            "no two items at once"
+        );
+    }
+}
+
+#[test]
 fn a_failed_batch_is_loaded_again_by_whoever_resumes() {
     let loader = || {
         let flawed = Function(6, |index: usize| if index == 2 { Err(Error::other("no")) } else { Ok(index) });
