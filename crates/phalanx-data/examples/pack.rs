@@ -27,7 +27,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 }
 
-fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
+/// Packs the files of `folder`, by class, into `packed`.
+pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
     let mut writer = LmdbWriter::create(packed)?;
     let mut classes = Vec::new();
     for class in sorted(folder)? {

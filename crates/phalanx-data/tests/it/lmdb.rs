@@ -4,6 +4,8 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use phalanx::testing::{Fabric, run};
+use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_data::lmdb::{LmdbDataset, LmdbWriter, keys_of};
 use phalanx_data::{DataLoader, Dataset};
 use proptest::prelude::*;
@@ -142,6 +144,48 @@ fn a_truncated_lmdb_is_an_error_and_not_a_crash() {
     let dataset = LmdbDataset::open(&path).unwrap();
     OpenOptions::new().write(true).open(&file).unwrap().set_len(whole / 2).unwrap();
     assert!(dataset.get(299).unwrap_err().to_string().contains("cut off"));
+}
+
+/// Each rank has a copy; that of rank 1 is cut off, before or while they train.
+#[test]
+fn a_truncated_lmdb_is_a_clear_error_on_every_rank() {
+    for while_they_train in [false, true] {
+        let folders: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
+        let errors = run(3, Fabric::InProcess, |group: ProcessGroup| {
+            let path = pack(folders[group.rank().index()].path(), 300, |n| 20 * n);
+            let cut = || {
+                let file = OpenOptions::new().write(true).open(path.join("data.mdb")).unwrap();
+                file.set_len(100_000).unwrap();
+            };
+            let is_cut = group.rank().index() == 1;
+            let train = || -> phalanx::Result<()> {
+                if is_cut && !while_they_train {
+                    cut();
+                }
+                let dataset = LmdbDataset::open(&path)?;
+                if is_cut {
+                    cut();
+                }
+                let loader =
+                    DataLoader::builder(dataset).group(&group).batch_size(10).num_workers(1).build()?;
+                for batch in &loader {
+                    group.all_reduce(&mut [batch?.len() as f64], ReduceOp::Sum)?;
+                }
+                Ok(())
+            };
+            // As a program does that ends with its error.
+            let error = train().inspect_err(|error| group.abort(error.clone())).unwrap_err();
+            error.to_string()
+        });
+        let cause = if while_they_train { "cut off" } else { "is no whole LMDB file" };
+        for (rank, error) in errors.iter().enumerate() {
+            assert!(error.contains(cause), "rank {rank}, {cause}: {error}");
+            assert!(
+                rank == 1 || error.contains("rank 1"),
+                "rank {rank} does not know whose file it is: {error}"
+            );
+        }
+    }
 }
 
 proptest! {

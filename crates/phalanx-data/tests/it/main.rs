@@ -5,5 +5,7 @@ mod folder;
 mod lmdb;
 mod loader;
 mod lost;
+mod pack;
+mod resume;
 mod stream;
 mod support;

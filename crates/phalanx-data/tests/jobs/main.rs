@@ -2,6 +2,7 @@
 //! `cargo test -p phalanx-data --test jobs`.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+mod elastic;
 mod lmdb;
 
 use libtest_mimic::{Arguments, Trial};
@@ -11,14 +12,20 @@ pub const ROLE: &str = "PHALANX_TEST_ROLE";
 
 fn main() {
     if let Ok(role) = std::env::var(ROLE) {
-        return lmdb::play(&role);
+        match role.as_str() {
+            elastic::STEP | elastic::COMMIT => elastic::train(&role).unwrap(),
+            _ => lmdb::play(&role),
+        }
+        return;
     }
-    let trial = |(name, test): &(&str, fn())| {
-        let test = *test;
-        Trial::test(format!("lmdb::{name}"), move || {
-            test();
-            Ok(())
+    let trials = |file: &'static str, tests: &'static [(&'static str, fn())]| {
+        tests.iter().map(move |&(name, test)| {
+            Trial::test(format!("{file}::{name}"), move || {
+                test();
+                Ok(())
+            })
         })
     };
-    libtest_mimic::run(&Arguments::from_args(), lmdb::TESTS.iter().map(trial).collect()).exit();
+    let all = trials("lmdb", lmdb::TESTS).chain(trials("elastic", elastic::TESTS));
+    libtest_mimic::run(&Arguments::from_args(), all.collect()).exit();
 }
