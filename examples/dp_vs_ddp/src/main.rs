@@ -6,11 +6,6 @@
 //! cargo run --release -p dp_vs_ddp -- --replicas 4 --steps 50 --plot dp_vs_ddp.png
 //! ```
 
-mod bars;
-#[allow(dead_code, reason = "examples/roberta needs other parts of it")]
-mod memory;
-#[path = "../../scaling/src/overlap.rs"]
-mod overlap;
 mod plot;
 
 use std::path::{Path, PathBuf};
@@ -23,11 +18,13 @@ use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Device, Tensor, TensorData};
 use clap::{Parser, ValueEnum};
+use common::memory::{self, Allocator, Peaks};
+use common::overlap::{self, Overlap};
 use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, Transfers};
 use serde::{Deserialize, Serialize};
 
-use memory::Peaks;
-use overlap::Overlap;
+#[global_allocator]
+static ALLOCATOR: Allocator = memory::allocator();
 
 /// Steps before anything is measured.
 const WARM_UP: usize = 3;
@@ -230,11 +227,6 @@ fn distributed(options: &Options, out: &Path) -> Result<()> {
             loss: mean as f32,
         },
     )
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn save(out: &Path, figures: &Figures) -> Result<()> {

@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use anyhow::Result;
+use common::bars::{self, Panel};
+use common::canvas::{BLUE, ORANGE};
 
 use super::Figures;
-use crate::bars::{self, BLUE, ORANGE, Panel};
 
 /// Draws `dp` and `ddp` into the file at `path`.
 pub fn draw(path: &Path, dp: &Figures, ddp: &Figures) -> Result<()> {

@@ -1,28 +1,17 @@
 //! All strategies side by side: the same model, the same batches, one after the other in processes of their own.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use roberta::Classifier;
-use roberta::loading::Loading;
-use roberta::strategy::{Devices, Engine, Scope, Strategy};
-use roberta::tasks::{Classification, Part, Task};
-use roberta::train::{TrainOptions, evaluate};
-use rustix::time::{ClockId, clock_gettime};
+use common::bars::{self, Panel};
+use common::canvas::{BLUE, ORANGE};
+use roberta::strategy::{Devices, Strategy};
+use roberta::train::TrainOptions;
 use serde::{Deserialize, Serialize};
 
-use crate::bars::{self, BLUE, ORANGE, Panel};
-use crate::memory::{self, Peaks};
-
-/// Steps with which a batch is tried: the first makes the optimizer's state, the second has it.
-const TRIED_STEPS: usize = 2;
-/// Larger batches of a device are not tried.
-const MAX_BATCH: usize = 4096;
+use crate::largest::{Cap, largest_batch};
 
 /// What is compared.
 #[derive(Clone, Debug, clap::Args)]
@@ -36,6 +25,9 @@ pub struct CompareOptions {
     /// Finds the largest batch with which no device needs more memory than so many megabytes
     #[arg(long, value_name = "MB")]
     pub memory: Option<usize>,
+    /// Who refuses memory beyond that
+    #[arg(long, value_enum, default_value = "allocator")]
+    pub memory_by: Cap,
     /// Leaves out the timing: finds the largest batches alone
     #[arg(long, requires = "memory")]
     pub memory_alone: bool,
@@ -70,22 +62,22 @@ pub struct CompareOptions {
 /// What was measured of one strategy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Figures {
-    devices: Devices,
+    pub devices: Devices,
     /// The fastest.
-    epoch_s: f64,
-    texts_per_s: f64,
+    pub epoch_s: f64,
+    pub texts_per_s: f64,
     /// Heap, at its highest, and buckets that processes share.
-    peak_main_mb: f64,
+    pub peak_main_mb: f64,
     /// Of the replica or rank that held most besides; none if there is no other.
-    peak_other_mb: Option<f64>,
+    pub peak_other_mb: Option<f64>,
     /// Processor time over time in the fastest epoch: 100 is one processor.
-    cpu_main_percent: f64,
+    pub cpu_main_percent: f64,
     /// Of the replica or rank that computed most besides.
-    cpu_other_percent: Option<f64>,
+    pub cpu_other_percent: Option<f64>,
     /// Texts of one device in the largest step that has room.
-    largest_batch: Option<usize>,
-    accuracy: f64,
-    loss: f64,
+    pub largest_batch: Option<usize>,
+    pub accuracy: f64,
+    pub loss: f64,
 }
 
 impl CompareOptions {
@@ -106,6 +98,14 @@ impl CompareOptions {
             out: PathBuf::new(),
         }
     }
+
+    /// Keeps what has been measured so far, if it was asked to.
+    fn save(&self, all: &[Figures]) -> Result<()> {
+        let Some(path) = &self.keep else { return Ok(()) };
+        let lines = all.iter().map(|figures| Ok(serde_json::to_string(figures)? + "\n"));
+        let lines = lines.collect::<Result<String>>()?;
+        std::fs::write(path, lines).with_context(|| format!("{} cannot be written", path.display()))
+    }
 }
 
 impl Figures {
@@ -116,6 +116,10 @@ impl Figures {
 
 /// Compares all strategies; each is started as this program with `--strategy`.
 pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
+    let devices = |strategy| Devices { count: ranks, strategy };
+    if options.memory.is_some() {
+        options.strategies.iter().try_for_each(|&strategy| options.memory_by.check(devices(strategy)))?;
+    }
     let folder = tempfile::tempdir()?;
     let mut all: Vec<Figures> = match &options.keep {
         Some(path) if path.exists() => std::fs::read_to_string(path)?
@@ -126,10 +130,19 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
     };
     let place = |all: &[Figures], devices| all.iter().position(|figures| figures.devices == devices);
     if !options.memory_alone {
+        let turns = options.rounds * options.strategies.len();
+        let mut turn = 0;
         for _ in 0..options.rounds {
             for &strategy in &options.strategies {
-                let devices = Devices { count: ranks, strategy };
+                let devices = devices(strategy);
+                turn += 1;
+                eprintln!("[{turn} of {turns}] {}, with the batches of {ranks} devices", devices.name());
                 let figures = timed(devices, folder.path())?;
+                let Figures { epoch_s, texts_per_s, .. } = figures;
+                eprintln!(
+                    "[{turn} of {turns}] {}: {epoch_s:.2} s an epoch, {texts_per_s:.1} texts/s",
+                    devices.name()
+                );
                 match place(&all, devices) {
                     Some(place) => {
                         let figures = all[place].clone().or_faster(figures);
@@ -137,25 +150,28 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
                     }
                     None => all.push(figures),
                 }
+                options.save(&all)?;
             }
         }
     }
     if let Some(megabytes) = options.memory {
-        for &strategy in &options.strategies {
-            let devices = Devices { count: ranks, strategy };
+        for (turn, &strategy) in (1..).zip(&options.strategies) {
+            let (devices, turns) = (devices(strategy), options.strategies.len());
+            eprintln!(
+                "[{turn} of {turns}] {}: the largest batch of a device within {megabytes} MB",
+                devices.name()
+            );
             // One device takes the batches of all.
             let each = if strategy == Strategy::Single { ranks as usize } else { 1 };
-            let largest = each * largest_batch(devices, megabytes * 1_000_000)?;
-            println!("{}: the largest batch of a device within {megabytes} MB is {largest}", devices.name());
+            let largest = each * largest_batch(devices, options.memory_by, megabytes * 1_000_000)?;
+            let name = devices.name();
+            println!("{name}: the largest batch of a device within {megabytes} MB is {largest}");
             if let Some(place) = place(&all, devices) {
                 all[place].largest_batch = Some(largest);
             }
         }
     }
-    if let Some(path) = &options.keep {
-        let lines = all.iter().map(|figures| Ok(serde_json::to_string(figures)? + "\n"));
-        std::fs::write(path, lines.collect::<Result<String>>()?)?;
-    }
+    options.save(&all)?;
     all.retain(|figures| {
         figures.devices.count == ranks && options.strategies.contains(&figures.devices.strategy)
     });
@@ -235,7 +251,7 @@ fn draw(path: &Path, all: &[Figures], memory: Option<usize>) -> Result<()> {
 }
 
 /// This program with its own arguments and more, in a process of its own, so that none sees another's memory.
-fn own(devices: Devices, figures: &Path) -> Result<Command> {
+pub fn own(devices: Devices, figures: &Path) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(std::env::args_os().skip(1));
     command.args(["--strategy", devices.name(), "--figures"]).arg(figures);
@@ -247,179 +263,4 @@ fn timed(devices: Devices, folder: &Path) -> Result<Figures> {
     ensure!(own(devices, &figures)?.status()?.success(), "{} failed", devices.name());
     let text = std::fs::read(&figures).with_context(|| format!("{} left no figures", devices.name()))?;
     Ok(serde_json::from_slice(&text)?)
-}
-
-/// The largest batch of a device that trains while no device holds more than `limit` bytes: each is tried.
-fn largest_batch(devices: Devices, limit: usize) -> Result<usize> {
-    let (mut has_room, mut has_none) = (0, 1);
-    while fits(devices, has_none, limit)? {
-        has_room = has_none;
-        if has_none >= MAX_BATCH {
-            return Ok(has_room);
-        }
-        has_none *= 2;
-    }
-    while has_none - has_room > 1 {
-        let middle = has_room.midpoint(has_none);
-        if fits(devices, middle, limit)? {
-            has_room = middle;
-        } else {
-            has_none = middle;
-        }
-    }
-    Ok(has_room)
-}
-
-fn fits(devices: Devices, batch: usize, limit: usize) -> Result<bool> {
-    let mut command = own(devices, Path::new("/dev/null"))?;
-    command.args(["--batch-size", &batch.to_string(), "--limit-bytes", &limit.to_string()]);
-    let output = command.stdout(Stdio::null()).stderr(Stdio::piped()).output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    if output.status.success() {
-        return Ok(true);
-    }
-    if said.contains(memory::EXCEEDED) {
-        return Ok(false);
-    }
-    bail!("{} with a batch of {batch} failed: {said}", devices.name())
-}
-
-/// The processor time that replicas other than the main one have used, in nanoseconds.
-static COMPUTED: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
-
-fn cpu(clock: ClockId) -> Duration {
-    let now = clock_gettime(clock);
-    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0))
-}
-
-/// Burn's kernels run in the thread that calls them, so that a replica has one thread as a rank has, and what it computes and
-/// holds is its own.
-fn kernels_of_this_thread() {
-    if rayon::current_thread_index().is_none() {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
-        // Without it the kernels run in the pool that all threads share.
-        std::mem::forget(pool);
-    }
-}
-
-fn observed(memory: memory::Scope) -> Scope {
-    Box::new(move |replica, work| {
-        let Some(computed) = COMPUTED.get(replica).filter(|_| replica > 0) else {
-            return memory(replica, work);
-        };
-        kernels_of_this_thread();
-        let begin = cpu(ClockId::ThreadCPUTime);
-        memory(replica, work);
-        let spent = cpu(ClockId::ThreadCPUTime) - begin;
-        computed.fetch_add(spent.as_nanos() as u64, Ordering::Relaxed);
-    })
-}
-
-/// What a clock, and the processor times of the process and of each other replica, say.
-struct Clocks {
-    begin: Instant,
-    process: Duration,
-    others: Vec<u64>,
-}
-
-impl Clocks {
-    fn now() -> Self {
-        let others = COMPUTED.iter().map(|computed| computed.load(Ordering::Relaxed)).collect();
-        Self { begin: Instant::now(), process: cpu(ClockId::ProcessCPUTime), others }
-    }
-
-    /// Seconds since then, and in these the processor time of the main replica and of the busiest other one, in percent.
-    fn read(&self) -> (f64, f64, f64) {
-        let Self { begin, process, others } = Self::now();
-        let seconds = (begin - self.begin).as_secs_f64();
-        let others: Vec<f64> =
-            others.iter().zip(&self.others).map(|(now, before)| (now - before) as f64 / 1e9).collect();
-        let main = (process - self.process).as_secs_f64() - others.iter().sum::<f64>();
-        let percent = |busy: f64| 100.0 * busy / seconds;
-        (seconds, percent(main), percent(others.into_iter().fold(0.0, f64::max)))
-    }
-}
-
-/// What [`measure`] trains.
-pub struct Subject {
-    pub task: Arc<Classification>,
-    pub model: Classifier,
-    pub devices: Devices,
-}
-
-/// Begins to count memory: before any kernel runs.
-pub fn begin(devices: Devices) -> Result<(Peaks, Scope)> {
-    kernels_of_this_thread();
-    let (peaks, memory) = memory::of_replicas(devices.batches())?;
-    Ok((peaks, observed(memory)))
-}
-
-/// Trains with one strategy; gives its figures on rank 0, or with `--limit-bytes` ends when a device needs more.
-pub fn measure(
-    subject: Subject,
-    group: &phalanx::ProcessGroup,
-    (mut peaks, scope): (Peaks, Scope),
-    options: &CompareOptions,
-) -> Result<()> {
-    let train = options.train();
-    let Subject { task, model, devices } = subject;
-    let batch_size = train.batch_size * devices.batches();
-    let loading = Loading { batch_size, num_workers: train.num_workers };
-    let loader = loading.training(&task, group, train.seed, &burn::tensor::Device::flex().autodiff())?;
-    let mut engine = Engine::new(model, train.optimizer()?, (devices, group), None, Some(scope))?;
-    peaks.restart();
-    if let Some(bytes) = options.limit_bytes {
-        peaks.limit(bytes);
-    }
-    let total = loader.len() as u64 * train.epochs;
-    let (mut step, mut fastest) = (0, (f64::INFINITY, 0.0, 0.0));
-    for _ in 0..train.epochs {
-        group.barrier()?;
-        let clocks = Clocks::now();
-        for batch in &loader {
-            train.seed_step(step, group);
-            engine.step(&*task, vec![batch?], (train.rate(step, total), train.max_norm))?;
-            step += 1;
-            if step <= TRIED_STEPS as u64 {
-                peaks.look()?;
-            }
-            if options.limit_bytes.is_some() && step == TRIED_STEPS as u64 {
-                return Ok(());
-            }
-        }
-        group.barrier()?;
-        let (seconds, main, other) = clocks.read();
-        if seconds < fastest.0 {
-            fastest = (seconds, main, other);
-        }
-    }
-    ensure!(options.limit_bytes.is_none(), "there are too few texts to try this batch: raise --train-limit");
-    let (epoch_s, main, other) = fastest;
-    let own = (peaks.main_mb(), main);
-    let all: Vec<(f64, f64)> = group.all_gather_object(&own)?;
-    let found = evaluate(&task, engine.model(), group, loading)?;
-    engine.check_replicas()?;
-    if !group.rank().is_main() {
-        return Ok(());
-    }
-    let most = |values: &mut dyn Iterator<Item = f64>| values.reduce(f64::max);
-    let (mut peak_other_mb, mut cpu_other_percent) =
-        (most(&mut all[1..].iter().map(|(peak, _)| *peak)), most(&mut all[1..].iter().map(|(_, cpu)| *cpu)));
-    if matches!(devices.strategy, Strategy::Dp | Strategy::Towers) && devices.count > 1 {
-        (peak_other_mb, cpu_other_percent) = (Some(peaks.other_mb()), Some(other));
-    }
-    let figures = Figures {
-        devices,
-        epoch_s,
-        texts_per_s: task.examples(Part::Train) as f64 / epoch_s,
-        peak_main_mb: own.0,
-        peak_other_mb,
-        cpu_main_percent: own.1,
-        cpu_other_percent,
-        largest_batch: None,
-        accuracy: found.accuracy,
-        loss: found.loss,
-    };
-    let path = options.figures.as_ref().context("--figures is not set")?;
-    Ok(std::fs::write(path, serde_json::to_vec(&figures)?)?)
 }

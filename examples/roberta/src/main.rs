@@ -5,12 +5,10 @@
 //! cargo run --release -p roberta -- fine-tune --out runs/spam
 //! ```
 
-#[path = "../../dp_vs_ddp/src/bars.rs"]
-mod bars;
 mod compare;
-#[path = "../../dp_vs_ddp/src/memory.rs"]
-#[allow(dead_code, reason = "dp_vs_ddp needs other parts of it")]
-mod memory;
+mod largest;
+mod measure;
+mod perplexity;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,16 +18,21 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use burn::tensor::Device;
 use clap::{Parser, Subcommand};
-use phalanx::ProcessGroup;
+use common::memory::{self, Allocator};
+use phalanx::{Error, ProcessGroup};
 use phalanx_tracking::{Console, logs};
 
-use crate::compare::{CompareOptions, Subject, compare, measure};
+use crate::compare::{CompareOptions, compare};
+use crate::measure::{Saying, Subject, measure};
 use roberta::data::Dataset;
 use roberta::strategy::{Devices, Strategy};
 use roberta::tasks::{Classification, MaskedLanguage};
 use roberta::text::{Text, train_byte_level};
 use roberta::train::{TrainOptions, fit};
 use roberta::{Classifier, Config, MaskedLm, weights};
+
+#[global_allocator]
+static ALLOCATOR: Allocator = memory::allocator();
 
 const DATA: &str = "out/roberta/mails";
 
@@ -77,6 +80,9 @@ enum Command {
         /// Characters of a text that are one example
         #[arg(long, default_value_t = 400)]
         characters: usize,
+        /// Draws the perplexity of each step and epoch
+        #[arg(long, value_name = "PNG")]
+        plot: Option<PathBuf>,
         #[command(flatten)]
         job: Job,
         #[command(flatten)]
@@ -122,10 +128,14 @@ impl Job {
     fn run(&self, processes: u32, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
         let worker = || {
             let group = phalanx::init()?;
-            let data = Dataset::read(&self.data)
-                .context("examples/roberta/fetch.py brings the mails")?
-                .limited(self.train_limit, self.held_out_limit);
-            worker(&group, data)
+            let run = || {
+                let data = Dataset::read(&self.data)
+                    .context("examples/roberta/fetch.py brings the mails")?
+                    .limited(self.train_limit, self.held_out_limit);
+                worker(&group, data)
+            };
+            // The other ranks, which may have sound files, would never hear why this one has ended.
+            run().inspect_err(|error| group.abort(Error::other(format!("{error:#}"))))
         };
         // `{:#}` shows causes, too.
         match processes {
@@ -157,12 +167,13 @@ fn main() -> Result<()> {
             let Some(strategy) = options.strategy else { return compare(&options, job.ranks) };
             let devices = Devices { count: job.ranks, strategy };
             job.run(devices.processes(), |group, data| {
-                let observed = compare::begin(devices)?;
+                let observed = measure::begin(devices)?;
+                Saying::new(devices, group).now("reads model and tokenizer");
                 let subject = subject(&model, &job, options.train().seed, devices, data)?;
                 measure(subject, group, observed, &options)
             })
         }
-        Command::Pretrain { config, tokenizer, characters, job, train } => {
+        Command::Pretrain { config, tokenizer, characters, plot, job, train } => {
             job.run(job.ranks, |group, data| {
                 let console = console(group, &train)?;
                 let config = Config::read(&config)?;
@@ -173,8 +184,11 @@ fn main() -> Result<()> {
                 let model = MaskedLm::new(&config, &device);
                 let task = MaskedLanguage::new(config, text, &data, characters);
                 let devices = Devices { count: job.ranks, strategy: Strategy::Ddp }.of(group);
-                fit(&Arc::new(task), model, (devices, group), &train, &console)?;
-                Ok(())
+                let epochs = fit(&Arc::new(task), model, (devices, group), &train, &console)?;
+                match plot.as_ref().filter(|_| group.rank().is_main()) {
+                    Some(path) => perplexity::draw(path, &train.out, &epochs),
+                    None => Ok(()),
+                }
             })
         }
         Command::Tokenizer { data, vocabulary, out } => {

@@ -16,7 +16,6 @@
 
 mod memory;
 mod models;
-mod overlap;
 mod parallel;
 mod pytorch;
 
@@ -26,12 +25,13 @@ use anyhow::Result;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
+use common::median;
+use common::overlap::{self, Overlap};
 use phalanx::ProcessGroup;
 use phalanx_burn::{Ddp, DdpOptions};
 use serde::{Deserialize, Serialize};
 
 use models::{Encoder, Mlp, ResNet, Subject};
-use overlap::Overlap;
 
 const RANKS: u32 = 2;
 
@@ -209,11 +209,6 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         samples_per_s: 1e3 * f64::from(RANKS) * M::BATCH as f64 / step_ms,
         overlap: Overlap::since(began, group)?,
     })
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 /// One line; `whose` if it is not ours.

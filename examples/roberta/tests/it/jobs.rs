@@ -1,11 +1,15 @@
 //! The program itself, with two processes as ranks.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
+use phalanx::WorldSize;
+use phalanx::launch::{Event, Job, Outcome, Stream};
 use roberta::{Classifier, weights};
 
 use crate::fixtures::{Corpus, Record};
@@ -111,4 +115,178 @@ fn bad_input_is_an_error_that_names_it() {
     fs::write(corpus.path("model.safetensors"), &weights[..weights.len() / 2]).unwrap();
     let errors = refused();
     assert!(errors.contains("model.safetensors cannot be loaded: "), "{errors}");
+}
+
+/// What two ranks say of which `culprit` alone has the folder `bad`.
+fn said_with_bad_input_of_one_rank(good: &Corpus, bad: &Path, culprit: u32) -> [String; 2] {
+    let script = "folder=$1; [ \"$RANK\" != \"$CULPRIT\" ] || folder=$2; shift 2; \
+                  exec \"$@\" --model \"$folder\" --data \"$folder\"";
+    let mut arguments: Vec<String> = ["-c", script, "sh"].map(str::to_owned).to_vec();
+    arguments.extend([good.folder.path(), bad].map(|folder| folder.display().to_string()));
+    arguments.push(env!("CARGO_BIN_EXE_roberta").to_owned());
+    let training = "fine-tune --ranks 2 --epochs 1 --batch-size 2 --max-tokens 16";
+    arguments.extend(training.split(' ').map(str::to_owned));
+    arguments.extend(["--out".to_owned(), good.path("refused").display().to_string()]);
+    let mut said = [String::new(), String::new()];
+    let job = Job::new("sh", WorldSize::new(2).unwrap()).arguments(arguments);
+    let report = job.variable("CULPRIT", culprit.to_string()).run(&mut |event: Event<'_>| {
+        if let Event::Line { rank, stream: Stream::Stderr, text } = event {
+            said[rank.index()].push_str(&String::from_utf8_lossy(text));
+            said[rank.index()].push('\n');
+        }
+        ControlFlow::Continue(())
+    });
+    let outcome = report.unwrap().outcome;
+    assert!(!matches!(outcome, Outcome::Succeeded), "{said:?}");
+    said
+}
+
+#[test]
+fn bad_input_of_one_rank_is_a_clear_error_on_every_rank() {
+    let good = corpus(8);
+    // A folder like the good one, of which one file is changed.
+    let with = |name: &str, change: &dyn Fn(&Path)| {
+        let bad = tempfile::tempdir().unwrap();
+        for file in [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "labels.json",
+            "train.jsonl",
+            "held-out.jsonl",
+        ] {
+            fs::copy(good.path(file), bad.path().join(file)).unwrap();
+        }
+        change(&bad.path().join(name));
+        bad
+    };
+    let replace = |from: &'static str, to: &'static str| {
+        move |file: &Path| {
+            let text = fs::read_to_string(file).unwrap();
+            assert!(text.contains(from), "{from}");
+            fs::write(file, text.replacen(from, to, 1)).unwrap();
+        }
+    };
+    let cases = [
+        (
+            with("config.json", &replace("\"vocab_size\":300", "\"vocab_size\":200")),
+            "tokenizer.json does not fit the model",
+        ),
+        (
+            with("train.jsonl", &replace("\"label\": 1", "\"label\": 7")),
+            "train.jsonl:2: label 7 is out of range",
+        ),
+        // Another size of the model: its file has tensors of other shapes.
+        (with("config.json", &replace("\"hidden_size\":16", "\"hidden_size\":32")), "has the shape"),
+        (
+            with("model.safetensors", &|file| {
+                let bytes = fs::read(file).unwrap();
+                fs::write(file, &bytes[..bytes.len() / 2]).unwrap();
+            }),
+            "model.safetensors cannot be loaded: ",
+        ),
+    ];
+    for (culprit, (bad, expected)) in (0..2).cycle().zip(&cases) {
+        let said = said_with_bad_input_of_one_rank(&good, bad.path(), culprit);
+        for (rank, said) in said.iter().enumerate() {
+            assert!(said.contains(expected), "rank {rank}, of {culprit}: {expected:?} is not in {said}");
+        }
+    }
+}
+
+fn compare(corpus: &Corpus, arguments: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+    command.args(["compare", "--ranks", "2", "--max-tokens", "16"]).args(arguments.split(' '));
+    command.arg("--model").arg(corpus.folder.path()).arg("--data").arg(corpus.folder.path());
+    // The stacks of a thread for each processor would be most of what a process has here.
+    command.env("RAYON_NUM_THREADS", "1");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+#[test]
+fn a_comparison_says_from_its_start_what_it_does_and_keeps_what_it_has() {
+    let corpus = corpus(16);
+    let (plot, kept) = (corpus.path("strategies.png"), corpus.path("kept.jsonl"));
+    let mut command = compare(&corpus, "--epochs 1 --batch-size 4 --strategies ddp,dp");
+    let mut child = command.arg("--plot").arg(&plot).arg("--keep").arg(&kept).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    lines.read_line(&mut said).unwrap();
+    assert_eq!(said, "[1 of 2] ddp, with the batches of 2 devices\n", "before anything is read or trained");
+    lines.read_to_string(&mut said).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{said}");
+    let mut rest = said.as_str();
+    for expected in [
+        "ddp: reads model and tokenizer",
+        "ddp: 1 epochs of 2 steps of 8 texts",
+        "ddp: looks at 9 held-out texts",
+        "[1 of 2] ddp: ",
+        "[2 of 2] dp, with the batches of 2 devices",
+        "dp: 1 epochs of 2 steps of 8 texts",
+        "[2 of 2] dp: ",
+    ] {
+        let place = rest.find(expected).unwrap_or_else(|| panic!("{expected:?} does not follow in {said}"));
+        rest = &rest[place..];
+    }
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(table.contains("\nddp ") && table.contains("\ndp "), "{table}");
+    assert_eq!(fs::read_to_string(kept).unwrap().lines().count(), 2);
+    assert_eq!(fs::read(plot).unwrap()[..4], *b"\x89PNG");
+}
+
+#[test]
+fn the_largest_batch_is_tried_with_memory_that_is_really_refused() {
+    let corpus = corpus(4000);
+    let largest = |arguments: &str| {
+        let (output, said) = output(&mut compare(&corpus, &format!("--memory-alone {arguments}")));
+        assert!(output.status.success(), "{said}");
+        let found = String::from_utf8_lossy(&output.stdout).into_owned();
+        let batch: usize =
+            found.trim().rsplit(' ').next().unwrap().parse().unwrap_or_else(|_| panic!("{found}"));
+        for line in [
+            format!("ddp: batches of {batch} have room ("),
+            format!("ddp: batches of {} have none (", batch + 1),
+        ] {
+            assert!(said.contains(&line), "{line}: {said}");
+        }
+        batch
+    };
+    for by in ["allocator", "rlimit"] {
+        let (small, large) = (
+            largest(&format!("--strategies ddp --memory 24 --memory-by {by}")),
+            largest(&format!("--strategies ddp --memory 34 --memory-by {by}")),
+        );
+        assert!(0 < small && small < large, "{by}: {small} {large}");
+    }
+    let (refused, said) = output(&mut compare(&corpus, "--memory 30 --memory-by rlimit --strategies ddp,dp"));
+    assert!(
+        !refused.status.success() && said.contains("rlimit caps processes, and dp has 2 devices in one"),
+        "{said}"
+    );
+}
+
+#[test]
+fn pre_training_draws_how_perplexity_falls() {
+    let corpus = corpus(40);
+    let plot = corpus.path("perplexity.png");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+    let arguments = "pretrain --ranks 2 --epochs 3 --batch-size 4 --lr 0.005 --max-tokens 32 --characters 60";
+    command.args(arguments.split(' ')).arg("--data").arg(corpus.folder.path());
+    command
+        .arg("--config")
+        .arg(corpus.path("config.json"))
+        .arg("--tokenizer")
+        .arg(corpus.path("tokenizer.json"));
+    command.arg("--out").arg(corpus.path("language")).arg("--plot").arg(&plot).stdin(Stdio::null());
+    let (first, said) = output(&mut command);
+    assert!(first.status.success(), "{said}");
+    let drawn = fs::read(&plot).unwrap();
+    assert_eq!(drawn[..4], *b"\x89PNG");
+    // Of a run that is over, the same picture again.
+    fs::remove_file(&plot).unwrap();
+    let (again, said) = output(&mut command);
+    assert!(again.status.success(), "{said}");
+    assert!(fs::read(&plot).unwrap() == drawn, "another picture of the same record");
 }

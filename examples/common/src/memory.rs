@@ -8,12 +8,20 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, ensure};
 use parking_lot::Mutex;
-use tracking_allocator::{
-    AllocationGroupId, AllocationGroupToken, AllocationRegistry, AllocationTracker, Allocator,
-};
+use tracking_allocator::{AllocationGroupId, AllocationGroupToken, AllocationRegistry, AllocationTracker};
 
-#[global_allocator]
-static ALLOCATOR: Allocator<System> = Allocator::system();
+/// The allocator that counts. A program that asks for [`Peaks`] has it:
+///
+/// ```ignore
+/// #[global_allocator]
+/// static ALLOCATOR: Allocator = memory::allocator();
+/// ```
+pub type Allocator = tracking_allocator::Allocator<System>;
+
+/// See [`Allocator`].
+pub const fn allocator() -> Allocator {
+    Allocator::system()
+}
 
 /// Groups of allocations that can be registered.
 const GROUPS: usize = 64;
@@ -78,6 +86,9 @@ fn register(owner: usize) -> Result<AllocationGroupToken> {
     Ok(token)
 }
 
+/// Bytes that are allocated to see whether they are counted.
+const PROBE: usize = 1 << 16;
+
 /// The highest values so far.
 #[derive(Default)]
 pub struct Peaks {
@@ -86,12 +97,20 @@ pub struct Peaks {
 
 impl Peaks {
     /// Begins to count. Called before any kernel runs, because kernels get threads that count for themselves.
+    ///
+    /// # Errors
+    /// If the program has not [this allocator](Allocator), or something has begun already.
     pub fn begin() -> Result<Self> {
         let threads: Vec<_> = (0..rayon::max_num_threads().min(threads()))
             .map(|_| register(KERNELS).map(|token| Mutex::new(Some(token))))
             .collect::<Result<_>>()?;
         AllocationRegistry::set_global_tracker(Tracker).context("memory is tracked already")?;
         AllocationRegistry::enable_tracking();
+        let probe = std::hint::black_box(vec![0_u8; PROBE]);
+        ensure!(
+            PEAK[MAIN].load(Ordering::Relaxed) >= probe.len(),
+            "nothing counts memory: the program needs `#[global_allocator] static ALLOCATOR: Allocator = memory::allocator();`"
+        );
         rayon::ThreadPoolBuilder::new()
             .start_handler(move |number| {
                 if let Some(token) = threads.get(number).and_then(|token| token.lock().take()) {
@@ -124,6 +143,11 @@ impl Peaks {
         let kib = line.and_then(|line| line.split_whitespace().next()).context("no Pss_Shmem is there")?;
         SHARED.fetch_max(kib.parse::<usize>()? * 1024, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Bytes of the memory that this process shares with others, its part, when somebody [looked](Self::look).
+    pub fn shared(&self) -> usize {
+        SHARED.load(Ordering::Relaxed)
     }
 
     /// Of the main replica, or of a rank: heap, and its part of what is shared.
@@ -172,4 +196,15 @@ pub fn of_replicas(count: usize) -> Result<(Peaks, Scope)> {
         }
     };
     Ok((peaks, Box::new(scope)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_whose_allocator_counts_nothing_is_told_so() {
+        let error = Peaks::begin().err().unwrap().to_string();
+        assert!(error.contains("nothing counts memory"), "{error}");
+    }
 }

@@ -1,33 +1,20 @@
 //! Panels of bars, as a PNG.
 
-use std::fs::File;
-use std::io::BufWriter;
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
-use plotters::coord::Shift;
+use anyhow::Result;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
-use plotters::style::{FontStyle, register_font};
+use plotters::style::text_anchor::HPos;
+
+use crate::canvas::{self, Area, INK, LEGEND, text};
 
 /// Of each panel, in pixels.
 const WIDTH: u32 = 540;
 const HEIGHT: u32 = 470;
-/// Of the legend.
-const LEGEND: u32 = 60;
 /// From the bottom of a panel to its bars, from its top to the highest, and at its sides.
 const FLOOR: i32 = 60;
 const TOP: i32 = 110;
 const MARGIN: i32 = 30;
-
-/// The machine may have no fonts: the text is drawn with this one.
-static ROBOTO: &[u8] = include_bytes!("../../../crates/phalanx-bench/assets/Roboto-Regular.ttf");
-const FONT: &str = "sans-serif";
-
-/// Okabe and Ito's colours, which the colour-blind can tell apart.
-pub const BLUE: RGBColor = RGBColor(0, 114, 178);
-pub const ORANGE: RGBColor = RGBColor(213, 94, 0);
-const INK: RGBColor = RGBColor(40, 40, 40);
 
 /// Bars that are compared with each other, from zero.
 pub struct Panel {
@@ -41,42 +28,22 @@ pub struct Panel {
 
 /// Draws `panels`, so many in a row, into the file at `path`, below what the colours mean.
 pub fn draw(path: &Path, legend: &[(&str, RGBColor)], panels: &[Panel], columns: usize) -> Result<()> {
-    register_font(FONT, FontStyle::Normal, ROBOTO).map_err(|_| anyhow!("the font cannot be read"))?;
     let rows = panels.len().div_ceil(columns.max(1));
-    let (width, height) = (WIDTH * columns as u32, HEIGHT * rows as u32 + LEGEND);
-    let mut pixels = vec![0; (width * height * 3) as usize];
-    {
-        let root = BitMapBackend::with_buffer(&mut pixels, (width, height)).into_drawing_area();
-        root.fill(&WHITE)?;
+    let size = (WIDTH * columns as u32, HEIGHT * rows as u32 + LEGEND);
+    canvas::draw(path, size, |root| {
         let (top, rest) = root.split_vertically(LEGEND);
-        explain(&top, legend)?;
+        canvas::legend(&top, legend)?;
         for (area, panel) in rest.split_evenly((rows, columns)).iter().zip(panels) {
             bars(area, panel)?;
         }
-        root.present()?;
-    }
-    let mut encoder = png::Encoder::new(BufWriter::new(File::create(path)?), width, height);
-    encoder.set_color(png::ColorType::Rgb);
-    let mut writer = encoder.write_header()?;
-    writer.write_image_data(&pixels)?;
-    Ok(writer.finish()?)
-}
-
-fn explain(area: &DrawingArea<BitMapBackend<'_>, Shift>, legend: &[(&str, RGBColor)]) -> Result<()> {
-    let mut left = MARGIN;
-    let style = (FONT, 24.0).into_font().color(&INK).pos(Pos::new(HPos::Left, VPos::Center));
-    for (name, colour) in legend {
-        area.draw(&Rectangle::new([(left, 24), (left + 22, 46)], colour.filled()))?;
-        area.draw(&Text::new((*name).to_owned(), (left + 34, 35), style.clone()))?;
-        left += 34 + area.estimate_text_size(name, &style)?.0 as i32 + 60;
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Bars with their numbers above, and the names of their groups below.
-fn bars(area: &DrawingArea<BitMapBackend<'_>, Shift>, panel: &Panel) -> Result<()> {
+fn bars(area: &Area<'_>, panel: &Panel) -> Result<()> {
     let (width, height) = area.dim_in_pixel();
-    let text = |size: f64| (FONT, size).into_font().color(&INK).pos(Pos::new(HPos::Center, VPos::Center));
+    let text = |size: f64| text(size, HPos::Center);
     area.draw(&Text::new(panel.title.clone(), (width as i32 / 2, 44), text(27.0)))?;
     let all = || panel.groups.iter().flat_map(|(_, bars)| bars.iter());
     let highest = all().map(|(value, _)| *value).fold(f64::MIN_POSITIVE, f64::max);
