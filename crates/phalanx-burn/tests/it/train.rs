@@ -1,5 +1,8 @@
 //! Burn's trainer over several ranks: the model that one rank trains with the whole batch, and what is rank 0's alone.
 
+#[cfg(feature = "data")]
+mod loaders;
+
 use std::path::Path;
 use std::sync::Arc;
 

@@ -1,0 +1,129 @@
+//! Loaders of `phalanx-data` under Burn's trainer: with `DdpStrategy` they are what Burn's own loaders are.
+
+use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
+
+use super::*;
+
+/// The samples as a data set of `phalanx-data`.
+fn ours(order: &[usize]) -> Vec<Sample> {
+    let data = data(order);
+    (0..data.len()).map(|index| data.get(index).unwrap()).collect()
+}
+
+/// The loader of `dataset` in batches of 4, with workers.
+fn burn_loader<D>(dataset: D, shuffle: bool, workers: usize) -> Arc<dyn DataLoader<Batch>>
+where
+    D: phalanx_data::Dataset<Item = Sample> + 'static,
+{
+    let loader =
+        phalanx_data::DataLoader::builder(dataset).batch_size(4).shuffle(shuffle).num_workers(workers);
+    BurnLoader::new(&loader.build().unwrap(), Rows, &device()).shared()
+}
+
+/// Notes the first input of each sample that is read. They tell samples apart.
+fn noting(seen: &Arc<Mutex<Vec<f32>>>) -> impl Fn(Sample) -> phalanx::Result<Sample> + Send + Sync + 'static {
+    let seen = Arc::clone(seen);
+    move |sample| {
+        seen.lock().push(sample.0[0]);
+        Ok(sample)
+    }
+}
+
+#[test]
+fn a_strategy_s_samples_through_a_loader_with_workers_train_what_burn_s_loader_trains() {
+    const SAMPLES: usize = 25;
+    for ranks in [2, 3] {
+        let net = Net::new(false);
+        let valid: Vec<usize> = (100..100 + VALID).collect();
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        let everything: Vec<usize> = (0..SAMPLES).collect();
+        let trained = run(ranks, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let strategy = DdpStrategy::new(&group);
+            let sampled = strategy.sampled(data(&everything), 42);
+            let loaders = (DataLoaderBuilder::new(Rows).batch_size(4).build(sampled), loader(&valid, 4));
+            let theirs = train(net.twin(), loaders, folder.path(), &setup, strategy.into());
+
+            let strategy = DdpStrategy::new(&group);
+            let sampled = FromBurn::new(strategy.sampled(ToBurn(ours(&everything)), 42));
+            let seen = Arc::default();
+            let samples = phalanx_data::Dataset::map(sampled, noting(&seen));
+            let folder = tempfile::tempdir().unwrap();
+            let loaders = (burn_loader(samples, false, 2), burn_loader(ours(&valid), false, 1));
+            let ours = train(net.twin(), loaders, folder.path(), &setup, strategy.into());
+
+            // In each epoch those of the sampler; two workers read them at the same time.
+            let mut sampler = DistributedSampler::for_group(SAMPLES, &group).seed(42);
+            let seen = seen.lock();
+            for (epoch, seen) in (1..).zip(seen.chunks(seen.len() / EPOCHS)) {
+                sampler.set_epoch(epoch);
+                let (mut seen, mut expected) = (
+                    seen.to_vec(),
+                    sampler
+                        .indices()
+                        .into_iter()
+                        .map(|i| data(&[i]).get(0).unwrap().0[0])
+                        .collect::<Vec<_>>(),
+                );
+                seen.sort_by(f32::total_cmp);
+                expected.sort_by(f32::total_cmp);
+                assert_eq!(seen, expected, "epoch {epoch}");
+            }
+            (theirs, ours)
+        });
+        for (theirs, ours) in &trained {
+            assert!(theirs.weights == ours.weights, "other weights than Burn's loader gives");
+            assert_eq!(theirs.losses, ours.losses);
+        }
+    }
+}
+
+#[test]
+fn stretches_of_a_shuffled_loader_go_round_and_leave_no_sample_out() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    let seen = run(2, |group| {
+        let seen = Arc::default();
+        let folder = tempfile::tempdir().unwrap();
+        let samples = phalanx_data::Dataset::map(ours(&order), noting(&seen));
+        let loaders = (burn_loader(samples, true, 2), loader(&[5, 6], 2));
+        let setup = Setup { accumulate: None, stop_after: EPOCHS };
+        train(Net::new(false), loaders, folder.path(), &setup, DdpStrategy::new(&group).into());
+        let seen = seen.lock().clone();
+        seen
+    });
+    let mut all: Vec<f32> = ours(&order).iter().map(|sample| sample.0[0]).collect();
+    all.sort_by(f32::total_cmp);
+    let share = TRAIN / 2;
+    for epoch in 0..EPOCHS {
+        let epoch = epoch * share..(epoch + 1) * share;
+        let mut both = [&seen[0][epoch.clone()], &seen[1][epoch.clone()]].concat();
+        both.sort_by(f32::total_cmp);
+        assert_eq!(both, all, "{epoch:?}");
+    }
+}
+
+#[test]
+fn an_item_that_one_rank_s_worker_cannot_load_is_the_error_of_every_rank() {
+    for workers in [0, 2] {
+        run(3, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let broken = group.rank().index() == 1;
+            let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+            let samples = phalanx_data::Dataset::map(ours(&(0..TRAIN).collect::<Vec<_>>()), move |sample| {
+                let read = count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                if broken && read == 5 { Err(phalanx::Error::other("a torn file")) } else { Ok(sample) }
+            });
+            let training = SupervisedTraining::new(
+                folder.path(),
+                burn_loader(samples, false, workers),
+                loader(&[5, 6], 2),
+            )
+            .with_application_logger(None)
+            .num_epochs(EPOCHS)
+            .with_training_strategy(DdpStrategy::new(&group).into());
+            let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+            let error = result.error.expect("an error on every rank").to_string();
+            assert!(error.contains("a torn file") && error.contains("of the data set"), "{error}");
+        });
+    }
+}
