@@ -271,7 +271,7 @@ fn a_batch_is_made_of_one_item_after_the_other() {
             Ok(Counted(index, now.clone()))
         });
         let loader = DataLoader::builder(items).batch_size(20).num_workers(workers).collate_each(
-            |items| Vec::with_capacity(items),
+            Vec::with_capacity,
             |batch: &mut Vec<usize>, item| {
                 assert!(worker_info().is_some());
                 match item.0 {

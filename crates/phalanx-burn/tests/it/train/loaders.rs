@@ -82,14 +82,13 @@ fn a_strategy_s_samples_through_a_loader_with_workers_train_what_burn_s_loader_t
 fn stretches_of_a_shuffled_loader_go_round_and_leave_no_sample_out() {
     let order: Vec<usize> = (0..TRAIN).collect();
     let seen = run(2, |group| {
-        let seen = Arc::default();
+        let seen = Arc::<Mutex<Vec<f32>>>::default();
         let folder = tempfile::tempdir().unwrap();
         let samples = phalanx_data::Dataset::map(ours(&order), noting(&seen));
         let loaders = (burn_loader(samples, true, 2), loader(&[5, 6], 2));
         let setup = Setup { accumulate: None, stop_after: EPOCHS };
         train(Net::new(false), loaders, folder.path(), &setup, DdpStrategy::new(&group).into());
-        let seen = seen.lock().clone();
-        seen
+        seen.lock().clone()
     });
     let mut all: Vec<f32> = ours(&order).iter().map(|sample| sample.0[0]).collect();
     all.sort_by(f32::total_cmp);
