@@ -125,6 +125,7 @@ impl Trial {
             world_size: self.world,
             local_world_size: world,
             group_rank: 0,
+            cross: (0, 1),
             group_world_size: 1,
             role_name: "default".into(),
             master_addr: "127.0.0.1".into(),

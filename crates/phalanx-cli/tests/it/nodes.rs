@@ -36,18 +36,26 @@ fn wait_for_line(child: &mut Child) {
 #[test]
 fn two_nodes_make_one_world_with_a_store() {
     let port = free_port();
-    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE";
-    let late = node("1", &port, &["--nproc-per-node", "3"], script).spawn().unwrap();
-    let first = node("0", &port, &["--nproc-per-node", "2"], script).spawn().unwrap();
+    // As `phalanx horovodrun` does: across the nodes only those count that have this local rank.
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE \
+                  $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE";
+    let start = |rank, workers| {
+        let mut command = node(rank, &port, &["--nproc-per-node", workers], script);
+        command.env("PHALANX_HOROVODRUN", "1").spawn().unwrap()
+    };
+    let (late, first) = (start("1", "3"), start("0", "2"));
     let (code, out, err) = end(first);
     assert_eq!(
         (code, sorted_lines(out.as_bytes())),
-        (Some(0), vec!["[0] 0/5 0/2 0/2".into(), "[1] 1/5 1/2 0/2".into()]),
+        (Some(0), vec!["[0] 0/5 0/2 0/2 0/2".into(), "[1] 1/5 1/2 0/2 0/2".into()]),
         "{err}"
     );
     let (code, out, err) = end(late);
     assert_eq!(code, Some(0), "{err}");
-    assert_eq!(sorted_lines(out.as_bytes()), ["[2] 2/5 0/3 1/2", "[3] 3/5 1/3 1/2", "[4] 4/5 2/3 1/2"]);
+    assert_eq!(
+        sorted_lines(out.as_bytes()),
+        ["[2] 2/5 0/3 1/2 1/2", "[3] 3/5 1/3 1/2 1/2", "[4] 4/5 2/3 1/2 0/1"]
+    );
 }
 
 #[test]

@@ -209,6 +209,8 @@ pub struct WorkerEnv {
     pub group_rank: u32,
     /// The number of hosts.
     pub group_world_size: u32,
+    /// Its host's index among the hosts that have a worker with this local rank, and the number of these hosts.
+    pub cross: (u32, u32),
     /// The role's name; torchrun's is `default`.
     pub role_name: String,
     /// The store's address.
@@ -257,8 +259,8 @@ impl WorkerEnv {
                 ("HOROVOD_SIZE", self.world_size.to_string()),
                 ("HOROVOD_LOCAL_RANK", self.local_rank.to_string()),
                 ("HOROVOD_LOCAL_SIZE", self.local_world_size.to_string()),
-                ("HOROVOD_CROSS_RANK", self.group_rank.to_string()),
-                ("HOROVOD_CROSS_SIZE", self.group_world_size.to_string()),
+                ("HOROVOD_CROSS_RANK", self.cross.0.to_string()),
+                ("HOROVOD_CROSS_SIZE", self.cross.1.to_string()),
             ]);
         }
         if self.local_world_size > 1 {
@@ -510,6 +512,7 @@ mod tests {
             local_world_size: 2,
             group_rank: 1,
             group_world_size: 2,
+            cross: (0, 1),
             role_name: "default".into(),
             master_addr: "10.0.0.1".into(),
             master_port: 29500,
@@ -524,7 +527,7 @@ mod tests {
         let value = |name| with_horovod.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
         let names = ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"];
         assert_eq!(names.map(value), [Some("3"), Some("4"), Some("1"), Some("2")]);
-        assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("1"), Some("2")]);
+        assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("0"), Some("1")]);
         let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
         assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")));
         let env = parse(&pairs).unwrap().unwrap();

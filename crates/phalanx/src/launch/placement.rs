@@ -15,6 +15,8 @@ pub(super) struct Placement {
     /// This node's rank among the nodes (`GROUP_RANK`), and their number.
     pub node: u32,
     pub nodes: u32,
+    /// How many workers each node has; empty if that may change.
+    pub workers: Vec<u32>,
     /// The store of this attempt.
     pub master_addr: String,
     pub master_port: u16,
@@ -32,6 +34,15 @@ impl Placement {
         rank.checked_sub(self.first_rank).map(|local| local as usize)
     }
 
+    /// This node's index among the nodes that have a worker with this local rank, and the number of these nodes.
+    fn cross(&self, local: u32) -> (u32, u32) {
+        let has_one = |workers: &[u32]| workers.iter().filter(|workers| **workers > local).count() as u32;
+        match self.workers.get(..self.node as usize) {
+            Some(before) if !self.workers.is_empty() => (has_one(before), has_one(&self.workers)),
+            _ => (self.node, self.nodes),
+        }
+    }
+
     pub(super) fn worker(&self, local: u32, workers: WorldSize, role: &str, max_restarts: u32) -> WorkerEnv {
         WorkerEnv {
             rank: self.rank(local),
@@ -40,6 +51,7 @@ impl Placement {
             local_world_size: workers.get(),
             group_rank: self.node,
             group_world_size: self.nodes,
+            cross: self.cross(local),
             role_name: role.to_owned(),
             master_addr: self.master_addr.clone(),
             master_port: self.master_port,
@@ -48,5 +60,29 @@ impl Placement {
             run_id: self.run_id.clone(),
             agent_store: true,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_with_few_workers_are_not_counted_across() {
+        let placement = |node: u32, workers: &[u32]| Placement {
+            restarts: 0,
+            first_rank: 0,
+            world_size: WorldSize::ONE,
+            node,
+            nodes: 3,
+            workers: workers.into(),
+            master_addr: String::new(),
+            master_port: 0,
+            run_id: String::new(),
+        };
+        let third = placement(2, &[4, 1, 2]);
+        assert_eq!([0, 1].map(|local| third.cross(local)), [(2, 3), (1, 2)]);
+        assert_eq!(placement(0, &[4, 1, 2]).cross(3), (0, 1));
+        assert_eq!(placement(1, &[]).cross(0), (1, 3), "elastic");
     }
 }

@@ -41,6 +41,7 @@ impl Nodes for Alone<'_> {
             world_size: self.job.workers(),
             node: 0,
             nodes: 1,
+            workers: vec![self.job.workers().get()],
             master_addr: self.job.master_name(address),
             master_port: address.port(),
             run_id: self.run_id.clone(),

@@ -35,6 +35,7 @@ impl Nodes for Led<'_> {
             world_size: WorldSize::new(most.max(last))?,
             node,
             nodes: nodes.max(node.saturating_add(1)),
+            workers: Vec::new(),
             master_addr: host,
             master_port: port,
             run_id,

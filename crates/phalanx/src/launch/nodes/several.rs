@@ -185,6 +185,7 @@ impl<'a> Several<'a> {
             world_size: WorldSize::new(running.world_size())?,
             node: node_rank as u32,
             nodes: running.members.len() as u32,
+            workers: running.members.iter().map(|member| member.node.workers).collect(),
             master_addr,
             master_port,
             run_id: self.run_id.clone(),
