@@ -13,17 +13,14 @@ use phalanx::{Error, Rank, ReduceOp, Result};
 
 use crate::autotune::Autotune;
 use crate::controller::{Batch, Controller, StallTimes, fuse};
-use crate::engine::{Groups, Inbox, Shared};
+use crate::engine::{Groups, Inbox, Pace, Shared};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
 use crate::options::Options;
 use crate::request::{Message, Response, Round, Settings};
 
-/// After so many cycles in which no rank waits for anything, cycles are so many times as long, until a rank does: the same on
-/// every rank.
-const IDLE: (u32, u32) = (16, 5);
-/// Of a cycle while no rank waits for anything, before it is so many times as long.
-const LEAST_IDLE_CYCLE: Duration = Duration::from_millis(1);
+/// A rank that has nothing in flight begins a cycle after so long, for what is not negotiated: ranks that leave, and stalls.
+const IDLE: Duration = Duration::from_millis(50);
 /// The most names that have a track of their own in a timeline. Others share one.
 const MAX_TRACKS: u32 = 4096;
 
@@ -36,8 +33,10 @@ pub(crate) struct Background {
     works: Works,
     joins: Option<Completer>,
     leaves: bool,
-    /// Cycles in a row in which no rank waited for anything.
-    idle: u32,
+    /// The program waits for a handle.
+    waits: bool,
+    /// In the last cycle, the program of some rank did not.
+    any_computes: bool,
     settings: Settings,
     /// On rank 0, if it is asked for.
     autotune: Option<Autotune>,
@@ -63,7 +62,8 @@ impl Background {
             works: Works::default(),
             joins: None,
             leaves: false,
-            idle: 0,
+            waits: false,
+            any_computes: true,
             settings,
             autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings, is_set)),
             timeline,
@@ -92,8 +92,7 @@ impl Background {
             if let Some(end) = self.cycle()? {
                 return Ok(end);
             }
-            let pause = pace(&self.settings, self.idle).saturating_sub(begin.elapsed());
-            self.shared.pause(pause, self.idle >= IDLE.0);
+            self.shared.pause(&pace(&self.settings, begin, self.any_computes));
         }
     }
 
@@ -101,10 +100,10 @@ impl Background {
     fn cycle(&mut self) -> Result<Option<Error>> {
         let now = Instant::now();
         self.take_in();
-        let mut vector = self.controller.vector(now);
+        let mut vector = self.controller.vector(now, self.waits);
         self.groups.control.all_reduce::<i64>(bytemuck::cast_slice_mut(&mut vector), ReduceOp::BAnd)?;
         let next = self.controller.combined(&vector)?;
-        self.idle = if next.idle { self.idle.saturating_add(1) } else { 0 };
+        self.any_computes = next.any_computes;
         let round = if next.negotiate { self.negotiate(now)? } else { Round::default() };
         if let Some(warning) = self.controller.warning(now) {
             phalanx::warn(warning);
@@ -136,7 +135,8 @@ impl Background {
     }
 
     fn take_in(&mut self) {
-        let Inbox { submitted, joins, leaves, timeline } = self.shared.take();
+        let Inbox { submitted, joins, leaves, waits, timeline } = self.shared.take();
+        self.waits = waits;
         if let Some(mut next) = timeline {
             std::mem::swap(&mut self.timeline, &mut next.timeline);
             next.timeline.trace.flush();
@@ -226,10 +226,10 @@ impl Background {
     }
 }
 
-/// The time from the beginning of a cycle to the next, after `idle` cycles in which no rank waited.
-fn pace(settings: &Settings, idle: u32) -> Duration {
+/// After a cycle that began at `begin`.
+fn pace(settings: &Settings, begin: Instant, any_computes: bool) -> Pace {
     let cycle = Duration::from_micros(settings.cycle_micros);
-    if idle < IDLE.0 { cycle } else { cycle.max(LEAST_IDLE_CYCLE) * IDLE.1 }
+    Pace { soon: begin + cycle, late: begin + cycle.max(IDLE), any_computes }
 }
 
 fn is_set(name: &str) -> bool {
@@ -301,10 +301,14 @@ mod tests {
 
     #[test]
     fn idle_cycles_are_never_back_to_back() {
-        let settings = |cycle_micros| Settings { threshold: 0, cycle_micros };
-        assert_eq!(pace(&settings(0), 0), Duration::ZERO);
-        assert_eq!(pace(&settings(0), IDLE.0), Duration::from_millis(5));
-        assert_eq!(pace(&settings(2_000), IDLE.0), Duration::from_millis(10));
+        let begin = Instant::now();
+        let pace = |cycle_micros| {
+            let Pace { soon, late, .. } = pace(&Settings { threshold: 0, cycle_micros }, begin, true);
+            (soon - begin, late - begin)
+        };
+        assert_eq!(pace(0), (Duration::ZERO, IDLE));
+        assert_eq!(pace(2_000), (Duration::from_millis(2), IDLE));
+        assert_eq!(pace(60_000), (Duration::from_millis(60), Duration::from_millis(60)));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{Builder, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 use phalanx::{Error, ProcessGroup, Result};
@@ -46,10 +46,8 @@ struct State {
     joins: Option<Completer>,
     has_joined: bool,
     leaves: bool,
-    /// The program waits for a handle.
-    waits: bool,
-    /// The thread pauses because no rank waited for anything.
-    idles: bool,
+    /// How many of the program's threads wait for a handle.
+    waiting: usize,
     timeline: Option<NextTimeline>,
     /// Why nothing is accepted any more.
     ended: Option<Error>,
@@ -74,7 +72,20 @@ pub(crate) struct Inbox {
     pub submitted: Vec<Submission>,
     pub joins: Option<Completer>,
     pub leaves: bool,
+    /// The program waits for a handle.
+    pub waits: bool,
     pub timeline: Option<NextTimeline>,
+}
+
+/// When the next cycle begins.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    /// If something is in flight: what is submitted until then travels together.
+    pub soon: Instant,
+    /// In any case.
+    pub late: Instant,
+    /// The program of some rank does not wait for a handle.
+    pub any_computes: bool,
 }
 
 #[derive(Default)]
@@ -141,7 +152,7 @@ impl Engine {
                 .with_remedy("synchronize its handle first, or give this tensor another name"));
         }
         state.submitted.push(Submission { request, tensors, at: Instant::now(), done });
-        if state.idles {
+        if state.names.len() == 1 || state.waiting > 0 {
             self.shared.hurry.notify_all();
         }
         Ok(handle)
@@ -213,6 +224,18 @@ impl Drop for Engine {
 }
 
 impl State {
+    /// When the next cycle begins; none: at once.
+    fn due(&self, pace: &Pace) -> Option<Instant> {
+        let waits = self.waiting > 0;
+        if self.leaves
+            || self.timeline.is_some()
+            || waits && (pace.any_computes || !self.submitted.is_empty())
+        {
+            return None;
+        }
+        Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
+    }
+
     fn check(&self) -> Result<()> {
         match (&self.ended, self.leaves) {
             (Some(cause), _) => Err(cause.clone()),
@@ -229,30 +252,28 @@ impl Shared {
             submitted: std::mem::take(&mut state.submitted),
             joins: state.joins.take(),
             leaves: state.leaves,
+            waits: state.waiting > 0,
             timeline: state.timeline.take(),
         }
     }
 
-    /// The program waits for a handle: what it has submitted should not wait for the next cycle.
-    pub fn waits(&self) {
-        self.state.lock().waits = true;
+    /// Until it is dropped the program waits for a handle: what it has submitted should not wait for the next cycle.
+    pub fn waits(&self) -> Waits<'_> {
+        self.state.lock().waiting += 1;
         self.hurry.notify_all();
+        Waits(self)
     }
 
-    /// Waits for the next cycle: until `time` has passed, this rank leaves, or its program waits for a handle; if the last cycles
-    /// were `idle`, until it submits something.
-    pub fn pause(&self, time: Duration, idle: bool) {
-        let end = Instant::now() + time;
+    /// Waits for the next cycle. A cycle is a collective, in which a rank sleeps until all others have begun it; without news from
+    /// this rank it brings nothing. So a rank that computes and has nothing in flight begins it late. One whose program waits
+    /// begins it at once, if it has news, or if the program of another rank still computes: that rank says when.
+    pub fn pause(&self, pace: &Pace) {
         let mut state = self.state.lock();
-        state.idles = idle;
-        loop {
-            let is_due =
-                state.leaves || std::mem::take(&mut state.waits) || (idle && !state.submitted.is_empty());
-            if is_due || self.hurry.wait_until(&mut state, end).timed_out() {
-                break;
-            }
+        while let Some(due) = state.due(pace)
+            && due > Instant::now()
+        {
+            self.hurry.wait_until(&mut state, due);
         }
-        state.idles = false;
     }
 
     /// These names may be submitted again. Before their handles are completed.
@@ -272,5 +293,43 @@ impl Shared {
     pub fn end(&self, cause: &Error) -> Inbox {
         self.state.lock().ended = Some(cause.clone());
         self.take()
+    }
+}
+
+/// The program waits for a handle.
+pub(crate) struct Waits<'a>(&'a Shared);
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().waiting -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_cycle_begins_when_it_may_bring_something() {
+        let now = Instant::now();
+        let pace = |any_computes| Pace {
+            soon: now + Duration::from_millis(1),
+            late: now + Duration::from_millis(5),
+            any_computes,
+        };
+        let due = |state: &State, any_computes| state.due(&pace(any_computes));
+        let mut state = State::default();
+        assert_eq!(due(&state, true), Some(pace(true).late), "nothing to say");
+        state.names.insert("in flight".into());
+        assert_eq!(due(&state, true), Some(pace(true).soon), "others may have it now");
+        state.waiting = 1;
+        assert_eq!(due(&state, true), None, "it sleeps in the cycle until the others come");
+        assert_eq!(due(&state, false), Some(pace(false).soon), "all wait, for different things");
+        state.names.clear();
+        assert_eq!(due(&state, false), Some(pace(false).soon), "it has joined");
+        state.leaves = true;
+        assert_eq!(due(&state, false), None);
     }
 }

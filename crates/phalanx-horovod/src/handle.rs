@@ -57,9 +57,7 @@ impl<T> Handle<T> {
     /// If the ranks have submitted different things under this name. If the job has failed: with the first cause.
     #[doc(alias = "wait")]
     pub fn synchronize(self) -> Result<T> {
-        if !self.poll() {
-            self.engine.waits();
-        }
+        let _waits = (!self.poll()).then(|| self.engine.waits());
         let mut outcome = self.slot.outcome.lock();
         loop {
             match outcome.take() {

@@ -6,10 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use phalanx::trace::Trace;
-use phalanx::{ProcessGroup, Rank, Result};
+use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
+use crate::controller::is_alone;
 use crate::engine::{Engine, Groups, Stats};
+use crate::op::Reduction;
 use crate::options::{Options, warnings};
 use crate::topology::Topology;
 
@@ -128,6 +130,32 @@ impl Horovod {
         set.barrier()?;
         set.shutdown();
         Ok(())
+    }
+
+    /// Zeroed memory for a tensor that will often be allreduced so. For one that is combined where it is (of 1 MiB or more, and neither
+    /// compressed nor an Adasum), it is memory that the other ranks of this host reach, so that nothing of it is copied; for any other,
+    /// ordinary memory. A tensor in it comes back in it: fill it again for the next step.
+    ///
+    /// ```
+    /// use phalanx::DType;
+    /// use phalanx_horovod::{Op, Tensor};
+    /// let hvd = phalanx_horovod::init()?;
+    /// let mut gradient = Tensor::from(hvd.alloc(DType::F32, 1 << 18, Op::Average)?);
+    /// for step in 0..3 {
+    ///     gradient.as_mut_slice::<f32>()?.fill(step as f32);
+    ///     gradient = hvd.allreduce("gradient", gradient, Op::Average)?;
+    /// }
+    /// assert_eq!(gradient.as_slice::<f32>()?[0], 2.0);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If there is too little memory.
+    pub fn alloc(&self, dtype: DType, elements: usize, reduction: impl Into<Reduction>) -> Result<Buffer> {
+        match is_alone(&reduction.into(), dtype, elements) {
+            true => self.inner.groups.data.alloc(dtype, elements),
+            false => Ok(Buffer::zeroed(dtype, elements)),
+        }
     }
 
     /// Can operations be submitted? Not after [`shutdown`](Self::shutdown), nor when a rank has failed or left.

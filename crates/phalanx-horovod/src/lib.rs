@@ -18,8 +18,9 @@
 //!
 //! # How it works
 //!
-//! A thread of each rank works in cycles of 1 ms ([`Options::cycle_time`]). In the steady state a cycle costs one small
-//! all_reduce (while no rank waits for anything, one in 5 ms): each name that has been negotiated before is a bit, and the bits of all ranks are combined with a bitwise and. New
+//! A thread of each rank works in cycles, which begin when something was submitted, and at least 1 ms ([`Options::cycle_time`]) after
+//! the last one, unless the program waits for a handle. In the steady state a cycle costs one small
+//! all_reduce: each name that has been negotiated before is a bit, and the bits of all ranks are combined with a bitwise and. New
 //! names go to rank 0, which answers with what all ranks have submitted, and compares what they have submitted: another shape,
 //! type or option is an error that names both sides. What ranks wait for while others have not submitted it for a minute
 //! ([`Options::stall_check_time`]) is reported on rank 0, with the names and the ranks.
@@ -34,9 +35,13 @@ mod adasum;
 mod autotune;
 mod background;
 mod controller;
+pub mod elastic;
 mod elements;
 mod engine;
 mod execute;
+#[cfg(any(test, fuzzing))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod handle;
 mod horovod;
 mod objects;

@@ -34,8 +34,8 @@ pub struct Options {
     /// The most bytes of tensors that are reduced as one. 0: each by itself. Fusion buffers hold no more, in whole pages, but
     /// for what travels in another type or as an Adasum and is larger by itself: at least 1 MiB of the first, all of the second.
     pub fusion_threshold: usize,
-    /// The time from one cycle to the next: longer means larger batches, shorter less delay. A program that waits for a handle
-    /// does not wait for it.
+    /// The time from one cycle to the next, at least: longer means larger batches, shorter less delay. A program that waits for a
+    /// handle does not wait for it.
     pub cycle_time: Duration,
     /// How many names are remembered, so that they travel as bits. 0: none.
     pub cache_capacity: usize,

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use phalanx::group::MAX_OBJECT_BYTES;
 use phalanx::{DType, Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 
@@ -15,6 +16,17 @@ pub const MAX_GROUP: usize = 1 << 16;
 pub const MAX_IN_FLIGHT: usize = 1 << 20;
 /// The most dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 32;
+
+/// The most bytes of an answer of rank 0. Answers begin until there are so many, and all go in one message.
+pub(crate) const MAX_ANSWER_BYTES: usize = MAX_OBJECT_BYTES / 4;
+/// The most bytes on the wire of a length, a type, a code or an extent.
+const NUMBER: usize = 10;
+
+/// The bytes of a rank's share of the messages that `size` ranks send to rank 0 in a cycle.
+pub(crate) fn share(size: usize) -> usize {
+    // A list has a length of its own.
+    (MAX_OBJECT_BYTES / size).saturating_sub(32)
+}
 
 /// What a rank wants to do with the tensors of a name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -129,6 +141,14 @@ impl Request {
             ));
         }
         self.parts.iter().try_for_each(Part::check)?;
+        if self.wire_bytes() > share(size) || self.answer_bytes(size) > MAX_ANSWER_BYTES {
+            return Err(Error::invalid_argument(format!(
+                "{} has {} tensors; so many cannot be negotiated under one name among {size} ranks",
+                self.name,
+                self.parts.len()
+            ))
+            .with_remedy("divide them among several names"));
+        }
         match &self.kind {
             Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
                 self.parts.iter().try_for_each(|part| reduction.check(part.dtype, size))?;
@@ -164,8 +184,6 @@ impl Request {
 
     /// The most bytes that it takes on the wire.
     pub fn wire_bytes(&self) -> usize {
-        // A length, a type, a code or an extent takes at most ten bytes.
-        const NUMBER: usize = 10;
         let splits = match &self.kind {
             Kind::Alltoall { splits } => splits.len(),
             Kind::Allreduce(_)
@@ -176,6 +194,17 @@ impl Request {
         };
         let parts: usize = self.parts.iter().map(|part| NUMBER * (2 + part.shape.len())).sum();
         self.name.len() + parts + NUMBER * (splits + 10)
+    }
+
+    /// The most bytes that the answer to it takes on the wire, with the rows of all ranks; but for an error.
+    pub fn answer_bytes(&self, size: usize) -> usize {
+        let columns = match &self.kind {
+            Kind::Allgather => self.parts.len(),
+            Kind::Alltoall { splits } => splits.len(),
+            Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => 0,
+        };
+        // The ranks that have joined too.
+        self.wire_bytes().saturating_add(size.saturating_mul(NUMBER * (columns + 2)))
     }
 
     /// What rank 0 is told of the rows of this rank's tensors: those of each (allgather), or the splits (alltoall).
@@ -364,6 +393,33 @@ mod tests {
             assert!(request(Kind::Alltoall { splits }, &[2, 5]).check(2).is_err());
         }
         assert!(request(Kind::Alltoall { splits: vec![0, 2] }, &[2, 5]).check(2).is_ok());
+    }
+
+    #[test]
+    fn a_request_that_no_message_has_room_for_is_refused() {
+        let part = Part { dtype: DType::F32, shape: vec![1; MAX_DIMENSIONS] };
+        let group =
+            |kind: Kind, tensors| Request { name: "g".into(), kind, parts: vec![part.clone(); tensors] };
+        let sum = Kind::Allreduce(Op::Sum.into());
+        assert!(group(sum.clone(), MAX_GROUP).check(8).is_ok());
+        let error = group(sum, MAX_GROUP).check(16).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("among several names"), "{error}");
+        // Its answer has the rows of all ranks.
+        assert!(group(Kind::Allgather, 4096).check(64).is_ok());
+        assert!(group(Kind::Allgather, 4096).check(4096).is_err());
+        assert!(MAX_ANSWER_BYTES + group(Kind::Allgather, 4096).answer_bytes(64) < MAX_OBJECT_BYTES);
+    }
+
+    #[test]
+    fn no_answer_takes_more_bytes_than_was_reckoned_with() {
+        let request = request(Kind::Allgather, &[u64::MAX]);
+        let response = Response {
+            rows: vec![vec![u64::MAX]; 3],
+            absent: vec![u32::MAX; 3],
+            error: None,
+            request: request.clone(),
+        };
+        assert!(postcard::to_stdvec(&response).unwrap().len() <= request.answer_bytes(3));
     }
 
     #[test]

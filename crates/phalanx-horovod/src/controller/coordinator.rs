@@ -1,11 +1,11 @@
 //! Rank 0's part: it counts which ranks have asked for which names, and says what is ready.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::request::{Kind, Message, Request, Response, Round};
+use crate::request::{Kind, MAX_ANSWER_BYTES, Message, Request, Response, Round};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
@@ -18,6 +18,10 @@ pub(super) struct Coordinator {
     waiting: BTreeMap<u64, Waiting>,
     by_name: HashMap<String, u64>,
     arrivals: u64,
+    /// What may be ready now, and has not been looked at.
+    due: VecDeque<u64>,
+    /// Answers begin until there are so many bytes of them.
+    room: usize,
     /// Which ranks have joined, and which was the last.
     joined: Vec<bool>,
     last: u32,
@@ -47,6 +51,8 @@ impl Coordinator {
             waiting: BTreeMap::new(),
             by_name: HashMap::new(),
             arrivals: 0,
+            due: VecDeque::new(),
+            room: MAX_ANSWER_BYTES,
             joined: vec![false; size],
             last: 0,
             joining: None,
@@ -56,15 +62,12 @@ impl Coordinator {
 
     /// Takes the ranks' messages, by rank, and answers all of them.
     pub fn round(&mut self, messages: Vec<Message>, now: Instant) -> Round {
-        let mut touched = Vec::new();
         let mut joins = false;
         for (rank, message) in messages.into_iter().enumerate().take(self.size) {
             for (request, waited) in message.requests {
-                touched.push(self.note(
-                    rank,
-                    request,
-                    now.checked_sub(Duration::from_millis(waited)).unwrap_or(now),
-                ));
+                let since = now.checked_sub(Duration::from_millis(waited)).unwrap_or(now);
+                let arrival = self.note(rank, request, since);
+                self.due.push_back(arrival);
             }
             if message.joins {
                 joins = true;
@@ -74,19 +77,37 @@ impl Coordinator {
             }
         }
         if joins {
-            touched.extend(self.waiting.keys());
+            self.due.extend(self.waiting.keys());
         }
-        let responses: Vec<Response> =
-            touched.into_iter().filter_map(|arrival| self.answer(arrival)).collect();
+        let (mut responses, mut bytes) = (Vec::new(), 0);
+        while bytes < self.room
+            && let Some(arrival) = self.due.pop_front()
+        {
+            if let Some(response) = self.answer(arrival) {
+                bytes +=
+                    response.request.answer_bytes(self.size) + response.error.as_ref().map_or(0, String::len);
+                responses.push(response);
+            }
+        }
+        // What has been answered may have been due twice.
+        while self.due.front().is_some_and(|arrival| !self.waiting.contains_key(arrival)) {
+            self.due.pop_front();
+        }
         if !responses.is_empty() {
             self.progressed(now);
         }
-        let all_joined = self.joined.iter().all(|joined| *joined).then(|| {
+        // What the next round answers is of ranks that have joined too.
+        let all_joined = (!self.has_due() && self.joined.iter().all(|joined| *joined)).then(|| {
             self.joined.fill(false);
             self.joining = None;
             self.last
         });
         Round { responses, all_joined, stalled: self.expired(now), settings: None }
+    }
+
+    /// Does the next round have answers, whatever the ranks send?
+    pub fn has_due(&self) -> bool {
+        !self.due.is_empty()
     }
 
     fn note(&mut self, rank: usize, request: Request, since: Instant) -> u64 {
@@ -233,4 +254,34 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
         Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => Vec::new(),
     };
     Some(Response { request, rows, absent, error })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::Op;
+    use crate::request::Part;
+
+    #[test]
+    fn answers_that_no_message_has_room_for_go_with_the_next_rounds() {
+        let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
+        let mut coordinator = Coordinator { room: 1, ..Coordinator::new(2, stall) };
+        let parts = vec![Part { dtype: phalanx::DType::F32, shape: vec![1] }];
+        let kind = Kind::Allreduce(Op::Sum.into());
+        let request =
+            |name: &str| (Request { name: name.into(), kind: kind.clone(), parts: parts.clone() }, 0);
+        let names = ["a", "b", "c"];
+        let first = Message { requests: names.map(request).into(), joins: true };
+        let second = Message { requests: Vec::new(), joins: true };
+        let now = Instant::now();
+        let mut round = coordinator.round(vec![first, second], now);
+        for (index, name) in names.iter().enumerate() {
+            let [response] = &round.responses[..] else { panic!("{round:?}") };
+            assert_eq!((response.request.name.as_str(), &response.absent[..]), (*name, &[1][..]));
+            // Rank 1 has joined as long as there are answers for which it has.
+            assert_eq!(round.all_joined.is_some(), index + 1 == names.len());
+            round = coordinator.round(vec![Message::default(), Message::default()], now);
+        }
+        assert!(round.responses.is_empty() && !coordinator.has_due());
+    }
 }

@@ -65,6 +65,12 @@ impl Key {
     }
 }
 
+/// Is a tensor combined where it is, whatever else is ready?
+pub(crate) fn is_alone(reduction: &Reduction, dtype: DType, elements: usize) -> bool {
+    let travels_as_it_is = reduction.compression.travels_as(dtype) == dtype && reduction.op != Op::Adasum;
+    elements.saturating_mul(dtype.size()) >= ALONE && travels_as_it_is
+}
+
 /// Puts the tensors of allreduces into batches of at most `threshold` bytes, in the order of the responses. A tensor that is
 /// larger has a batch of its own, and so has one of 1 MiB that travels as it is. A tensor may join an earlier batch of its kind,
 /// past others.
@@ -84,9 +90,8 @@ pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
             let key = Key::new(tensor.dtype, &reduction);
             let wire = reduction.compression.travels_as(tensor.dtype);
             let bytes = elements.saturating_mul(wire.size());
-            let is_alone = bytes >= ALONE && wire == tensor.dtype && reduction.op != Op::Adasum;
             let fused = Fused { members: vec![member], dtype: tensor.dtype, wire, reduction, elements };
-            if is_alone {
+            if is_alone(&reduction, tensor.dtype, elements) {
                 batches.push(Batch::Reduce(fused));
                 continue;
             }

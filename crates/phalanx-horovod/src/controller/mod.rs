@@ -22,14 +22,13 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use phalanx::group::MAX_OBJECT_BYTES;
 use phalanx::{Error, Rank, Result};
 
 use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
 pub(crate) use self::coordinator::ranks;
-pub(crate) use self::fusion::{Batch, Fused, Member, fuse};
-use crate::request::{Kind, Message, Request, Response, Round, Settings};
+pub(crate) use self::fusion::{Batch, Fused, Member, fuse, is_alone};
+use crate::request::{Kind, Message, Request, Response, Round, Settings, share};
 
 /// How long tensors wait for ranks that lack them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,8 +81,8 @@ pub(crate) struct Next {
     pub negotiate: bool,
     /// Some rank shuts down.
     pub leaving: bool,
-    /// No rank waits for anything.
-    pub idle: bool,
+    /// The program of some rank does not wait for a handle.
+    pub any_computes: bool,
 }
 
 /// A property of a cycle that holds if it holds on any rank: the bits travel inverted, because the vectors are combined with
@@ -94,7 +93,8 @@ enum Flag {
     Leaves,
     /// Has not joined.
     Active,
-    Waits,
+    /// Its program does not wait for a handle.
+    Computes,
 }
 
 impl Flag {
@@ -167,8 +167,8 @@ impl Controller {
     }
 
     /// This rank's bits: flags, then a bit for each slot that this rank has or, because it has joined, does not mind, then
-    /// a bit for each slot that still holds.
-    pub fn vector(&mut self, now: Instant) -> Vec<u64> {
+    /// a bit for each slot that still holds. `waits`: the program waits for a handle.
+    pub fn vector(&mut self, now: Instant, waits: bool) -> Vec<u64> {
         self.now = now;
         self.give_up_on_stalled(now);
         let mut stale = std::mem::take(&mut self.stale);
@@ -194,12 +194,14 @@ impl Controller {
         for slot in &stale {
             holds[slot / 64] &= !(1 << (slot % 64));
         }
-        let expires = self.coordinator.as_ref().is_some_and(|coordinator| coordinator.expired(now).is_some());
-        let tells = !self.unsent.is_empty() || self.joins || expires || self.settings.is_some();
+        let coordinator = self.coordinator.as_ref();
+        let answers = coordinator
+            .is_some_and(|coordinator| coordinator.has_due() || coordinator.expired(now).is_some());
+        let tells = !self.unsent.is_empty() || self.joins || answers || self.settings.is_some();
         let flags = Flag::Negotiate.bit(tells)
             | Flag::Leaves.bit(self.leaves)
             | Flag::Active.bit(!self.joined)
-            | Flag::Waits.bit(!self.pending.is_empty() || self.joined);
+            | Flag::Computes.bit(!waits);
         let mut vector = vec![flags];
         vector.append(&mut has);
         vector.append(&mut holds);
@@ -249,15 +251,14 @@ impl Controller {
         Ok(Next {
             negotiate: any_stale || Flag::Negotiate.is_set(*flags),
             leaving: Flag::Leaves.is_set(*flags),
-            idle: !Flag::Waits.is_set(*flags) && !Flag::Negotiate.is_set(*flags),
+            any_computes: Flag::Computes.is_set(*flags),
         })
     }
 
     /// What the coordinator must know: as much as there is room for in the messages of all ranks together. The rest goes
     /// with the next cycles, and with the last of it the word that this rank has joined.
     pub fn message(&mut self, now: Instant) -> Message {
-        // A list has a length of its own.
-        let mut room = (MAX_OBJECT_BYTES / self.size).saturating_sub(32);
+        let mut room = share(self.size);
         let mut requests = Vec::new();
         while let Some(name) = self.unsent.front() {
             let Some(pending) = self.pending.get(name) else {

@@ -56,7 +56,7 @@ impl World {
     /// One cycle of all ranks. Returns what is ready, after a check that all ranks say the same.
     pub fn cycle(&mut self) -> Vec<Response> {
         let now = self.now;
-        let vectors: Vec<Vec<u64>> = self.ranks.iter_mut().map(|rank| rank.vector(now)).collect();
+        let vectors: Vec<Vec<u64>> = self.ranks.iter_mut().map(|rank| rank.vector(now, false)).collect();
         let mut all = vectors[0].clone();
         for vector in &vectors {
             assert_eq!(vector.len(), all.len());

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use phalanx::DType;
+use phalanx::group::MAX_OBJECT_BYTES;
 
 use super::simulation::{World, allreduce, tensor};
 use super::*;
@@ -193,7 +194,7 @@ fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
     controller.join();
     let mut sent = Vec::new();
     loop {
-        let flags = controller.vector(now)[0];
+        let flags = controller.vector(now, false)[0];
         assert!(Flag::Negotiate.is_set(flags), "it has more to say");
         let message = controller.message(now);
         let bytes = postcard::to_stdvec(&message).unwrap().len();
@@ -204,7 +205,7 @@ fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
         }
     }
     assert_eq!(sent, (0..20).map(name).collect::<Vec<_>>(), "it has joined with the last one");
-    assert!(!Flag::Negotiate.is_set(controller.vector(now)[0]));
+    assert!(!Flag::Negotiate.is_set(controller.vector(now, false)[0]));
 }
 
 #[test]

@@ -2,6 +2,8 @@
 //! `cargo test -p phalanx-horovod --test jobs`
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+mod elastic;
+
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -14,14 +16,17 @@ const ROLE: &str = "PHALANX_TEST_HOROVOD_ROLE";
 const WORLD: usize = 3;
 
 const TESTS: &[(&str, fn())] = &[
+    ("what_dies_or_fails_in_an_elastic_job_leaves_the_others_at_the_last_commit", elastic::the_others_go_on),
     ("a_process_that_dies_is_named_by_every_handle", a_process_dies),
     ("the_fusion_buffer_is_all_the_memory_that_is_added", memory),
     ("variables_reach_every_rank_and_bad_ones_are_named", variables),
 ];
 
 fn main() {
-    if let Ok(role) = std::env::var(ROLE) {
-        return work(&role);
+    match std::env::var(ROLE).as_deref() {
+        Ok("elastic") => return elastic::work(),
+        Ok(role) => return work(role),
+        Err(_) => {}
     }
     let trials = TESTS.iter().map(|(name, test)| {
         let test = *test;

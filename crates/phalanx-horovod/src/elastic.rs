@@ -1,0 +1,217 @@
+//! Horovod's names for jobs that outlive their workers: [`phalanx::elastic`], with collectives by name.
+//!
+//! ```no_run
+//! use phalanx::elastic::Plain;
+//! use phalanx_horovod::elastic::{self, ObjectState, State};
+//! use phalanx_horovod::{Horovod, Op};
+//!
+//! type Training = Plain<(u64, Vec<f32>)>; // the step, and the weights
+//!
+//! fn train(state: &mut State<'_, '_, Training>, hvd: &Horovod) -> phalanx::Result<()> {
+//!     while state.0.0 < 1000 {
+//!         let gradients = vec![0.1f32; state.0.1.len()]; // backward
+//!         let gradients = hvd.allreduce("gradients", gradients, Op::Average)?;
+//!         let (step, weights) = &mut state.0;
+//!         weights.iter_mut().zip(gradients.as_slice::<f32>()?).for_each(|(weight, gradient)| *weight -= gradient);
+//!         *step += 1;
+//!         if step.is_multiple_of(10) {
+//!             state.commit()?;
+//!         }
+//!     }
+//!     Ok(())
+//! }
+//!
+//! let mut state = ObjectState::new(Plain((0, vec![0.0; 1 << 20])));
+//! state.register_reset_callbacks([Box::new(|_: &mut Training, hvd: &Horovod| {
+//!     println!("{} workers", hvd.size()); // such as another learning rate
+//!     Ok(())
+//! }) as _]);
+//! elastic::run(&mut state, train)?;
+//! # Ok::<(), phalanx::Error>(())
+//! ```
+//!
+//! Start it with `phalanx horovodrun -np 4 --min-np 2 ./train`. Started in any other way, the workers do not change.
+//!
+//! | Horovod | here |
+//! |---|---|
+//! | `hvd.init()`, `@hvd.elastic.run def train(state)`, `train(state)` | [`run`], which gives the function a handle for each group of workers |
+//! | `hvd.elastic.ObjectState(..)` | [`ObjectState`] of any [`phalanx::elastic::State`], such as [`Plain`](phalanx::elastic::Plain) |
+//! | `state.commit()` (and `check_host_updates`), `restore()`, `sync()` | [`State::commit`], [`restore`](State::restore), [`sync`](State::sync) |
+//! | `state.register_reset_callbacks([..])` | [`ObjectState::register_reset_callbacks`] |
+//! | `HorovodInternalError`, `HostsUpdatedInterrupt` | errors, which the function returns with `?` |
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+
+use phalanx::elastic::{self, Context};
+use phalanx::{Error, Result};
+
+use crate::{Horovod, Options};
+
+/// What a program does when the workers have changed.
+pub type ResetCallback<S> = Box<dyn FnMut(&mut S, &Horovod) -> Result<()>>;
+
+/// A state, and what is done with it when the workers have changed.
+#[doc(alias("TorchState", "hvd.elastic.ObjectState"))]
+pub struct ObjectState<S> {
+    value: S,
+    callbacks: Vec<ResetCallback<S>>,
+}
+
+impl<S: elastic::State> ObjectState<S> {
+    /// Of `value`, without callbacks.
+    pub fn new(value: S) -> Self {
+        Self { value, callbacks: Vec::new() }
+    }
+
+    /// Calls these, in this order, on every worker that goes on in a new group, before the training function. The state is then the
+    /// same on all ranks; workers that are new do not call them, so they must not call collectives. An error is the worker's own.
+    pub fn register_reset_callbacks(&mut self, callbacks: impl IntoIterator<Item = ResetCallback<S>>) {
+        self.callbacks.extend(callbacks);
+    }
+
+    /// The value.
+    pub fn into_inner(self) -> S {
+        self.value
+    }
+}
+
+impl<S> Deref for ObjectState<S> {
+    type Target = S;
+
+    fn deref(&self) -> &S {
+        &self.value
+    }
+}
+
+impl<S> DerefMut for ObjectState<S> {
+    fn deref_mut(&mut self) -> &mut S {
+        &mut self.value
+    }
+}
+
+impl<S> fmt::Debug for ObjectState<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ObjectState").field("callbacks", &self.callbacks.len()).finish_non_exhaustive()
+    }
+}
+
+/// The state while it is trained: it is what [`ObjectState`] was made of, with commits.
+#[derive(Debug)]
+pub struct State<'c, 'a, S: elastic::State> {
+    context: &'c mut Context<'a, S>,
+    /// A commit has reported that a new group is to be formed.
+    regroups: bool,
+}
+
+impl<S: elastic::State> State<'_, '_, S> {
+    /// Keeps a copy of the state in memory, to which all go back if a worker dies. Every rank must call it equally often, at the
+    /// same point.
+    ///
+    /// # Errors
+    /// As [`Context::commit`]; also if workers have come: return the error, and all begin again with them and with this state.
+    #[doc(alias("check_host_updates", "save"))]
+    pub fn commit(&mut self) -> Result<()> {
+        let committed = self.context.commit();
+        self.regroups |= committed.as_ref().is_err_and(Error::is_regrouping);
+        committed
+    }
+
+    /// Goes back to the last commit, on this rank alone.
+    ///
+    /// # Errors
+    /// As [`Context::restore`].
+    pub fn restore(&mut self) -> Result<()> {
+        self.context.restore()
+    }
+
+    /// Gives every rank the state that rank 0 has now. It makes no commit.
+    ///
+    /// # Errors
+    /// As [`Context::sync`].
+    pub fn sync(&mut self) -> Result<()> {
+        self.context.sync()
+    }
+}
+
+impl<S: elastic::State> Deref for State<'_, '_, S> {
+    type Target = S;
+
+    fn deref(&self) -> &S {
+        self.context.state
+    }
+}
+
+impl<S: elastic::State> DerefMut for State<'_, '_, S> {
+    fn deref_mut(&mut self) -> &mut S {
+        self.context.state
+    }
+}
+
+/// [`run_with`], with the options of the environment.
+///
+/// # Errors
+/// As [`run_with`], and if a variable has no valid value.
+#[doc(alias = "hvd.elastic.run")]
+pub fn run<S: elastic::State, T, E: From<Error>>(
+    state: &mut ObjectState<S>,
+    train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
+) -> Result<T, E> {
+    run_with(&elastic::Options::from_env()?, &Options::from_env()?, state, train)
+}
+
+/// Calls `train` with a handle, and again with another whenever the workers change, until it succeeds on all ranks. Before each call
+/// all ranks have the state of the last commit. Make what is bound to a handle, such as a `DistributedOptimizer`, in `train`.
+///
+/// # Errors
+/// As [`phalanx::elastic::run_with`].
+pub fn run_with<S: elastic::State, T, E: From<Error>>(
+    elastic: &elastic::Options,
+    options: &Options,
+    state: &mut ObjectState<S>,
+    mut train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
+) -> Result<T, E> {
+    let ObjectState { value, callbacks } = state;
+    let mut is_first = true;
+    elastic::run_with(elastic, value, |context, group| {
+        let hvd = Horovod::new(group, options.clone())?;
+        if !std::mem::take(&mut is_first) {
+            callbacks.iter_mut().try_for_each(|callback| callback(context.state, &hvd))?;
+        }
+        let mut state = State { context, regroups: false };
+        // No rank leaves before the last one has what it waits for.
+        let outcome = train(&mut state, &hvd).and_then(|value| Ok(hvd.barrier().map(|()| value)?));
+        let others_failed = outcome.is_err() && !state.regroups && !hvd.is_initialized();
+        if others_failed {
+            // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
+            group.barrier()?;
+        }
+        outcome
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::elastic::Plain;
+
+    use super::*;
+
+    #[test]
+    fn alone_the_function_is_called_once_and_commits_can_be_restored() {
+        let mut state = ObjectState::new(Plain(1u32));
+        state.register_reset_callbacks([Box::new(|_: &mut Plain<u32>, _: &Horovod| {
+            Err(Error::aborted("the workers have not changed"))
+        }) as _]);
+        let size = run_with(&elastic::Options::default(), &Options::default(), &mut state, |state, hvd| {
+            state.0 = 2;
+            state.commit()?;
+            state.0 = 3;
+            state.restore()?;
+            assert_eq!(state.0, 2);
+            state.0 = 4;
+            state.sync()?;
+            Ok::<_, Error>(hvd.size())
+        });
+        assert_eq!((size.unwrap(), state.0, state.into_inner()), (1, 4, Plain(4)));
+    }
+}

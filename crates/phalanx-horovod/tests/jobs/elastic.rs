@@ -1,0 +1,114 @@
+//! An elastic job: one worker dies, another fails by itself, and the rest goes on.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use phalanx::elastic::Plain;
+use phalanx::launch::{Event, Job, Outcome};
+use phalanx::{Error, WorldSize};
+use phalanx_horovod::elastic::{self, ObjectState, State};
+use phalanx_horovod::{Horovod, Op};
+
+use crate::ROLE;
+
+/// The folder in which a mishap notes that it has happened.
+const MISHAPS: &str = "PHALANX_TEST_HOROVOD_MISHAPS";
+const STEPS: u64 = 60;
+
+type Training = Plain<(u64, Vec<f32>)>;
+
+/// What a worker does.
+pub fn work() {
+    let mut state = ObjectState::new(Plain((0, vec![0.0; 8])));
+    state.register_reset_callbacks([Box::new(|state: &mut Training, hvd: &Horovod| {
+        println!("reset {} at {}", hvd.size(), state.0.0);
+        Ok(())
+    }) as _]);
+    match elastic::run(&mut state, train) {
+        Ok(size) => println!("done {size} {:?}", state.0),
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::exit(1);
+        }
+    }
+}
+
+fn train(state: &mut State<'_, '_, Training>, hvd: &Horovod) -> phalanx::Result<u32> {
+    println!("begins with {} at {}", hvd.size(), state.0.0);
+    while state.0.0 < STEPS {
+        let names = ["a", "b"].map(|name| hvd.allreduce_async(name, [1.0f32; 4], Op::Average));
+        for (place, handle) in names.into_iter().enumerate() {
+            let average = handle?.synchronize()?;
+            let weights = &mut state.0.1[place * 4..];
+            weights.iter_mut().zip(average.as_slice::<f32>()?).for_each(|(weight, value)| *weight += value);
+        }
+        state.0.0 += 1;
+        match state.0.0 {
+            // Both behind a commit: the others repeat three steps.
+            23 if happens("1") => std::process::abort(),
+            43 if happens("2") => return Err(Error::invalid_argument("a sample that cannot be read")),
+            step if step.is_multiple_of(5) => state.commit()?,
+            _ => {}
+        }
+    }
+    state.0.0 = 7;
+    state.restore()?;
+    assert_eq!(state.0.0, STEPS, "the last commit");
+    if hvd.rank().is_main() {
+        state.0.0 = 1000;
+    }
+    state.sync()?;
+    Ok(hvd.size())
+}
+
+/// Is it this worker's turn to fail, which happens once at each place?
+fn happens(place: &str) -> bool {
+    let folder = std::env::var(MISHAPS).unwrap();
+    std::env::var("LOCAL_RANK").unwrap() == place
+        && std::fs::File::create_new(Path::new(&folder).join(place)).is_ok()
+}
+
+pub fn the_others_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(3).unwrap())
+        .variable(ROLE, "elastic")
+        .variable(MISHAPS, folder.path())
+        .min_workers(WorldSize::new(2).unwrap())
+        .max_restarts(2)
+        .grace(Duration::from_secs(2));
+    let (mut lines, mut errors, started) = (Vec::new(), String::new(), Instant::now());
+    let report = job.run(&mut |event: Event<'_>| {
+        if let Event::Line { stream, text, .. } = event {
+            let text = String::from_utf8_lossy(text).into_owned();
+            match stream {
+                phalanx::launch::Stream::Stdout => lines.push(text),
+                phalanx::launch::Stream::Stderr => errors += &format!("{text}\n"),
+            }
+        }
+        if started.elapsed() > Duration::from_secs(60) {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
+    });
+    let report = report.unwrap();
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {lines:?} {errors}", report.outcome);
+    assert_eq!(report.replacements, 2, "{lines:?} {errors}");
+    let count = |what: &str| lines.iter().filter(|line| line.starts_with(what)).count();
+    // Each step counts once, whatever was repeated.
+    let end = format!("done 3 (1000, {:?})", vec![STEPS as f32; 8]);
+    assert_eq!(count(&end), 3, "{lines:?} {errors}");
+    assert!(errors.contains("a sample that cannot be read"), "{errors}");
+    // The survivors of each mishap go on from the last commit, and the callback is theirs alone.
+    for commit in [20, 40] {
+        let at = |what: &str| {
+            lines
+                .iter()
+                .filter(|line| line.starts_with(what) && line.ends_with(&format!(" at {commit}")))
+                .count()
+        };
+        assert!(at("reset") >= 2 && at("begins") >= at("reset"), "{lines:?} {errors}");
+    }
+    assert_eq!(count("begins with 3 at 0"), 3, "{lines:?}");
+}
