@@ -45,7 +45,7 @@ pub(crate) struct Held {
     dtype: DType,
     elements: usize,
     /// The sum of the gradients that have not gone on yet. Its memory is allocated once.
-    sum: Option<Buffer>,
+    pub sum: Option<Buffer>,
     /// Was any added since the sum last went on?
     pub any: bool,
 }
@@ -186,7 +186,17 @@ impl Held {
 }
 
 /// `sum += gradient`, element by element; half precision is added in f32.
-fn add(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
+pub(crate) fn add(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
+    combine::<false>(sum, gradient)
+}
+
+/// `from -= other`, likewise.
+#[cfg(feature = "horovod")]
+pub(crate) fn subtract(from: &mut Buffer, other: &[u8]) -> Result<()> {
+    combine::<true>(from, other)
+}
+
+fn combine<const MINUS: bool>(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
     fn each<T: phalanx::Element>(sum: &mut Buffer, gradient: &[u8], plus: impl Fn(T, T) -> T) -> Result<()> {
         let Ok(gradient) = bytemuck::try_cast_slice::<u8, T>(gradient) else {
             return Err(Error::invalid_argument("a gradient's memory is not aligned to its elements"));
@@ -196,11 +206,12 @@ fn add(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
         }
         Ok(())
     }
+    let single = |a: f32, b: f32| if MINUS { a - b } else { a + b };
     match sum.dtype() {
-        DType::F32 => each::<f32>(sum, gradient, |a, b| a + b),
-        DType::F64 => each::<f64>(sum, gradient, |a, b| a + b),
-        DType::F16 => each::<f16>(sum, gradient, |a, b| f16::from_f32(a.to_f32() + b.to_f32())),
-        DType::BF16 => each::<bf16>(sum, gradient, |a, b| bf16::from_f32(a.to_f32() + b.to_f32())),
+        DType::F32 => each::<f32>(sum, gradient, single),
+        DType::F64 => each::<f64>(sum, gradient, |a, b| if MINUS { a - b } else { a + b }),
+        DType::F16 => each::<f16>(sum, gradient, |a, b| f16::from_f32(single(a.to_f32(), b.to_f32()))),
+        DType::BF16 => each::<bf16>(sum, gradient, |a, b| bf16::from_f32(single(a.to_f32(), b.to_f32()))),
         other => Err(Error::invalid_argument(format!("gradients of type {other} cannot be accumulated"))),
     }
 }

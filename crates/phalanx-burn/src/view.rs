@@ -1,4 +1,4 @@
-//! Tensors in the memory of buckets.
+//! Tensors in the memory of buckets, and of Horovod's gradients.
 //!
 //! Burn also takes foreign memory as [`Bytes::from_shared`], but copies all of it before it writes, and keeps both: an
 //! optimizer that works in place would need more memory with views than without.
@@ -11,22 +11,53 @@ use burn::tensor::{DType, TensorData};
 use burn_std::{AccessError, AccessPolicy, AllocationController, AllocationProperty, Bytes};
 use phalanx::BufferPart;
 
-/// Tensor data in `part`, which belongs to the tensor from here on and is freed with it.
-pub(crate) fn tensor_data(part: BufferPart, shape: &[usize], dtype: DType) -> TensorData {
-    let bytes = part.as_bytes().len();
+/// Memory that a tensor may stand in.
+///
+/// # Safety
+/// Both functions always give the same bytes: at one place, as many, and at least as aligned as the type of the tensor.
+pub(crate) unsafe trait Memory: Send + Sync + 'static {
+    fn bytes(&self) -> &[u8];
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+// SAFETY: a part neither moves nor changes its length. A bucket starts on a cache line, and its elements are all of one type.
+unsafe impl Memory for BufferPart {
+    fn bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.as_bytes_mut()
+    }
+}
+
+// SAFETY: as for a part; its buffer is the same until it is dropped, and starts on a cache line.
+#[cfg(feature = "horovod")]
+unsafe impl Memory for crate::horovod::Recycled {
+    fn bytes(&self) -> &[u8] {
+        self.buffer().as_bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.buffer_mut().as_bytes_mut()
+    }
+}
+
+/// Tensor data in `memory`, which belongs to the tensor from here on and is freed with it.
+pub(crate) fn tensor_data(memory: impl Memory, shape: &[usize], dtype: DType) -> TensorData {
+    let bytes = memory.bytes().len();
     // SAFETY: the controller has exactly so many bytes, all of them initialised.
-    let bytes = unsafe { Bytes::from_controller(Box::new(InBucket { part, dtype }), bytes) };
+    let bytes = unsafe { Bytes::from_controller(Box::new(Lent { memory, dtype }), bytes) };
     TensorData::from_bytes(bytes, shape.to_vec(), dtype)
 }
 
-struct InBucket {
-    part: BufferPart,
+struct Lent<M> {
+    memory: M,
     dtype: DType,
 }
 
-impl AllocationController for InBucket {
+impl<M: Memory> AllocationController for Lent<M> {
     fn alloc_align(&self) -> usize {
-        // A bucket starts on a cache line, and its elements are all of one type.
         self.dtype.size()
     }
 
@@ -34,24 +65,24 @@ impl AllocationController for InBucket {
         AllocationProperty::Other
     }
 
-    // SAFETY: whoever calls this writes initialised bytes only, as the trait demands; the bytes are this part's alone.
+    // SAFETY: whoever calls this writes initialised bytes only, as the trait demands; the bytes are this memory's alone.
     unsafe fn memory_mut(&mut self, _: AccessPolicy) -> Result<&mut [MaybeUninit<u8>], AccessError> {
-        let bytes = self.part.as_bytes_mut();
+        let bytes = self.memory.bytes_mut();
         let (first, count) = (bytes.as_mut_ptr().cast(), bytes.len());
         // SAFETY: the same bytes, borrowed as long; `MaybeUninit<u8>` has the layout of `u8`.
         Ok(unsafe { std::slice::from_raw_parts_mut(first, count) })
     }
 
     fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
-        let bytes = self.part.as_bytes();
+        let bytes = self.memory.bytes();
         // SAFETY: as above, and only read.
         Ok(unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) })
     }
 }
 
-impl fmt::Debug for InBucket {
+impl<M: Memory> fmt::Debug for Lent<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "InBucket({} bytes)", self.part.as_bytes().len())
+        write!(f, "Lent({} bytes)", self.memory.bytes().len())
     }
 }
 

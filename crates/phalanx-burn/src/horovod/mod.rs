@@ -35,9 +35,11 @@
 //! | `hvd.allreduce(metric)`, `MetricAverageCallback` | [`Horovod::average`](phalanx_horovod::Horovod::average) |
 //! | `LearningRateWarmupCallback` | [`ScaledLrScheduler`](crate::ScaledLrScheduler) with [`warmup_steps`](crate::ScaledLrScheduler::warmup_steps) |
 
+mod memory;
 mod optimizer;
 mod sink;
 mod state;
 
+pub(crate) use self::memory::Recycled;
 pub use self::optimizer::{DistributedOptimizer, DistributedOptions, Groups};
 pub use self::state::{allreduce, broadcast_optimizer_state, broadcast_parameters};

@@ -7,17 +7,21 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Tensor, TensorData};
-use phalanx::{Error, Result};
+use phalanx::{Buffer, Error, Result};
 use phalanx_horovod::{Compression, Horovod, Op, Reduction};
 
 use super::sink::{Delivery, Pass, Sink};
 use crate::hook;
-use crate::parameters::{Inventory, Parameter};
+use crate::parameters::{self, Inventory, Parameter};
+use crate::sink::{add, subtract};
+use crate::tensor_bytes::{self, TensorBytes};
 
 /// What [`DistributedOptimizer::with_options`] may be told. The defaults are Horovod's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DistributedOptions {
-    /// How gradients are combined.
+    /// How gradients are combined. [`Op::Adasum`] combines what the optimizer changes instead, as in Horovod: each rank's optimizer
+    /// steps with this rank's gradients, and [`DistributedOptimizer::step`] takes the Adasum of the changes. So nothing travels
+    /// during the backward pass, and the optimizer's state stays each rank's own.
     pub op: Op,
     /// The form in which they travel.
     pub compression: Compression,
@@ -156,6 +160,8 @@ pub struct DistributedOptimizer {
     sink: Arc<Sink>,
     passes: Vec<Weak<Pass>>,
     per_step: usize,
+    /// What the optimizer changes is combined, and not gradients.
+    combines_changes: bool,
     /// Backward passes since the last step.
     backwards: usize,
 }
@@ -193,6 +199,8 @@ impl DistributedOptimizer {
             sink: Arc::new(sink),
             passes: Vec::new(),
             per_step: options.backward_passes_per_step,
+            // Of one rank they are what it changes.
+            combines_changes: options.op == Op::Adasum && hvd.size() > 1,
             backwards: 0,
         })
     }
@@ -231,26 +239,38 @@ impl DistributedOptimizer {
         self.backwards += 1;
         let is_last = self.backwards == self.per_step;
         // Hooks of several forward passes may report one parameter several times, and only the end of backward tells.
-        let delivery = if is_last && self.passes.len() == 1 { Delivery::Submit } else { Delivery::Hold };
+        let submits = is_last && self.passes.len() == 1 && !self.combines_changes;
+        let delivery = if submits { Delivery::Submit } else { Delivery::Hold };
         self.sink.set(delivery);
         drop(loss.backward());
         self.sink.set(Delivery::Ignore);
-        if is_last { self.sink.submit_held() } else { self.sink.check() }
+        if is_last && !self.combines_changes { self.sink.submit_held() } else { self.sink.check() }
     }
 
     /// Waits for all gradients that were submitted, and gives them. For what a program does with them before
     /// [`apply`](Self::apply), such as clipping; it must do the same on every rank.
     ///
     /// # Errors
-    /// If a gradient was not combined: the ranks disagree on it, or the job has failed.
+    /// If a gradient was not combined: the ranks disagree on it, or the job has failed. With [`Op::Adasum`], which combines no
+    /// gradients.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
+        if self.combines_changes {
+            return Err(Error::invalid_argument(
+                "Op::Adasum combines what the optimizer changes, not gradients",
+            )
+            .with_remedy("call step; clip gradients by Burn's optimizer (with_grad_clipping)"));
+        }
         // Before the last of its backward passes: with what there is.
         self.sink.submit_held()?;
         self.backwards = 0;
-        let gradients = self.sink.landed()?;
+        Ok(self.of(model, self.sink.landed()?))
+    }
+
+    /// Gradients by the parameters' indices, under the parameters' ids.
+    fn of<M: Module>(&self, model: &M, gradients: Vec<Option<TensorData>>) -> GradientsParams {
         let mut landed = Landed { inventory: &self.inventory, gradients, params: GradientsParams::new() };
         model.visit(&mut landed);
-        Ok(landed.params)
+        landed.params
     }
 
     /// Lets the optimizer change the model by `gradients`, which [`synchronize`](Self::synchronize) gave.
@@ -266,10 +286,48 @@ impl DistributedOptimizer {
     /// Waits for the gradients, and lets the optimizer change the model by them.
     ///
     /// # Errors
-    /// As [`synchronize`](Self::synchronize).
+    /// If a gradient, or a change, was not combined: the ranks disagree on it, or the job has failed.
     pub fn step<M: Module>(&mut self, learning_rate: impl Into<ModuleLearningRate>, model: M) -> Result<M> {
+        if self.combines_changes {
+            return self.step_apart(learning_rate.into(), model);
+        }
         let gradients = self.synchronize(&model)?;
         Ok(self.apply(learning_rate, model, gradients))
+    }
+
+    /// Lets the optimizer change the model by this rank's gradients, and takes the Adasum of what it has changed.
+    fn step_apart<M: Module>(&mut self, learning_rate: ModuleLearningRate, model: M) -> Result<M> {
+        self.backwards = 0;
+        let own = self.sink.own()?;
+        let indices = &self.inventory.indices;
+        let has_one: Vec<bool> = own.iter().map(Option::is_some).collect();
+        let mut parameters: Vec<Option<Buffer>> = own.iter().map(|_| None).collect();
+        parameters::each(&model, indices, |index, values| {
+            if has_one[index] {
+                parameters[index] = Some(buffer(values)?);
+            }
+            Ok(())
+        })?;
+        let gradients = self.of(&model, own);
+        let model = self.optimizer.step(learning_rate, model, gradients);
+        let mut changes = Vec::new();
+        parameters::each(&model, indices, |index, values| {
+            if let Some(before) = &parameters[index] {
+                let mut change = buffer(values)?;
+                subtract(&mut change, before.as_bytes())?;
+                changes.push((index, change));
+            }
+            Ok(())
+        })?;
+        self.sink.submit_changes(changes)?;
+        for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
+            if let (Some(parameter), Some(change)) = (parameter, change) {
+                add(parameter, change.as_bytes())?;
+            }
+        }
+        Ok(parameters::replaced(model, indices, |index| {
+            parameters.get(index)?.as_ref().map(Buffer::as_bytes)
+        }))
     }
 
     /// Burn's optimizer, with its state: to save it.
@@ -287,6 +345,14 @@ impl fmt::Debug for DistributedOptimizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DistributedOptimizer({} parameters)", self.inventory.parameters.len())
     }
+}
+
+/// A copy.
+fn buffer(values: TensorBytes<'_>) -> Result<Buffer> {
+    let dtype = tensor_bytes::dtype(values.dtype)?;
+    let mut copy = Buffer::zeroed(dtype, values.bytes.len() / dtype.size());
+    copy.as_bytes_mut().copy_from_slice(values.bytes);
+    Ok(copy)
 }
 
 /// Registers what has come back under the ids of the parameters.

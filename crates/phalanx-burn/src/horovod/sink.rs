@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Bytes, DType as BurnDType, TensorData, bf16, f16};
+use burn::tensor::{DType as BurnDType, TensorData};
 use parking_lot::Mutex;
-use phalanx::{DType, Element, Error, Result};
+use phalanx::{Buffer, DType, Error, Result};
 use phalanx_horovod::{Handle, Horovod, Reduction, Tensor};
 
+use super::memory::{Home, Recycled};
 use super::optimizer::DistributedOptions;
 use crate::hook::GradientSink;
 use crate::parameters::Parameter;
 use crate::sink::Held;
 use crate::tensor_bytes::{self, TensorBytes};
+use crate::view;
 
 /// What happens to a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,8 +58,11 @@ struct SinkState {
 struct Gradient {
     name: String,
     shape: Vec<usize>,
+    dtype: DType,
     burn_dtype: BurnDType,
     held: Held,
+    /// Its memory of the last step, if nobody uses it.
+    home: Home,
     group: Option<usize>,
     /// Ready, and waits for its group.
     waits: Option<Tensor>,
@@ -85,7 +90,9 @@ impl Sink {
             gradients.push(Gradient {
                 name: format!("{}.{}", options.name, parameter.name),
                 shape: parameter.shape.clone(),
+                dtype,
                 burn_dtype: parameter.dtype,
+                home: Home::default(),
                 held: Held::new(dtype, parameter.shape.iter().product()),
                 group,
                 waits: None,
@@ -120,27 +127,46 @@ impl Sink {
     pub fn submit_held(&self) -> Result<()> {
         let mut state = self.0.lock();
         for index in 0..state.parameters.len() {
-            if let Some(sum) = state.parameters[index].held.take() {
-                let sum = tensor(sum.dtype(), sum.as_bytes())?;
-                state.submit(index, sum)?;
-            }
+            state.submit_sum(index)?;
         }
         for index in 0..state.parameters.len() {
-            let parameter = &state.parameters[index];
-            if state.zero_missing && !parameter.is_submitted {
-                let dtype = tensor_bytes::dtype(parameter.burn_dtype)?;
-                let elements: usize = parameter.shape.iter().product();
-                let zeros = tensor(dtype, &vec![0; elements * dtype.size()])?;
-                state.submit(index, zeros)?;
+            if state.zero_missing && !state.parameters[index].is_submitted {
+                state.submit(index, |memory| {
+                    memory.fill(0);
+                    Ok(())
+                })?;
             }
         }
-        for index in 0..state.parameters.len() {
-            if let Some(gradient) = state.parameters[index].waits.take() {
-                state.submit_one(index, gradient)?;
-            }
-        }
-        state.begin_groups();
+        state.submit_waiting()?;
         state.failure.take().map_or(Ok(()), Err)
+    }
+
+    /// This rank's own gradients, which are not submitted. By the parameters' indices.
+    pub fn own(&self) -> Result<Vec<Option<TensorData>>> {
+        let state = &mut *self.0.lock();
+        let own = state.parameters.iter_mut().map(|parameter| {
+            let data =
+                |bytes: &[u8]| tensor_bytes::tensor_data(bytes, &parameter.shape, parameter.burn_dtype);
+            match parameter.held.take() {
+                Some(sum) => Some(data(sum.as_bytes())),
+                None if state.zero_missing => {
+                    let elements: usize = parameter.shape.iter().product();
+                    Some(data(&vec![0; elements * parameter.dtype.size()]))
+                }
+                None => None,
+            }
+        });
+        let own = own.collect();
+        state.failure.take().map_or(Ok(own), Err)
+    }
+
+    /// Submits what an optimizer has changed, by the parameters' indices.
+    pub fn submit_changes(&self, changes: Vec<(usize, Buffer)>) -> Result<()> {
+        let mut state = self.0.lock();
+        for (index, change) in changes {
+            state.submit(index, |memory| copy(change.as_bytes(), memory))?;
+        }
+        state.submit_waiting()
     }
 
     /// Waits for all that was submitted. By the parameters' indices.
@@ -178,29 +204,41 @@ impl SinkState {
             ))
             .with_remedy("make a DistributedOptimizer for each model"));
         };
-        let dtype = tensor_bytes::dtype(gradient.dtype)?;
+        let (arrived, dtype) = (tensor_bytes::dtype(gradient.dtype)?, parameter.dtype);
+        if arrived != dtype {
+            return Err(Error::invalid_argument(format!(
+                "the gradient of {:?} is of type {arrived}, the parameter of {dtype}",
+                parameter.name
+            )));
+        }
         match self.delivery {
             Delivery::Ignore => Ok(()),
             Delivery::Hold => parameter.held.add(gradient.bytes),
             Delivery::Submit if !parameter.held.any => {
-                let gradient = tensor(dtype, gradient.bytes)?;
-                self.submit(index, gradient)
+                self.submit(index, |memory| copy(gradient.bytes, memory))
             }
             Delivery::Submit => {
                 parameter.held.add(gradient.bytes)?;
-                match parameter.held.take() {
-                    Some(sum) => {
-                        let sum = tensor(sum.dtype(), sum.as_bytes())?;
-                        self.submit(index, sum)
-                    }
-                    None => Ok(()),
-                }
+                self.submit_sum(index)
             }
         }
     }
 
-    /// Submits a gradient, or its group if it is the last of it.
-    fn submit(&mut self, index: usize, gradient: Tensor) -> Result<()> {
+    /// Submits what is held of a gradient, if there is any.
+    fn submit_sum(&mut self, index: usize) -> Result<()> {
+        let held = &mut self.parameters[index].held;
+        if !std::mem::take(&mut held.any) {
+            return Ok(());
+        }
+        let Some(sum) = held.sum.take() else { return Ok(()) };
+        let submitted = self.submit(index, |memory| copy(sum.as_bytes(), memory));
+        self.parameters[index].held.sum = Some(sum);
+        submitted
+    }
+
+    /// Submits a gradient that `fill` writes, or its group if it is the last of it.
+    fn submit(&mut self, index: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        let gradient = self.parameters[index].tensor(&self.hvd, self.reduction, fill)?;
         self.parameters[index].is_submitted = true;
         let Some(group) = self.parameters[index].group else { return self.submit_one(index, gradient) };
         self.parameters[index].waits = Some(gradient);
@@ -216,7 +254,7 @@ impl SinkState {
             {
                 name.get_or_insert_with(|| format!("{} and its group", parameter.name));
                 indices.push(index);
-                tensors.push(tensor.reshaped(parameter.shape.clone())?);
+                tensors.push(tensor);
             }
         }
         let handle = self.hvd.grouped_allreduce_async(&name.unwrap_or_default(), tensors, self.reduction)?;
@@ -224,10 +262,19 @@ impl SinkState {
         Ok(())
     }
 
+    /// Submits what waits for gradients of its group that do not come.
+    fn submit_waiting(&mut self) -> Result<()> {
+        for index in 0..self.parameters.len() {
+            if let Some(gradient) = self.parameters[index].waits.take() {
+                self.submit_one(index, gradient)?;
+            }
+        }
+        self.begin_groups();
+        Ok(())
+    }
+
     fn submit_one(&mut self, index: usize, gradient: Tensor) -> Result<()> {
-        let parameter = &self.parameters[index];
-        let gradient = gradient.reshaped(parameter.shape.clone())?;
-        let handle = self.hvd.allreduce_async(&parameter.name, gradient, self.reduction)?;
+        let handle = self.hvd.allreduce_async(&self.parameters[index].name, gradient, self.reduction)?;
         self.flying.push(Flying::One(index, handle));
         Ok(())
     }
@@ -243,38 +290,38 @@ impl SinkState {
 }
 
 impl Gradient {
-    /// What has come back, without a copy.
-    fn data(&self, tensor: Tensor) -> Result<TensorData> {
-        let bytes = match tensor.dtype() {
-            DType::F32 => bytes::<f32>(tensor),
-            DType::F64 => bytes::<f64>(tensor),
-            DType::F16 => bytes::<f16>(tensor),
-            DType::BF16 => bytes::<bf16>(tensor),
-            other => Err(Error::invalid_argument(format!("gradients of type {other} are not combined"))),
-        }?;
-        Ok(TensorData::from_bytes(bytes, self.shape.clone(), self.burn_dtype))
-    }
-}
-
-fn bytes<T: Element>(tensor: Tensor) -> Result<Bytes> {
-    let elements = tensor.into_memory::<Vec<T>>();
-    elements.map(Bytes::from_elems).map_err(|_| Error::aborted("a gradient came back in other memory"))
-}
-
-/// A copy of a gradient, in memory that becomes Burn's when it comes back.
-fn tensor(dtype: DType, bytes: &[u8]) -> Result<Tensor> {
-    fn copied<T: Element>(bytes: &[u8]) -> Tensor {
-        let elements: Vec<T> = match bytemuck::try_cast_slice(bytes) {
-            Ok(elements) => elements.to_vec(),
-            Err(_) => bytemuck::pod_collect_to_vec(bytes),
+    /// A tensor in this gradient's memory.
+    fn tensor(
+        &self,
+        hvd: &Horovod,
+        reduction: Reduction,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<Tensor> {
+        let kept = self.home.lock().take();
+        let mut buffer = match kept {
+            Some(buffer) => buffer,
+            None => hvd.alloc(self.dtype, self.shape.iter().product(), reduction)?,
         };
-        elements.into()
+        fill(buffer.as_bytes_mut())?;
+        Tensor::from_memory(self.dtype, self.shape.clone(), Recycled::new(buffer, self.home.clone()))
     }
-    match dtype {
-        DType::F32 => Ok(copied::<f32>(bytes)),
-        DType::F64 => Ok(copied::<f64>(bytes)),
-        DType::F16 => Ok(copied::<f16>(bytes)),
-        DType::BF16 => Ok(copied::<bf16>(bytes)),
-        other => Err(Error::invalid_argument(format!("gradients of type {other} are not combined"))),
+
+    /// What has come back, without a copy: its memory is Burn's until Burn drops it.
+    fn data(&self, tensor: Tensor) -> Result<TensorData> {
+        let memory = tensor.into_memory::<Recycled>();
+        let memory = memory.map_err(|_| Error::aborted("a gradient came back in other memory"))?;
+        Ok(view::tensor_data(memory, &self.shape, self.burn_dtype))
     }
+}
+
+fn copy(elements: &[u8], memory: &mut [u8]) -> Result<()> {
+    if elements.len() != memory.len() {
+        return Err(Error::invalid_argument(format!(
+            "a gradient has {} bytes, its parameter {}",
+            elements.len(),
+            memory.len()
+        )));
+    }
+    memory.copy_from_slice(elements);
+    Ok(())
 }
