@@ -7,6 +7,7 @@
 //! cargo run --release -p scaling -- --json --models mlp   # a line for each model
 //! PHALANX_TRACE=trace.json cargo run --release -p scaling # also: how much of the communication is hidden
 //! cargo run --release -p scaling -- --view                # gradients stay in their buckets
+//! cargo run --release -p scaling -- --horovod             # also: the same steps by Horovod's DistributedOptimizer
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
 //! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
 //! ```
@@ -16,6 +17,7 @@
 
 mod memory;
 mod models;
+mod named;
 mod parallel;
 mod pytorch;
 
@@ -32,6 +34,7 @@ use phalanx_burn::{Ddp, DdpOptions};
 use serde::{Deserialize, Serialize};
 
 use models::{Encoder, Mlp, ResNet, Subject};
+use named::Named;
 
 const RANKS: u32 = 2;
 
@@ -62,6 +65,9 @@ struct Options {
     /// Let the gradients stay in the buckets (`gradient_as_bucket_view`), PyTorch's too
     #[arg(long)]
     view: bool,
+    /// Let the same steps be averaged by name, too, by Horovod's DistributedOptimizer, in turns with the others
+    #[arg(long)]
+    horovod: bool,
     /// Do without PyTorch, even if it is there
     #[arg(long)]
     without_pytorch: bool,
@@ -103,6 +109,11 @@ struct Figures {
     ratio: f64,
     /// Over both ranks.
     samples_per_s: f64,
+    /// Two ranks, by Horovod's DistributedOptimizer, and beside `step_ms`; only if they were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    horovod_ms: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    horovod_ratio: Option<f64>,
     /// Only if a trace was asked for.
     #[serde(flatten, default, skip_deserializing)]
     overlap: Option<Overlap>,
@@ -179,11 +190,16 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
     ddp.gradient_as_bucket_view = options.view;
     let mut together = Trainer::<M>::new(group, ddp)?;
     let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, DdpOptions::default())?;
+    let mut by_name = if options.horovod { Some(Named::<M>::new(group)?) } else { None };
     let began = overlap::now();
-    let [mut step, mut independent, mut alone] = [const { Vec::new() }; 3];
+    let [mut step, mut independent, mut alone, mut named] = [const { Vec::new() }; 4];
     for _ in 0..WARM_UP + options.steps {
         group.barrier()?;
         step.push(together.step()?);
+        if let Some(by_name) = &mut by_name {
+            group.barrier()?;
+            named.push(by_name.step()?);
+        }
         group.barrier()?;
         independent.push(apart.step()?);
         group.barrier()?;
@@ -198,6 +214,7 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         group.all_gather(&[median(times)], &mut medians)?;
         Ok(medians.iter().sum::<f64>() / medians.len() as f64)
     };
+    let horovod_ms = if by_name.is_some() { Some(mean(named.split_off(WARM_UP))?) } else { None };
     let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(independent.split_off(WARM_UP))?);
     Ok(Figures {
         model: model.text().to_owned(),
@@ -207,6 +224,8 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         step_ms,
         ratio: step_ms / independent_ms,
         samples_per_s: 1e3 * f64::from(RANKS) * M::BATCH as f64 / step_ms,
+        horovod_ms,
+        horovod_ratio: horovod_ms.map(|horovod| horovod / step_ms),
         overlap: Overlap::since(began, group)?,
     })
 }
@@ -222,18 +241,23 @@ fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
             "one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden"
         );
     }
-    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, overlap } =
-        figures;
+    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, .. } = figures;
     let millions = *parameters as f64 / 1e6;
     let model = format!("{model} {whose}");
     print!(
         "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
     );
-    match overlap {
+    match &figures.overlap {
         Some(overlap) => {
             println!("   {:>4.0} %   {:>4.0} %", overlap.launch_at * 100.0, overlap.hidden * 100.0)
         }
         None => println!("        -        -"),
+    }
+    if let (Some(horovod_ms), Some(ratio)) = (figures.horovod_ms, figures.horovod_ratio) {
+        println!(
+            "{:16} two ranks by Horovod's DistributedOptimizer: {horovod_ms:.0} ms, {ratio:.3} times Ddp's",
+            ""
+        );
     }
     Ok(())
 }

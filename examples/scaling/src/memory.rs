@@ -12,6 +12,7 @@ use phalanx_burn::DdpOptions;
 use serde::{Deserialize, Serialize};
 
 use crate::models::{Encoder, Mlp, ResNet, Subject};
+use crate::named::Named;
 use crate::{Name, Trainer};
 
 /// Steps after which nothing new is taken: buckets have been rebuilt by then.
@@ -23,16 +24,18 @@ pub enum Kind {
     Local,
     Ddp,
     View,
+    Horovod,
 }
 
 impl Kind {
-    const ALL: [Self; 3] = [Self::Local, Self::Ddp, Self::View];
+    const ALL: [Self; 4] = [Self::Local, Self::Ddp, Self::View, Self::Horovod];
 
     fn text(self) -> &'static str {
         match self {
             Self::Local => "local",
             Self::Ddp => "ddp",
             Self::View => "view",
+            Self::Horovod => "horovod",
         }
     }
 }
@@ -48,17 +51,18 @@ struct Peak {
 /// Prints, for each model, what data parallelism adds to local training.
 pub fn compare(models: &[Name]) -> Result<()> {
     println!(
-        "peak of a rank      local       2 ranks        as views   (beyond local, in copies of the gradients)"
+        "peak of a rank      local       2 ranks        as views         horovod   (beyond local, in copies of the gradients)"
     );
     for model in models {
         let peaks = Kind::ALL.map(|kind| peak(kind, *model));
-        let [local, ddp, view] =
+        let [local, ddp, view, horovod] =
             peaks.map(|peak| peak.map(|peak| (peak.bytes as f64, peak.gradients as f64)));
-        let (local, ddp, view) = (local?, ddp?, view?);
+        let (local, ddp, view, horovod) = (local?, ddp?, view?, horovod?);
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
         let beyond =
             |peak: (f64, f64)| format!("{:>6.0} MiB {:>+5.2}", mib(peak.0), (peak.0 - local.0) / peak.1);
-        println!("{:12} {:>8.0} MiB {} {}", model.text(), mib(local.0), beyond(ddp), beyond(view));
+        let (ddp, view, horovod) = (beyond(ddp), beyond(view), beyond(horovod));
+        println!("{:12} {:>8.0} MiB {ddp} {view} {horovod}", model.text(), mib(local.0));
     }
     Ok(())
 }
@@ -100,6 +104,13 @@ fn train<M: Subject>(kind: Kind, group: &ProcessGroup) -> Result<u64> {
     options.gradient_as_bucket_view = matches!(kind, Kind::View);
     let alone = ProcessGroup::alone()?;
     let group = if matches!(kind, Kind::Local) { &alone } else { group };
+    if let Kind::Horovod = kind {
+        let mut trainer = Named::<M>::new(group)?;
+        for _ in 0..STEPS {
+            trainer.step()?;
+        }
+        return Ok(trainer.parameters() as u64 * 4);
+    }
     let mut trainer = Trainer::<M>::new(group, options)?;
     for _ in 0..STEPS {
         trainer.step()?;
