@@ -3,8 +3,10 @@
 //!
 //! ```sh
 //! cargo run --release -p async_digits -- --slow 4 --plot async.png
+//! cargo run --release -p async_digits -- --model encoder --lr 0.5
 //! ```
 
+mod model;
 mod plot;
 mod ways;
 
@@ -12,13 +14,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use burn::module::Module;
 use burn::tensor::Device;
 use clap::Parser;
-use digits::{Digits, Network};
+use digits::{Digits, Flat, Network};
 use phalanx::{ProcessGroup, ReduceOp};
 use serde::Serialize;
 
+use model::{Encoder, Model};
 use ways::{Training, Way};
 
 /// Trains with one slow rank, in several ways, and compares them.
@@ -37,6 +39,9 @@ struct Options {
     /// Seconds of training, for each way
     #[arg(long, default_value_t = 12.0)]
     seconds: f64,
+    /// The network that is trained
+    #[arg(long, value_enum, default_value_t = model::Name::Convolutions)]
+    model: model::Name,
     /// The ways to train
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Way::ALL)]
     ways: Vec<Way>,
@@ -88,11 +93,14 @@ fn main() -> Result<()> {
     ensure!(options.compute_ms > 0, "--compute-ms 0 leaves no rank that is slower: take 1 or more");
     ensure!(options.seconds > 0.0 && options.every > 0, "--seconds and --every are more than 0");
     ensure!(options.ranks > 1, "--ranks 1 has nobody to wait for: take 2 or more");
-    Ok(phalanx::spawn(options.ranks, || compare(&options))?)
+    Ok(phalanx::spawn(options.ranks, || match options.model {
+        model::Name::Convolutions => compare::<Network>(&options),
+        model::Name::Encoder => compare::<Encoder>(&options),
+    })?)
 }
 
 /// What each rank does.
-fn compare(options: &Options) -> Result<()> {
+fn compare<M: Model>(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
     let device = Device::flex().autodiff();
     let digits = Digits::read(&options.data, "train")?;
@@ -110,7 +118,7 @@ fn compare(options: &Options) -> Result<()> {
         device.seed(options.seed);
         let training = Training {
             group: &group,
-            network: Network::new(&device),
+            network: M::new(&device),
             digits: &digits,
             device: &device,
             compute: Duration::from_millis(options.compute_ms).mul_f64(factor),
@@ -154,7 +162,7 @@ fn compare(options: &Options) -> Result<()> {
 }
 
 /// The share of `digits` that `network` recognises with these parameters.
-fn recognised(network: &Network, flat: &[f32], digits: &Digits) -> f64 {
+fn recognised<M: Model>(network: &M, flat: &[f32], digits: &Digits) -> f64 {
     let network = network.clone().with_flat(flat).valid();
     let indices: Vec<usize> = (0..digits.len()).collect();
     let correct: i64 =

@@ -6,7 +6,7 @@ use anyhow::Result;
 use burn::optim::SgdConfig;
 use burn::tensor::Device;
 use clap::ValueEnum;
-use digits::{Digits, Network};
+use digits::{Digits, Flat};
 use phalanx::asynchronous::{
     Compensation, Consistency, DelayCompensation, LocalMethod, LocalUpdates, ParameterServer, Sgd, UpdateRule,
 };
@@ -14,6 +14,8 @@ use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use serde::Serialize;
+
+use crate::model::Model;
 
 /// How often rank 0's parameters are kept, to look at them when the training is over.
 const SNAPSHOTS: u32 = 24;
@@ -42,10 +44,10 @@ pub enum Way {
 }
 
 /// What all ways have in common.
-pub struct Training<'a> {
+pub struct Training<'a, M> {
     pub group: &'a ProcessGroup,
     /// How it begins.
-    pub network: Network,
+    pub network: M,
     pub digits: &'a Digits,
     pub device: &'a Device,
     /// How long a step of this rank pretends to compute.
@@ -119,7 +121,7 @@ impl Way {
     }
 }
 
-impl Training<'_> {
+impl<M: Model> Training<'_, M> {
     /// Trains for the given time.
     pub fn run(&self, way: Way) -> Result<Trained> {
         match (way.server(), way) {
@@ -242,7 +244,7 @@ struct Clock {
 }
 
 impl Clock {
-    fn start(training: &Training<'_>) -> Self {
+    fn start<M>(training: &Training<'_, M>) -> Self {
         Self {
             begin: Instant::now(),
             duration: training.duration,

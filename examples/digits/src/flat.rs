@@ -1,39 +1,40 @@
-//! A network as one vector of numbers, for what works on slices.
+//! Modules as vectors of numbers, for what works on slices.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor, TensorData};
 
-use crate::Network;
-
-impl Network {
+/// A module as one vector of numbers.
+pub trait Flat: Module {
     /// The number of elements of each parameter, in the order of the module.
-    pub fn lengths(&self) -> Vec<usize> {
+    fn lengths(&self) -> Vec<usize> {
         let mut lengths = Lengths(Vec::new());
         self.visit(&mut lengths);
         lengths.0
     }
 
     /// All parameters, one behind the other.
-    pub fn to_flat(&self) -> Vec<f32> {
+    fn to_flat(&self) -> Vec<f32> {
         let mut reader = Reader { values: Vec::new(), gradients: None };
         self.visit(&mut reader);
         reader.values
     }
 
-    /// This network with these parameters, in the order of [`to_flat`](Self::to_flat).
-    pub fn with_flat(self, values: &[f32]) -> Self {
+    /// This module with these parameters, in the order of [`to_flat`](Self::to_flat).
+    fn with_flat(self, values: &[f32]) -> Self {
         self.map(&mut Writer(values))
     }
 
     /// The gradients of all parameters, in the order of [`to_flat`](Self::to_flat); zeros where there is none.
-    pub fn flat_gradients(&self, gradients: Gradients) -> Vec<f32> {
+    fn flat_gradients(&self, gradients: Gradients) -> Vec<f32> {
         let gradients = Some(GradientsParams::from_grads(gradients, self));
         let mut reader = Reader { values: Vec::new(), gradients };
         self.visit(&mut reader);
         reader.values
     }
 }
+
+impl<M: Module> Flat for M {}
 
 struct Lengths(Vec<usize>);
 

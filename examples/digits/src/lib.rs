@@ -5,4 +5,5 @@ mod flat;
 mod model;
 
 pub use data::{Batch, Digits, FOLDER};
+pub use flat::Flat;
 pub use model::Network;

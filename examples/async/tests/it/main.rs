@@ -1,5 +1,5 @@
 //! The comparison, short and with real ranks.
-#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::process::Command;
 
@@ -44,4 +44,33 @@ fn who_does_not_wait_takes_more_steps_and_every_way_is_in_table_record_and_plot(
         assert!(accuracy.iter().all(|point| (0.0..=1.0).contains(&point[1].as_f64().unwrap())), "{outcome}");
     }
     assert_eq!(std::fs::read(plot).unwrap()[..4], *b"\x89PNG");
+}
+
+#[test]
+fn the_encoder_is_trained_in_the_same_ways() {
+    let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+        .args([
+            "--model",
+            "encoder",
+            "--ranks",
+            "2",
+            "--compute-ms",
+            "10",
+            "--batch-size",
+            "8",
+            "--seconds",
+            "2",
+        ])
+        .args(["--ways", "ddp,ssp4,local-sgd", "--every", "2"])
+        .env_remove("RANK")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    for name in ["Ddp", "SSP 4", "local SGD"] {
+        let line =
+            text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} in {text}"));
+        let rate: f64 = line[name.len()..].split_whitespace().next().unwrap().parse().unwrap();
+        assert!(rate > 0.0, "{text}");
+    }
 }
