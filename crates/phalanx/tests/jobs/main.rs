@@ -38,9 +38,11 @@ fn main() {
     tests.add("frozen", frozen::TESTS);
     tests.add("hostile", hostile::TESTS);
     tests.add("parameter_server", parameter_server::TESTS);
+    tests.add_privileged("parameter_server", parameter_server::PRIVILEGED);
     tests.add("processes", processes::TESTS);
     tests.add("retry", retry::TESTS);
     tests.add("rpc", rpc::TESTS);
+    tests.add_privileged("rpc", rpc::PRIVILEGED);
     tests.add("sharded", sharded::TESTS);
     tests.add("spawn", spawn::TESTS);
     tests.run()

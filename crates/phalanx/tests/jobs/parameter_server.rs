@@ -1,11 +1,12 @@
 //! Servers of parameters as processes, of which one is lost.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx::Rank;
 use phalanx::asynchronous::{Consistency, ParameterServer, Sgd, UpdateRule};
 use rustix::process::Signal;
 
+use crate::support::network::Network;
 use crate::support::world::{World, end_with};
 
 const STEPS: u32 = 150;
@@ -19,10 +20,20 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_worker_that_is_frozen_holds_up_nobody", || worker_is_lost(Signal::STOP)),
 ];
 
+/// These need root and `ip`.
+pub const PRIVILEGED: &[(&str, fn())] = &[
+    ("a_cable_between_workers_and_servers_that_is_pulled_is_an_error_of_the_workers", || link_is_lost("ssp")),
+    ("a_cable_between_two_halves_that_is_pulled_leaves_no_half_hanging", || link_is_lost("halves")),
+];
+
+/// What silence is, what a busy machine may need, and the rest of the training.
+const SILENCE: Duration = Duration::from_secs(10);
+
 pub fn play(scenario: &str) {
     match scenario {
-        "bsp" => end_with(train(Consistency::Bsp)),
-        "ssp" => end_with(train(Consistency::Ssp(2))),
+        "bsp" => end_with(train(Consistency::Bsp, [2, 3])),
+        "ssp" => end_with(train(Consistency::Ssp(2), [2, 3])),
+        "halves" => end_with(train(Consistency::Ssp(2), [1, 2])),
         other => panic!("no scenario {other}"),
     }
 }
@@ -31,18 +42,20 @@ fn gradient(rank: u32, step: u32) -> Vec<f32> {
     (0..ELEMENTS as u32).map(|index| ((index * 7 + rank * 13 + step * 5) % 11) as f32 * 0.1 - 0.5).collect()
 }
 
-/// Ranks 2 and 3 serve, and are each other's replicas; ranks 0 and 1 train.
-fn train(consistency: Consistency) -> phalanx::Result<()> {
+/// These two ranks serve, and are each other's replicas; the other two train.
+fn train(consistency: Consistency, servers: [u32; 2]) -> phalanx::Result<()> {
     let group = phalanx::init()?;
     let mut parameters = vec![1.0f32; ELEMENTS];
+    let workers: Vec<Rank> =
+        group.world_size().ranks().filter(|rank| !servers.contains(&rank.get())).collect();
     let server = ParameterServer::builder(&KEYS, Sgd::new(0.1).with_momentum(0.9))
         .consistency(consistency)
-        .servers(&[Rank::new(2), Rank::new(3)])
-        .workers(&[Rank::new(0), Rank::new(1)])
+        .servers(&servers.map(Rank::new))
+        .workers(&workers)
         .replicated()
         .start(&group, &parameters)?;
     let rank = group.rank().get();
-    if rank > 1 {
+    if servers.contains(&rank) {
         println!("training");
         return server.shutdown();
     }
@@ -117,4 +130,24 @@ fn worker_is_lost(signal: Signal) {
             assert!(rank != 0 || is_allowed, "{scenario}: {said}");
         }
     }
+}
+
+/// Two hosts lose each other. A worker that has lost a copy of everything says so; one that has not goes on to its end.
+fn link_is_lost(scenario: &str) {
+    let network = Network::new();
+    let mut ranks = network.start(&format!("parameter_server::{scenario}"), 4, &[]);
+    ranks.training();
+    let start = Instant::now();
+    network.pull();
+    let took = ranks.await_all_but(&[]) - start;
+    let (outcomes, _) = ranks.end();
+    for (rank, (code, said)) in outcomes.iter().enumerate() {
+        match (scenario, rank) {
+            // Both servers are on the other host.
+            ("ssp", 0 | 1) => assert_eq!(*code, Some(3), "rank {rank}: {said}"),
+            ("ssp", _) => assert_eq!(*code, Some(0), "rank {rank}: {said}"),
+            _ => assert!(matches!(code, Some(0 | 3)), "rank {rank}: {code:?} {said}"),
+        }
+    }
+    assert!(took < SILENCE, "it took {took:?}: {outcomes:?}");
 }

@@ -7,6 +7,7 @@ use phalanx::Rank;
 use phalanx::asynchronous::{Answer, Rpc};
 use rustix::process::Signal;
 
+use crate::support::network::Network;
 use crate::support::world::{World, end_with};
 
 const VICTIM: usize = 2;
@@ -20,9 +21,16 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE)),
 ];
 
+/// These need root and `ip`.
+pub const PRIVILEGED: &[(&str, fn())] = &[
+    ("a_cable_that_is_pulled_ends_the_calls_across_it_and_no_others", || link_is_lost(Network::pull)),
+    ("connections_that_are_reset_end_the_calls_on_them_and_no_others", || link_is_lost(Network::reset)),
+];
+
 pub fn play(scenario: &str) {
     match scenario {
         "call" => end_with(call()),
+        "across" => end_with(across()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -68,4 +76,41 @@ fn lost(signal: Signal, bound: Duration) {
             assert!(error.contains("blames 2: ") && error.contains("rpc \"never\" on rank 2"), "{error}");
         }
     }
+}
+
+/// Four ranks on two hosts: each waits for an answer from the other host that does not come, and then calls its neighbour.
+fn across() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let unanswered: Mutex<Vec<Answer<()>>> = Mutex::default();
+    let rpc = Rpc::builder()
+        .deferred("never", move |_, (): (), answer: Answer<()>| unanswered.lock().unwrap().push(answer))
+        .handler("add", |_, (a, b): (i64, i64)| Ok(a + b))
+        .start(&group)?;
+    let rank = rpc.rank().get();
+    let (far, near) = (Rank::new((rank + 2) % 4), Rank::new(rank ^ 1));
+    let pending = rpc.call_async::<_, ()>(far, "never", &())?;
+    rpc.call::<_, i64>(far, "add", &(1i64, 1i64))?;
+    println!("training");
+    let error = pending.wait().expect_err("it never answers");
+    assert!(error.is_peer_failure() && error.peer() == Some(far), "{error}");
+    for n in 0..200i64 {
+        assert_eq!(rpc.call::<_, i64>(near, "add", &(n, 1i64))?, n + 1);
+    }
+    rpc.shutdown()?;
+    // Rank 0 would go on serving the store for those that it cannot reach.
+    std::process::exit(0)
+}
+
+fn link_is_lost(fault: impl Fn(&Network)) {
+    let network = Network::new();
+    let mut ranks = network.start("rpc::across", 4, &[]);
+    ranks.training();
+    let start = Instant::now();
+    fault(&network);
+    let took = ranks.await_all_but(&[]) - start;
+    let (outcomes, _) = ranks.end();
+    for (rank, (code, error)) in outcomes.iter().enumerate() {
+        assert_eq!(*code, Some(0), "rank {rank}: {error}");
+    }
+    assert!(took < SILENCE, "it took {took:?}: {outcomes:?}");
 }
