@@ -9,8 +9,11 @@ use crate::controller::{Controller, StallTimes, fuse};
 use crate::op::Op;
 use crate::request::{Kind, Message, Part, Request, Round};
 
+/// Accepts any bytes. Returns whether they are valid.
+pub type Target = fn(&[u8]) -> bool;
+
 /// All targets, by the names of their folders and programs.
-pub const TARGETS: &[(&str, fn(&[u8]) -> bool)] =
+pub const TARGETS: &[(&str, Target)] =
     &[("horovod_message", horovod_message), ("horovod_round", horovod_round)];
 
 fn read<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
