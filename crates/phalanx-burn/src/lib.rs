@@ -141,7 +141,7 @@
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
 //! | [`TrainState`] | model, optimizer, learning-rate scheduler and progress as one value: for elastic jobs and for checkpoints |
 //! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
-//! | [`parallel`] | models on several ranks: layers by hand, pipelines, tensor parallelism |
+//! | [`parallel`] | models on several ranks: layers by hand, pipelines, tensor parallelism, fully sharded (FSDP) |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `data::BurnLoader` | loaders of `phalanx-data`, with workers and positions, as Burn's; needs the feature `data` |
 //! | `horovod::DistributedOptimizer` | gradients averaged by name, as Horovod does it; needs the feature `horovod` |

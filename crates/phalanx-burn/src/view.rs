@@ -31,6 +31,18 @@ unsafe impl Memory for BufferPart {
     }
 }
 
+/// A part, and something that is dropped with it.
+// SAFETY: as for the part.
+unsafe impl<T: Send + Sync + 'static> Memory for (BufferPart, T) {
+    fn bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_bytes_mut()
+    }
+}
+
 // SAFETY: as for a part; its buffer is the same until it is dropped, and starts on a cache line.
 #[cfg(feature = "horovod")]
 unsafe impl Memory for crate::horovod::Recycled {

@@ -110,6 +110,8 @@ callers! {
     TensorParallel = 51, "TensorGroup";
     /// A pipeline on several ranks: its start, and the end of each of its steps.
     PipelineTrain = 52, "Pipeline::train";
+    /// A model whose parameters are sharded: its units, their passes in either direction, and what ranks compare.
+    Fsdp = 53, "Fsdp";
 }
 
 impl Caller {
@@ -130,6 +132,7 @@ impl Caller {
                 | Self::RunLogMean
                 | Self::TensorParallel
                 | Self::PipelineTrain
+                | Self::Fsdp
         )
     }
 }

@@ -1,17 +1,20 @@
 //! What the ways to spread one model over ranks cost: the same encoder and the same batch in each step, by one process, by
-//! replicas, by divided layers, and by a pipeline.
+//! replicas, by sharded and by divided layers, and by a pipeline.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
-use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer,
+};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Distribution, Tensor};
 use phalanx::ProcessGroup;
 use phalanx::pipeline::Schedule;
 use phalanx_burn::Ddp;
+use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
 use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup};
 
@@ -42,6 +45,8 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
     let mut add = |name, (parameters, step)| ways.push((name, parameters, step));
     add("one process", replicas(&alone, ROWS, &device)?);
     add("Ddp", replicas(group, ROWS / ranks, &device)?);
+    add("zero2", sharded(group, false, ROWS / ranks, &device)?);
+    add("zero3", sharded(group, true, ROWS / ranks, &device)?);
     add("tensor", divided(group, Activations::Replicated, &device)?);
     add("tensor, sequence", divided(group, Activations::Sequence, &device)?);
     add("GPipe", staged(group, Schedule::GPipe, false, &device)?);
@@ -131,6 +136,49 @@ fn replicas<'a>(group: &ProcessGroup, rows: usize, device: &'a Device) -> Result
     Ok(trained(ddp, move |(encoder, head): &(TransformerEncoder, Linear)| {
         loss(head, encoder.forward(TransformerEncoderInput::new(sample(rows, device))))
     }))
+}
+
+/// Of which a rank has a shard of each layer.
+#[derive(Module, Debug)]
+struct Units {
+    layers: Vec<FullySharded<TransformerEncoderLayer>>,
+    head: FullySharded<Linear>,
+}
+
+impl Units {
+    fn loss(&self, x: Tensor<3>) -> Tensor<1> {
+        let layer = |x, layer: &FullySharded<TransformerEncoderLayer>| {
+            layer.forward(x, |layer, x| layer.forward(x, None, None))
+        };
+        self.head.forward(self.layers.iter().fold(x, layer), loss)
+    }
+}
+
+fn sharded<'a>(
+    group: &ProcessGroup,
+    reshard_after_forward: bool,
+    rows: usize,
+    device: &'a Device,
+) -> Result<(usize, Step<'a>)> {
+    let mut options = ShardingOptions::default();
+    options.reshard_after_forward = reshard_after_forward;
+    let sharding = ShardingGroup::new(group)?.with_options(options);
+    let layers = config().init(device).layers.into_iter().map(|layer| FullySharded::new(layer, &sharding));
+    let model = Units {
+        layers: layers.collect::<phalanx::Result<_>>()?,
+        head: FullySharded::new(head(device), &sharding)?,
+    };
+    let mut fsdp = Fsdp::new(model, &sharding)?;
+    let mut optimizer = AdamWConfig::new().init();
+    let parameters = fsdp.model().num_params();
+    let step = move || {
+        let start = Instant::now();
+        let loss = fsdp.forward(|model| model.loss(sample(rows, device)))?;
+        let gradients = fsdp.backward(&loss)?;
+        fsdp.step(&mut optimizer, LEARNING_RATE, gradients)?;
+        Ok((start.elapsed(), None))
+    };
+    Ok((parameters, Box::new(step)))
 }
 
 fn divided<'a>(

@@ -5,12 +5,14 @@
 //! | [`StageLink`] | some layers | tensors go to another rank and gradients come back, by hand |
 //! | [`pipeline`] | some layers | micro-batches follow each other through the ranks, by a schedule |
 //! | [`tensor`] | a part of each layer | Megatron-LM's divided layers |
+//! | [`fsdp`] | a shard of each layer's parameters | the whole layer is gathered before it is used, and freed after it |
 //!
 //! Replicas of either are a [`Ddp`](crate::Ddp) over the ranks that have the same part:
 //! [`DeviceMesh`](phalanx::mesh::DeviceMesh) makes both groups. [`clip_grad_norm`] knows the norm of the whole model.
 
 mod clip;
 mod exchange;
+pub mod fsdp;
 mod link;
 mod message;
 mod op;
@@ -19,3 +21,13 @@ pub mod tensor;
 
 pub use clip::clip_grad_norm;
 pub use link::StageLink;
+
+/// One number of several, each of which changes all its bits (SplitMix64).
+fn mixed(numbers: impl IntoIterator<Item = u64>) -> u64 {
+    numbers.into_iter().fold(0, |state: u64, number| {
+        let mut mixed = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    })
+}

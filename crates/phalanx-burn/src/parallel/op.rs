@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{Shape, TensorData};
+use burn::tensor::{DType, Shape, TensorData};
 use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use parking_lot::Mutex;
 
 use super::exchange::{Exchange, not_a_number};
 use crate::tensor_bytes::{BorrowBytes, TensorBytes};
@@ -25,6 +26,26 @@ pub(super) trait GradientTarget: Send + Sync {
 pub(super) trait GradientSource: Send + Sync {
     /// The gradient of a tensor of `shape`; None if it could not be had, and then backward goes on with NaN.
     fn gradient(&self, shape: &[usize]) -> Option<TensorData>;
+}
+
+/// A gradient that is known before backward asks for it.
+#[derive(Default)]
+pub(super) struct KnownGradient(Mutex<Option<TensorData>>);
+
+impl KnownGradient {
+    pub fn new(gradient: TensorData) -> Self {
+        Self(Mutex::new(Some(gradient)))
+    }
+
+    pub fn set(&self, gradient: TensorData) {
+        *self.0.lock() = Some(gradient);
+    }
+}
+
+impl GradientSource for KnownGradient {
+    fn gradient(&self, shape: &[usize]) -> Option<TensorData> {
+        self.0.lock().take().filter(|gradient| gradient.shape().as_slice() == shape)
+    }
 }
 
 /// A [`GradientTarget`] as the state of an operation. `pub` because the macro's trait is.
@@ -47,6 +68,15 @@ impl fmt::Debug for Source {
     }
 }
 
+/// What [`ParallelOp::behind`] gives a tensor as its gradient.
+#[derive(Clone, Debug)]
+pub enum Supply {
+    /// Zero: the tensor's gradient comes from elsewhere.
+    Nothing,
+    /// The source's.
+    Gradient(Source),
+}
+
 /// The operations. `pub` because the macro implements it for a public type; the module is private.
 #[backend_extension(Autodiff, Flex)]
 pub trait ParallelOp: Backend {
@@ -58,6 +88,14 @@ pub trait ParallelOp: Backend {
 
     /// One zero, of shape `[1]`, from which backward runs as if `source`'s gradient were that of `tensor`.
     fn rooted(tensor: FloatTensor<Self>, source: Source) -> FloatTensor<Self>;
+
+    /// `output`, which was computed outside of the graph. Backward gives its gradient to `target`, and zero to `anchor`, a tensor of
+    /// one element.
+    fn attached(output: FloatTensor<Self>, anchor: FloatTensor<Self>, target: Target) -> FloatTensor<Self>;
+
+    /// `anchor`, a tensor of one element. Burn's backward pass comes to it before it comes to `tensor`, which then gets the gradient that
+    /// `supply` says; `anchor` gets zero.
+    fn behind(anchor: FloatTensor<Self>, tensor: FloatTensor<Self>, supply: Supply) -> FloatTensor<Self>;
 }
 
 impl ParallelOp for Flex {
@@ -71,6 +109,14 @@ impl ParallelOp for Flex {
 
     fn rooted(tensor: FloatTensor<Self>, _source: Source) -> FloatTensor<Self> {
         zero::<Self>(&tensor)
+    }
+
+    fn attached(output: FloatTensor<Self>, _anchor: FloatTensor<Self>, _target: Target) -> FloatTensor<Self> {
+        output
+    }
+
+    fn behind(anchor: FloatTensor<Self>, _tensor: FloatTensor<Self>, _supply: Supply) -> FloatTensor<Self> {
+        anchor
     }
 }
 
@@ -98,6 +144,22 @@ impl<B: Backend + BorrowBytes, C: CheckpointStrategy> ParallelOp for Autodiff<B,
         match Rooted.prepare::<C>([node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((source, shape), root),
             OpsKind::UnTracked(prep) => prep.finish(root),
+        }
+    }
+
+    fn attached(output: FloatTensor<Self>, anchor: FloatTensor<Self>, target: Target) -> FloatTensor<Self> {
+        let ((primitive, _), (_, node)) = (output.into_parts(), anchor.into_parts());
+        match Attached.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(target, primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
+
+    fn behind(anchor: FloatTensor<Self>, tensor: FloatTensor<Self>, supply: Supply) -> FloatTensor<Self> {
+        let ((primitive, node), (other, other_node)) = (anchor.into_parts(), tensor.into_parts());
+        match Behind.prepare::<C>([node, other_node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((supply, other.shape(), other.dtype()), primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
         }
     }
 }
@@ -153,5 +215,52 @@ impl<B: Backend> Backward<B, 1> for Rooted {
             None => not_a_number::<B>(shape, &root),
         };
         gradients.register::<B>(parent.id, gradient);
+    }
+}
+
+/// Backward of [`ParallelOp::attached`].
+#[derive(Debug)]
+struct Attached;
+
+impl<B: Backend + BorrowBytes> Backward<B, 1> for Attached {
+    type State = Target;
+
+    fn backward(self, ops: Ops<Target, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let shape = gradient.shape();
+        let [anchor] = ops.parents;
+        if let Some(anchor) = anchor {
+            gradients.register::<B>(anchor.id, zero::<B>(&gradient));
+        }
+        B::with_bytes(&gradient, |bytes| ops.state.0.deliver(bytes, shape.as_slice()));
+    }
+}
+
+/// Backward of [`ParallelOp::behind`].
+#[derive(Debug)]
+struct Behind;
+
+impl<B: Backend> Backward<B, 2> for Behind {
+    type State = (Supply, Shape, DType);
+
+    fn backward(self, ops: Ops<Self::State, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let nothing = gradients.consume::<B>(&ops.node);
+        let (supply, shape, dtype) = ops.state;
+        let [anchor, tensor] = ops.parents;
+        if let Some(tensor) = tensor {
+            let device = nothing.device();
+            let full = |value: f64| B::float_full(shape.clone(), value.into(), &device, dtype.into());
+            let gradient = match supply {
+                Supply::Nothing => full(0.0),
+                Supply::Gradient(source) => match source.0.gradient(shape.as_slice()) {
+                    Some(data) => B::float_from_data(data, &device),
+                    None => full(f64::NAN),
+                },
+            };
+            gradients.register::<B>(tensor.id, gradient);
+        }
+        if let Some(anchor) = anchor {
+            gradients.register::<B>(anchor.id, nothing);
+        }
     }
 }

@@ -5,7 +5,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod elastic;
+mod sharded;
 mod stages;
+mod workers;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -16,6 +18,7 @@ fn main() {
     match std::env::var(ROLE).as_deref() {
         Ok("elastic") => return elastic::play(),
         Ok("stages") => return stages::play(),
+        Ok("sharded") => return sharded::play(),
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
     }
@@ -30,6 +33,7 @@ fn main() {
     };
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-    let all = trials("elastic", elastic::TESTS).into_iter().chain(trials("stages", stages::TESTS)).collect();
+    let files = [("elastic", elastic::TESTS), ("stages", stages::TESTS), ("sharded", sharded::TESTS)];
+    let all = files.into_iter().flat_map(|(file, tests)| trials(file, tests)).collect();
     libtest_mimic::run(&arguments, all).exit()
 }

@@ -1,24 +1,23 @@
 //! A rank that has a part of a model dies or freezes: all others name it, and none hangs.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
 use phalanx::pipeline::Schedule;
-use phalanx::store::TcpStoreServer;
 use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_burn::Ddp;
 use phalanx_burn::parallel::StageLink;
+use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
 use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
-use rustix::process::{Pid, Signal, getpid, kill_process};
+use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::device;
+use crate::workers::start;
 
 /// How a worker divides its model, and what happens to rank [`VICTIM`].
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
@@ -31,7 +30,6 @@ const STEP: usize = 3;
 /// than the group's time-out of half an hour.
 const DEATH: Duration = Duration::from_secs(15);
 const SILENCE: Duration = Duration::from_secs(30);
-const LIMIT: Duration = Duration::from_secs(120);
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_dead_stage_of_a_pipeline_is_named_by_all", || {
@@ -46,6 +44,13 @@ pub const TESTS: &[(&str, fn())] = &[
             check("tensor", "kill", transport, DEATH);
         }
     }),
+    ("a_dead_rank_of_a_sharded_model_is_named_by_all", || {
+        for transport in ["tcp", "shm"] {
+            check("sharded", "kill", transport, DEATH);
+            check("sharded backward", "kill", transport, DEATH);
+        }
+    }),
+    ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || check("sharded", "stop", "tcp", SILENCE)),
     ("a_trace_shows_the_bubbles", a_trace_shows_the_bubbles),
     ("dropout_drops_the_same_when_it_is_repeated", dropout_drops_the_same_when_it_is_repeated),
 ];
@@ -58,6 +63,8 @@ pub fn play() {
         "pipeline" => pipeline(&group),
         "link" => link(&group),
         "tensor" => tensor(&group),
+        "sharded" => sharded(&group, false),
+        "sharded backward" => sharded(&group, true),
         "trace" => slow_pipeline(&group),
         other => panic!("no scenario {other}"),
     };
@@ -144,7 +151,9 @@ fn slow_pipeline(group: &ProcessGroup) -> Result<()> {
 fn a_trace_shows_the_bubbles() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
-    let (_server, ranks) = start("trace", "none", "shm", &[("PHALANX_TRACE", path.to_str().unwrap())]);
+    let trace = ("PHALANX_TRACE", path.to_str().unwrap());
+    let (_server, ranks) =
+        start("stages", RANKS, &[(SCENARIO, "trace"), ("PHALANX_TRANSPORT", "shm"), trace]);
     for mut rank in ranks {
         let text = rank.end("a trace");
         assert!(!text.contains("blames") && !text.contains("panicked"), "{text}");
@@ -225,9 +234,40 @@ fn tensor(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// How often units have computed in this step. Of six times, the last three are in the backward pass.
+static PASSES: AtomicUsize = AtomicUsize::new(0);
+
+/// The victim is struck between two of its units, forward or backward, while the others wait for its shard.
+fn sharded(group: &ProcessGroup, in_backward: bool) -> Result<()> {
+    let sharding = ShardingGroup::new(group)?;
+    let units = (0..3).map(|_| FullySharded::new(layer(), &sharding)).collect::<Result<Vec<_>>>()?;
+    let mut fsdp = Fsdp::new(units, &sharding)?;
+    let mut optimizer = SgdConfig::new().init();
+    let rank = group.rank().get();
+    for step in 0.. {
+        let loss = fsdp.forward(|units| {
+            PASSES.store(0, Ordering::Relaxed);
+            let when = if in_backward { 4 } else { 1 };
+            let unit = |x, unit: &FullySharded<Linear>| {
+                unit.forward((x, rank, step, when), |layer, (x, rank, step, when)| {
+                    if PASSES.fetch_add(1, Ordering::Relaxed) == when {
+                        strike(Rank::new(rank), step);
+                    }
+                    layer.forward(x).tanh()
+                })
+            };
+            units.iter().fold(Tensor::<2>::ones([4, 8], &device()), unit).mean()
+        })?;
+        let gradients = fsdp.backward(&loss)?;
+        fsdp.step(&mut optimizer, 0.1, gradients)?;
+    }
+    Ok(())
+}
+
 fn check(scenario: &str, fault: &str, transport: &str, bound: Duration) {
     let what = format!("{scenario}, {fault}, {transport}");
-    let (_server, mut ranks) = start(scenario, fault, transport, &[]);
+    let variables = [(SCENARIO, scenario), (FAULT, fault), ("PHALANX_TRANSPORT", transport)];
+    let (_server, mut ranks) = start("stages", RANKS, &variables);
     ranks[VICTIM as usize].await_line("struck");
     let start = Instant::now();
     for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
@@ -277,77 +317,4 @@ fn dropout_drops_the_same_when_it_is_repeated() {
     let taught: Vec<bool> = first.abs().sum_dim(0).into_data().iter::<f32>().map(|x| x != 0.0).collect();
     assert_eq!(used, taught);
     assert!(used.iter().any(|used| !used) && used.iter().any(|used| *used), "{used:?}");
-}
-
-/// The ranks, and the store at which they meet.
-fn start(
-    scenario: &str,
-    fault: &str,
-    transport: &str,
-    more: &[(&str, &str)],
-) -> (TcpStoreServer, Vec<Worker>) {
-    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let port = server.local_addr().port().to_string();
-    let worker = |rank: u32| {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        let variables = [(super::ROLE, "stages"), (SCENARIO, scenario), (FAULT, fault)];
-        command.envs(variables).env("PHALANX_TRANSPORT", transport).envs(more.iter().copied());
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string());
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
-        Worker::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
-    };
-    let ranks = (0..RANKS).map(worker).collect();
-    (server, ranks)
-}
-
-/// A worker, which ends with this. What it says is read while it runs.
-struct Worker {
-    child: Child,
-    lines: Receiver<String>,
-    errors: Option<JoinHandle<String>>,
-}
-
-impl Worker {
-    fn new(mut child: Child) -> Self {
-        let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-        let (sender, lines) = mpsc::channel();
-        std::thread::spawn(move || {
-            let mut lines = BufReader::new(stdout).lines().map_while(std::result::Result::ok);
-            // Until nobody listens.
-            lines.try_for_each(|line| sender.send(line))
-        });
-        let errors = std::thread::spawn(move || std::io::read_to_string(stderr).unwrap());
-        Self { child, lines, errors: Some(errors) }
-    }
-
-    fn await_line(&mut self, line: &str) {
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left) {
-                Ok(found) if found == line => return,
-                Ok(_) => {}
-                Err(error) => panic!("the victim has ended, or hangs, before it was struck: {error}"),
-            }
-        }
-    }
-
-    /// Waits for its end; gives what it has said.
-    fn end(&mut self, what: &str) -> String {
-        let deadline = Instant::now() + LIMIT;
-        while self.child.try_wait().unwrap().is_none() {
-            assert!(Instant::now() < deadline, "{what}: a rank hangs");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        self.errors.take().unwrap().join().unwrap()
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // It may be stopped, or have ended.
-        let _ = kill_process(Pid::from_child(&self.child), Signal::KILL);
-        let _ = self.child.wait();
-    }
 }

@@ -3,13 +3,13 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 use parking_lot::Mutex;
 use phalanx::pipeline::{Action, Plan};
 use phalanx::{Buffer, Error, ProcessGroup, Rank, Result, Work};
 
 use super::super::message::{Header, Kind, Layout};
-use super::super::op::{GradientSource, GradientTarget};
+use super::super::op::GradientTarget;
 use super::inbox::Arrived;
 use crate::tensor_bytes::{self, TensorBytes};
 
@@ -113,22 +113,6 @@ impl GradientTarget for ToStage {
         if let Err(error) = self.outbox.send(Buffer::from_slice::<u8>(gradient.bytes), to) {
             self.outbox.fail(error);
         }
-    }
-}
-
-/// The gradient of a stage's output, which has come before backward begins.
-#[derive(Default)]
-pub(super) struct FromStage(Mutex<Option<TensorData>>);
-
-impl FromStage {
-    pub fn set(&self, gradient: TensorData) {
-        *self.0.lock() = Some(gradient);
-    }
-}
-
-impl GradientSource for FromStage {
-    fn gradient(&self, shape: &[usize]) -> Option<TensorData> {
-        self.0.lock().take().filter(|gradient| gradient.shape().as_slice() == shape)
     }
 }
 

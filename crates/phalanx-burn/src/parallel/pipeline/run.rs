@@ -11,9 +11,10 @@ use phalanx::pipeline::{Action, Pass, Plan};
 use phalanx::trace::{Trace, Track};
 use phalanx::{Caller, Error, ProcessGroup, Result};
 
-use super::super::op::{ParallelOp, Source, Target};
+use super::super::mixed;
+use super::super::op::{KnownGradient, ParallelOp, Source, Target};
 use super::inbox::Inbox;
-use super::outbox::{FromStage, Outbox, ToStage};
+use super::outbox::{Outbox, ToStage};
 use super::{Pipeline, PipelineStep, Stage, StageOutput};
 use crate::{Ddp, Scalar, SyncedGradients};
 
@@ -44,7 +45,7 @@ enum Held {
 struct Root {
     loss: Tensor<1>,
     /// Takes the gradient of the stage's output; none in the last stage.
-    gradient: Option<Arc<FromStage>>,
+    gradient: Option<Arc<KnownGradient>>,
 }
 
 impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
@@ -158,7 +159,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 (Root { loss: loss / self.plan.microbatches() as f64, gradient: None }, None)
             }
             StageOutput::Hidden(hidden) => {
-                let slot = Arc::new(FromStage::default());
+                let slot = Arc::new(KnownGradient::default());
                 let root = Dispatch::rooted(hidden.clone().into_dispatch(), Source(slot.clone()));
                 (Root { loss: Tensor::from_dispatch(root), gradient: Some(slot) }, Some(hidden))
             }
@@ -207,14 +208,4 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         let longest = all.iter().skip(2).step_by(own.len()).copied().fold(0.0, f64::max);
         Ok((sum(0), 1.0 - sum(1) / (longest * self.plan.ranks() as f64)))
     }
-}
-
-/// One number of several, each of which changes all its bits (SplitMix64).
-fn mixed(numbers: [u64; 4]) -> u64 {
-    numbers.into_iter().fold(0, |state: u64, number| {
-        let mut mixed = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    })
 }

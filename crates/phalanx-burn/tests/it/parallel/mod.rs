@@ -1,5 +1,6 @@
 //! Models of which each rank has a part, against one process that has all of it.
 
+mod fsdp;
 mod link;
 mod mesh;
 mod model;

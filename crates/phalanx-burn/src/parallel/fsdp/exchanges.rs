@@ -1,0 +1,431 @@
+//! The collectives of sharded units: gathers, some of which run ahead, and reduce_scatters in flight.
+
+use std::collections::{HashMap, VecDeque};
+use std::mem;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use burn::module::ParamId;
+use burn::tensor::Tensor;
+use parking_lot::Mutex;
+use phalanx::trace::{Trace, Track};
+use phalanx::{Buffer, Caller, Error, ProcessGroup, Rank, Result, Work, WorldSize};
+use serde::{Deserialize, Serialize};
+
+use super::super::mixed;
+use super::collector::Collector;
+use super::group::ShardingOptions;
+use super::layout::FlatLayout;
+use crate::tensor_bytes;
+
+/// Gradients that are being reduced and scattered while the next unit's are computed. More would only take memory.
+const IN_FLIGHT: usize = 1;
+/// Calls of a step that are kept to show the first that differs.
+const CALLS_SHOWN: usize = 1 << 12;
+
+/// A forward pass, whose backward pass uses the same parameters, and a unit.
+type Ahead = (u64, usize);
+
+/// A unit, and this rank's shard of its parameters at some time.
+pub(super) type Shard = (Arc<FlatLayout>, Tensor<1>);
+
+/// What all units of a [`ShardingGroup`](super::ShardingGroup) share on one rank.
+pub(super) struct Exchanges {
+    pub group: ProcessGroup,
+    /// The ranks that have the same shards as this one: one, if there are no others.
+    pub replicas: ProcessGroup,
+    pub options: ShardingOptions,
+    trace: Trace,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// By number.
+    units: Vec<Arc<FlatLayout>>,
+    known: HashMap<ParamId, usize>,
+    /// The forward pass that is under way.
+    current: Option<Arc<ForwardPass>>,
+    passes: u64,
+    /// This rank's shards during that pass, for gathers that run ahead.
+    shards: HashMap<usize, Tensor<1>>,
+    /// The numbers of the units in the order of the pass before.
+    order: Vec<usize>,
+    /// Has the current pass used them in that order so far?
+    following: bool,
+    /// Gathers of units that are not in use yet, with the pass that they are for.
+    ahead: Vec<(Ahead, Held<Work>)>,
+    scattering: VecDeque<Weak<Collector>>,
+    calls: Calls,
+    failure: Option<Error>,
+    bytes: MemoryUse,
+}
+
+/// What was gathered and scattered since the ranks compared it.
+#[derive(Default)]
+struct Calls {
+    hash: u64,
+    count: u64,
+    first: Vec<Call>,
+}
+
+/// A collective, of a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Call {
+    Gather(u32),
+    Scatter(u32),
+}
+
+/// Memory that a rank takes for a moment, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct MemoryUse {
+    parameters: usize,
+    parameters_peak: usize,
+    gradients: usize,
+    gradients_peak: usize,
+    communicated: u64,
+}
+
+/// The units of a forward pass, in the order in which it used them.
+pub(super) struct ForwardPass {
+    number: u64,
+    units: Mutex<Vec<Shard>>,
+}
+
+/// A unit's place in a forward pass.
+#[derive(Clone)]
+pub(super) struct Place {
+    pass: Arc<ForwardPass>,
+    position: usize,
+}
+
+/// What memory is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    Parameters,
+    Gradients,
+}
+
+/// Memory that is counted as long as this exists.
+pub(super) struct Held<T> {
+    pub value: T,
+    pub counted: Counted,
+}
+
+/// A number of bytes in [`MemoryUse`].
+pub(super) struct Counted {
+    exchanges: Weak<Exchanges>,
+    what: Use,
+    bytes: usize,
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let Some(exchanges) = self.exchanges.upgrade() else { return };
+        let mut state = exchanges.state.lock();
+        match self.what {
+            Use::Parameters => state.bytes.parameters -= self.bytes,
+            Use::Gradients => state.bytes.gradients -= self.bytes,
+        }
+    }
+}
+
+impl Exchanges {
+    pub fn new(group: &ProcessGroup, replicas: &ProcessGroup, options: ShardingOptions) -> Arc<Self> {
+        Arc::new(Self {
+            group: group.in_call(Caller::Fsdp),
+            replicas: replicas.in_call(Caller::Fsdp),
+            options,
+            trace: group.trace(),
+            state: Mutex::default(),
+        })
+    }
+
+    pub fn rank(&self) -> usize {
+        self.group.rank().index()
+    }
+
+    pub fn ranks(&self) -> usize {
+        self.group.world_size().count()
+    }
+
+    /// The number of the next unit.
+    pub fn units(&self) -> usize {
+        self.state.lock().units.len()
+    }
+
+    /// Adds a unit, whose shard is the parameter `id`.
+    pub fn add_unit(&self, layout: Arc<FlatLayout>, id: ParamId) {
+        let mut state = self.state.lock();
+        state.known.insert(id, layout.unit);
+        state.units.push(layout);
+    }
+
+    /// The numbers of all units, by the parameters that are their shards.
+    pub fn shards(&self) -> HashMap<ParamId, usize> {
+        self.state.lock().known.clone()
+    }
+
+    pub fn unit(&self, number: usize) -> Option<Arc<FlatLayout>> {
+        self.state.lock().units.get(number).cloned()
+    }
+
+    /// Keeps the first error, and ends the groups with it: other ranks would wait for this one.
+    pub fn fail(&self, error: Error) {
+        self.state.lock().failure.get_or_insert_with(|| error.clone());
+        for (group, other) in [(&self.group, &self.replicas), (&self.replicas, &self.group)] {
+            if group.failure().is_some() {
+                continue;
+            }
+            // Ranks have other numbers in the other group.
+            group.abort(match other.failure() {
+                Some(cause) => Error::aborted(format!("another group of this rank has failed: {cause}")),
+                None => error.clone(),
+            });
+        }
+    }
+
+    /// The first error of this rank, or of a group.
+    pub fn check(&self) -> Result<()> {
+        let own = self.state.lock().failure.clone();
+        match own.or_else(|| self.group.failure()).or_else(|| self.replicas.failure()) {
+            Some(error) => {
+                self.fail(error.clone());
+                Err(error)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Begins a forward pass of a model that has these `shards`.
+    pub fn begin(&self, shards: HashMap<usize, Tensor<1>>) {
+        let mut state = self.state.lock();
+        state.passes += 1;
+        state.current = Some(Arc::new(ForwardPass { number: state.passes, units: Mutex::default() }));
+        state.following = true;
+        let replaced = (mem::replace(&mut state.shards, shards), mem::take(&mut state.ahead));
+        drop(state);
+        drop(replaced);
+    }
+
+    /// Ends a forward pass. The next one is expected to use the same units.
+    pub fn end(&self) {
+        let mut state = self.state.lock();
+        let pass = state.current.take();
+        let used = pass.map(|pass| pass.units.lock().iter().map(|(layout, _)| layout.unit).collect());
+        match used {
+            Some(used) if !Vec::is_empty(&used) => state.order = used,
+            _ => {}
+        }
+        let over = (mem::take(&mut state.shards), mem::take(&mut state.ahead));
+        drop(state);
+        drop(over);
+    }
+
+    /// The order in which the first forward pass is expected to use units.
+    pub fn expect(&self, order: Vec<usize>) {
+        self.state.lock().order = order;
+    }
+
+    /// Ends a backward pass: nothing that was gathered or scattered for it is used any more.
+    pub fn end_backward(&self) {
+        let mut state = self.state.lock();
+        let over = (mem::take(&mut state.ahead), mem::take(&mut state.scattering));
+        drop(state);
+        drop(over);
+    }
+
+    /// Notes that the forward pass uses a unit.
+    pub fn enter(&self, shard: &Shard) -> Place {
+        let mut state = self.state.lock();
+        let pass = state.current.clone().unwrap_or_else(|| {
+            state.passes += 1;
+            Arc::new(ForwardPass { number: state.passes, units: Mutex::default() })
+        });
+        let mut units = pass.units.lock();
+        let position = units.len();
+        units.push(shard.clone());
+        drop(units);
+        state.following &= state.order.get(position) == Some(&shard.0.unit);
+        Place { pass, position }
+    }
+
+    /// A seed for what a unit draws at `place`: another one on every rank.
+    pub fn seed(&self, place: &Place) -> u64 {
+        let rank = self.replicas.rank().index() * self.ranks() + self.rank();
+        mixed([self.options.seed, place.pass.number, place.position as u64, rank as u64])
+    }
+
+    /// The units that the forward pass is expected to use after `place`.
+    pub fn after(&self, place: &Place) -> Vec<Shard> {
+        let state = self.state.lock();
+        if !state.following {
+            return Vec::new();
+        }
+        let next = state.order.iter().skip(place.position + 1).take(self.options.prefetch);
+        next.filter_map(|&unit| Some((state.units.get(unit)?.clone(), state.shards.get(&unit)?.clone())))
+            .collect()
+    }
+
+    /// The units that the backward pass uses after `place`.
+    pub fn before(&self, place: &Place) -> Vec<Shard> {
+        let units = place.pass.units.lock();
+        units.iter().take(place.position).rev().take(self.options.prefetch).cloned().collect()
+    }
+
+    /// All parameters of a unit, in one buffer, for its `place`. Starts to gather those of `next` too, unless that has begun.
+    pub fn gather(
+        self: &Arc<Self>,
+        (unit, shard): &Shard,
+        place: Option<&Place>,
+        next: Vec<Shard>,
+    ) -> Result<Held<Buffer>> {
+        // Passes are counted from 1.
+        let pass = place.map_or(0, |place| place.pass.number);
+        let found = {
+            let mut state = self.state.lock();
+            let place = state.ahead.iter().position(|(ahead, _)| *ahead == (pass, unit.unit));
+            place.map(|place| state.ahead.remove(place).1)
+        };
+        let is_ahead = found.is_some();
+        let Held { value: work, counted } = match found {
+            Some(work) => work,
+            None => self.start_gather(unit, shard)?,
+        };
+        for (unit, shard) in next {
+            let ahead = (pass, unit.unit);
+            let begun = self.state.lock().ahead.iter().any(|(other, _)| *other == ahead);
+            if !begun {
+                let work = self.start_gather(&unit, &shard)?;
+                self.state.lock().ahead.push((ahead, work));
+            }
+        }
+        let began = Instant::now();
+        let value = work.wait()?;
+        let of = [("unit", unit.unit.into()), ("ahead", usize::from(is_ahead).into())];
+        self.trace.complete(Track::Parameters, "wait for parameters", began, Instant::now(), &of);
+        Ok(Held { value, counted })
+    }
+
+    fn start_gather(self: &Arc<Self>, unit: &Arc<FlatLayout>, shard: &Tensor<1>) -> Result<Held<Work>> {
+        let Held { value: mut buffer, counted } = self.alloc(unit, Use::Parameters)?;
+        let place = buffer.as_bytes_mut().get_mut(unit.shard_bytes(self.rank()));
+        let is_copied = tensor_bytes::with_bytes(shard.clone(), |shard| match place {
+            Some(place) if place.len() == shard.bytes.len() => {
+                place.copy_from_slice(shard.bytes);
+                true
+            }
+            _ => false,
+        })?;
+        if !is_copied {
+            return Err(Error::invalid_argument(format!(
+                "the shard of unit {} has {} elements, and was made with {}",
+                unit.unit,
+                shard.shape().num_elements(),
+                unit.shard
+            ))
+            .with_remedy("change the values of a FullySharded's parameter, and not its shape"));
+        }
+        self.note(Call::Gather(unit.unit as u32), unit.bytes());
+        let value = self.group.all_gather_v_in_place_async(buffer, &unit.counts())?;
+        Ok(Held { value, counted })
+    }
+
+    /// Zeros for all of a unit's elements.
+    pub fn alloc(self: &Arc<Self>, unit: &FlatLayout, what: Use) -> Result<Held<Buffer>> {
+        let value = self.group.alloc(unit.sent()?, unit.padded())?;
+        let bytes = unit.bytes();
+        let mut state = self.state.lock();
+        let MemoryUse { parameters, parameters_peak, gradients, gradients_peak, .. } = &mut state.bytes;
+        let (now, peak) = match what {
+            Use::Parameters => (parameters, parameters_peak),
+            Use::Gradients => (gradients, gradients_peak),
+        };
+        *now += bytes;
+        *peak = (*peak).max(*now);
+        drop(state);
+        Ok(Held { value, counted: Counted { exchanges: Arc::downgrade(self), what, bytes } })
+    }
+
+    /// Notes a call of so many bytes, before it is made.
+    pub fn note(&self, call: Call, bytes: usize) {
+        let mut state = self.state.lock();
+        state.bytes.communicated += bytes as u64;
+        let number = match call {
+            Call::Gather(unit) => u64::from(unit) << 1,
+            Call::Scatter(unit) => (u64::from(unit) << 1) | 1,
+        };
+        state.calls.hash = mixed([state.calls.hash, number]);
+        state.calls.count += 1;
+        if state.calls.first.len() < CALLS_SHOWN {
+            state.calls.first.push(call);
+        }
+    }
+
+    /// Notes that `collector`'s gradients are on their way, and waits for earlier ones if there are too many.
+    pub fn scattering(&self, collector: &Arc<Collector>) -> Result<()> {
+        let mut state = self.state.lock();
+        state.scattering.push_back(Arc::downgrade(collector));
+        let oldest = if state.scattering.len() > IN_FLIGHT { state.scattering.pop_front() } else { None };
+        drop(state);
+        oldest.and_then(|oldest| oldest.upgrade()).map_or(Ok(()), |oldest| oldest.settle())
+    }
+
+    /// An error on every rank unless all ranks have made the same calls, and none has failed. All ranks call it together.
+    pub fn agree(&self) -> Result<()> {
+        self.check()?;
+        let calls = mem::take(&mut self.state.lock().calls);
+        [&self.group, &self.replicas]
+            .into_iter()
+            .filter(|group| group.world_size() != WorldSize::ONE)
+            .try_for_each(|group| compare(group, &calls))
+            .inspect_err(|error| self.fail(error.clone()))
+    }
+
+    /// Records a part of a step.
+    pub fn record(&self, track: Track, name: &'static str, began: Instant) {
+        // The replicas' Ddp has recorded it, if there are others.
+        if self.replicas.world_size() == WorldSize::ONE {
+            self.trace.complete(track, name, began, Instant::now(), &[]);
+        }
+    }
+
+    /// Runs what a unit computes, and records its time.
+    pub fn traced<T>(&self, track: Track, unit: &FlatLayout, pass: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let output = pass();
+        self.trace.complete(track, "unit", began, Instant::now(), &[("unit", unit.unit.into())]);
+        output
+    }
+
+    /// The most bytes of whole parameters and of whole gradients that this rank has had at one time, and the bytes of all buffers that
+    /// were sent, counted once for each operation.
+    pub fn bytes(&self) -> (usize, usize, u64) {
+        let bytes = self.state.lock().bytes;
+        (bytes.parameters_peak, bytes.gradients_peak, bytes.communicated)
+    }
+}
+
+fn compare(group: &ProcessGroup, calls: &Calls) -> Result<()> {
+    let own = [calls.count as i64, calls.hash as i64];
+    let mut all = vec![0; own.len() * group.world_size().count()];
+    group.all_gather(&own, &mut all)?;
+    let Some(other) = all.chunks(own.len()).position(|other| other != &all[..own.len()]) else {
+        return Ok(());
+    };
+    let lists = group.all_gather_object(&calls.first)?;
+    let place = lists[0].iter().zip(&lists[other]).take_while(|(one, other)| one == other).count();
+    let describe = |rank: usize| match lists[rank].get(place) {
+        Some(Call::Gather(unit)) => format!("gathers unit {unit}"),
+        Some(Call::Scatter(unit)) => format!("scatters the gradients of unit {unit}"),
+        None => "ends".to_owned(),
+    };
+    Err(Error::mismatch(format!(
+        "the ranks use the units of a sharded model differently: in call {} rank 0 {}, and rank {other} {}",
+        place + 1,
+        describe(0),
+        describe(other)
+    ))
+    .with_peer(Rank::new(other as u32))
+    .with_remedy("let every rank's forward pass use the same units in the same order, whatever its data"))
+}

@@ -1,0 +1,141 @@
+//! Where the parameters of a unit lie in one row of elements, and which of them a rank has.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use burn::module::ParamId;
+use burn::tensor::DType as BurnDType;
+use phalanx::{DType, Error, Result};
+
+use crate::parameters::Parameter;
+use crate::tensor_bytes;
+
+/// The parameters of a unit, one after the other, padded so that every rank's shard is equally long.
+pub(super) struct FlatLayout {
+    /// The unit's number among those of its [`ShardingGroup`](super::ShardingGroup).
+    pub unit: usize,
+    pub parameters: Vec<Parameter>,
+    /// The position of each parameter in `parameters`.
+    pub indices: HashMap<ParamId, usize>,
+    /// The elements of each parameter.
+    places: Vec<Range<usize>>,
+    pub dtype: BurnDType,
+    /// Elements without padding.
+    pub elements: usize,
+    /// Elements of each rank's shard.
+    pub shard: usize,
+    pub ranks: usize,
+}
+
+impl FlatLayout {
+    /// # Errors
+    /// If the parameters are of different types, or of one that does not travel.
+    pub fn new(unit: usize, parameters: Vec<Parameter>, ranks: usize) -> Result<Self> {
+        let Some(dtype) = parameters.first().map(|parameter| parameter.dtype) else {
+            return Err(Error::invalid_argument("a unit has no parameters"));
+        };
+        if let Some(other) = parameters.iter().find(|parameter| parameter.dtype != dtype) {
+            return Err(Error::invalid_argument(format!(
+                "`{}` is {:?} and `{}` is {dtype:?}: the parameters of a unit are sharded as one row of one type",
+                other.name, other.dtype, parameters[0].name
+            ))
+            .with_remedy("cast them to one type, or make them units of their own"));
+        }
+        tensor_bytes::dtype(dtype)?;
+        let mut end = 0;
+        let places = parameters.iter().map(|parameter| {
+            let start = end;
+            end += parameter.shape.iter().product::<usize>();
+            start..end
+        });
+        let places = places.collect();
+        let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
+        Ok(Self {
+            unit,
+            indices,
+            places,
+            dtype,
+            elements: end,
+            shard: end.div_ceil(ranks),
+            ranks,
+            parameters,
+        })
+    }
+
+    /// The type in which elements are sent.
+    pub fn sent(&self) -> Result<DType> {
+        tensor_bytes::dtype(self.dtype)
+    }
+
+    /// Elements with padding.
+    pub fn padded(&self) -> usize {
+        self.shard * self.ranks
+    }
+
+    /// The bytes of the whole row, with padding.
+    pub fn bytes(&self) -> usize {
+        self.padded() * self.dtype.size()
+    }
+
+    /// The elements of each rank.
+    pub fn counts(&self) -> Vec<usize> {
+        vec![self.shard; self.ranks]
+    }
+
+    /// The elements that `rank`'s shard has, without padding.
+    pub fn own(&self, rank: usize) -> Range<usize> {
+        (rank * self.shard).min(self.elements)..((rank + 1) * self.shard).min(self.elements)
+    }
+
+    /// The bytes of `rank`'s shard in the row, with padding.
+    pub fn shard_bytes(&self, rank: usize) -> Range<usize> {
+        let size = self.shard * self.dtype.size();
+        rank * size..(rank + 1) * size
+    }
+
+    /// The bytes of each parameter in the row.
+    pub fn places(&self) -> impl Iterator<Item = Range<usize>> {
+        let size = self.dtype.size();
+        self.places.iter().map(move |place| place.start * size..place.end * size)
+    }
+
+    /// The bytes of the parameter `index` in the row.
+    pub fn place(&self, index: usize) -> Option<Range<usize>> {
+        self.places().nth(index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameter(name: &str, shape: &[usize], dtype: BurnDType) -> Parameter {
+        Parameter { id: ParamId::new(), name: name.to_owned(), shape: shape.to_vec(), dtype }
+    }
+
+    #[test]
+    fn shards_are_equally_long_and_have_every_element_once() {
+        let parameters = [parameter("a", &[3, 4], BurnDType::F32), parameter("b", &[5], BurnDType::F32)];
+        for ranks in 1..=20 {
+            let layout = FlatLayout::new(0, parameters.to_vec(), ranks).unwrap();
+            assert_eq!(layout.elements, 17);
+            assert!(layout.padded() >= 17 && layout.padded() < 17 + ranks);
+            assert_eq!(layout.places().collect::<Vec<_>>(), [0..48, 48..68]);
+            let mut end = 0;
+            for rank in 0..ranks {
+                let own = layout.own(rank);
+                assert!(own.is_empty() || own.start == end, "{ranks} ranks, rank {rank}");
+                end = end.max(own.end);
+                assert_eq!(layout.shard_bytes(rank).len(), 4 * layout.shard);
+            }
+            assert_eq!(end, 17);
+        }
+    }
+
+    #[test]
+    fn a_unit_of_two_types_is_refused() {
+        let mixed = vec![parameter("a", &[3], BurnDType::F32), parameter("b", &[5], BurnDType::F16)];
+        let Err(error) = FlatLayout::new(0, mixed, 2) else { panic!("it was taken") };
+        assert!(error.to_string().contains("`b` is F16 and `a` is F32"), "{error}");
+    }
+}

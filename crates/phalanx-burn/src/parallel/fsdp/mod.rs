@@ -1,0 +1,337 @@
+//! Fully sharded data parallelism: ZeRO-2 and ZeRO-3, PyTorch's FSDP.
+//!
+//! A model is made of [units](FullySharded), such as its layers. Each rank has a shard of a unit's parameters, of their gradients and of
+//! the optimizer's state. A unit's parameters are gathered just before it computes, and freed after it; while it computes, those of the
+//! next are on their way. Backward gathers them again, in reverse, and repeats the unit's forward pass, so that neither parameters nor
+//! activations inside units are kept. A unit's gradients are reduced and scattered while the unit before it computes its own.
+//!
+//! [`Fsdp`] has the model, with the calls of a [`Ddp`].
+//!
+//! Sources: Rajbhandari et al., "ZeRO" (2020), arXiv 1910.02054; Zhao et al., "PyTorch FSDP" (2023), arXiv 2304.11277.
+
+mod checkpoint;
+mod collector;
+mod exchanges;
+mod group;
+mod inputs;
+mod layout;
+mod recompute;
+mod unit;
+mod whole;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::Tensor;
+use phalanx::trace::Track;
+use phalanx::{Error, Rank, ReduceOp, Result};
+
+use self::exchanges::Exchanges;
+pub use self::group::{ShardingGroup, ShardingOptions};
+pub use self::inputs::{FloatMapper, UnitInputs};
+pub use self::unit::FullySharded;
+use crate::gradients::{Synced, SyncedGradients};
+use crate::parameters::Inventory;
+use crate::{Ddp, Scalar, clip};
+
+/// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use phalanx::{ProcessGroup, Result};
+/// use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
+///
+/// #[derive(Module, Debug)]
+/// struct Model {
+///     first: FullySharded<Linear>,
+///     last: FullySharded<Linear>,
+/// }
+///
+/// impl Model {
+///     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+///         let x = self.first.forward(x, |layer, x| layer.forward(x).tanh());
+///         self.last.forward(x, |layer, x| layer.forward(x))
+///     }
+/// }
+///
+/// fn train(group: &ProcessGroup, batches: Vec<(Tensor<2>, Tensor<2>)>) -> Result<()> {
+///     let device = Device::flex().autodiff();
+///     let sharding = ShardingGroup::new(group)?;
+///     let first = FullySharded::new(LinearConfig::new(4, 64).init(&device), &sharding)?;
+///     let last = FullySharded::new(LinearConfig::new(64, 1).init(&device), &sharding)?;
+///     let mut fsdp = Fsdp::new(Model { first, last }, &sharding)?;
+///     let mut optimizer = AdamWConfig::new().init();
+///     for (x, y) in batches {
+///         // This rank's part of the batch.
+///         let loss = fsdp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean())?;
+///         let mut gradients = fsdp.backward(&loss)?; // of this rank's shards, averaged over all ranks
+///         fsdp.clip_grad_norm(&mut gradients, 1.0)?;
+///         fsdp.step(&mut optimizer, 1e-3, gradients)?;
+///     }
+///     let whole: Linear = fsdp.model().first.gather()?; // to save it, or to use it without a group
+/// #   assert_eq!(whole.weight.shape().dims(), [4, 64]);
+///     Ok(())
+/// }
+/// # let device = Device::flex().autodiff();
+/// # train(&ProcessGroup::alone()?, vec![(Tensor::ones([2, 4], &device), Tensor::zeros([2, 1], &device)); 2])?;
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// Losses, gradients and steps are those of one process with the whole batch. Every parameter that needs a gradient must be in a
+/// unit. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
+/// optimizer's step.
+///
+/// # Memory
+///
+/// For P bytes of parameters on n ranks, units of at most U bytes, and AdamW: 4 P / n for shards, their gradients and the optimizer's
+/// state; and during a step, with one unit [ahead](ShardingOptions::prefetch), 2 U for whole parameters and 2 U for whole gradients. Without
+/// [`reshard_after_forward`](ShardingOptions::reshard_after_forward) whole parameters take P. What a rank has really taken,
+/// [`bytes`](Self::bytes) says.
+///
+/// # Errors
+/// Neither a forward pass nor backward can return one. If an exchange fails, the groups end with the cause, results are NaN, and the
+/// call that is under way returns the cause; a step with such gradients is refused on every rank.
+#[doc(alias("FullyShardedDataParallel", "FSDP", "FSDP2", "ZeRO", "DeepSpeed"))]
+pub struct Fsdp<M> {
+    /// Over the ranks that have the same shards.
+    ddp: Ddp<M>,
+    exchanges: Arc<Exchanges>,
+    /// The number of the unit of each shard.
+    units: HashMap<ParamId, usize>,
+}
+
+/// The memory and the traffic of a rank: see [`Fsdp::bytes`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FsdpBytes {
+    /// This rank's shards. Their gradients take as much, and AdamW's state twice as much.
+    pub shards: usize,
+    /// The most that whole parameters have taken at one time.
+    pub parameters_peak: usize,
+    /// The most that whole gradients have taken at one time.
+    pub gradients_peak: usize,
+    /// All buffers that were gathered, reduced and scattered, counted once for each operation, and what replicas have averaged. Of a
+    /// buffer of b bytes each of n ranks sends b (n-1) / n.
+    pub communicated: u64,
+}
+
+impl<M: Module> Fsdp<M> {
+    /// The model whose units are sharded by `sharding`. All ranks call it together.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' models do not have the same units, or a parameter that needs a gradient is in none. If the exchange
+    /// fails.
+    pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
+        let exchanges = sharding.exchanges.clone();
+        Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
+    }
+
+    fn prepared(model: M, exchanges: &Arc<Exchanges>) -> Result<Self> {
+        exchanges.check()?;
+        let own = units_of(&model, exchanges);
+        // Before what this rank's own model is found to be: the others wait here.
+        let described = own.as_ref().map(|(order, _)| order.clone()).map_err(Error::to_string);
+        let all = exchanges.group.all_gather_object(&described)?;
+        let (order, units) = own?;
+        if let Some(other) = all.iter().position(|other| *other != all[0]) {
+            return Err(Error::mismatch(format!(
+                "rank 0's model has the units {}, and rank {other}'s {}",
+                listed(&all[0]),
+                listed(&all[other])
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("make the same model of the same units on every rank"));
+        }
+        exchanges.expect(order);
+        let ddp = Ddp::new(model, &exchanges.replicas)?;
+        Ok(Self { ddp, exchanges: exchanges.clone(), units })
+    }
+
+    /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
+    ///
+    /// # Errors
+    /// If an exchange fails, in this call or before.
+    pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        let began = Instant::now();
+        self.exchanges.check()?;
+        self.exchanges.begin(self.shards(self.model()));
+        let output = self.ddp.forward(pass);
+        self.exchanges.end();
+        let output = output.inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        self.exchanges.check()?;
+        self.exchanges.record(Track::Forward, "forward", began);
+        Ok(output)
+    }
+
+    /// Runs `pass` on the model without autodiff, as [`Module::valid`] makes it, for an evaluation. All ranks call it together.
+    ///
+    /// # Errors
+    /// If an exchange fails, in this call or before.
+    pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        self.exchanges.check()?;
+        let model = self.model().valid();
+        self.exchanges.begin(self.shards(&model));
+        let output = pass(&model);
+        self.exchanges.end();
+        self.exchanges.check()?;
+        Ok(output)
+    }
+
+    /// Runs backward from `loss`, and gives the gradients of this rank's shards, averaged over all ranks. Those of
+    /// [`backward_no_sync`](Self::backward_no_sync) since the last call are added.
+    ///
+    /// # Errors
+    /// If an exchange fails on any rank, or the ranks have used their units differently: then no rank gets gradients.
+    pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
+        self.backward_with(|ddp| ddp.backward(loss))
+    }
+
+    /// Runs backward from `loss`, and adds the gradients of this rank's shards to those of the next [`backward`](Self::backward).
+    /// They are reduced and scattered, so that only shards are kept; what is left for the next call is the average over replicas.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward).
+    #[doc(alias("no_sync", "set_requires_gradient_sync"))]
+    pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
+        self.backward_with(|ddp| ddp.backward_no_sync(loss))
+    }
+
+    fn backward_with<T>(&mut self, backward: impl FnOnce(&mut Ddp<M>) -> Result<T>) -> Result<T> {
+        let began = Instant::now();
+        self.exchanges.check()?;
+        let outcome = backward(&mut self.ddp);
+        self.exchanges.end_backward();
+        // What has failed first is the cause of the rest.
+        let outcome = self.exchanges.check().and(outcome);
+        let outcome = outcome.inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        self.exchanges.agree()?;
+        self.exchanges.record(Track::Backward, "backward", began);
+        Ok(outcome)
+    }
+
+    /// Scales `gradients` from [`backward`](Self::backward) so that the norm of the whole model's, taken over all elements as one vector,
+    /// is at most `max_norm`; gives the 2-norm from before, summed in f64, with the same bits on every rank. All ranks call it together.
+    ///
+    /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
+    ///
+    /// # Errors
+    /// If `max_norm` is not a positive number, or the exchange fails.
+    #[doc(alias = "clip_grad_norm_")]
+    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+        clip::check(max_norm)?;
+        let mut sum = [clip::squares_of(self.model(), gradients)?.iter().map(|(_, squares)| squares).sum()];
+        self.exchanges.group.all_reduce(&mut sum, ReduceOp::Sum)?;
+        Ok(clip::scale(self.model(), gradients, max_norm, sum.into_iter()))
+    }
+
+    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing.
+    ///
+    /// # Errors
+    /// If an exchange has failed, or the gradients are those of another model.
+    pub fn step(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: impl Synced,
+    ) -> Result<()> {
+        self.exchanges.check()?;
+        let began = Instant::now();
+        self.ddp.step(optimizer, learning_rate, gradients)?;
+        self.exchanges.record(Track::Optimizer, "optimizer", began);
+        Ok(())
+    }
+
+    /// The mean of all ranks' `value`, such as a loss, the same on every rank. All ranks call it together.
+    ///
+    /// # Errors
+    /// If a tensor has more than one element, or the exchange fails.
+    pub fn mean(&self, value: impl Scalar) -> Result<f64> {
+        let mut mean = [value.number()?];
+        self.exchanges.group.all_reduce(&mut mean, ReduceOp::Avg)?;
+        self.exchanges.replicas.all_reduce(&mut mean, ReduceOp::Avg)?;
+        Ok(mean[0])
+    }
+
+    /// The model, of whose units this rank has shards.
+    pub fn model(&self) -> &M {
+        self.ddp.model()
+    }
+
+    /// Returns the model itself.
+    pub fn into_model(self) -> M {
+        self.ddp.into_model()
+    }
+
+    /// What this rank has taken of its memory and sent, since its [`ShardingGroup`] was made.
+    pub fn bytes(&self) -> FsdpBytes {
+        let parameters = self.ddp.parameters().iter();
+        let shards = parameters.map(|shard| shard.shape.iter().product::<usize>() * shard.dtype.size()).sum();
+        let (parameters_peak, gradients_peak, communicated) = self.exchanges.bytes();
+        let communicated = communicated + self.ddp.communicated_bytes();
+        FsdpBytes { shards, parameters_peak, gradients_peak, communicated }
+    }
+
+    /// This rank's shard of each unit of `model`.
+    fn shards(&self, model: &M) -> HashMap<usize, Tensor<1>> {
+        let mut shards = Shards { units: &self.units, found: HashMap::new() };
+        model.visit(&mut shards);
+        shards.found
+    }
+}
+
+impl<M> fmt::Debug for Fsdp<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (rank, ranks) = (self.exchanges.rank(), self.exchanges.ranks());
+        write!(f, "Fsdp({} units, rank {rank} of {ranks})", self.units.len())
+    }
+}
+
+/// The numbers of the units of `model` in its order, and by their shard.
+fn units_of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<(Vec<usize>, HashMap<ParamId, usize>)> {
+    let known = exchanges.shards();
+    let (mut order, mut seen) = (Vec::new(), HashSet::new());
+    for parameter in Inventory::of(model)?.parameters {
+        let Some(&unit) = known.get(&parameter.id) else {
+            return Err(Error::invalid_argument(format!(
+                "the parameter `{}` is in no unit of this ShardingGroup",
+                parameter.name
+            ))
+            .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
+        };
+        if seen.insert(unit) {
+            order.push(unit);
+        }
+    }
+    let units = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
+    Ok((order, units))
+}
+
+fn listed(units: &std::result::Result<Vec<usize>, String>) -> String {
+    match units {
+        Ok(units) => format!("{units:?}"),
+        Err(cause) => format!("cannot be used: {cause}"),
+    }
+}
+
+struct Shards<'a> {
+    units: &'a HashMap<ParamId, usize>,
+    found: HashMap<usize, Tensor<1>>,
+}
+
+impl ModuleVisitor for Shards<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(&unit) = self.units.get(&param.id) {
+            let shard = param.base().set_require_grad(false);
+            let elements = shard.shape().num_elements();
+            self.found.insert(unit, shard.reshape([elements]));
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! The backward pass of a unit whose parameters were freed: they are gathered, and its forward pass is repeated.
+
+use std::sync::Arc;
+
+use burn::backend::Dispatch;
+use burn::module::Module;
+use burn::tensor::{Gradients, Tensor};
+use parking_lot::Mutex;
+use phalanx::trace::Track;
+use phalanx::{Error, Result};
+
+use super::super::op::{GradientTarget, KnownGradient, ParallelOp, Source};
+use super::collector::Collector;
+use super::exchanges::Place;
+use super::inputs::{FloatMapper, UnitInputs};
+use super::unit::Unit;
+use super::whole::Role;
+use crate::tensor_bytes::{self, TensorBytes};
+
+/// The gradients of a unit's inputs, in their order; none of those that need none.
+#[derive(Clone, Default)]
+pub(super) struct Slots(Arc<Mutex<Vec<Slot>>>);
+
+type Slot = Option<Arc<KnownGradient>>;
+
+impl Slots {
+    /// Adds that of the next input.
+    pub fn add(&self, is_tracked: bool) -> Slot {
+        let slot = is_tracked.then(Arc::default);
+        self.0.lock().push(slot.clone());
+        slot
+    }
+
+    fn all(&self) -> std::vec::IntoIter<Slot> {
+        self.0.lock().clone().into_iter()
+    }
+}
+
+/// What a forward pass leaves for the backward pass.
+type Kept<M, I, const D: usize> = (Tensor<1>, I, fn(&M, I) -> Tensor<D>);
+
+/// Takes the gradient of a unit's output, and from it computes those of its inputs and parameters.
+pub(super) struct Recomputed<M, I, const D: usize> {
+    unit: Arc<Unit<M>>,
+    place: Place,
+    seed: u64,
+    collector: Arc<Collector>,
+    slots: Slots,
+    /// This rank's shard, the inputs, and what is computed with them.
+    held: Mutex<Option<Kept<M, I, D>>>,
+}
+
+impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
+    pub fn new(
+        unit: &Arc<Unit<M>>,
+        (place, seed): (Place, u64),
+        (collector, slots): (Arc<Collector>, Slots),
+        held: Kept<M, I, D>,
+    ) -> Self {
+        Self { unit: unit.clone(), place, seed, collector, slots, held: Mutex::new(Some(held)) }
+    }
+
+    fn run(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        let Unit { exchanges, layout, .. } = &*self.unit;
+        exchanges.check()?;
+        let Some((shard, inputs, pass)) = self.held.lock().take() else {
+            return Err(Error::aborted("backward runs twice through a unit: this is a defect of phalanx"));
+        };
+        let gradient = tensor_bytes::tensor_data(gradient.bytes, shape, gradient.dtype);
+        let shard = (layout.clone(), shard);
+        let role = Role::Leaf(self.collector.clone());
+        let next = exchanges.before(&self.place);
+        let module = self.unit.whole(&shard, Some(&self.place), next, role)?;
+        exchanges.traced(Track::Backward, layout, || {
+            let leaves = inputs.map_floats(&mut Leaves(self.slots.all()));
+            shard.1.device().seed(self.seed);
+            let output = pass(&module, leaves.clone());
+            drop(module);
+            if output.dims().as_slice() != shape || !output.is_autodiff() || !output.is_tracked() {
+                return Err(Error::invalid_argument(format!(
+                    "the closure of unit {} gave an output of shape {shape:?}, and when it was repeated for the backward pass, one of \
+                     {:?}, {}",
+                    layout.unit,
+                    output.dims(),
+                    if output.is_autodiff() && output.is_tracked() { "with a graph" } else { "without a graph" }
+                ))
+                .with_remedy("let the closure compute the same from the module and its inputs each time"));
+            }
+            let source = Source(Arc::new(KnownGradient::new(gradient)));
+            let root = Tensor::<1>::from_dispatch(Dispatch::rooted(output.into_dispatch(), source));
+            let gradients = root.backward();
+            drop(leaves.map_floats(&mut Taken { gradients, slots: self.slots.all() }));
+            Ok(())
+        })?;
+        // A parameter that had no part in it has no gradient yet.
+        self.collector.send()
+    }
+}
+
+impl<M: Module, I: UnitInputs, const D: usize> GradientTarget for Recomputed<M, I, D> {
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
+        if let Err(error) = self.run(gradient, shape) {
+            self.unit.exchanges.fail(error);
+        }
+    }
+}
+
+/// Lets the inputs that need a gradient have one.
+struct Leaves(std::vec::IntoIter<Slot>);
+
+impl FloatMapper for Leaves {
+    fn map<const D: usize>(&mut self, tensor: Tensor<D>) -> Tensor<D> {
+        match self.0.next() {
+            Some(Some(_)) => tensor.require_grad(),
+            _ => tensor,
+        }
+    }
+}
+
+/// Hands over the gradients of inputs.
+struct Taken {
+    gradients: Gradients,
+    slots: std::vec::IntoIter<Slot>,
+}
+
+impl FloatMapper for Taken {
+    fn map<const D: usize>(&mut self, tensor: Tensor<D>) -> Tensor<D> {
+        if let Some(Some(slot)) = self.slots.next() {
+            let gradient = tensor.grad_remove(&mut self.gradients);
+            // An input that has no part in the output.
+            let gradient = gradient.unwrap_or_else(|| tensor.clone().inner().zeros_like());
+            slot.set(gradient.into_data());
+        }
+        tensor
+    }
+}

@@ -1,0 +1,339 @@
+//! A module of whose parameters each rank has a shard.
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::Dispatch;
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::Tensor;
+use parking_lot::Mutex;
+use phalanx::trace::Track;
+use phalanx::{Error, Rank, Result};
+
+use super::super::op::{ParallelOp, Source, Supply, Target};
+use super::collector::{Collector, OfShard};
+use super::exchanges::{Exchanges, Place, Shard};
+use super::group::ShardingGroup;
+use super::inputs::{FloatMapper, UnitInputs};
+use super::layout::FlatLayout;
+use super::recompute::{Recomputed, Slots};
+use super::whole::{Hollow, Role, Whole};
+use crate::parameters::{self, Inventory, Select};
+use crate::replicas;
+use crate::tensor_bytes;
+
+/// A module, such as a layer, of whose parameters each rank has a shard: PyTorch's `fully_shard(layer)`.
+///
+/// It takes the layer's place in a model. To compute with it, give [`forward`](Self::forward) the layer's inputs and what is done with
+/// the whole layer:
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use phalanx::{ProcessGroup, Result};
+/// use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
+///
+/// #[derive(Module, Debug)]
+/// struct Model {
+///     layers: Vec<FullySharded<Linear>>, // was: Vec<Linear>
+/// }
+///
+/// impl Model {
+///     fn new(sharding: &ShardingGroup, device: &Device) -> Result<Self> {
+///         // One layer is whole at a time.
+///         let layer = |_| FullySharded::new(LinearConfig::new(8, 8).init(device), sharding);
+///         Ok(Self { layers: (0..4).map(layer).collect::<Result<_>>()? })
+///     }
+///
+///     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+///         let one = |x, layer: &FullySharded<Linear>| layer.forward(x, |layer, x| layer.forward(x).tanh());
+///         self.layers.iter().fold(x, one)
+///     }
+/// }
+/// # let sharding = ShardingGroup::new(&ProcessGroup::alone()?)?;
+/// # let device = Device::flex().autodiff();
+/// # assert_eq!(Model::new(&sharding, &device)?.forward(Tensor::ones([2, 8], &device)).dims(), [2, 8]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+///
+/// Its only parameter is this rank's shard: a row of all the module's parameters that need a gradient, padded with zeros so that it can
+/// be divided evenly. An optimizer must treat each element by itself, as SGD and Adam do; one that looks at a parameter's shape or norm,
+/// such as Adafactor or Burn's own gradient clipping, would take the shard for a parameter. Parameters without a gradient and tensors
+/// that are not floats stay whole on every rank.
+///
+/// # Errors
+/// A forward pass cannot return one. If an exchange fails, the groups end with the cause, the output is NaN, and
+/// [`Fsdp`](super::Fsdp)'s next call returns the cause.
+#[doc(alias("fully_shard", "FSDPModule", "ZeRO"))]
+#[derive(Module, Debug)]
+pub struct FullySharded<M> {
+    /// This rank's shard.
+    shard: Param<Tensor<1>>,
+    #[module(skip)]
+    unit: Arc<Unit<M>>,
+}
+
+/// What does not change.
+pub(super) struct Unit<M> {
+    pub exchanges: Arc<Exchanges>,
+    pub layout: Arc<FlatLayout>,
+    /// The module, with parameters of no elements.
+    hollow: Mutex<M>,
+}
+
+impl<M> fmt::Debug for Unit<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let FlatLayout { unit, elements, ranks, .. } = &*self.layout;
+        write!(f, "Unit({unit}: {elements} elements among {ranks} ranks)")
+    }
+}
+
+/// What a rank's module must have in common with the others'.
+type Description = (usize, String, Vec<(String, Vec<usize>, String)>);
+
+impl<M: Module + 'static> FullySharded<M> {
+    /// Keeps this rank's shard of rank 0's `module`. All ranks call it together, for their units in the same order.
+    ///
+    /// # Errors
+    /// On every rank: if the ranks' modules or options differ; if the module has no parameter that needs a gradient, parameters of
+    /// different types, or running statistics, as batch norm has; if it is not on a device with autodiff. If the exchange fails.
+    pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
+        let exchanges = &sharding.exchanges;
+        Self::sharded(module, exchanges).inspect_err(|error| exchanges.fail(error.clone()))
+    }
+
+    fn sharded(module: M, exchanges: &Arc<Exchanges>) -> Result<Self> {
+        exchanges.check()?;
+        let number = exchanges.units();
+        let own = prepared(&module, number, exchanges.ranks());
+        // Before what this rank's own module is found to be: the others wait here.
+        let described: std::result::Result<Description, String> = match &own {
+            Ok((inventory, _)) => {
+                let state = inventory.state.iter();
+                let state = state
+                    .map(|tensor| (tensor.name.clone(), tensor.shape.clone(), format!("{:?}", tensor.dtype)));
+                Ok((number, format!("{:?}", exchanges.options), state.collect()))
+            }
+            Err(error) => Err(error.to_string()),
+        };
+        let all = exchanges.group.all_gather_object(&described)?;
+        let (inventory, layout) = own?;
+        compare(&all)?;
+        let module = replicas::from_rank(module, &exchanges.replicas, Rank::MAIN, Select::All)?;
+        let module = replicas::from_rank(module, &exchanges.group, Rank::MAIN, Select::All)?;
+
+        let size = layout.dtype.size();
+        let own = layout.shard_bytes(exchanges.rank());
+        let mut shard = vec![0; layout.shard * size];
+        parameters::each(&module, &layout.indices, |index, tensor| {
+            let Some(place) = layout.place(index) else { return Ok(()) };
+            let (from, to) = (place.start.max(own.start), place.end.min(own.end));
+            if from < to {
+                let part = &tensor.bytes[from - place.start..to - place.start];
+                shard[from - own.start..to - own.start].copy_from_slice(part);
+            }
+            Ok(())
+        })?;
+        let data = tensor_bytes::tensor_data(&shard, &[layout.shard], layout.dtype);
+        let shard = Tensor::from_data(data, (&inventory.device, layout.dtype)).require_grad();
+        let layout = Arc::new(layout);
+        let id = ParamId::new();
+        exchanges.add_unit(layout.clone(), id);
+        let hollow = Mutex::new(module.map(&mut Hollow(&layout)));
+        let unit = Arc::new(Unit { exchanges: exchanges.clone(), layout, hollow });
+        Ok(Self { shard: Param::initialized(id, shard), unit })
+    }
+
+    /// The output of `pass` for the whole module and `inputs`.
+    ///
+    /// All ranks must use the same units in the same order. With
+    /// [`reshard_after_forward`](super::ShardingOptions::reshard_after_forward), `pass` runs again in the backward pass, and must compute
+    /// the same. It is a closure that captures nothing, so that all it computes with is among `inputs`, and gets its gradient. This does
+    /// not compile:
+    ///
+    /// ```compile_fail,E0308
+    /// # use burn::{nn::Linear, tensor::Tensor};
+    /// # use phalanx_burn::parallel::fsdp::FullySharded;
+    /// fn residual(unit: &FullySharded<Linear>, x: Tensor<2>, skipped: Tensor<2>) -> Tensor<2> {
+    ///     unit.forward(x, move |layer, x| layer.forward(x) + skipped.clone())
+    /// }
+    /// ```
+    ///
+    /// This does:
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, tensor::Tensor};
+    /// # use phalanx_burn::parallel::fsdp::FullySharded;
+    /// fn residual(unit: &FullySharded<Linear>, x: Tensor<2>, skipped: Tensor<2>) -> Tensor<2> {
+    ///     unit.forward((x, skipped), |layer, (x, skipped)| layer.forward(x) + skipped)
+    /// }
+    /// ```
+    pub fn forward<I: UnitInputs, const D: usize>(
+        &self,
+        inputs: I,
+        pass: fn(&M, I) -> Tensor<D>,
+    ) -> Tensor<D> {
+        let parameter = self.shard.val();
+        let Unit { exchanges, layout, .. } = &*self.unit;
+        let shard: Shard = (layout.clone(), parameter.clone().set_require_grad(false));
+        let place = exchanges.enter(&shard);
+        let whole = |role| self.unit.whole_or_nan(&shard, &place, exchanges.after(&place), role);
+        if !parameter.is_autodiff() || !parameter.is_tracked() {
+            let module = whole(Role::Constant);
+            return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
+        }
+        let collector = Collector::new(exchanges, layout);
+        let source = Source(Arc::new(OfShard(collector.clone())));
+        let anchor = Tensor::<1>::from_dispatch(Dispatch::rooted(parameter.into_dispatch(), source));
+        if !exchanges.options.reshard_after_forward {
+            let mut behind = Behind { anchor, slots: None };
+            let inputs = inputs.map_floats(&mut behind);
+            let module = whole(Role::Behind(Box::new(behind.anchor), collector));
+            return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
+        }
+        let constants = inputs.clone().map_floats(&mut Constants);
+        let seed = exchanges.seed(&place);
+        let module = whole(Role::Constant);
+        shard.1.device().seed(seed);
+        let output = exchanges.traced(Track::Forward, layout, || pass(&module, constants.clone()));
+        drop(module);
+        if output.is_autodiff() && output.is_tracked() {
+            exchanges.fail(hidden(layout));
+        }
+        let slots = Slots::default();
+        let mut behind = Behind { anchor, slots: Some(slots.clone()) };
+        drop(inputs.map_floats(&mut behind));
+        let again =
+            Recomputed::new(&self.unit, (place, seed), (collector, slots), (shard.1, constants, pass));
+        let output = output.autodiff().set_require_grad(false).into_dispatch();
+        let target = Target(Arc::new(again));
+        Tensor::from_dispatch(Dispatch::attached(output, behind.anchor.into_dispatch(), target))
+    }
+
+    /// The whole module, on every rank: to save it, or to use it without a group. All ranks call it together.
+    ///
+    /// # Errors
+    /// If the exchange fails.
+    pub fn gather(&self) -> Result<M> {
+        let Unit { exchanges, layout, .. } = &*self.unit;
+        exchanges.check()?;
+        let shard = (layout.clone(), self.shard.val().set_require_grad(false));
+        self.unit
+            .whole(&shard, None, Vec::new(), Role::Apart)
+            .inspect_err(|error| exchanges.fail(error.clone()))
+    }
+}
+
+impl<M: Module> FullySharded<M> {
+    /// The number of elements of the whole module's parameters that need a gradient.
+    pub fn elements(&self) -> usize {
+        self.unit.layout.elements
+    }
+}
+
+impl<M: Module> Unit<M> {
+    /// The whole module. `next` are the units that are used after it.
+    pub fn whole(&self, shard: &Shard, place: Option<&Place>, next: Vec<Shard>, role: Role) -> Result<M> {
+        let gathered = self.exchanges.gather(shard, place, next)?;
+        Ok(self.filled(Whole::new(&self.layout, Some(gathered), role, shard.1.device())))
+    }
+
+    fn whole_or_nan(&self, shard: &Shard, place: &Place, next: Vec<Shard>, role: Role) -> M {
+        self.whole(shard, Some(place), next, role.clone()).unwrap_or_else(|error| {
+            self.exchanges.fail(error);
+            self.filled(Whole::new(&self.layout, None, role, shard.1.device()))
+        })
+    }
+
+    fn filled(&self, mut whole: Whole<'_>) -> M {
+        let hollow = self.hollow.lock().clone();
+        // Without autodiff it is an evaluation.
+        let hollow = if whole.device.is_autodiff() { hollow } else { hollow.valid() };
+        hollow.map(&mut whole)
+    }
+}
+
+/// This rank's module, and its parameters in one row.
+fn prepared<M: Module>(module: &M, number: usize, ranks: usize) -> Result<(Inventory, FlatLayout)> {
+    let inventory = Inventory::of(module)?;
+    if let Some(buffer) = inventory.state.iter().find(|tensor| inventory.buffers.contains(&tensor.id)) {
+        return Err(Error::invalid_argument(format!(
+            "`{}` is changed by forward passes, as running statistics are, and would see every batch twice",
+            buffer.name
+        ))
+        .with_remedy("take a norm without running statistics, such as LayerNorm or GroupNorm"));
+    }
+    let layout = FlatLayout::new(number, inventory.parameters.clone(), ranks)?;
+    Ok((inventory, layout))
+}
+
+/// An error unless all ranks have described the same.
+fn compare(all: &[std::result::Result<Description, String>]) -> Result<()> {
+    let failed = all.iter().enumerate().find_map(|(rank, described)| Some((rank, described.as_ref().err()?)));
+    if let Some((rank, cause)) = failed {
+        return Err(Error::mismatch(format!("rank {rank} cannot shard its module: {cause}"))
+            .with_peer(Rank::new(rank as u32)));
+    }
+    let Some(other) = all.iter().position(|described| *described != all[0]) else { return Ok(()) };
+    let (Ok(first), Ok(second)) = (&all[0], &all[other]) else { return Ok(()) };
+    let cause = if first.0 != second.0 {
+        format!("rank 0 makes unit {}, and rank {other} unit {}", first.0, second.0)
+    } else if first.1 != second.1 {
+        format!("rank 0 has the options {}, and rank {other} {}", first.1, second.1)
+    } else {
+        let place = first.2.iter().zip(&second.2).take_while(|(one, other)| one == other).count();
+        let describe = |tensors: &[(String, Vec<usize>, String)]| match tensors.get(place) {
+            Some((name, shape, dtype)) => format!("`{name}` {dtype} {shape:?}"),
+            None => "none".to_owned(),
+        };
+        format!(
+            "tensor {} of unit {} is {} on rank 0, and {} on rank {other}",
+            place + 1,
+            first.0,
+            describe(&first.2),
+            describe(&second.2)
+        )
+    };
+    Err(Error::mismatch(format!("the ranks' units differ: {cause}"))
+        .with_peer(Rank::new(other as u32))
+        .with_remedy("make the same units in the same order on every rank, with the same options"))
+}
+
+fn hidden(layout: &FlatLayout) -> Error {
+    Error::invalid_argument(format!(
+        "unit {} computes with a tensor that has a graph and is neither a parameter nor an input: its gradient would be lost",
+        layout.unit
+    ))
+    .with_remedy("make it a Param of the module, or one of the inputs of FullySharded::forward, or detach it")
+}
+
+/// Inputs without their graph.
+struct Constants;
+
+impl FloatMapper for Constants {
+    fn map<const D: usize>(&mut self, tensor: Tensor<D>) -> Tensor<D> {
+        tensor.set_require_grad(false)
+    }
+}
+
+/// Puts an anchor behind each input that has a gradient.
+struct Behind {
+    anchor: Tensor<1>,
+    /// Where the gradients of inputs come from, if not from the graph itself.
+    slots: Option<Slots>,
+}
+
+impl FloatMapper for Behind {
+    fn map<const D: usize>(&mut self, tensor: Tensor<D>) -> Tensor<D> {
+        let is_tracked = tensor.is_autodiff() && tensor.is_tracked();
+        let slot = self.slots.as_ref().and_then(|slots| slots.add(is_tracked));
+        if !is_tracked {
+            return tensor;
+        }
+        let supply = slot.map_or(Supply::Nothing, |slot| Supply::Gradient(Source(slot)));
+        let anchor = self.anchor.clone().into_dispatch();
+        self.anchor = Tensor::from_dispatch(Dispatch::behind(anchor, tensor.clone().into_dispatch(), supply));
+        tensor
+    }
+}

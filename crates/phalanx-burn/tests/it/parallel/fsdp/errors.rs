@@ -1,0 +1,181 @@
+//! What is refused, and what a failure does.
+
+use burn::module::Module;
+use burn::nn::{BatchNormConfig, Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::Tensor;
+use phalanx::mesh::DeviceMesh;
+use phalanx::testing::{self, Fabric};
+use phalanx::{Error, ProcessGroup, Rank, Result};
+use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
+
+use super::layers::Layers;
+use super::{all_options, options};
+use crate::common::{device, run};
+
+/// The errors of all ranks, which must be errors.
+fn errors<T>(outcomes: Vec<Result<T>>) -> Vec<Error> {
+    outcomes.into_iter().map(|outcome| outcome.err().expect("every rank has an error")).collect()
+}
+
+fn all_say(errors: &[Error], what: &str) {
+    assert!(errors.iter().all(|error| error.to_string().contains(what)), "{what}: {errors:?}");
+}
+
+#[test]
+fn units_that_differ_are_an_error_on_every_rank() {
+    let linear = |group: &ProcessGroup, width| {
+        let sharding = ShardingGroup::new(group)?;
+        FullySharded::new(LinearConfig::new(8, width).init(&device()), &sharding).map(drop)
+    };
+    let wide = errors(run(3, |group| linear(&group, if group.rank().get() == 2 { 5 } else { 4 })));
+    all_say(&wide, "tensor 1 of unit 0 is `weight` F32 [8, 4] on rank 0, and `weight` F32 [8, 5] on rank 2");
+    assert!(wide.iter().all(Error::is_mismatch));
+
+    let other = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?.with_options(options(group.rank().is_main(), 1));
+        FullySharded::new(LinearConfig::new(8, 4).init(&device()), &sharding).map(drop)
+    }));
+    all_say(&other, "rank 0 has the options");
+
+    let frozen = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let layer = LinearConfig::new(8, 4).init(&device());
+        let layer = if group.rank().is_main() { layer } else { layer.no_grad() };
+        FullySharded::new(layer, &sharding).map(drop)
+    }));
+    all_say(&frozen, "no parameter of the model needs a gradient");
+    assert_eq!(frozen[0].peer(), Some(Rank::new(1)));
+
+    let norm = errors(run(2, |group| {
+        FullySharded::new(BatchNormConfig::new(4).init(&device()), &ShardingGroup::new(&group)?).map(drop)
+    }));
+    all_say(&norm, "running");
+}
+
+#[derive(Module, Debug)]
+struct Half {
+    sharded: FullySharded<Linear>,
+    replicated: Linear,
+}
+
+#[test]
+fn models_that_differ_or_have_more_than_units_are_an_error_on_every_rank() {
+    let outside = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let [sharded, replicated] = [0, 1].map(|_| LinearConfig::new(4, 4).init(&device()));
+        Fsdp::new(Half { sharded: FullySharded::new(sharded, &sharding)?, replicated }, &sharding)
+    }));
+    all_say(&outside, "`replicated.weight` is in no unit");
+
+    let fewer = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut model = Layers::new(&[4, 4, 4, 4], &sharding)?;
+        model.layers.truncate(if group.rank().is_main() { 3 } else { 2 });
+        Fsdp::new(model, &sharding)
+    }));
+    all_say(&fewer, "rank 0's model has the units [0, 1, 2], and rank 1's [0, 1]");
+}
+
+#[test]
+fn another_order_on_one_rank_is_an_error_on_every_rank_before_the_step() {
+    for options in all_options() {
+        let errors = errors(run(3, |group| {
+            let sharding = ShardingGroup::new(&group)?.with_options(options.clone());
+            // Equally large, so that the collectives themselves fit.
+            let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4, 4], &sharding)?, &sharding)?;
+            let mut order = [0, 1, 2];
+            if group.rank().get() == 2 {
+                order.swap(1, 2);
+            }
+            let loss = fsdp.forward(|model| {
+                let unit = |x, index: &usize| model.layers[*index].forward(x, |layer, x| layer.forward(x));
+                order.iter().fold(Tensor::<2>::ones([2, 4], &device()), unit).mean()
+            })?;
+            let gradients = fsdp.backward(&loss)?;
+            drop(gradients);
+            Ok(())
+        }));
+        all_say(&errors, "the ranks use the units of a sharded model differently");
+        all_say(&errors, ", and rank 2 ");
+    }
+}
+
+/// A layer with a tensor that is no parameter.
+#[derive(Module, Debug)]
+struct Hidden {
+    layer: Linear,
+    #[module(skip)]
+    factor: Tensor<1>,
+}
+
+#[test]
+fn a_gradient_that_would_be_lost_is_an_error() {
+    let errors = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let factor = Tensor::ones([1], &device()).require_grad();
+        let unit = Hidden { layer: LinearConfig::new(4, 4).init(&device()), factor };
+        let mut fsdp = Fsdp::new(FullySharded::new(unit, &sharding)?, &sharding)?;
+        let x = Tensor::<2>::ones([2, 4], &device());
+        fsdp.forward(|unit| {
+            unit.forward(x, |unit, x| unit.layer.forward(x) * unit.factor.clone().unsqueeze()).mean()
+        })
+    }));
+    all_say(
+        &errors,
+        "unit 0 computes with a tensor that has a graph and is neither a parameter nor an input",
+    );
+}
+
+#[test]
+fn after_a_failure_nothing_steps() {
+    for options in all_options() {
+        for in_backward in [false, true] {
+            let outcomes = run(3, |group| {
+                let sharding = ShardingGroup::new(&group)?.with_options(options.clone());
+                let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+                let mut optimizer = SgdConfig::new().init();
+                let x = || Tensor::<2>::ones([2, 4], &device());
+                let cut = || group.abort(Error::aborted("the cable was cut"));
+                let is_victim = group.rank().get() == 1;
+                let loss = fsdp.forward(|model| model.forward(x()).mean())?;
+                let gradients = fsdp.backward(&loss)?;
+                fsdp.step(&mut optimizer, 0.1, gradients)?;
+                let loss = fsdp.forward(|model| {
+                    if is_victim && !in_backward {
+                        cut();
+                    }
+                    model.forward(x()).mean()
+                })?;
+                if is_victim && in_backward {
+                    cut();
+                }
+                let error = fsdp.backward(&loss).unwrap_err();
+                // Whatever gradients there are.
+                let again = fsdp.forward(|model| model.forward(x()).mean()).unwrap_err();
+                assert!(again.to_string().contains("the cable was cut"), "{again}");
+                Err::<(), _>(error)
+            });
+            all_say(&errors(outcomes), "the cable was cut");
+        }
+    }
+}
+
+#[test]
+fn a_failure_among_some_shards_ends_their_replicas_before_the_step() {
+    for options in [options(true, 1), options(false, 1)] {
+        let outcomes = testing::run(4, Fabric::InProcess, |group| {
+            let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+            let (shard, replicate) = (mesh.group("shard")?, mesh.group("replicate")?);
+            let sharding = ShardingGroup::hybrid(shard, replicate).with_options(options.clone());
+            let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+            let x = Tensor::<2>::ones([2, 4], &device());
+            let loss = fsdp.forward(|model| model.forward(x.clone()).mean())?;
+            if group.rank().is_main() {
+                shard.abort(Error::aborted("the cable was cut"));
+            }
+            fsdp.backward(&loss).map(drop)
+        });
+        all_say(&errors(outcomes), "the cable was cut");
+    }
+}
