@@ -17,6 +17,7 @@ mod link;
 mod message;
 mod op;
 pub mod pipeline;
+mod random;
 pub mod tensor;
 
 pub use clip::clip_grad_norm;

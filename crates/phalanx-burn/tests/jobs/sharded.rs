@@ -5,7 +5,7 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Distribution, Tensor};
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::common::{device, floats};
 use crate::workers::start;
 
-/// What a worker does: `whole`, `sharded`, `trace`.
+/// What a worker does: `whole`, `sharded`, `trace`, `random`.
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 /// The options: with `resharding`, and units `ahead`.
 const RESHARDING: &str = "PHALANX_TEST_RESHARDING";
@@ -28,6 +28,10 @@ pub const TESTS: &[(&str, fn())] = &[
         gathers_and_scatters_overlap_with_what_units_compute,
     ),
     ("dropout_drops_the_same_in_a_unit_s_backward_pass", dropout_drops_the_same_in_a_unit_s_backward_pass),
+    (
+        "ranks_drop_differently_and_the_program_draws_alike_on_all",
+        ranks_drop_differently_and_the_program_draws_alike_on_all,
+    ),
 ];
 
 /// What this program does as a worker.
@@ -37,6 +41,7 @@ pub fn play() {
         "whole" => whole(),
         "sharded" => sharded(&group).unwrap(),
         "trace" => slow(&group).unwrap(),
+        "random" => random(&group).unwrap(),
         other => panic!("no scenario {other}"),
     }
 }
@@ -234,14 +239,80 @@ struct Noisy {
     dropout: Dropout,
 }
 
+/// A layer of 64 by 64.
+fn noisy() -> Noisy {
+    Noisy {
+        layer: LinearConfig::new(64, 64).with_bias(false).init(&device()),
+        dropout: DropoutConfig::new(0.5).init(),
+    }
+}
+
+fn drawn() -> Vec<f32> {
+    Tensor::<1>::random([4], Distribution::Default, &device()).into_data().iter().collect()
+}
+
+/// What the ranks drop in their units, and what they draw outside of them.
+fn random(group: &ProcessGroup) -> Result<()> {
+    let sharding = ShardingGroup::new(group)?;
+    let units = vec![FullySharded::new(noisy(), &sharding)?, FullySharded::new(noisy(), &sharding)?];
+    let mut fsdp = Fsdp::new(units, &sharding)?;
+    let mut runs = Vec::new();
+    for seed in [5, 5, 6] {
+        device().seed(seed);
+        let mut numbers = Vec::new();
+        // Only one rank's gradients count.
+        for only in 0..2 {
+            let before = floats(&fsdp.model()[0].gather()?);
+            let mut hidden = None;
+            let loss = fsdp.forward(|units| {
+                let x = Tensor::<2>::ones([1, 64], &device());
+                let x = units[0].forward(x, |unit, x| unit.dropout.forward(unit.layer.forward(x)));
+                hidden = Some(x.clone().inner());
+                numbers.push(drawn());
+                units[1].forward(x, |unit, x| unit.layer.forward(x)).sum()
+            })?;
+            numbers.push(drawn());
+            let gradients = fsdp.backward(&(loss * f64::from(u8::from(group.rank().index() == only))))?;
+            numbers.push(drawn());
+            fsdp.step(&mut SgdConfig::new().init(), 1e-2, gradients)?;
+            let after = floats(&fsdp.model()[0].gather()?);
+            // The gradient of a weight of the first unit is nothing where its output was dropped.
+            let moved = |column: usize| {
+                (0..64).any(|row| after[0][row * 64 + column] != before[0][row * 64 + column])
+            };
+            let moved: Vec<bool> = (0..64).map(moved).collect();
+            let kept: Vec<bool> = hidden.unwrap().into_data().iter::<f32>().map(|x| x != 0.0).collect();
+            let kept = group.all_gather_object(&kept)?;
+            assert_ne!(kept[0], kept[1], "ranks drop the same");
+            assert_eq!(moved, kept[only], "backward dropped something else");
+        }
+        let all = group.all_gather_object(&numbers)?;
+        assert_eq!(all[0], all[1], "what the program draws differs between ranks");
+        for (place, number) in numbers.iter().enumerate() {
+            assert!(!numbers[..place].contains(number), "{place}: the program draws the same again");
+        }
+        runs.push(numbers);
+    }
+    assert_eq!(runs[0], runs[1]);
+    assert!(
+        runs[0].iter().zip(&runs[2]).all(|(one, other)| one != other),
+        "the program's seed has no effect"
+    );
+    Ok(())
+}
+
+fn ranks_drop_differently_and_the_program_draws_alike_on_all() {
+    let (_server, mut ranks) = start("sharded", 2, &[(SCENARIO, "random"), ("PHALANX_TRANSPORT", "tcp")]);
+    for rank in &mut ranks {
+        let (finished, text) = rank.outcome("random numbers");
+        assert!(finished, "{text}");
+    }
+}
+
 /// Here, because no other test of this program draws from the same random numbers meanwhile.
 fn dropout_drops_the_same_in_a_unit_s_backward_pass() {
     let alone = ProcessGroup::alone().unwrap();
     let sharding = ShardingGroup::new(&alone).unwrap();
-    let noisy = || Noisy {
-        layer: LinearConfig::new(64, 64).with_bias(false).init(&device()),
-        dropout: DropoutConfig::new(0.5).init(),
-    };
     let units =
         vec![FullySharded::new(noisy(), &sharding).unwrap(), FullySharded::new(noisy(), &sharding).unwrap()];
     let mut fsdp = Fsdp::new(units, &sharding).unwrap();

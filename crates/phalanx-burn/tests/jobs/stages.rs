@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
-use burn::tensor::Tensor;
+use burn::tensor::{Distribution, Tensor};
 use phalanx::pipeline::Schedule;
 use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_burn::Ddp;
@@ -317,4 +317,17 @@ fn dropout_drops_the_same_when_it_is_repeated() {
     let taught: Vec<bool> = first.abs().sum_dim(0).into_data().iter::<f32>().map(|x| x != 0.0).collect();
     assert_eq!(used, taught);
     assert!(used.iter().any(|used| !used) && used.iter().any(|used| *used), "{used:?}");
+
+    // The program's own random numbers go on, whatever the passes have drawn.
+    let mut run = |seed: u64| {
+        device().seed(seed);
+        [(); 2].map(|()| {
+            pipeline.train(&mut ddp, &batch).unwrap();
+            let drawn = Tensor::<1>::random([4], Distribution::Default, &device());
+            drawn.into_data().iter::<f32>().collect::<Vec<_>>()
+        })
+    };
+    let (first, again, other) = (run(1), run(1), run(2));
+    assert_eq!(first, again);
+    assert!(first[0] != first[1] && first[0] != other[0] && first[1] != other[1], "{first:?} {other:?}");
 }

@@ -13,15 +13,21 @@ use super::exchanges::Exchanges;
 pub struct ShardingOptions {
     /// Are a unit's parameters freed after its forward pass, and gathered again for its backward pass?
     ///
-    /// If so (ZeRO-3, PyTorch's `FULL_SHARD`), a rank has whole parameters of three units at most, and keeps of a unit's forward pass only
-    /// its inputs: the backward pass computes the rest again, which is a third more work. If not (ZeRO-2, `SHARD_GRAD_OP`), all
-    /// parameters and activations stay until the backward pass has used them, and a step sends a third less.
+    /// If so (ZeRO-3, PyTorch's `FULL_SHARD`), a rank has whole parameters of one unit and of those [ahead](Self::prefetch), and keeps of
+    /// a unit's forward pass only its inputs: the backward pass computes the rest again, which is a third more work. If not (ZeRO-2,
+    /// `SHARD_GRAD_OP`), all parameters and activations stay until the backward pass has used them, and a step sends a third less.
+    /// Gradients of a unit are then scattered with its last one; if a parameter has none, only at the end of the backward pass, until when
+    /// they stay whole.
     pub reshard_after_forward: bool,
     /// How many units are gathered ahead of their use, while the one before them computes; 0 for none. Each takes memory for its
     /// parameters.
     pub prefetch: usize,
     /// Before a unit's forward pass, and again before it is repeated, the device is seeded with a number made of this one, the rank, the
-    /// pass and the unit, so that dropout drops the same. Not used where nothing is repeated.
+    /// pass and the unit, so that dropout drops the same. After either pass the device goes on with the program's own random numbers, as
+    /// if one had been drawn: what is drawn outside of units follows the program's seed. Not used where nothing is repeated.
+    ///
+    /// Random numbers belong to the process: another thread that draws during a pass of a unit changes what is dropped there, and what is
+    /// dropped when the pass is repeated may then differ.
     pub seed: u64,
 }
 
@@ -48,7 +54,8 @@ impl ShardingGroup {
     }
 
     /// Each of `shard`'s ranks has one shard, and all of `replicate`'s ranks have the same one: parameters travel only within `shard`,
-    /// such as the ranks of a host, and each gradient's shard is averaged over `replicate`.
+    /// such as the ranks of a host, and each gradient's shard is averaged over `replicate`. Gradients are then not reduced and scattered
+    /// while the next unit computes its own: the replicas take a unit's shard before.
     ///
     /// ```
     /// use phalanx::mesh::DeviceMesh;

@@ -10,6 +10,7 @@ use phalanx::trace::Track;
 use phalanx::{Error, Result};
 
 use super::super::op::{GradientTarget, KnownGradient, ParallelOp, Source};
+use super::super::random::OwnNumbers;
 use super::collector::Collector;
 use super::exchanges::Place;
 use super::inputs::{FloatMapper, UnitInputs};
@@ -73,9 +74,10 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
         let module = self.unit.whole(&shard, Some(&self.place), next, role)?;
         exchanges.traced(Track::Backward, layout, || {
             let leaves = inputs.map_floats(&mut Leaves(self.slots.all()));
+            let own_numbers = OwnNumbers::of(&shard.1.device());
             shard.1.device().seed(self.seed);
             let output = pass(&module, leaves.clone());
-            drop(module);
+            drop((own_numbers, module));
             if output.dims().as_slice() != shape || !output.is_autodiff() || !output.is_tracked() {
                 return Err(Error::invalid_argument(format!(
                     "the closure of unit {} gave an output of shape {shape:?}, and when it was repeated for the backward pass, one of \

@@ -11,6 +11,7 @@ use phalanx::trace::Track;
 use phalanx::{Error, Rank, Result};
 
 use super::super::op::{ParallelOp, Source, Supply, Target};
+use super::super::random::OwnNumbers;
 use super::collector::{Collector, OfShard};
 use super::exchanges::{Exchanges, Place, Shard};
 use super::group::ShardingGroup;
@@ -195,9 +196,10 @@ impl<M: Module + 'static> FullySharded<M> {
         let constants = inputs.clone().map_floats(&mut Constants);
         let seed = exchanges.seed(&place);
         let module = whole(Role::Constant);
+        let own_numbers = OwnNumbers::of(&shard.1.device());
         shard.1.device().seed(seed);
         let output = exchanges.traced(Track::Forward, layout, || pass(&module, constants.clone()));
-        drop(module);
+        drop((own_numbers, module));
         if output.is_autodiff() && output.is_tracked() {
             exchanges.fail(hidden(layout));
         }

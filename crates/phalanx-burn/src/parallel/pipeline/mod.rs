@@ -179,7 +179,9 @@ impl<const D: usize> Pipeline<D> {
     /// work, for memory of one micro-batch's activations in place of all that the schedule holds.
     ///
     /// Before a forward pass, and again before it is repeated, the device is seeded with a number made of `seed`, the step, the stage
-    /// and the micro-batch, so that dropout drops the same. Running statistics, as those of batch norm, see each micro-batch twice.
+    /// and the micro-batch, so that dropout drops the same; after the step it goes on with the program's own random numbers, as if one had
+    /// been drawn. They belong to the process: another thread must not draw during a step. Running statistics, as those of batch norm, see
+    /// each micro-batch twice.
     #[doc(alias("checkpoint", "activation_checkpointing"))]
     #[must_use]
     pub fn with_recomputation(mut self, seed: u64) -> Self {

@@ -13,6 +13,7 @@ use phalanx::{Caller, Error, ProcessGroup, Result};
 
 use super::super::mixed;
 use super::super::op::{KnownGradient, ParallelOp, Source, Target};
+use super::super::random::OwnNumbers;
 use super::inbox::Inbox;
 use super::outbox::{Outbox, ToStage};
 use super::{Pipeline, PipelineStep, Stage, StageOutput};
@@ -67,6 +68,8 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
 
     pub fn train(mut self) -> Result<PipelineStep> {
         let start = Instant::now();
+        // Once for a step: ranks may run different numbers of passes, and the program draws alike on all of them.
+        let own_numbers = self.pipeline.recomputation.map(|_| OwnNumbers::of(&self.device));
         let actions = self.plan.actions(self.group.rank().index()).to_vec();
         let mut gradients = None;
         for (index, action) in actions.iter().enumerate() {
@@ -79,6 +82,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 }
             }
         }
+        drop(own_numbers);
         self.outbox.finish()?;
         self.pipeline.steps += 1;
         let (loss, bubble) = self.together(start.elapsed())?;
