@@ -57,6 +57,8 @@ struct State {
     ahead: Vec<(Ahead, Held<Work>)>,
     scattering: VecDeque<Weak<Collector>>,
     calls: Calls,
+    /// Those of them that replicas must share, because they average what was scattered.
+    scatters: Calls,
     failure: Option<Error>,
     bytes: MemoryUse,
 }
@@ -351,14 +353,9 @@ impl Exchanges {
     pub fn note(&self, call: Call, bytes: usize) {
         let mut state = self.state.lock();
         state.bytes.communicated += bytes as u64;
-        let number = match call {
-            Call::Gather(unit) => u64::from(unit) << 1,
-            Call::Scatter(unit) => (u64::from(unit) << 1) | 1,
-        };
-        state.calls.hash = mixed([state.calls.hash, number]);
-        state.calls.count += 1;
-        if state.calls.first.len() < CALLS_SHOWN {
-            state.calls.first.push(call);
+        state.calls.add(call);
+        if let Call::Scatter(_) = call {
+            state.scatters.add(call);
         }
     }
 
@@ -371,14 +368,17 @@ impl Exchanges {
         oldest.and_then(|oldest| oldest.upgrade()).map_or(Ok(()), |oldest| oldest.settle())
     }
 
-    /// An error on every rank unless all ranks have made the same calls, and none has failed. All ranks call it together.
+    /// An error on every rank unless all ranks have made the same calls, and none has failed. Replicas may gather what others do not, as
+    /// one that evaluates the model. All ranks call it together.
     pub fn agree(&self) -> Result<()> {
         self.check()?;
-        let calls = mem::take(&mut self.state.lock().calls);
-        [&self.group, &self.replicas]
+        let mut state = self.state.lock();
+        let (calls, scatters) = (mem::take(&mut state.calls), mem::take(&mut state.scatters));
+        drop(state);
+        [(&self.group, calls), (&self.replicas, scatters)]
             .into_iter()
-            .filter(|group| group.world_size() != WorldSize::ONE)
-            .try_for_each(|group| compare(group, &calls))
+            .filter(|(group, _)| group.world_size() != WorldSize::ONE)
+            .try_for_each(|(group, calls)| compare(group, &calls))
             .inspect_err(|error| self.fail(error.clone()))
     }
 
@@ -406,6 +406,20 @@ impl Exchanges {
     }
 }
 
+impl Calls {
+    fn add(&mut self, call: Call) {
+        let number = match call {
+            Call::Gather(unit) => u64::from(unit) << 1,
+            Call::Scatter(unit) => (u64::from(unit) << 1) | 1,
+        };
+        self.hash = mixed([self.hash, number]);
+        self.count += 1;
+        if self.first.len() < CALLS_SHOWN {
+            self.first.push(call);
+        }
+    }
+}
+
 fn compare(group: &ProcessGroup, calls: &Calls) -> Result<()> {
     let own = [calls.count as i64, calls.hash as i64];
     let mut all = vec![0; own.len() * group.world_size().count()];
@@ -420,12 +434,44 @@ fn compare(group: &ProcessGroup, calls: &Calls) -> Result<()> {
         Some(Call::Scatter(unit)) => format!("scatters the gradients of unit {unit}"),
         None => "ends".to_owned(),
     };
-    Err(Error::mismatch(format!(
-        "the ranks use the units of a sharded model differently: in call {} rank 0 {}, and rank {other} {}",
-        place + 1,
-        describe(0),
-        describe(other)
-    ))
-    .with_peer(Rank::new(other as u32))
-    .with_remedy("let every rank's forward pass use the same units in the same order, whatever its data"))
+    let cause = if place < CALLS_SHOWN {
+        format!("in call {} rank 0 {}, and rank {other} {}", place + 1, describe(0), describe(other))
+    } else {
+        let count = |rank: usize| all[rank * own.len()];
+        format!(
+            "after the first {CALLS_SHOWN} calls, of {} on rank 0, and of {} on rank {other}",
+            count(0),
+            count(other)
+        )
+    };
+    Err(Error::mismatch(format!("the ranks use the units of a sharded model differently: {cause}"))
+        .with_peer(Rank::new(other as u32))
+        .with_remedy("let every rank's forward pass use the same units in the same order, whatever its data"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_difference_after_the_calls_that_are_kept_is_told_with_their_number() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let errors = std::thread::scope(|scope| {
+            let rank = |group: ProcessGroup| {
+                let mut calls = Calls::default();
+                for _ in 0..CALLS_SHOWN + group.rank().index() {
+                    calls.add(Call::Gather(0));
+                }
+                scope.spawn(move || compare(&group, &calls).unwrap_err().to_string())
+            };
+            let threads: Vec<_> = groups.into_iter().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        for error in errors {
+            assert!(
+                error.contains("after the first 4096 calls, of 4096 on rank 0, and of 4097 on rank 1"),
+                "{error}"
+            );
+        }
+    }
 }
