@@ -72,19 +72,21 @@ pub(crate) enum Select<'a> {
     Weights(&'a HashSet<ParamId>),
     /// These floats: buffers.
     Only(&'a HashSet<ParamId>),
+    /// All tensors but these floats: what is not sharded.
+    Except(&'a HashSet<ParamId>),
 }
 
 impl Select<'_> {
     pub(crate) fn float(self, id: ParamId) -> bool {
         match self {
             Self::All => true,
-            Self::Weights(buffers) => !buffers.contains(&id),
+            Self::Weights(these) | Self::Except(these) => !these.contains(&id),
             Self::Only(these) => these.contains(&id),
         }
     }
 
-    fn other(self) -> bool {
-        matches!(self, Self::All)
+    pub(crate) fn other(self) -> bool {
+        matches!(self, Self::All | Self::Except(_))
     }
 }
 

@@ -1,7 +1,7 @@
 //! A model, its optimizer, and everything else that the next step depends on, as one value: for elastic jobs and for
 //! checkpoints.
 
-mod model;
+pub(crate) mod model;
 pub(crate) mod moments;
 mod schedule;
 mod storage;
@@ -23,6 +23,7 @@ use serde::de::DeserializeOwned;
 
 pub(crate) use self::storage::Layout;
 use crate::gradients::{Synced, SyncedGradients};
+use crate::parameters::Select;
 use crate::{Ddp, DdpOptions};
 
 /// Everything that the next step of a training depends on: the model with its buffers, the optimizer with its state,
@@ -372,7 +373,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     }
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
-        model::save(&self.model, writer, &format!("{}model", self.name))?;
+        self.model.settle_buffers();
+        let model = (self.model.model(), Select::All);
+        model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;
         let optimizer = format!("{}optimizer", self.name);
         moments::save(&self.optimizer, self.model.state(), writer, (&optimizer, &optimizer))?;
         if let Some(scheduler) = &self.scheduler {
@@ -392,7 +395,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         let name = format!("{}optimizer", self.name);
         let parts = ([name.clone()], name.as_str());
         let optimizer = moments::load(&self.optimizer, self.model.state(), reader, parts, |_| true)?;
-        model::load(&mut self.model, reader, &format!("{}model", self.name))?;
+        let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
+        // Deferred updates of forward passes would overwrite the loaded values.
+        self.model.settle_buffers();
+        self.model.map(|model| model::loaded(model, Select::All, elements));
         (self.optimizer, self.scheduler) = (optimizer, scheduler);
         (self.steps, self.progress) = (steps, progress);
         Ok(())

@@ -11,42 +11,51 @@ use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::storage::Layout;
-use crate::parameters::Parameter;
-use crate::{Ddp, tensor_bytes};
+use crate::parameters::{Parameter, Select};
+use crate::tensor_bytes;
 
 /// A tensor of the model that was saved.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Entry {
+pub(crate) struct Entry {
     name: String,
     layout: Layout,
 }
 
-pub(super) fn save<M: Module>(ddp: &Ddp<M>, writer: &mut impl StateWriter, prefix: &str) -> Result<()> {
-    ddp.settle_buffers();
-    let entries = entries(ddp.state());
+/// Saves the selected tensors of `model`, which are `tensors`, in module order.
+pub(crate) fn save<M: Module>(
+    (model, select): (&M, Select<'_>),
+    tensors: &[Parameter],
+    writer: &mut impl StateWriter,
+    prefix: &str,
+) -> Result<()> {
+    let entries = entries(tensors);
     writer.value(prefix, &entries)?;
-    let mut saver = Saver { entries: entries.iter(), writer, prefix, outcome: Ok(()) };
-    ddp.model().visit(&mut saver);
+    let mut saver = Saver { select, entries: entries.iter(), writer, prefix, outcome: Ok(()) };
+    model.visit(&mut saver);
     saver.outcome
 }
 
-pub(super) fn load<M: Module>(ddp: &mut Ddp<M>, reader: &impl StateReader, prefix: &str) -> Result<()> {
-    let (here, saved) = (entries(ddp.state()), reader.value::<Vec<Entry>>(prefix)?);
-    if here != saved {
-        return Err(other_model(&here, &saved));
-    }
+/// The elements of what [`save`] has saved of `tensors`.
+pub(crate) fn read<'a>(
+    tensors: &[Parameter],
+    reader: &'a impl StateReader,
+    prefix: &str,
+) -> Result<Vec<Cow<'a, [u8]>>> {
+    let (here, saved) = (entries(tensors), reader.value::<Vec<Entry>>(prefix)?);
+    compare(&here, &saved)?;
     let tensor = |Entry { name, layout }: &Entry| {
         reader.tensor(&format!("{prefix}.{name}"), tensor_bytes::dtype(layout.dtype)?, &layout.shape)
     };
-    let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-    // Deferred updates of forward passes would overwrite the loaded values.
-    ddp.settle_buffers();
-    ddp.map(|model| model.map(&mut Loader(elements.into_iter())));
-    Ok(())
+    here.iter().map(tensor).collect()
+}
+
+/// `model` with other elements of the selected tensors, which [`read`] gave.
+pub(crate) fn loaded<M: Module>(model: M, select: Select<'_>, elements: Vec<Cow<'_, [u8]>>) -> M {
+    model.map(&mut Loader { select, elements: elements.into_iter() })
 }
 
 /// The names and layouts of the tensors; a name that occurs twice gets a number.
-fn entries(state: &[Parameter]) -> Vec<Entry> {
+pub(crate) fn entries(state: &[Parameter]) -> Vec<Entry> {
     let mut names = HashSet::new();
     let unique = |name: &str| {
         let numbered = (2..).map(|number| format!("{name}#{number}"));
@@ -58,22 +67,26 @@ fn entries(state: &[Parameter]) -> Vec<Entry> {
     named.zip(layouts).map(|(name, layout)| Entry { name, layout }).collect()
 }
 
-/// The error that names the first difference.
-fn other_model(here: &[Entry], saved: &[Entry]) -> Error {
+/// An error that names the first difference, if there is one.
+pub(crate) fn compare(here: &[Entry], saved: &[Entry]) -> Result<()> {
+    if here == saved {
+        return Ok(());
+    }
     let place = here.iter().zip(saved).take_while(|(here, saved)| here == saved).count();
     let describe = |entries: &[Entry]| match entries.get(place) {
         Some(Entry { name, layout: Layout { dtype, shape } }) => format!("{name} {dtype:?} {shape:?}"),
         None => "none".to_owned(),
     };
     let (here, saved) = (describe(here), describe(saved));
-    Error::mismatch(format!(
+    Err(Error::mismatch(format!(
         "the state is that of another model: its tensor number {} is {saved}, here it is {here}",
         place + 1
     ))
-    .with_remedy("build the model as it was built when the state was saved")
+    .with_remedy("build the model as it was built when the state was saved"))
 }
 
 struct Saver<'a, T> {
+    select: Select<'a>,
     entries: std::slice::Iter<'a, Entry>,
     writer: &'a mut T,
     prefix: &'a str,
@@ -92,40 +105,55 @@ impl<T: StateWriter> Saver<'_, T> {
 
 impl<T: StateWriter> ModuleVisitor for Saver<'_, T> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.save(|put| {
-            tensor_bytes::with_bytes(param.base(), |tensor| put(tensor.bytes)).and_then(|put| put)
-        });
+        if self.select.float(param.id) {
+            self.save(|put| {
+                tensor_bytes::with_bytes(param.base(), |tensor| put(tensor.bytes)).and_then(|put| put)
+            });
+        }
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.save(|put| put(param.base().into_data().as_bytes()));
+        if self.select.other() {
+            self.save(|put| put(param.base().into_data().as_bytes()));
+        }
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.save(|put| put(param.base().into_data().as_bytes()));
+        if self.select.other() {
+            self.save(|put| put(param.base().into_data().as_bytes()));
+        }
     }
 }
 
 /// The elements of each tensor, in module order, with the lengths in this model.
-struct Loader<'a>(std::vec::IntoIter<Cow<'a, [u8]>>);
+struct Loader<'s, 'a> {
+    select: Select<'s>,
+    elements: std::vec::IntoIter<Cow<'a, [u8]>>,
+}
 
-impl ModuleMapper for Loader<'_> {
+impl<'a> Loader<'_, 'a> {
+    fn next(&mut self, selected: bool) -> Option<Cow<'a, [u8]>> {
+        if selected { self.elements.next() } else { None }
+    }
+}
+
+impl ModuleMapper for Loader<'_, '_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.0.next() {
+        match self.next(self.select.float(param.id)) {
             Some(elements) => param.map(|old| tensor_bytes::overwritten(old, &elements)),
             None => param,
         }
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        match self.0.next() {
+        match self.next(self.select.other()) {
             Some(elements) => param.map(|old| replaced(&old, &elements)),
             None => param,
         }
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        match self.0.next() {
+        match self.next(self.select.other()) {
             Some(elements) => param.map(|old| replaced(&old, &elements)),
             None => param,
         }

@@ -15,8 +15,9 @@ use serde::{Deserialize, Serialize};
 use super::Fsdp;
 use super::layout::FlatLayout;
 use crate::optimizer::{Key, OptimizerState, other_model};
-use crate::parameters;
+use crate::parameters::{self, Parameter, Select};
 use crate::state::Layout;
+use crate::state::model::{self, Entry};
 use crate::tensor_bytes;
 
 /// What all ranks have of an optimizer's state besides shards.
@@ -25,12 +26,22 @@ struct Index {
     tensors: Vec<(Key, BurnDType)>,
     scalars: Vec<(Key, Scalar)>,
     paths: Vec<(usize, String)>,
+    /// The parameters of all units, one after the other.
+    units: Vec<Entry>,
+    /// By unit: a hash of what is frozen in it.
+    frozen: Vec<u64>,
+}
+
+/// The name of what is in no unit.
+fn rest_of(name: &str) -> String {
+    format!("{name}.whole")
 }
 
 impl<M: Module> Fsdp<M> {
     /// Adds this rank's shards and their part of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
     /// every rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered. Each unit is one
-    /// tensor of one dimension, with all its parameters in their order.
+    /// tensor of one dimension, with all its parameters in their order. Rank 0 adds what is in no unit. What is frozen inside a unit is
+    /// not saved, but compared: [`FullySharded::new`](super::FullySharded::new) must get it.
     ///
     /// ```
     /// use burn::module::Module;
@@ -63,7 +74,13 @@ impl<M: Module> Fsdp<M> {
         }
         if rank == 0 {
             let tensors = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.dtype)).collect();
-            snapshot.value(name, &Index { tensors, scalars, paths })?;
+            snapshot.value(
+                name,
+                &Index { tensors, scalars, paths, units: self.entries()?, frozen: self.frozen()? },
+            )?;
+            let shards = self.units.keys().copied().collect();
+            let rest = (self.model(), Select::Except(&shards));
+            model::save(rest, &self.rest(), snapshot, &rest_of(name))?;
         }
         parameters::each(self.model(), &self.indices(), |index, shard| {
             let unit = self.unit(index)?;
@@ -83,13 +100,23 @@ impl<M: Module> Fsdp<M> {
         })
     }
 
-    /// Loads this rank's shards, and their part of the state of `optimizer`, from what any number of ranks have [saved](Self::save)
-    /// under `name`.
+    /// Loads this rank's shards, what is in no unit, and their part of the state of `optimizer`, from what any number of ranks have
+    /// [saved](Self::save) under `name`.
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
     pub fn load(&mut self, optimizer: &mut ModuleOptimizer, saved: &Saved, name: &str) -> Result<()> {
-        let Index { tensors, scalars, paths } = saved.value(name)?;
+        let Index { tensors, scalars, paths, units, frozen } = saved.value(name)?;
+        model::compare(&self.entries()?, &units)?;
+        let other = self.frozen()?.iter().zip(&frozen).position(|(here, saved)| here != saved);
+        if let Some(unit) = other.and_then(|unit| self.ddp.parameters().get(unit)) {
+            return Err(Error::mismatch(format!(
+                "the frozen tensors in the unit of `{}` have other values than when the state was saved",
+                unit.name
+            ))
+            .with_remedy("give FullySharded::new the module with those values, as from a file of its own"));
+        }
+        let rest = model::read(&self.rest(), saved, &rest_of(name))?;
         let shards = (0..self.ddp.parameters().len()).map(|index| {
             let unit = self.unit(index)?;
             self.read(saved, &self.name(name, index, None)?, &unit, unit.dtype)
@@ -104,10 +131,37 @@ impl<M: Module> Fsdp<M> {
         let state = OptimizerState { tensors: tensors.collect::<Result<_>>()?, scalars, paths };
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
         let indices = self.indices();
+        let ids = self.units.keys().copied().collect();
         self.ddp.map(|model| {
+            let model = model::loaded(model, Select::Except(&ids), rest);
             parameters::replaced(model, &indices, |index| shards.get(index).map(|shard| shard.as_slice()))
         });
         Ok(())
+    }
+
+    /// The parameters of all units, with the names of their units before them.
+    fn entries(&self) -> Result<Vec<Entry>> {
+        let mut all = Vec::new();
+        for (index, shard) in self.ddp.parameters().iter().enumerate() {
+            let unit = self.unit(index)?;
+            let named = |parameter: &Parameter| Parameter {
+                name: format!("{}.{}", shard.name, parameter.name),
+                ..parameter.clone()
+            };
+            all.extend(unit.parameters.iter().map(named));
+        }
+        Ok(model::entries(&all))
+    }
+
+    /// By unit, a hash of what is frozen in it.
+    fn frozen(&self) -> Result<Vec<u64>> {
+        (0..self.ddp.parameters().len()).map(|index| Ok(self.unit(index)?.frozen)).collect()
+    }
+
+    /// What is in no unit.
+    fn rest(&self) -> Vec<Parameter> {
+        let tensors = self.ddp.state().iter();
+        tensors.filter(|tensor| !self.units.contains_key(&tensor.id)).cloned().collect()
     }
 
     fn indices(&self) -> HashMap<ParamId, usize> {

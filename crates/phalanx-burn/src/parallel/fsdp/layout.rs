@@ -25,6 +25,8 @@ pub(super) struct FlatLayout {
     /// Elements of each rank's shard.
     pub shard: usize,
     pub ranks: usize,
+    /// A hash of the unit's tensors that are not sharded.
+    pub frozen: u64,
 }
 
 impl FlatLayout {
@@ -59,6 +61,7 @@ impl FlatLayout {
             shard: end.div_ceil(ranks),
             ranks,
             parameters,
+            frozen: 0,
         })
     }
 

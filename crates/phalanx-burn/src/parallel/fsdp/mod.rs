@@ -36,8 +36,8 @@ pub use self::group::{ShardingGroup, ShardingOptions};
 pub use self::inputs::{FloatMapper, UnitInputs};
 pub use self::unit::FullySharded;
 use crate::gradients::{Synced, SyncedGradients};
-use crate::parameters::Inventory;
-use crate::{Ddp, Scalar, clip};
+use crate::parameters::{Inventory, Parameter, Select};
+use crate::{Ddp, Scalar, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
 ///
@@ -93,12 +93,15 @@ use crate::{Ddp, Scalar, clip};
 ///
 /// For P bytes of parameters on n ranks, units of at most U bytes, and AdamW: 4 P / n for shards, their gradients and the optimizer's
 /// state; and during a step, with one unit [ahead](ShardingOptions::prefetch), 2 U for whole parameters and 2 U for whole gradients. Without
-/// [`reshard_after_forward`](ShardingOptions::reshard_after_forward) whole parameters take P. What a rank has really taken,
-/// [`bytes`](Self::bytes) says.
+/// [`reshard_after_forward`](ShardingOptions::reshard_after_forward) whole parameters take P. The buckets in which
+/// [replicas](ShardingGroup::hybrid) average take P / n more, and so does the sum that [`backward_no_sync`](Self::backward_no_sync) leaves.
+/// What a rank has really taken, [`bytes`](Self::bytes) says.
 ///
 /// # Errors
 /// Neither a forward pass nor backward can return one. If an exchange fails, the groups end with the cause, results are NaN, and the
-/// call that is under way returns the cause; a step with such gradients is refused on every rank.
+/// call that is under way returns the cause; a step with such gradients is refused on every rank. That is so for the exchanges of this
+/// `Fsdp`: if a loss goes through a second one, on other groups, its NaN comes here without a cause, so look at
+/// [`ShardingGroup::failure`] of the second before the step.
 #[doc(alias("FullyShardedDataParallel", "FSDP", "FSDP2", "ZeRO", "DeepSpeed"))]
 pub struct Fsdp<M> {
     /// Over the ranks that have the same shards.
@@ -124,11 +127,14 @@ pub struct FsdpBytes {
 }
 
 impl<M: Module> Fsdp<M> {
-    /// The model whose units are sharded by `sharding`. All ranks call it together.
+    /// The model whose units are sharded by `sharding`. All ranks take rank 0's values of what is in no unit: frozen parameters, buffers,
+    /// and tensors that are no floats. All ranks call it together.
+    ///
+    /// Nothing keeps those equal afterwards: running statistics outside units are each rank's own.
     ///
     /// # Errors
-    /// On every rank, if the ranks' models do not have the same units, or a parameter that needs a gradient is in none. If the exchange
-    /// fails.
+    /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; or if a
+    /// parameter that needs a gradient is in none. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -136,23 +142,20 @@ impl<M: Module> Fsdp<M> {
 
     fn prepared(model: M, exchanges: &Arc<Exchanges>) -> Result<Self> {
         exchanges.check()?;
-        let own = units_of(&model, exchanges);
+        let own = Units::of(&model, exchanges);
         // Before what this rank's own model is found to be: the others wait here.
-        let described = own.as_ref().map(|(order, _)| order.clone()).map_err(Error::to_string);
-        let all = exchanges.group.all_gather_object(&described)?;
-        let (order, units) = own?;
-        if let Some(other) = all.iter().position(|other| *other != all[0]) {
-            return Err(Error::mismatch(format!(
-                "rank 0's model has the units {}, and rank {other}'s {}",
-                listed(&all[0]),
-                listed(&all[other])
-            ))
-            .with_peer(Rank::new(other as u32))
-            .with_remedy("make the same model of the same units on every rank"));
+        let described = own.as_ref().map(Units::described).map_err(Error::to_string);
+        for group in [&exchanges.group, &exchanges.replicas] {
+            compare(&group.all_gather_object(&described)?)?;
         }
+        let Units { order, numbers, rest: _ } = own?;
+        let shards: HashSet<ParamId> = numbers.keys().copied().collect();
+        let rest = Select::Except(&shards);
+        let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
+        let model = replicas::from_rank(model, &exchanges.group, Rank::MAIN, rest)?;
         exchanges.expect(order);
         let ddp = Ddp::new(model, &exchanges.replicas)?;
-        Ok(Self { ddp, exchanges: exchanges.clone(), units })
+        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -227,9 +230,11 @@ impl<M: Module> Fsdp<M> {
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         clip::check(max_norm)?;
-        let mut sum = [clip::squares_of(self.model(), gradients)?.iter().map(|(_, squares)| squares).sum()];
-        self.exchanges.group.all_reduce(&mut sum, ReduceOp::Sum)?;
-        Ok(clip::scale(self.model(), gradients, max_norm, sum.into_iter()))
+        let own: f64 = clip::squares_of(self.model(), gradients)?.iter().map(|(_, squares)| squares).sum();
+        let mut all = vec![0.0; self.exchanges.ranks()];
+        self.exchanges.group.all_gather(&[own], &mut all)?;
+        // Added in the order of ranks, in the group of every replica alike.
+        Ok(clip::scale(self.model(), gradients, max_norm, all.into_iter()))
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing.
@@ -294,31 +299,72 @@ impl<M> fmt::Debug for Fsdp<M> {
     }
 }
 
-/// The numbers of the units of `model` in its order, and by their shard.
-fn units_of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<(Vec<usize>, HashMap<ParamId, usize>)> {
-    let known = exchanges.shards();
-    let (mut order, mut seen) = (Vec::new(), HashSet::new());
-    for parameter in Inventory::of(model)?.parameters {
-        let Some(&unit) = known.get(&parameter.id) else {
-            return Err(Error::invalid_argument(format!(
-                "the parameter `{}` is in no unit of this ShardingGroup",
-                parameter.name
-            ))
-            .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
-        };
-        if seen.insert(unit) {
-            order.push(unit);
-        }
-    }
-    let units = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
-    Ok((order, units))
+/// What a model is made of.
+struct Units {
+    /// The numbers of its units, in its order.
+    order: Vec<usize>,
+    /// The same, by their shard.
+    numbers: HashMap<ParamId, usize>,
+    /// What is in no unit.
+    rest: Vec<Parameter>,
 }
 
-fn listed(units: &std::result::Result<Vec<usize>, String>) -> String {
-    match units {
-        Ok(units) => format!("{units:?}"),
-        Err(cause) => format!("cannot be used: {cause}"),
+/// What a rank's model must have in common with the others': numbers of units, and other tensors.
+type Description = (Vec<usize>, Vec<String>);
+
+impl Units {
+    fn of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<Self> {
+        let known = exchanges.shards();
+        let (mut order, mut seen) = (Vec::new(), HashSet::new());
+        let Inventory { parameters, state, .. } = Inventory::of(model)?;
+        for parameter in parameters {
+            let Some(&unit) = known.get(&parameter.id) else {
+                return Err(Error::invalid_argument(format!(
+                    "the parameter `{}` is in no unit of this ShardingGroup",
+                    parameter.name
+                ))
+                .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
+            };
+            if seen.insert(unit) {
+                order.push(unit);
+            }
+        }
+        let rest = state.into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
+        let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
+        Ok(Self { order, numbers, rest })
     }
+
+    fn described(&self) -> Description {
+        let rest = self.rest.iter();
+        let rest = rest.map(|Parameter { name, dtype, shape, .. }| format!("`{name}` {dtype:?} {shape:?}"));
+        (self.order.clone(), rest.collect())
+    }
+}
+
+/// An error unless all ranks have described the same.
+fn compare(all: &[std::result::Result<Description, String>]) -> Result<()> {
+    if let Some((rank, cause)) =
+        all.iter().enumerate().find_map(|(rank, own)| Some((rank, own.as_ref().err()?)))
+    {
+        return Err(Error::mismatch(format!("rank {rank}'s model cannot be used: {cause}"))
+            .with_peer(Rank::new(rank as u32)));
+    }
+    let Some(other) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
+    let (Ok((first, rest)), Ok((second, other_rest))) = (&all[0], &all[other]) else { return Ok(()) };
+    let cause = if first == second {
+        let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
+        let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());
+        let (first, second) = (describe(rest), describe(other_rest));
+        format!(
+            "tensor {} that is in no unit is {first} in rank 0's model, and {second} in rank {other}'s",
+            place + 1
+        )
+    } else {
+        format!("rank 0's model has the units {first:?}, and rank {other}'s {second:?}")
+    };
+    Err(Error::mismatch(cause)
+        .with_peer(Rank::new(other as u32))
+        .with_remedy("make the same model of the same units on every rank"))
 }
 
 struct Shards<'a> {

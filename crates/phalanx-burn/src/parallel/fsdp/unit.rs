@@ -1,15 +1,17 @@
 //! A module of whose parameters each rank has a shard.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
-use burn::module::{Module, Param, ParamId};
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, Result};
 
+use super::super::mixed;
 use super::super::op::{ParallelOp, Source, Supply, Target};
 use super::super::random::OwnNumbers;
 use super::collector::{Collector, OfShard};
@@ -59,9 +61,9 @@ use crate::tensor_bytes;
 /// ```
 ///
 /// Its only parameter is this rank's shard: a row of all the module's parameters that need a gradient, padded with zeros so that it can
-/// be divided evenly. An optimizer must treat each element by itself, as SGD and Adam do; one that looks at a parameter's shape or norm,
-/// such as Adafactor or Burn's own gradient clipping, would take the shard for a parameter. Parameters without a gradient and tensors
-/// that are not floats stay whole on every rank.
+/// be divided evenly. Units are not nested: a module of units is no unit. An optimizer must treat each element by itself, as SGD and Adam
+/// do; one that looks at a parameter's shape or norm, such as Adafactor or Burn's own gradient clipping, would take the shard for a
+/// parameter. Parameters without a gradient and tensors that are not floats stay whole on every rank.
 ///
 /// # Errors
 /// A forward pass cannot return one. If an exchange fails, the groups end with the cause, the output is NaN, and
@@ -98,7 +100,8 @@ impl<M: Module + 'static> FullySharded<M> {
     ///
     /// # Errors
     /// On every rank: if the ranks' modules or options differ; if the module has no parameter that needs a gradient, parameters of
-    /// different types, or running statistics, as batch norm has; if it is not on a device with autodiff. If the exchange fails.
+    /// different types, running statistics, as batch norm has, or a unit in it; if it is not on a device with autodiff. If the exchange
+    /// fails.
     pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = &sharding.exchanges;
         Self::sharded(module, exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -107,7 +110,7 @@ impl<M: Module + 'static> FullySharded<M> {
     fn sharded(module: M, exchanges: &Arc<Exchanges>) -> Result<Self> {
         exchanges.check()?;
         let number = exchanges.units();
-        let own = prepared(&module, number, exchanges.ranks());
+        let own = prepared(&module, number, exchanges);
         // Before what this rank's own module is found to be: the others wait here.
         let described: std::result::Result<Description, String> = match &own {
             Ok((inventory, _)) => {
@@ -119,11 +122,12 @@ impl<M: Module + 'static> FullySharded<M> {
             Err(error) => Err(error.to_string()),
         };
         let all = exchanges.group.all_gather_object(&described)?;
-        let (inventory, layout) = own?;
+        let (inventory, mut layout) = own?;
         compare(&all)?;
         let module = replicas::from_rank(module, &exchanges.replicas, Rank::MAIN, Select::All)?;
         let module = replicas::from_rank(module, &exchanges.group, Rank::MAIN, Select::All)?;
 
+        layout.frozen = frozen(&module, &layout);
         let size = layout.dtype.size();
         let own = layout.shard_bytes(exchanges.rank());
         let mut shard = vec![0; layout.shard * size];
@@ -257,7 +261,8 @@ impl<M: Module> Unit<M> {
 }
 
 /// This rank's module, and its parameters in one row.
-fn prepared<M: Module>(module: &M, number: usize, ranks: usize) -> Result<(Inventory, FlatLayout)> {
+fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Result<(Inventory, FlatLayout)> {
+    refuse_units(module, &exchanges.shards())?;
     let inventory = Inventory::of(module)?;
     if let Some(buffer) = inventory.state.iter().find(|tensor| inventory.buffers.contains(&tensor.id)) {
         return Err(Error::invalid_argument(format!(
@@ -266,8 +271,55 @@ fn prepared<M: Module>(module: &M, number: usize, ranks: usize) -> Result<(Inven
         ))
         .with_remedy("take a norm without running statistics, such as LayerNorm or GroupNorm"));
     }
-    let layout = FlatLayout::new(number, inventory.parameters.clone(), ranks)?;
+    let layout = FlatLayout::new(number, inventory.parameters.clone(), exchanges.ranks())?;
     Ok((inventory, layout))
+}
+
+/// A hash of what is not sharded.
+fn frozen<M: Module>(module: &M, layout: &FlatLayout) -> u64 {
+    let sharded = layout.indices.keys().copied().collect();
+    let tensors = parameters::read(module, Select::Except(&sharded));
+    let words = tensors.iter().flat_map(|tensor| tensor.as_bytes().chunks(size_of::<u64>()));
+    mixed(words.map(|word| {
+        let mut bytes = [0; size_of::<u64>()];
+        bytes[..word.len()].copy_from_slice(word);
+        u64::from_le_bytes(bytes)
+    }))
+}
+
+/// An error if `module` has a unit in it: each rank's shard would be taken for a parameter that all ranks have.
+fn refuse_units<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Result<()> {
+    let mut inner = InnerUnit { shards, path: Vec::new(), found: None };
+    module.visit(&mut inner);
+    inner.found.map_or(Ok(()), |name| {
+        Err(Error::invalid_argument(format!("`{name}` is the shard of a unit: units are not nested"))
+            .with_remedy("make units of layers next to each other, and a module of them that is no unit"))
+    })
+}
+
+/// Finds a shard, of any group.
+struct InnerUnit<'a> {
+    shards: &'a HashMap<ParamId, usize>,
+    path: Vec<(String, bool)>,
+    found: Option<String>,
+}
+
+impl ModuleVisitor for InnerUnit<'_> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        // As Burn's derive names a struct.
+        self.path.push((name.to_owned(), container_type == "Struct:FullySharded"));
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.shards.contains_key(&param.id) || self.path.iter().any(|(_, is_unit)| *is_unit) {
+            let names: Vec<&str> = self.path.iter().map(|(name, _)| name.as_str()).collect();
+            self.found.get_or_insert_with(|| names.join("."));
+        }
+    }
 }
 
 /// An error unless all ranks have described the same.

@@ -11,7 +11,7 @@ use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 
 use super::layers::Layers;
 use super::{all_options, options};
-use crate::common::{device, run};
+use crate::common::{device, floats, run};
 
 /// The errors of all ranks, which must be errors.
 fn errors<T>(outcomes: Vec<Result<T>>) -> Vec<Error> {
@@ -53,6 +53,32 @@ fn units_that_differ_are_an_error_on_every_rank() {
     all_say(&norm, "running");
 }
 
+/// A layer, and a unit in it.
+#[derive(Module, Debug)]
+struct Block {
+    layer: Linear,
+    inner: FullySharded<Linear>,
+}
+
+#[test]
+fn units_in_units_are_an_error_on_every_rank() {
+    let layer = || LinearConfig::new(4, 4).init(&device());
+    for other_group in [false, true] {
+        let block = errors(run(2, |group| {
+            let sharding = ShardingGroup::new(&group)?;
+            let inner = FullySharded::new(layer(), &sharding)?;
+            let sharding = if other_group { ShardingGroup::new(&group)? } else { sharding };
+            FullySharded::new(Block { layer: layer(), inner }, &sharding).map(drop)
+        }));
+        all_say(&block, "`inner.shard` is the shard of a unit: units are not nested");
+    }
+    let twice = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        FullySharded::new(FullySharded::new(layer(), &sharding)?, &sharding).map(drop)
+    }));
+    all_say(&twice, "`shard` is the shard of a unit: units are not nested");
+}
+
 #[derive(Module, Debug)]
 struct Half {
     sharded: FullySharded<Linear>,
@@ -67,6 +93,17 @@ fn models_that_differ_or_have_more_than_units_are_an_error_on_every_rank() {
         Fsdp::new(Half { sharded: FullySharded::new(sharded, &sharding)?, replicated }, &sharding)
     }));
     all_say(&outside, "`replicated.weight` is in no unit");
+
+    let wide = errors(run(3, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let sharded = LinearConfig::new(4, 4).init(&device());
+        let width = if group.rank().get() == 2 { 5 } else { 4 };
+        let replicated = LinearConfig::new(4, width).init(&device()).no_grad();
+        Fsdp::new(Half { sharded: FullySharded::new(sharded, &sharding)?, replicated }, &sharding)
+    }));
+    let cause = "tensor 1 that is in no unit is `replicated.weight` F32 [4, 4] in rank 0's model, and `replicated.weight` F32 [4, 5] in \
+                 rank 2's";
+    all_say(&wide, cause);
 
     let fewer = errors(run(2, |group| {
         let sharding = ShardingGroup::new(&group)?;
@@ -141,6 +178,8 @@ fn after_a_failure_nothing_steps() {
                 let loss = fsdp.forward(|model| model.forward(x()).mean())?;
                 let gradients = fsdp.backward(&loss)?;
                 fsdp.step(&mut optimizer, 0.1, gradients)?;
+                let loss = fsdp.forward(|model| model.forward(x()).mean())?;
+                let sound = fsdp.backward(&loss)?;
                 let loss = fsdp.forward(|model| {
                     if is_victim && !in_backward {
                         cut();
@@ -152,6 +191,10 @@ fn after_a_failure_nothing_steps() {
                 }
                 let error = fsdp.backward(&loss).unwrap_err();
                 // Whatever gradients there are.
+                let before = floats(fsdp.model());
+                let step = fsdp.step(&mut optimizer, 0.1, sound).unwrap_err();
+                assert!(step.to_string().contains("the cable was cut"), "{step}");
+                assert_eq!(floats(fsdp.model()), before);
                 let again = fsdp.forward(|model| model.forward(x()).mean()).unwrap_err();
                 assert!(again.to_string().contains("the cable was cut"), "{again}");
                 Err::<(), _>(error)

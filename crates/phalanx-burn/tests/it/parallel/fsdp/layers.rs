@@ -1,11 +1,13 @@
 //! Units of one layer each: their gradients in graphs of every kind, their memory, and their checkpoints.
 
-use burn::module::Module;
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Bool, Int, Tensor};
 use phalanx::Result;
 use phalanx::checkpoint::Checkpoints;
+use phalanx::mesh::DeviceMesh;
+use phalanx::testing::{self, Fabric};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 
 use super::super::model::scalar;
@@ -263,6 +265,126 @@ fn frozen_parameters_stay_whole_and_as_they_are() {
     }
 }
 
+/// A unit, and tensors of every kind that are in none.
+#[derive(Module, Debug)]
+struct Mixed {
+    unit: FullySharded<Linear>,
+    frozen: Linear,
+    numbers: Param<Tensor<1, Int>>,
+    flags: Param<Tensor<1, Bool>>,
+}
+
+impl Mixed {
+    fn new(number: u32, sharding: &ShardingGroup) -> Result<Self> {
+        let frozen = LinearConfig::new(2, 2).with_bias(false).init(&device()).no_grad();
+        let frozen = Linear { weight: frozen.weight.map(|weight| weight.zeros_like() + number), ..frozen };
+        let numbers = Tensor::from_data([number as i32, 7], &device());
+        let flags = Tensor::from_data([number == 0, true], &device());
+        Ok(Self {
+            unit: FullySharded::new(LinearConfig::new(4, 4).init(&device()), sharding)?,
+            frozen,
+            numbers: Param::initialized(ParamId::new(), numbers),
+            flags: Param::initialized(ParamId::new(), flags),
+        })
+    }
+
+    fn rest(&self) -> (Vec<f32>, Vec<i64>, Vec<bool>) {
+        let flags = self.flags.val().into_data().iter::<bool>().collect();
+        let weight = self.frozen.weight.val();
+        assert!(!weight.is_require_grad());
+        (weight.into_data().iter().collect(), self.numbers.val().into_data().iter().collect(), flags)
+    }
+}
+
+#[test]
+fn what_is_in_no_unit_is_that_of_rank_0_and_is_saved() {
+    let expected =
+        |number: u32| (vec![number as f32; 4], vec![i64::from(number), 7], vec![number == 0, true]);
+    for replicas in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2 * replicas, |group| {
+            let mesh = [("replicate", replicas as usize), ("shard", 2)];
+            let mesh = DeviceMesh::new(&group, &mesh).unwrap();
+            let (shard, replicate) = (mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+            let sharding = || ShardingGroup::hybrid(shard, replicate);
+            let number = group.rank().get();
+            let fsdp = |number: u32| {
+                let sharding = sharding();
+                Fsdp::new(Mixed::new(number, &sharding).unwrap(), &sharding).unwrap()
+            };
+            let first = fsdp(number);
+            assert_eq!(first.model().rest(), expected(0), "{replicas} replicas, rank {number}");
+            let mut optimizer = SgdConfig::new().init();
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            checkpoints.save_sharded(1, |snapshot| first.save(&optimizer, snapshot, "model")).unwrap();
+            checkpoints.finish().unwrap();
+            let mut again = fsdp(number + 9);
+            assert_eq!(again.model().rest(), expected(9));
+            let saved = checkpoints.newest().unwrap().unwrap();
+            again.load(&mut optimizer, &saved, "model").unwrap();
+            assert_eq!(again.model().rest(), expected(0));
+            assert_eq!(
+                floats(&again.model().unit.gather().unwrap()),
+                floats(&first.model().unit.gather().unwrap())
+            );
+        });
+    }
+}
+
+#[test]
+fn a_state_is_refused_if_what_is_frozen_in_its_units_has_changed() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let fsdp = |value: f32| {
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let Linear { weight, bias } = LinearConfig::new(4, 4).init(&device());
+            let weight = weight.map(|weight| weight.zeros_like() + value).no_grad();
+            Fsdp::new(FullySharded::new(Linear { weight, bias }, &sharding).unwrap(), &sharding).unwrap()
+        };
+        let mut optimizer = SgdConfig::new().init();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(1, |snapshot| fsdp(2.0).save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        fsdp(2.0).load(&mut optimizer, &saved, "model").unwrap();
+        let error = fsdp(3.0).load(&mut optimizer, &saved, "model").unwrap_err();
+        assert!(error.to_string().contains("the frozen tensors in the unit of `shard`"), "{error}");
+    });
+}
+
+#[test]
+fn a_replica_may_evaluate_alone() {
+    run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)]).unwrap();
+        let sharding = ShardingGroup::hybrid(mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+        let mut fsdp = Fsdp::new(Layers::new(&[8, 8, 3], &sharding).unwrap(), &sharding).unwrap();
+        if mesh.coordinate("replicate").unwrap() == 0 {
+            drop(fsdp.evaluate(|model| model.forward(samples(0, 4).0.inner())).unwrap());
+        }
+        let loss = fsdp.forward(|model| model.forward(samples(0, 4).0).mean()).unwrap();
+        let gradients = fsdp.backward(&loss).unwrap();
+        fsdp.step(&mut SgdConfig::new().init(), 0.1, gradients).unwrap();
+    });
+}
+
+#[test]
+fn the_norm_has_the_same_bits_on_every_replica() {
+    for fabric in [Fabric::InProcess, Fabric::TwoHosts] {
+        let norms = testing::run(6, fabric, |group| {
+            let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 3)]).unwrap();
+            let sharding =
+                ShardingGroup::hybrid(mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+            let mut fsdp = Fsdp::new(Layers::new(&[8, 9, 3], &sharding).unwrap(), &sharding).unwrap();
+            let rank = group.rank().index();
+            let inputs = samples(4 * rank, 4 * rank + 4).0;
+            let loss = fsdp.forward(|model| model.forward(inputs).mean()).unwrap();
+            let mut gradients = fsdp.backward(&loss).unwrap();
+            fsdp.clip_grad_norm(&mut gradients, 0.01).unwrap().to_bits()
+        });
+        assert!(norms.iter().all(|norm| *norm == norms[0]), "{fabric:?}: {norms:?}");
+    }
+}
+
 #[test]
 fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
     const WIDTHS: [usize; 4] = [8, 7, 1, 1];
@@ -308,6 +430,16 @@ fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
             let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
             let error = fsdp.load(&mut optimizer(), &saved, "model").unwrap_err();
             assert!(error.is_mismatch() && error.to_string().contains("layers.0.shard"), "{error}");
+
+            // As many elements, divided otherwise.
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let layers = [(6, 9), (7, 1), (1, 1)].map(|(from, to)| {
+                FullySharded::new(LinearConfig::new(from, to).init(&device()), &sharding).unwrap()
+            });
+            let mut fsdp = Fsdp::new(Layers { layers: layers.into() }, &sharding).unwrap();
+            let error = fsdp.load(&mut optimizer(), &saved, "model").unwrap_err();
+            let cause = "is layers.0.shard.weight F32 [8, 7], here it is layers.0.shard.weight F32 [6, 9]";
+            assert!(error.is_mismatch() && error.to_string().contains(cause), "{error}");
         });
     }
 }
