@@ -123,9 +123,10 @@ impl ParallelOp for Flex {
 impl<B: Backend + BorrowBytes, C: CheckpointStrategy> ParallelOp for Autodiff<B, C> {
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         let (primitive, node) = tensor.into_parts();
+        let shape = primitive.shape();
         let output = exchange.forward::<B>(primitive);
         match Exchanged.prepare::<C>([node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish(exchange, output),
+            OpsKind::Tracked(prep) => prep.finish((exchange, shape), output),
             OpsKind::UnTracked(prep) => prep.finish(output),
         }
     }
@@ -173,14 +174,19 @@ fn zero<B: Backend>(like: &FloatTensor<B>) -> FloatTensor<B> {
 struct Exchanged;
 
 impl<B: Backend + BorrowBytes> Backward<B, 1> for Exchanged {
-    type State = Exchange;
+    type State = (Exchange, Shape);
 
-    fn backward(self, ops: Ops<Exchange, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = gradients.consume::<B>(&ops.node);
+        let (exchange, shape) = ops.state;
         let [parent] = ops.parents;
-        if let Some(parent) = parent {
-            gradients.register::<B>(parent.id, ops.state.backward::<B>(gradient));
+        let Some(parent) = parent else { return };
+        let mut gradient = exchange.backward::<B>(gradient);
+        // After a forward step that failed because the shape cannot be divided; Burn would panic.
+        if gradient.shape() != shape {
+            gradient = not_a_number::<B>(shape, &gradient);
         }
+        gradients.register::<B>(parent.id, gradient);
     }
 }
 

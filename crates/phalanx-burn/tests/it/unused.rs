@@ -1,7 +1,7 @@
 //! Parameters that some ranks, some steps or some networks do not use.
 
 use std::fmt::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use crate::common::{Mlp, device, distance, floats, run, samples};
 use burn::module::{Module, ParamGroup};
@@ -319,6 +319,7 @@ fn a_frozen_backbone_and_a_network_for_the_loss_stay_as_they_are() {
 
 #[test]
 fn a_second_backward_pass_through_one_forward_pass_is_refused() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 6, 3]), &group).unwrap();
         let mut losses = || {
@@ -331,6 +332,8 @@ fn a_second_backward_pass_through_one_forward_pass_is_refused() {
         let ((first, second), (third, fourth)) = (losses(), losses());
         drop((third, fourth));
         ddp.backward_no_sync(&first).unwrap();
+        // The first error ends the group.
+        all_are_here.wait();
         let error = ddp.backward(&second).unwrap_err().to_string();
         assert!(error.contains("has run backward already") && error.contains("add up"), "{error}");
     });

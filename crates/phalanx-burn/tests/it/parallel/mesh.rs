@@ -1,5 +1,7 @@
 //! Two dimensions: replicas of a model of which each rank has a part.
 
+use std::sync::Barrier;
+
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
@@ -125,11 +127,13 @@ fn data_and_pipeline_are_one_process() {
 
 #[test]
 fn replicas_get_the_cause_of_a_failed_exchange_and_no_nan() {
+    let all_are_here = Barrier::new(4);
     testing::run(4, Fabric::TwoHosts, |group| {
         let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
         let (data, tensor) = (mesh.group("data").unwrap(), TensorGroup::new(mesh.group("tensor").unwrap()));
         let head = LinearConfig::new(4, 4).init(&device());
         let mut ddp = Ddp::new(tensor.replicate(head).unwrap(), data).unwrap();
+        all_are_here.wait();
         // One replica has a row too many to be divided between two ranks.
         let rows = if data.rank() == Rank::MAIN { 3 } else { 2 };
         let loss = ddp.forward(|head| {
