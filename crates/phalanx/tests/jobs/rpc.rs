@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use phalanx::Rank;
 use phalanx::asynchronous::{Answer, Rpc};
+use phalanx::{ProcessGroup, Rank};
 use rustix::process::Signal;
 
 use crate::support::network::Network;
@@ -35,14 +35,27 @@ pub fn play(scenario: &str) {
     }
 }
 
+/// It answers "add", and never "never".
+fn started(group: &ProcessGroup) -> phalanx::Result<Rpc> {
+    let unanswered: Mutex<Vec<Answer<()>>> = Mutex::default();
+    Rpc::builder()
+        .deferred("never", move |_, (): (), answer: Answer<()>| unanswered.lock().unwrap().push(answer))
+        .handler("add", |_, (a, b): (i64, i64)| Ok(a + b))
+        .start(group)
+}
+
+/// Calls that `other` answers.
+fn sums(rpc: &Rpc, other: Rank) -> phalanx::Result<()> {
+    (0..200i64).try_for_each(|n| {
+        assert_eq!(rpc.call::<_, i64>(other, "add", &(n, 1i64))?, n + 1);
+        Ok(())
+    })
+}
+
 /// Waits for an answer of the victim that does not come, and then calls the other survivor.
 fn call() -> phalanx::Result<()> {
     let group = phalanx::init()?;
-    let unanswered: Mutex<Vec<Answer<()>>> = Mutex::default();
-    let rpc = Rpc::builder()
-        .deferred("never", move |_, (): (), answer: Answer<()>| unanswered.lock().unwrap().push(answer))
-        .handler("add", |_, (a, b): (i64, i64)| Ok(a + b))
-        .start(&group)?;
+    let rpc = started(&group)?;
     let victim = Rank::new(VICTIM as u32);
     if rpc.rank() == victim {
         println!("training");
@@ -56,9 +69,7 @@ fn call() -> phalanx::Result<()> {
     assert!(error.is_peer_failure(), "{error}");
     assert!(rpc.call::<_, i64>(victim, "add", &(1i64, 1i64)).is_err_and(|error| error.is_peer_failure()));
     let other = Rank::new(1 - rpc.rank().get());
-    for n in 0..200i64 {
-        assert_eq!(rpc.call::<_, i64>(other, "add", &(n, 1i64))?, n + 1);
-    }
+    sums(&rpc, other)?;
     rpc.shutdown()
 }
 
@@ -81,11 +92,7 @@ fn lost(signal: Signal, bound: Duration) {
 /// Four ranks on two hosts: each waits for an answer from the other host that does not come, and then calls its neighbour.
 fn across() -> phalanx::Result<()> {
     let group = phalanx::init()?;
-    let unanswered: Mutex<Vec<Answer<()>>> = Mutex::default();
-    let rpc = Rpc::builder()
-        .deferred("never", move |_, (): (), answer: Answer<()>| unanswered.lock().unwrap().push(answer))
-        .handler("add", |_, (a, b): (i64, i64)| Ok(a + b))
-        .start(&group)?;
+    let rpc = started(&group)?;
     let rank = rpc.rank().get();
     let (far, near) = (Rank::new((rank + 2) % 4), Rank::new(rank ^ 1));
     let pending = rpc.call_async::<_, ()>(far, "never", &())?;
@@ -93,9 +100,7 @@ fn across() -> phalanx::Result<()> {
     println!("training");
     let error = pending.wait().expect_err("it never answers");
     assert!(error.is_peer_failure() && error.peer() == Some(far), "{error}");
-    for n in 0..200i64 {
-        assert_eq!(rpc.call::<_, i64>(near, "add", &(n, 1i64))?, n + 1);
-    }
+    sums(&rpc, near)?;
     rpc.shutdown()?;
     // Rank 0 would go on serving the store for those that it cannot reach.
     std::process::exit(0)

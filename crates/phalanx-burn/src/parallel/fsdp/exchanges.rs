@@ -214,10 +214,10 @@ impl Exchanges {
     pub fn end(&self) {
         let mut state = self.state.lock();
         let pass = state.current.take();
-        let used = pass.map(|pass| pass.units.lock().iter().map(|(layout, _)| layout.unit).collect());
-        match used {
-            Some(used) if !Vec::is_empty(&used) => state.order = used,
-            _ => {}
+        let used: Vec<usize> =
+            pass.map_or(Vec::new(), |pass| pass.units.lock().iter().map(|(layout, _)| layout.unit).collect());
+        if !used.is_empty() {
+            state.order = used;
         }
         let over = (mem::take(&mut state.shards), mem::take(&mut state.ahead));
         drop(state);
