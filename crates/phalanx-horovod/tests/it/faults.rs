@@ -1,6 +1,7 @@
 //! What each rank is told if another does something else, or nothing any more.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use phalanx::testing::{Fabric, run};
@@ -48,20 +49,22 @@ fn a_name_is_in_flight_once() {
     });
 }
 
-/// Runs a world of three in which rank 1 does `odd`, while the others wait for it. Returns their errors, and what they get
+/// Runs a world of three in which rank 1 does `odd`, while the others wait for it; it is told how many of them have submitted. Returns their errors, and what they get
 /// afterwards.
-fn without_rank_1(options: &Options, odd: impl Fn(Horovod) + Sync) -> Vec<(Error, Error)> {
+fn without_rank_1(options: &Options, odd: impl Fn(Horovod, &AtomicUsize) + Sync) -> Vec<(Error, Error)> {
     let started = Instant::now();
+    let submitted = AtomicUsize::new(0);
     let told = run(3, Fabric::SharedMemory, |group| {
         let hvd = Horovod::new(&group, options.clone()).unwrap();
         hvd.barrier().unwrap();
         if hvd.rank().get() == 1 {
-            odd(hvd);
+            odd(hvd, &submitted);
             return None;
         }
         // The job may have ended before the first one.
         let submit = |index| hvd.allreduce_async(&format!("t{index}"), [1.0f32], Op::Sum);
         let handles: Vec<_> = (0..3).map(submit).collect();
+        submitted.fetch_add(1, Ordering::Relaxed);
         let outcomes = handles.into_iter().map(|handle| handle.and_then(Handle::synchronize));
         let mut errors: Vec<Error> = outcomes.map(Result::unwrap_err).collect();
         let first = errors[0].to_string();
@@ -81,7 +84,7 @@ fn without_rank_1(options: &Options, odd: impl Fn(Horovod) + Sync) -> Vec<(Error
 
 #[test]
 fn a_rank_that_panics_is_named_by_every_handle() {
-    let told = without_rank_1(&Options::default(), |hvd| {
+    let told = without_rank_1(&Options::default(), |hvd, _| {
         let panicked = catch_unwind(AssertUnwindSafe(move || {
             let _hvd = hvd;
             std::panic::resume_unwind(Box::new("the test's own panic"));
@@ -176,7 +179,7 @@ fn a_long_cycle_does_not_hold_up_a_shutdown() {
 
 #[test]
 fn a_rank_that_leaves_is_named_by_every_handle() {
-    for (error, later) in without_rank_1(&Options::default(), drop) {
+    for (error, later) in without_rank_1(&Options::default(), |hvd, _| drop(hvd)) {
         assert_eq!(error.peer(), Some(Rank::new(1)), "{error}");
         assert!(error.to_string().contains("rank 1 has shut Horovod down"), "{error}");
         assert_eq!(later.to_string(), error.to_string());
@@ -190,7 +193,13 @@ fn tensors_that_a_rank_never_submits_are_named_with_the_rank() {
         stall_shutdown_time: Some(Duration::from_secs(1)),
         ..Options::default()
     };
-    let told = without_rank_1(&options, |hvd| {
+    let told = without_rank_1(&options, |hvd, submitted| {
+        // What has waited longest is named first.
+        let begun = Instant::now();
+        while submitted.load(Ordering::Relaxed) < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(30), "the others submit nothing");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let error = hvd.allreduce("of rank 1 alone", [1.0f32], Op::Sum).unwrap_err();
         assert!(error.is_timeout(), "{error}");
     });
