@@ -1,5 +1,6 @@
 //! Ranks in a grid: who is in which group, and what is said if ranks disagree.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx::mesh::DeviceMesh;
@@ -111,6 +112,8 @@ fn a_group_of_the_mesh_fails_by_itself() {
         let group = patient(&group);
         let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
         let tensor = mesh.group("tensor").unwrap();
+        // Some may still be making their groups.
+        group.barrier().unwrap();
         if mesh.coordinate("data").unwrap() == 0 {
             tensor.abort(Error::aborted("a layer has no numbers"));
         }
@@ -128,10 +131,12 @@ fn a_group_of_the_mesh_fails_by_itself() {
 #[test]
 fn a_failure_in_one_dimension_ends_all_groups_of_its_rank() {
     for fabric in Fabric::ALL {
+        let made = Barrier::new(4);
         run(4, fabric, |group| {
             let group = patient(&group);
             let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
             let (data, tensor) = (mesh.group("data").unwrap(), mesh.group("tensor").unwrap());
+            made.wait();
             if group.rank().get() == 2 {
                 // Ranks have other numbers in each group: this is rank 3 of the first.
                 tensor.abort_all(Error::timeout("no sum").with_peer(Rank::new(1)));
@@ -150,9 +155,11 @@ fn a_failure_in_one_dimension_ends_all_groups_of_its_rank() {
 
 #[test]
 fn a_group_of_an_adapter_stays() {
+    let made = Barrier::new(2);
     run(2, Fabric::SharedMemory, |group| {
         let aside = patient(&group).new_group_aside(Trace::disabled()).unwrap();
         let other = patient(&group).split(Some(0), 0).unwrap().unwrap();
+        made.wait();
         if group.rank() == Rank::MAIN {
             other.abort_all(Error::other("no sum"));
         }
