@@ -26,7 +26,9 @@ except ImportError:
     _distributed = None
 
 if _distributed is not None and _distributed.is_available():
+    from phalanx_torch import _uncompiled, device_backend, process_group, sparse, work
     from phalanx_torch.process_group import ProcessGroup, register
 
     __all__ += ["ProcessGroup"]
     register()
+    _uncompiled.skip(device_backend, process_group, sparse, work)

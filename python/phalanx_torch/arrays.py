@@ -1,4 +1,4 @@
-"""Groups for programs without PyTorch, on NumPy's arrays and whatever else has NumPy's array interface."""
+"""Groups for programs without PyTorch, on NumPy's arrays, and on other memory through NumPy."""
 
 from phalanx_torch import _exit, _native
 
@@ -28,8 +28,41 @@ def init(url="env://", rank=None, world_size=None, timeout=1800.0):
     return ArrayGroup(group)
 
 
+def _lent(array):
+    """``array`` as the native part takes it: with NumPy's interface, through NumPy if it has none. Nothing is copied."""
+    # Tensors of PyTorch have `is_cpu`.
+    if hasattr(array, "__array_interface__") or hasattr(array, "is_cpu"):
+        return array
+    what = type(array).__name__
+    try:
+        import numpy
+    except ImportError:
+        raise TypeError(f"{what} is no array of NumPy, and NumPy, which could look at its memory, is not installed") from None
+    if hasattr(array, "__dlpack__"):
+        try:
+            return _without_copy(numpy, array)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(f"{what}: NumPy does not take its memory by DLPack: {error}") from error
+    try:
+        return numpy.asarray(memoryview(array))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} has neither NumPy's array interface nor DLPack nor a buffer: {error}") from error
+
+
+def _without_copy(numpy, array):
+    if numpy.lib.NumpyVersion(numpy.__version__) < "2.1.0":
+        return numpy.from_dlpack(array)  # Earlier versions take no copies at all.
+    return numpy.from_dlpack(array, copy=False)
+
+
 class ArrayGroup:
-    """The ranks of a job. Arrays must be contiguous; results are written into them. A failure raises ``Error``."""
+    """The ranks of a job.
+
+    Arrays are NumPy's, tensors of PyTorch on the CPU, whatever else has NumPy's array interface, and with NumPy installed
+    whatever has DLPack (arrays of JAX and others on the CPU) or the buffer protocol (``bytearray``, ``memoryview``,
+    ``array.array``, ``mmap``). They must be contiguous. Results are written into them, so what receives must be writable.
+    A failure raises ``Error``.
+    """
 
     def __init__(self, native):
         self._native = native
@@ -53,33 +86,33 @@ class ArrayGroup:
         """Combines the ranks' arrays element by element, in place. ``op``: sum, avg, product, min, max, band, bor, bxor."""
         if op not in _OPS:
             raise ValueError(f"all_reduce: {op!r} is none of {', '.join(_OPS)}")
-        self._native.all_reduce(array, (_OPS[op], 1.0), _NOW)
+        self._native.all_reduce(_lent(array), (_OPS[op], 1.0), _NOW)
 
     def broadcast(self, array, root=0):
-        """Copies the root's array to every rank."""
-        self._native.broadcast(array, root, _NOW)
+        """Copies the root's array to every rank. The root's must be writable, too."""
+        self._native.broadcast(_lent(array), root, _NOW)
 
     def all_gather(self, output, input):
         """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks."""
-        self._native.all_gather_single(output, input, _NOW)
+        self._native.all_gather_single(_lent(output), _lent(input), _NOW)
 
     def reduce_scatter(self, output, input, op="sum"):
         """Combines the ranks' ``input``; each rank gets its part of the result in ``output``."""
         if op not in _OPS:
             raise ValueError(f"reduce_scatter: {op!r} is none of {', '.join(_OPS)}")
-        self._native.reduce_scatter_single(output, input, (_OPS[op], 1.0), _NOW)
+        self._native.reduce_scatter_single(_lent(output), _lent(input), (_OPS[op], 1.0), _NOW)
 
     def all_to_all(self, output, input):
         """Sends the r-th part of ``input`` to rank r, and receives the parts for this rank into ``output``."""
-        self._native.all_to_all_single(output, input, [], [], _NOW)
+        self._native.all_to_all_single(_lent(output), _lent(input), [], [], _NOW)
 
     def send(self, array, to, tag=0):
         """Sends to the rank ``to``, which receives an array of the same type and length."""
-        self._native.send(array, to, tag, _NOW).wait()
+        self._native.send(_lent(array), to, tag, _NOW).wait()
 
     def recv(self, array, source=None, tag=0):
         """Receives from the rank ``source``, or from any, and returns from which."""
-        work = self._native.recv(array, source, tag, _NOW)
+        work = self._native.recv(_lent(array), source, tag, _NOW)
         work.wait()
         return work.source()
 

@@ -5,16 +5,19 @@ import re
 
 import torch
 import torch.distributed as dist
+# Not all versions have the options of calls in `torch.distributed`.
+from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _exit, _native
+from phalanx_torch import _exit, _native, device_backend
 from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Work, Works
 
-_PREMUL_SUM = 8
-_MIN, _MAX = 3, 4
+_SUM, _AVG, _MIN, _MAX, _PREMUL_SUM = 0, 1, 3, 4, 8
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+# The sum that is to be divided does not overflow, with fewer than 2^24 ranks.
+_WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
 
 def register():
@@ -28,9 +31,11 @@ def register():
 def _create(options, backend_options):
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
-    return ProcessGroup(
+    group = ProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id
     )
+    # PyTorch takes a `ProcessGroup` for all devices.
+    return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
 
 
 def _how(options):
@@ -54,12 +59,13 @@ def _same_length(what, tensors):
 
 
 class _Staged:
-    """Tensors as the native part takes them, contiguous and of a type that it knows, and what to copy back."""
+    """Tensors as the native part takes them, contiguous and of a type that it knows, and what to do with the results."""
 
-    __slots__ = ("back",)
+    __slots__ = ("back", "divided")
 
     def __init__(self):
         self.back = []
+        self.divided = []
 
     def lend(self, tensor, written=True, type=None):
         if tensor.layout is not torch.strided:
@@ -78,26 +84,42 @@ class _Staged:
     def each(self, tensors, written=True, type=None):
         return [self.lend(tensor, written, type) for tensor in tensors]
 
+    def averaged(self, op, lent, ranks):
+        """The operation to call for `op`. Averages of integers are sums, which are divided at the end, towards zero."""
+        if op[0] != _AVG or not _is_integer(lent[0].dtype):
+            return op
+        self.divided = [(tensor, ranks) for tensor in lent]
+        return (_SUM, 1.0)
+
     def finish(self):
-        """What copies results back; None if there is nothing to copy."""
-        if not self.back:
+        """What divides results and copies them back; None if there is nothing to do."""
+        if not self.back and not self.divided:
             return None
 
-        def copy_back():
+        def settle():
+            for lent, ranks in self.divided:
+                lent.detach().div_(ranks, rounding_mode="trunc")
             for tensor, lent in self.back:
                 tensor.detach().copy_(lent)
 
-        return copy_back
+        return settle
 
 
-def _widened(tensor, op):
-    """The type in which `tensor` is reduced, if not its own."""
+def _is_integer(dtype):
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _widened(tensor, op, inputs=()):
+    """The type in which `tensor` is reduced from `inputs`, if not its own."""
     dtype = tensor.dtype
+    for input in inputs:
+        if input.dtype is not dtype:
+            raise TypeError(f"phalanx: an input of {input.dtype} is not reduced into an output of {dtype}; convert one of them")
     if dtype is torch.uint64:
-        if op[0] in (_MIN, _MAX):
-            raise TypeError("phalanx: torch.uint64 has no minimum and maximum; convert the tensor")
+        if op[0] in (_AVG, _MIN, _MAX):
+            raise TypeError("phalanx: torch.uint64 has no average, minimum and maximum; convert the tensor")
         return torch.int64
-    return _WIDER.get(dtype)
+    return (_WIDER_FOR_AVG if op[0] == _AVG else _WIDER).get(dtype)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -230,7 +252,7 @@ class ProcessGroup(dist.ProcessGroup):
         return tensors[0]
 
     def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
-        tensors, opts = _overload(tensors, opts, timeout, op, dist.AllreduceOptions)
+        tensors, opts = _overload(tensors, opts, timeout, op, c10d.AllreduceOptions)
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, _op(opts), _how(opts))
@@ -239,6 +261,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_in_place(self, operation, tensors, tensor, op, how, root=None):
         staged = _Staged()
         lent = staged.lend(tensor, type=_widened(tensor, op))
+        is_written = root is None or root == self.rank()
+        op = staged.averaged(op, [lent], self.size() if is_written else 1)
         if root is None:
             return self._call(
                 operation, how, tensors, lambda how: self._native.all_reduce(lent, op, how), staged
@@ -248,7 +272,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors, opts=None):
-        opts = opts or dist.AllreduceCoalescedOptions()
+        opts = opts or c10d.AllreduceCoalescedOptions()
         op, how = _op(opts), _how(opts)
         if len({tensor.dtype for tensor in tensors}) != 1 or any(
             tensor.layout is not torch.strided for tensor in tensors
@@ -256,6 +280,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError("all_reduce_coalesced: all tensors must be dense and have the same type")
         staged = _Staged()
         lent = staged.each(tensors, type=_widened(tensors[0], op))
+        op = staged.averaged(op, lent, self.size())
         return self._call(
             "all_reduce_coalesced",
             how,
@@ -266,18 +291,18 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors, opts=None, op=None, timeout=None):
         if isinstance(tensors, torch.Tensor):
-            root, tensors, opts = opts, [tensors], dist.ReduceOptions()
+            root, tensors, opts = opts, [tensors], c10d.ReduceOptions()
             opts.rootRank = root
             _set(opts, op, timeout)
-        tensor, opts = self._one("reduce", tensors), opts or dist.ReduceOptions()
+        tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
     def broadcast(self, tensors, opts=None, timeout=None):
         if isinstance(tensors, torch.Tensor):
-            root, tensors, opts = opts, [tensors], dist.BroadcastOptions()
+            root, tensors, opts = opts, [tensors], c10d.BroadcastOptions()
             opts.rootRank = root
             _set(opts, None, timeout)
-        tensor, opts = self._one("broadcast", tensors), opts or dist.BroadcastOptions()
+        tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
         staged, root = _Staged(), opts.rootRank
         lent = staged.lend(tensor)
         return self._call(
@@ -287,8 +312,8 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather(self, output_tensors, input_tensors, opts=None, timeout=None):
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-            opts = _timeout(dist.AllgatherOptions(), timeout or opts)
-        opts = opts or dist.AllgatherOptions()
+            opts = _timeout(c10d.AllgatherOptions(), timeout or opts)
+        opts = opts or c10d.AllgatherOptions()
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
@@ -301,7 +326,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output, input, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
         return self._call(
@@ -330,7 +355,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def gather(self, output_tensors, input_tensors, opts=None, timeout=None):
         if isinstance(input_tensors, torch.Tensor):
-            root, opts = opts, dist.GatherOptions()
+            root, opts = opts, c10d.GatherOptions()
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
@@ -351,7 +376,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def gather_single(self, output, input, opts=None):
-        opts = opts or dist.GatherOptions()
+        opts = opts or c10d.GatherOptions()
         outputs = [list(output.chunk(self.size()))] if self.rank() == opts.rootRank else []
         return self.gather(outputs, [input], opts)
 
@@ -359,7 +384,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def scatter(self, output_tensors, input_tensors, opts=None, timeout=None):
         if isinstance(output_tensors, torch.Tensor):
-            root, opts = opts, dist.ScatterOptions()
+            root, opts = opts, c10d.ScatterOptions()
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
@@ -382,13 +407,14 @@ class ProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, output_tensors, input_tensors, opts=None, timeout=None, *, op=None):
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-            opts = _set(dist.ReduceScatterOptions(), opts if op is None else op, timeout)
-        opts = opts or dist.ReduceScatterOptions()
+            opts = _set(c10d.ReduceScatterOptions(), opts if op is None else op, timeout)
+        opts = opts or c10d.ReduceScatterOptions()
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
         op, staged = _op(opts), _Staged()
-        wider = _widened(output, op)
+        wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
+        op = staged.averaged(op, [into], self.size())
         return self._call(
             "reduce_scatter",
             _how(opts),
@@ -398,10 +424,11 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def reduce_scatter_single(self, output, input, opts=None):
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         op, staged = _op(opts), _Staged()
-        wider = _widened(output, op)
+        wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
+        op = staged.averaged(op, [into], self.size())
         return self._call(
             "reduce_scatter_single",
             _how(opts),
@@ -424,8 +451,8 @@ class ProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None
     ):
-        opts = _timeout(dist.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
-        opts = opts or dist.AllToAllOptions()
+        opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
+        opts = opts or c10d.AllToAllOptions()
         staged = _Staged()
         received = _counts("output", output, output_split_sizes, self.size())
         sent = _counts("input", input, input_split_sizes, self.size())
@@ -445,8 +472,8 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, output_tensors, input_tensors, opts=None, timeout=None):
-        opts = _timeout(dist.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
-        opts = opts or dist.AllToAllOptions()
+        opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
+        opts = opts or c10d.AllToAllOptions()
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
         return self._call(
@@ -460,7 +487,7 @@ class ProcessGroup(dist.ProcessGroup):
     def barrier(self, opts=None, timeout=None):
         if _is_time(opts):
             opts, timeout = None, opts
-        opts = _timeout(opts or dist.BarrierOptions(), timeout)
+        opts = _timeout(opts or c10d.BarrierOptions(), timeout)
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):

@@ -1,5 +1,7 @@
 //! How the types of PyTorch's and NumPy's elements are seen by collectives.
 
+use std::fmt::Display;
+
 use phalanx::DType;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -17,7 +19,7 @@ pub enum Meaning {
     Sums,
 }
 
-/// A type of PyTorch, by the element of which collectives see some.
+/// A type of PyTorch or NumPy, by the element of which collectives see some.
 #[derive(Clone, Copy)]
 enum Known {
     /// The same type.
@@ -72,35 +74,54 @@ fn table(py: Python<'_>) -> PyResult<&Bound<'_, PyDict>> {
 pub fn of_torch(dtype: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<(DType, usize)> {
     let place: Option<usize> =
         table(dtype.py())?.get_item(dtype)?.map(|place| place.extract()).transpose()?;
-    let known = place.and_then(|place| NAMES.get(place)).map(|(_, known)| *known);
-    match (known, meaning) {
-        (Some(Known::Same(dtype)), _) => Ok((dtype, 1)),
-        (Some(Known::Complex(dtype)), Meaning::Bytes | Meaning::Sums) => Ok((dtype, 2)),
-        (Some(Known::Opaque(bytes)), Meaning::Bytes) => Ok((DType::U8, bytes)),
-        (Some(Known::Complex(_)), Meaning::Numbers) => {
-            Err(PyValueError::new_err(format!("{dtype} can be summed and averaged, and nothing else")))
-        }
-        (Some(Known::Opaque(_)), Meaning::Numbers | Meaning::Sums) => Err(PyTypeError::new_err(format!(
-            "{dtype} cannot be reduced, only moved: convert the tensor to a type that can"
-        ))),
-        (None, _) => Err(PyTypeError::new_err(format!("Invalid scalar type: {dtype} cannot be exchanged"))),
+    match place.and_then(|place| NAMES.get(place)) {
+        Some((_, known)) => known.as_seen(dtype, meaning),
+        None => Err(PyTypeError::new_err(format!("Invalid scalar type: {dtype} cannot be exchanged"))),
     }
 }
 
-/// The type of NumPy's `typestr`, such as `<f4`.
-pub fn of_numpy(typestr: &str) -> PyResult<DType> {
-    match typestr {
-        "<f4" => Ok(DType::F32),
-        "<f8" => Ok(DType::F64),
-        "<f2" => Ok(DType::F16),
-        "<i4" => Ok(DType::I32),
-        "<i8" => Ok(DType::I64),
-        "|u1" => Ok(DType::U8),
-        "|i1" => Ok(DType::I8),
-        "|b1" => Ok(DType::Bool),
-        _ => Err(PyTypeError::new_err(format!(
-            "arrays of type {typestr} cannot be exchanged: use float16, float32, float64, int8, int32, int64, uint8 or bool"
-        ))),
+/// As [`of_torch`], of an array's `typestr`, such as `<f4`, and the name of its type.
+pub fn of_numpy(typestr: &str, name: &str, meaning: Meaning) -> PyResult<(DType, usize)> {
+    let known = match typestr {
+        "<f4" => Known::Same(DType::F32),
+        "<f8" => Known::Same(DType::F64),
+        "<f2" => Known::Same(DType::F16),
+        "<i4" => Known::Same(DType::I32),
+        "<i8" => Known::Same(DType::I64),
+        "|u1" => Known::Same(DType::U8),
+        "|i1" => Known::Same(DType::I8),
+        "|b1" => Known::Same(DType::Bool),
+        "<c8" => Known::Complex(DType::F32),
+        "<c16" => Known::Complex(DType::F64),
+        "<i2" | "<u2" => Known::Opaque(2),
+        "<u4" => Known::Opaque(4),
+        "<u8" => Known::Opaque(8),
+        // Of the package ml_dtypes, for which NumPy's interface has no letter.
+        "<V2" if name == "bfloat16" => Known::Same(DType::BF16),
+        _ => {
+            return Err(PyTypeError::new_err(format!(
+                "arrays of type {name} ({typestr}) cannot be exchanged: use floats, integers, complex numbers or bool in this \
+                 machine's byte order"
+            )));
+        }
+    };
+    known.as_seen(&name, meaning)
+}
+
+impl Known {
+    /// What collectives see of it, and how many of those an element is. `name` is the type's.
+    fn as_seen(self, name: &impl Display, meaning: Meaning) -> PyResult<(DType, usize)> {
+        match (self, meaning) {
+            (Self::Same(dtype), _) => Ok((dtype, 1)),
+            (Self::Complex(dtype), Meaning::Bytes | Meaning::Sums) => Ok((dtype, 2)),
+            (Self::Opaque(bytes), Meaning::Bytes) => Ok((DType::U8, bytes)),
+            (Self::Complex(_), Meaning::Numbers) => {
+                Err(PyValueError::new_err(format!("{name} can be summed and averaged, and nothing else")))
+            }
+            (Self::Opaque(_), Meaning::Numbers | Meaning::Sums) => Err(PyTypeError::new_err(format!(
+                "{name} cannot be reduced, only moved: convert it to a type that can"
+            ))),
+        }
     }
 }
 

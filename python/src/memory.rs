@@ -33,7 +33,7 @@ impl Memory {
     pub fn of(owner: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
         match owner.getattr_opt(intern!(owner.py(), "is_cpu"))? {
             Some(is_cpu) => Self::of_tensor(owner, is_cpu.is_truthy()?, meaning),
-            None => Self::of_array(owner, written),
+            None => Self::of_array(owner, meaning, written),
         }
     }
 
@@ -57,10 +57,16 @@ impl Memory {
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
-    fn of_array(array: &Bound<'_, PyAny>, written: bool) -> PyResult<Self> {
+    fn of_array(array: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
         let py = array.py();
         let interface = array.getattr(intern!(py, "__array_interface__"))?;
         let interface = interface.cast::<PyDict>()?;
+        // A scalar of NumPy gives the memory of a copy, which the interface keeps.
+        if written && interface.contains("__ref")? {
+            return Err(PyTypeError::new_err(
+                "a scalar of NumPy cannot be written to: numpy.atleast_1d makes an array of it",
+            ));
+        }
         let part = |name: &str| {
             interface.get_item(name)?.ok_or_else(|| PyTypeError::new_err(format!("the array has no {name}")))
         };
@@ -77,8 +83,13 @@ impl Memory {
         let shape = part("shape")?;
         let shape: Vec<usize> = shape.cast::<PyTuple>()?.extract()?;
         let typestr: String = part("typestr")?.extract()?;
-        let elements = shape.iter().try_fold(1usize, |product, length| product.checked_mul(*length));
-        Self::new(pointer, elements, dtypes::of_numpy(&typestr)?, array)
+        let name = match array.getattr_opt(intern!(py, "dtype"))? {
+            Some(dtype) => dtype.str()?.to_string(),
+            None => typestr.clone(),
+        };
+        let (dtype, per_element) = dtypes::of_numpy(&typestr, &name, meaning)?;
+        let elements = shape.iter().try_fold(per_element, |product, length| product.checked_mul(*length));
+        Self::new(pointer, elements, dtype, (array, interface).into_pyobject(py)?.as_any())
     }
 
     fn new(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import phalanx_torch  # noqa: F401
 
 LIMIT = 90.0
+# Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
+SINCE_2_15 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 FORK = multiprocessing.get_context("fork")
 
 

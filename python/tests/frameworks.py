@@ -250,7 +250,7 @@ CASES = {
 }
 
 # What does not work, and why.
-KNOWN = {"torch.compile, DDP": "Dynamo traces into the methods of a group that is written in Python"}
+KNOWN = {}
 
 
 def one(rank, name, folder):

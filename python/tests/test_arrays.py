@@ -1,11 +1,14 @@
 """The API without PyTorch."""
 
+import array
+import mmap
 import os
 import subprocess
 import sys
 
 import numpy
 import pytest
+import torch
 from conftest import free_port, processes
 
 import phalanx_torch
@@ -44,6 +47,8 @@ def rank_of_arrays(rank, world, port):
         fixed.flags.writeable = False
         with pytest.raises(ValueError, match="read-only"):
             group.all_reduce(fixed)
+        with pytest.raises(TypeError, match="scalar of NumPy cannot be written"):
+            group.all_reduce(numpy.zeros(3).mean())
         with pytest.raises(TypeError, match="cannot be exchanged"):
             group.all_reduce(numpy.zeros(3, dtype=">f4"))
         with pytest.raises(ValueError, match="is none of"):
@@ -54,6 +59,85 @@ def rank_of_arrays(rank, world, port):
 @pytest.mark.parametrize("world", [2, 3])
 def test_arrays(world):
     processes(world, rank_of_arrays, world, free_port())
+
+
+class ByDlpack:
+    """An array of a library that has DLPack, and nothing else that NumPy or this package knows."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+class Elsewhere(ByDlpack):
+    """On a device whose library does not lend its memory to the CPU."""
+
+    def __dlpack__(self, **options):
+        raise BufferError("this array is on a GPU")
+
+
+def rank_of_memory(rank, port):
+    with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=60) as group:
+        # The buffer protocol.
+        numbers = array.array("d", [1.0, rank])
+        group.all_reduce(numbers)
+        assert numbers.tolist() == [2.0, 1.0]
+        text = bytearray(b"rank " + str(rank).encode())
+        group.broadcast(text, root=1)
+        assert text == b"rank 1"
+        with mmap.mmap(-1, 4096) as pages:
+            # What is sent may be read-only.
+            group.all_gather(memoryview(pages)[:4], bytes([rank, 7]))
+            assert pages[:4] == bytes([0, 7, 1, 7])
+        with pytest.raises(ValueError, match="read-only"):
+            group.all_reduce(bytes(3))
+        with pytest.raises(ValueError, match="not contiguous"):
+            group.all_reduce(memoryview(bytearray(8))[::2])
+        # DLPack.
+        tensor = torch.full((2, 3), rank + 1.0)
+        group.all_reduce(ByDlpack(tensor), "avg")
+        assert (tensor == 1.5).all()
+        with pytest.raises(TypeError, match="by DLPack: this array is on a GPU"):
+            group.all_reduce(Elsewhere(tensor))
+        # Tensors of PyTorch.
+        group.all_reduce(tensor, "max")
+        assert (tensor == 1.5).all()
+        # Neither.
+        with pytest.raises(TypeError, match="list has neither .* nor DLPack nor a buffer"):
+            group.all_reduce([1.0, 2.0])
+        group.barrier()
+
+
+def test_other_memory_than_numpy_s():
+    processes(2, rank_of_memory, free_port())
+
+
+def rank_of_types(rank, port):
+    with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=60) as group:
+        for dtype in ("i2", "u2", "u4", "u8", "c8", "c16"):
+            moved = numpy.arange(3, dtype=dtype) + numpy.dtype(dtype).type(5 * rank)
+            group.broadcast(moved, root=1)
+            assert moved.tolist() == [5, 6, 7], dtype
+        for dtype in ("c8", "c16"):
+            total = numpy.array([1 + 2j * rank, rank], dtype=dtype)
+            group.all_reduce(total)
+            assert total.tolist() == [2 + 2j, 1], dtype
+        with pytest.raises(TypeError, match="uint16 cannot be reduced, only moved"):
+            group.all_reduce(numpy.zeros(3, dtype="u2"))
+        with pytest.raises(ValueError, match="complex64 can be summed"):
+            group.all_reduce(numpy.zeros(3, dtype="c8"), "max")
+        with pytest.raises(TypeError, match="datetime64.* cannot be exchanged"):
+            group.broadcast(numpy.zeros(3, dtype="M8[s]"))
+        group.barrier()
+
+
+def test_types_that_are_only_moved_or_summed():
+    processes(2, rank_of_types, free_port())
 
 
 def test_a_world_of_one_and_no_pytorch():

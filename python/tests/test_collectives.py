@@ -67,12 +67,46 @@ def reduces(rank, world):
     with pytest.raises(TypeError, match="minimum"):
         dist.all_reduce(torch.ones(1, dtype=torch.uint64), dist.ReduceOp.MAX)
     with pytest.raises(ValueError, match="avg is not defined"):
-        dist.all_reduce(torch.ones(1, dtype=torch.int32), dist.ReduceOp.AVG)
+        dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG)
+    with pytest.raises(TypeError, match="average"):
+        dist.all_reduce(torch.ones(1, dtype=torch.uint64), dist.ReduceOp.AVG)
     # What was refused has not ended the group.
     root = filled(rank, torch.float32)
     dist.reduce(root, world - 1)
     mine = sum(filled(r, torch.float32) for r in range(world)) if rank == world - 1 else filled(rank, torch.float32)
     assert same(root, mine)
+
+
+def averages_of_integers(rank, world):
+    """The quotients of sums, towards zero, as NCCL has them; the sums of small types do not overflow."""
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64):
+        most = torch.iinfo(dtype).max
+        least = -7 if dtype.is_signed else 0
+        values = torch.tensor([[most, least], [rank, 10 + rank]], dtype=torch.int64).to(dtype)
+        ranks = range(world)
+        expected = [[most, least], [int(sum(ranks) / world), int(sum(10 + r for r in ranks) / world)]]
+        if dtype is torch.int64:
+            values[0, 0], expected[0][0] = 7, 7
+        tensor = values.clone()
+        dist.all_reduce(tensor, dist.ReduceOp.AVG)
+        assert tensor.tolist() == expected, dtype
+        turned = values.clone().t()
+        dist.all_reduce(turned, dist.ReduceOp.AVG, async_op=True).get_future().wait()
+        assert turned.t().tolist() == expected, dtype
+        root = values.clone()
+        dist.reduce(root, 1, dist.ReduceOp.AVG)
+        assert root.tolist() == (expected if rank == 1 else values.tolist()), dtype
+        part = torch.zeros(2, dtype=dtype)
+        with pytest.raises(TypeError, match="not reduced into an output"):
+            dist.reduce_scatter_tensor(part, values[1].repeat(world, 1).double(), dist.ReduceOp.AVG)
+        dist.reduce_scatter_tensor(part, values[1].repeat(world, 1), dist.ReduceOp.AVG)
+        assert part.tolist() == expected[1], dtype
+        dist.reduce_scatter(part.zero_(), [values[1]] * world, dist.ReduceOp.AVG)
+        assert part.tolist() == expected[1], dtype
+    # Of one sign only, so that rounding shows.
+    tensor = torch.tensor([-1 if rank == 0 else 0])
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert tensor.item() == 0
 
 
 def moves(rank, world):
@@ -252,7 +286,7 @@ def weighted(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
+@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
 def test_results(ranks, world, body):
     ranks(world, body, world)
 

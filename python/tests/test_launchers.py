@@ -1,10 +1,10 @@
 """Ways to start a program."""
 
+import importlib.metadata
 import os
-import shutil
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import free_port
@@ -45,10 +45,11 @@ print(f"rank {group.rank} of {group.world_size} over shm", flush=True)
 
 
 def phalanx():
-    """The command; `.ci/full` names it."""
-    built = Path(__file__).parents[2] / "target"
-    found = [os.environ.get("PHALANX"), *(built / kind / "phalanx" for kind in ("debug", "release")), shutil.which("phalanx")]
-    return next((str(path) for path in found if path and Path(path).exists()), None)
+    """The command that the installed package brings."""
+    files = importlib.metadata.files("phalanx-torch") or []
+    found = [file.locate().resolve() for file in files if file.name == "phalanx" and file.parent.name == "bin"]
+    assert found and os.access(found[0], os.X_OK), "the package has been installed without the command phalanx"
+    return str(found[0])
 
 
 def succeeds(command, program, path):
@@ -69,7 +70,33 @@ def test_spawn(tmp_path):
     succeeds([sys.executable], SPAWNED.replace("PORT", str(free_port())), tmp_path / "program.py")
 
 
-@pytest.mark.skipif(not phalanx(), reason="the command phalanx has not been built: cargo build -p phalanx-cli")
 @pytest.mark.parametrize("program", [PROGRAM, ARRAYS], ids=["torch", "numpy"])
 def test_phalanx_run(tmp_path, program):
     succeeds([phalanx(), "run", "--nproc-per-node", "2", "--", sys.executable], program, tmp_path / "program.py")
+
+
+def test_the_command_is_of_the_same_version():
+    shown = subprocess.run([phalanx(), "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.split()[-1] == importlib.metadata.version("phalanx-torch")
+
+
+STRANGER = """
+import os, sys, torch, torch.distributed as dist, phalanx_torch
+key = os.environ["PHALANX_JOB_KEY_FILE"]
+if os.environ["RANK"] == "1":
+    os.environ["PHALANX_JOB_KEY_FILE"] = sys.argv[1]
+dist.init_process_group("phalanx")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+print("joined with another key", flush=True)
+"""
+
+
+def test_a_rank_without_the_job_s_key_does_not_join(tmp_path):
+    key, program = tmp_path / "other.key", tmp_path / "program.py"
+    subprocess.run([phalanx(), "keygen", str(key)], check=True, timeout=60)
+    program.write_text(STRANGER)
+    command = [phalanx(), "run", "-np", "2", sys.executable, str(program), str(key)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "joined with another key" not in done.stdout, done.stdout + done.stderr
+    assert re.search("job'?s? key", done.stdout + done.stderr), done.stdout + done.stderr

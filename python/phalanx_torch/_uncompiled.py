@@ -1,0 +1,38 @@
+"""Keeps ``torch.compile`` out of this package.
+
+Dynamo traces whatever Python code runs below a compiled model, also what PyTorch's reducer calls from C++. What a group does with
+other ranks is no part of a graph.
+"""
+
+import types
+
+
+def _codes(code):
+    """``code`` and what is written inside of it: functions and lambdas."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _functions(owner, module):
+    for value in vars(owner).values():
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(value, types.FunctionType) and value.__module__ == module:
+            yield value
+        elif isinstance(value, type) and value.__module__ == module and value is not owner:
+            yield from _functions(value, module)
+
+
+def skip(*modules):
+    """Lets Dynamo run the functions of ``modules``, and what they call, as they are."""
+    try:
+        # `torch._dynamo` has this as `skip_code`; to import that takes seconds.
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:
+        # This PyTorch has no such mark: a compiled DistributedDataParallel then fails, and all else works.
+        return
+    for module in modules:
+        for function in _functions(module, module.__name__):
+            for code in _codes(function.__code__):
+                set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

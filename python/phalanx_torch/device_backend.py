@@ -1,0 +1,97 @@
+"""The part of a group that has another backend for other devices: ``"cpu:phalanx,cuda:nccl"``."""
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10DBackend
+from torch._C._distributed_c10d import _DistributedBackendOptions
+
+_SAME = (
+    "abort",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "end_coalescing",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+    "set_timeout",
+    "shutdown",
+    "start_coalescing",
+    "_get_sequence_number_for_group",
+    "_set_sequence_number_for_group",
+)
+
+
+class DeviceBackend(C10DBackend):
+    """Passes PyTorch's calls with tensors on the CPU to the group ``group``, which nobody else has.
+
+    PyTorch hides our works here behind its own, which have ``wait`` and futures, and no more: ``is_completed`` stays false, and
+    a receive from any rank does not tell from which.
+    """
+
+    def __init__(self, group):
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def getBackendName(self):
+        return "phalanx"
+
+    name = getBackendName
+    supports_coalescing = property(lambda self: False)
+    supports_splitting = property(lambda self: False)
+
+    def allreduce_sparse(self, tensors, opts):
+        return self._group.allreduce(tensors, opts)
+
+    def monitored_barrier(self, opts, wait_all_ranks=False):
+        self._group.monitored_barrier(opts.timeout, wait_all_ranks)
+
+
+def _passed_on(name):
+    def call(self, *arguments):
+        return getattr(self._group, name)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+for _name in _SAME:
+    setattr(DeviceBackend, _name, _passed_on(_name))
+
+
+def takes_backends_in_python():
+    """Does this PyTorch let Python write the part of a group that is for one device? 2.15 is the first."""
+    try:
+        C10DBackend(0, 1)
+    except TypeError:
+        return False
+    return hasattr(_DistributedBackendOptions, "process_group")
+
+
+def has_other_backends(options):
+    """Is the group that these options are for to have other backends for other devices of this machine?
+
+    Its default backend is then the one of the accelerator, and not ours, of whose kind PyTorch knows no more than "custom".
+    """
+    if not takes_backends_in_python() or options.process_group is None or options.process_group.name() == "custom":
+        return False
+    if torch.accelerator.is_available():
+        return True
+    # Without the devices there are no backends for them, and the group is ours alone. PyTorch 2.15 would ask such a group for
+    # backends, to record what they do; those of the accelerators cannot have anything to record here.
+    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded.update(name for name, devices in dist.Backend.backend_capability.items() if "cpu" not in devices)
+    return False

@@ -1,0 +1,111 @@
+"""Groups that have another backend for the tensors of other devices."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import processes
+
+import phalanx_torch
+from phalanx_torch.device_backend import DeviceBackend, takes_backends_in_python
+from phalanx_torch.process_group import ProcessGroup
+
+
+def without_accelerator(rank, folder):
+    dist.init_process_group("cpu:phalanx,cuda:nccl", f"file://{folder}/store", rank=rank, world_size=2)
+    assert isinstance(dist.group.WORLD, ProcessGroup)
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0] * 3
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_group_is_ours_alone(tmp_path):
+    processes(2, without_accelerator, tmp_path)
+
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 3))
+    model(torch.full((2, 5), dist.get_rank() + 1.0)).sum().backward()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+def beside_another(rank, folder):
+    # As on a machine with a GPU; gloo's part needs none until it gets a tensor that is there.
+    torch.accelerator.is_available = lambda: True
+    dist.init_process_group(
+        "cpu:phalanx,cuda:gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
+    group, other = dist.group.WORLD, 1 - rank
+    assert type(group) is dist.ProcessGroup
+    assert isinstance(group._get_backend(torch.device("cpu")), DeviceBackend)
+    assert isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0] * 3
+    # Rounded towards zero, as gloo does not.
+    whole = torch.tensor([rank], dtype=torch.int32)
+    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.item() == 0
+    matrix = torch.full((2, 3), rank + 1.0).t()
+    work = dist.all_reduce(matrix, async_op=True)
+    assert work.get_future().then(lambda done: matrix.sum().item()).wait() == 18.0
+    work = dist.broadcast(tensor.fill_(rank), 1, async_op=True)
+    work.wait()
+    assert tensor.tolist() == [1.0] * 3
+    dist.reduce(tensor, 0)
+    assert tensor.tolist() == [2.0 - rank] * 3
+    lists = [torch.zeros(2), torch.zeros(2)]
+    dist.all_gather(lists, torch.full((2,), float(rank)))
+    assert [one.tolist() for one in lists] == [[0.0, 0.0], [1.0, 1.0]]
+    output = torch.zeros(4)
+    dist.all_gather_into_tensor(output, torch.full((2,), float(rank)))
+    assert output.tolist() == [0.0, 0.0, 1.0, 1.0]
+    part = torch.zeros(2)
+    dist.reduce_scatter_tensor(part, torch.arange(4.0))
+    assert part.tolist() == [4.0 * rank, 4.0 * rank + 2]
+    dist.reduce_scatter(part, [torch.ones(2), torch.zeros(2)])
+    assert part.tolist() == [2.0 - 2 * rank] * 2
+    dist.all_to_all_single(part, torch.arange(2.0) + 10 * rank)
+    assert part.tolist() == [rank, 10.0 + rank]
+    dist.all_to_all(lists, [torch.full((2,), 10.0 * rank), torch.full((2,), 10.0 * rank + 1)])
+    assert [one[0].item() for one in lists] == [rank, 10.0 + rank]
+    dist.gather(torch.full((2,), rank + 5.0), lists if rank == 0 else None)
+    if rank == 0:
+        assert [one[0].item() for one in lists] == [5.0, 6.0]
+    dist.scatter(part, [torch.full((2,), 7.0), torch.full((2,), 8.0)] if rank == 0 else None)
+    assert part.tolist() == [7.0 + rank] * 2
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((2,), float(rank)), other), dist.P2POp(dist.irecv, part, other)]
+    )
+    for work in works:
+        work.wait()
+    assert part.tolist() == [other] * 2
+    if rank == 0:
+        dist.send(part, 1, tag=4)
+    else:
+        dist.recv(part, 0, tag=4)
+        assert part.tolist() == [1.0] * 2
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    dist.barrier()
+    half = dist.new_group([rank for rank in range(2)])
+    assert type(half) is dist.ProcessGroup
+    dist.all_reduce(tensor.fill_(1.0), group=half)
+    assert tensor.tolist() == [2.0] * 3
+    assert trained() == [[[3.0] * 5] * 3, [2.0] * 3]
+    # An error comes through PyTorch's own code.
+    with pytest.raises(phalanx_torch.Error, match="all_reduce") as caught:
+        dist.all_reduce(torch.zeros(3 + rank))
+    assert caught.value.kind == "mismatch"
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not takes_backends_in_python(), reason="before PyTorch 2.15 a group in Python is the whole group")
+def test_each_device_has_its_backend(tmp_path):
+    processes(2, beside_another, tmp_path)
