@@ -2,11 +2,11 @@
 
 use burn::module::Module;
 use burn::tensor::kind::Basic;
-use burn::tensor::{DType as BurnDType, Device, Tensor, TensorData};
+use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor};
 use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use crate::Ddp;
 use crate::tensor_bytes;
+use crate::{Ddp, device, read_back};
 
 /// Collectives on Burn's tensors of any rank: floats, integers and truth values. What `torch.distributed` has under the same
 /// names.
@@ -25,7 +25,8 @@ use crate::tensor_bytes;
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// All ranks call them together. The tensor is on the Flex backend, and the result is on the same device.
+/// All ranks call them together. The tensor is on any device that this build knows, from which it is read back if need be, and
+/// the result is on the same device.
 ///
 /// **Gradients do not flow through them.** A tensor that is part of a graph is read, and the result begins a new graph,
 /// as after `detach`. So a loss over all ranks' samples gets no gradient through a collective.
@@ -160,13 +161,11 @@ fn local<const D: usize, K: Basic>(
     travels: impl FnOnce(BurnDType) -> Result<DType>,
 ) -> Result<(Local<D>, Buffer)> {
     let local = Local { shape: tensor.dims(), dtype: tensor.dtype(), device: tensor.device() };
-    if local.device.clone().inner() != Device::flex() {
-        let device = &local.device;
-        return Err(Error::invalid_argument(format!("a tensor is on {device:?}; collectives are for Flex"))
-            .with_remedy("tensor.to_device(&Device::flex())"));
-    }
+    device::check(&local.device)?;
     let dtype = travels(local.dtype)?;
-    let data: TensorData = tensor.into_data();
+    // The others wait for this rank's tensor.
+    let data = read_back::data(tensor).inspect_err(|error| group.abort(error.clone()))?;
+    let data = if host_dtype(local.dtype) == local.dtype { data } else { data.convert::<bool>() };
     let mut buffer = group.alloc(dtype, data.num_elements())?;
     buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
     Ok((local, buffer))
@@ -184,14 +183,23 @@ impl<const D: usize> Local<D> {
             }
             _ => buffer.as_bytes(),
         };
-        if bytes.len() != shape.iter().product::<usize>() * self.dtype.size() {
+        let dtype = host_dtype(self.dtype);
+        if bytes.len() != shape.iter().product::<usize>() * dtype.size() {
             return Err(Error::mismatch(format!(
                 "a collective gave {} B for a tensor of {shape:?}",
                 bytes.len()
             )));
         }
-        let data = tensor_bytes::tensor_data(bytes, &shape, self.dtype);
+        let data = tensor_bytes::tensor_data(bytes, &shape, dtype);
         Ok(Tensor::from_data(data, (&self.device, self.dtype)))
+    }
+}
+
+/// The type of the elements in this process's memory. Some devices store truth values as words.
+fn host_dtype(dtype: BurnDType) -> BurnDType {
+    match dtype {
+        BurnDType::Bool(_) => BurnDType::Bool(BoolStore::Native),
+        dtype => dtype,
     }
 }
 
@@ -200,7 +208,7 @@ impl<const D: usize> Local<D> {
 fn copied(dtype: BurnDType) -> Result<DType> {
     match dtype {
         BurnDType::I8 => Ok(DType::I8),
-        BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::Bool),
+        BurnDType::Bool(_) => Ok(DType::Bool),
         other => tensor_bytes::dtype(other),
     }
 }

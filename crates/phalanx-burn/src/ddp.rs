@@ -37,10 +37,12 @@ pub struct DdpOptions {
     pub reducer: ReducerOptions,
     /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
     pub broadcast_buffers: bool,
-    /// Do the gradients of [`Ddp::backward`] stay in the buckets in which they were averaged, and free their memory
-    /// when they are dropped? Buckets then take memory only between the first gradient of a step and the optimizer's
-    /// step: a rank's peak is about that of training without `Ddp`. Allocating them in each step costs some time.
-    /// Without this, gradients are copied out of buckets that stay allocated.
+    /// Do gradients free the memory of their buckets when they are dropped? Buckets then take memory only between the
+    /// first gradient of a step and the optimizer's step: a rank's peak is about that of training without `Ddp`.
+    /// Allocating them in each step costs some time.
+    ///
+    /// Without this, buckets stay allocated: the gradients of [`Ddp::backward`] stand in their memory too, and lend it.
+    /// If gradients are kept for longer than a step, a bucket takes other memory, and the third time copies are made instead.
     pub gradient_as_bucket_view: bool,
 }
 
@@ -250,7 +252,9 @@ impl<M: Module> Ddp<M> {
         clip::check(max_norm)?;
         let indices = &self.inventory.indices;
         let mut squares = vec![0.0; indices.len()];
-        for (id, sum) in clip::squares_of(self.model(), gradients)? {
+        // The others wait for this rank's numbers.
+        let own = clip::squares_of(self.model(), gradients);
+        for (id, sum) in own.inspect_err(|error| self.group.abort(error.clone()))? {
             if let Some(square) = indices.get(&id).and_then(|&index| squares.get_mut(index)) {
                 *square = sum;
             }

@@ -7,11 +7,10 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::Tensor;
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
-use crate::tensor_bytes;
 use crate::view;
 
 /// Gradients that are equal on all replicas, as [`Ddp::backward`](crate::Ddp::backward) returns them: a step takes only
@@ -119,7 +118,7 @@ impl Synced for SyncedGradients {
 pub(crate) struct Handover {
     /// The factor by which they are multiplied.
     pub scale: f64,
-    /// Do they stay in their buckets?
+    /// Do they take the buckets' memory with them, and free it? Otherwise the buckets use it again.
     pub view: bool,
 }
 
@@ -130,56 +129,28 @@ pub(crate) fn averages<M: Module>(
     indices: &HashMap<ParamId, usize>,
     handover: Handover,
 ) -> Result<GradientsParams> {
-    let source = match handover.view {
-        true => Source::Taken(reducer.take_gradients()?),
-        false => Source::Reducer(reducer),
-    };
-    let mut averages =
-        Averages { source, indices, scale: handover.scale, gradients: Ok(GradientsParams::new()) };
+    let parts = if handover.view { reducer.take_gradients()? } else { reducer.lend_gradients()? };
+    let mut averages = Averages { parts, indices, scale: handover.scale, gradients: GradientsParams::new() };
     model.visit(&mut averages);
-    averages.gradients
-}
-
-enum Source<'a> {
-    Reducer(&'a Reducer),
-    Taken(Vec<Option<BufferPart>>),
+    Ok(averages.gradients)
 }
 
 struct Averages<'a> {
-    source: Source<'a>,
+    parts: Vec<Option<BufferPart>>,
     indices: &'a HashMap<ParamId, usize>,
     scale: f64,
-    gradients: Result<GradientsParams>,
-}
-
-impl Averages<'_> {
-    fn data(&mut self, index: usize, shape: &[usize], dtype: DType) -> Result<Option<TensorData>> {
-        Ok(match &mut self.source {
-            Source::Reducer(reducer) => {
-                reducer.gradient(index)?.map(|average| tensor_bytes::tensor_data(average, shape, dtype))
-            }
-            Source::Taken(parts) => {
-                let part = parts.get_mut(index).and_then(Option::take);
-                part.map(|part| view::tensor_data(part, shape, dtype))
-            }
-        })
-    }
+    gradients: GradientsParams,
 }
 
 impl ModuleVisitor for Averages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(&index) = self.indices.get(&param.id) else { return };
+        // A parameter without a gradient on any rank, or used before in the model, has none here.
+        let Some(part) = self.parts.get_mut(index).and_then(Option::take) else { return };
         let dtype = param.dtype();
-        let data = self.data(index, param.shape().as_slice(), dtype);
-        match (data, &mut self.gradients) {
-            (Ok(Some(data)), Ok(gradients)) => {
-                let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-                let scale = self.scale;
-                gradients.register(param.id, if scale == 1.0 { average } else { average * scale });
-            }
-            (Err(failure), Ok(_)) => self.gradients = Err(failure),
-            // A parameter without a gradient, or one behind the first failure.
-            (Ok(None), Ok(_)) | (_, Err(_)) => {}
-        }
+        let data = view::tensor_data(part, param.shape().as_slice(), dtype);
+        let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
+        let average = if self.scale == 1.0 { average } else { average * self.scale };
+        self.gradients.register(param.id, average);
     }
 }

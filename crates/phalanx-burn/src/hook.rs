@@ -17,6 +17,8 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
+#[cfg(feature = "cube")]
+use burn::backend::Cube;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -27,7 +29,7 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 
-use crate::tensor_bytes::{BorrowBytes, TensorBytes};
+use crate::tensor_bytes::{Access, HostAccess};
 
 /// Levels of depth between the hooks of neighbouring parameters: about the operations a layer has per parameter.
 const LEVELS: usize = 4;
@@ -36,8 +38,9 @@ const LEVELS: usize = 4;
 ///
 /// Backward cannot return an error, so a sink keeps its error until it is asked for it.
 pub(crate) trait GradientSink: Send + Sync {
-    /// The gradient of parameter `index` is finished; its memory is borrowed until this returns.
-    fn ready(&self, index: usize, gradient: TensorBytes<'_>);
+    /// The gradient of parameter `index` is finished, or a device has all the work that finishes it. Its memory is borrowed
+    /// until this returns.
+    fn ready(&self, index: usize, gradient: Access<'_>);
 }
 
 /// The receiver of a hook's gradients.
@@ -90,34 +93,30 @@ impl ModuleMapper for Hooker {
 
 /// The two operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
 /// the module is private.
-#[backend_extension(Autodiff, Flex)]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
 pub trait GradientHook: Backend {
     /// Identity on `tensor`; its backward reports the finished gradient to `target`. `token` only carries depth.
     fn gradient_hook(
         tensor: FloatTensor<Self>,
         token: FloatTensor<Self>,
         target: Target,
-    ) -> FloatTensor<Self>;
-
-    /// Identity whose backward does nothing: one more level of depth.
-    fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self>;
-}
-
-impl GradientHook for Flex {
-    fn gradient_hook(
-        tensor: FloatTensor<Self>,
-        _token: FloatTensor<Self>,
-        _target: Target,
     ) -> FloatTensor<Self> {
+        let _ = (token, target);
         tensor
     }
 
+    /// Identity whose backward does nothing: one more level of depth.
     fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self> {
         token
     }
 }
 
-impl<B: Backend + BorrowBytes, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
+impl GradientHook for Flex {}
+
+#[cfg(feature = "cube")]
+impl GradientHook for Cube {}
+
+impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
     fn gradient_hook(
         tensor: FloatTensor<Self>,
         token: FloatTensor<Self>,
@@ -144,7 +143,7 @@ impl<B: Backend + BorrowBytes, C: CheckpointStrategy> GradientHook for Autodiff<
 #[derive(Debug)]
 struct Deliver;
 
-impl<B: Backend + BorrowBytes> Backward<B, 2> for Deliver {
+impl<B: Backend + HostAccess> Backward<B, 2> for Deliver {
     type State = Target;
 
     fn backward(self, ops: Ops<Target, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
@@ -152,7 +151,7 @@ impl<B: Backend + BorrowBytes> Backward<B, 2> for Deliver {
         // now and not after the last layer.
         let gradient = gradients.consume::<B>(&ops.node);
         let Target { sink, index } = ops.state;
-        B::with_bytes(&gradient, |gradient| sink.ready(index, gradient));
+        B::access(gradient, |gradient| sink.ready(index, gradient));
     }
 }
 
@@ -178,7 +177,7 @@ mod tests {
     struct Order(Mutex<Vec<usize>>);
 
     impl GradientSink for Order {
-        fn ready(&self, index: usize, _: TensorBytes<'_>) {
+        fn ready(&self, index: usize, _: Access<'_>) {
             self.0.lock().push(index);
         }
     }

@@ -133,6 +133,14 @@
 //! | [`DdpOptions::gradient_as_bucket_view`] | gradients in the memory of the buckets, which is freed with them |
 //! | [`ScaledLrScheduler`], [`cosine_with_warmup`] | the learning rate for a batch as large as all ranks' together; a warm-up and a decay |
 //!
+//! # Devices
+//!
+//! A model may be on any device that this build knows: on the processors with Flex, with or without gradient checkpointing; with
+//! the feature `cuda` or `wgpu` on those devices, too. [`device::for_local_rank`] gives each process its own.
+//! What has been run on which of them is in `docs/guide/devices.md`.
+//! On Flex, gradients are taken from where they lie. From any other device they are copied to this process while the device
+//! still computes those of the layers below, averaged, and copied back once. The fused optimizers are Burn's own there.
+//!
 //! # Besides
 //!
 //! | | |
@@ -149,8 +157,7 @@
 //!
 //! # Limits
 //!
-//! - The Flex backend, with or without gradient checkpointing. Burn 0.22 has no mixed precision: a model is f32, f64, f16
-//!   or bf16 throughout, and is averaged in that type.
+//! - Burn 0.22 has no mixed precision: a model is f32, f64, f16 or bf16 throughout, and is averaged in that type.
 //! - It does not notice parameters that are frozen or unfrozen after [`Ddp::new`]: make a new `Ddp` from
 //!   [`Ddp::into_model`].
 //! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
@@ -163,6 +170,7 @@ mod collectives;
 pub mod data;
 mod data_parallel;
 mod ddp;
+pub mod device;
 mod fused;
 mod gradients;
 mod hook;
@@ -173,6 +181,7 @@ mod optimizer;
 mod packed;
 pub mod parallel;
 mod parameters;
+mod read_back;
 mod replicas;
 mod sink;
 mod state;
@@ -212,6 +221,8 @@ mod guide {
     struct Parallelism;
     #[doc = include_str!("../../../docs/guide/batch-norm.md")]
     struct BatchNorm;
+    #[doc = include_str!("../../../docs/guide/devices.md")]
+    struct Devices;
     #[doc = include_str!("../../../docs/guide/elastic.md")]
     struct Elastic;
     #[cfg(feature = "horovod")]

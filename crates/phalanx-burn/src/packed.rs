@@ -26,7 +26,7 @@ impl Packed {
     ) -> Result<()> {
         let all = count == group.world_size().count();
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
-        self.pack(model, group, select)?;
+        self.packed(model, group, select)?;
         self.exchange(|buffer| group.all_reduce_async(buffer, op))
     }
 
@@ -39,13 +39,18 @@ impl Packed {
         select: Select<'_>,
     ) -> Result<()> {
         // On every rank: among ranks that may run out of data, another one may act as the root.
-        self.pack(model, group, select)?;
+        self.packed(model, group, select)?;
         self.exchange(|buffer| group.broadcast_async(buffer, root))
     }
 
     /// `model` with the values in the buffers.
     pub fn unpack<M: Module>(&self, model: M, select: Select<'_>) -> M {
         model.map(&mut Unpacker { select, packed: self, ends: Ends::default() })
+    }
+
+    /// Ends the group if this rank's tensors cannot be had: the others wait for them.
+    fn packed<M: Module>(&mut self, model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<()> {
+        self.pack(model, group, select).inspect_err(|error| group.abort(error.clone()))
     }
 
     fn pack<M: Module>(&mut self, model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<()> {

@@ -6,6 +6,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
+use crate::device;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// A tensor of a module.
@@ -40,15 +41,10 @@ impl Inventory {
         let Some(device) = visitor.device else {
             return Err(Error::invalid_argument("the model has no parameters"));
         };
-        if device.clone().inner() != Device::flex() {
-            return Err(Error::invalid_argument(format!(
-                "the model is on {device:?}; this version trains on the Flex backend"
-            ))
-            .with_remedy("create it on Device::flex().autodiff()"));
-        }
+        device::check(&device)?;
         if !device.is_autodiff() {
             return Err(Error::invalid_argument("the model is on a device without autodiff")
-                .with_remedy("create it on Device::flex().autodiff()"));
+                .with_remedy("create it on such a device, as Device::flex().autodiff()"));
         }
         if visitor.parameters.is_empty() {
             return Err(Error::invalid_argument(format!(

@@ -7,7 +7,8 @@ use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
 use crate::hook::GradientSink;
-use crate::tensor_bytes::{self, TensorBytes};
+use crate::read_back::InFlight;
+use crate::tensor_bytes::{self, Access, TensorBytes};
 
 /// What to do with a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,9 +26,9 @@ pub(crate) enum Delivery {
 pub(crate) struct Pass(pub Arc<Sink>);
 
 impl GradientSink for Pass {
-    fn ready(&self, index: usize, gradient: TensorBytes<'_>) {
+    fn ready(&self, index: usize, gradient: Access<'_>) {
         // A failure is returned by the call that runs this backward pass.
-        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.ready(reducer, index, gradient));
+        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.accept(reducer, index, gradient));
     }
 }
 
@@ -38,6 +39,8 @@ pub(crate) struct Sink(HookedReducer<Deliveries>);
 struct Deliveries {
     delivery: Delivery,
     held: Vec<Held>,
+    /// Gradients on their way from a device.
+    in_flight: InFlight<usize>,
 }
 
 /// The gradients that are held for one parameter.
@@ -54,7 +57,8 @@ impl Sink {
     pub fn new(reducer: Reducer) -> Self {
         let held = reducer.parameters().iter();
         let held = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
-        Self(HookedReducer::new(reducer, Deliveries { delivery: Delivery::Ignore, held }))
+        let deliveries = Deliveries { delivery: Delivery::Ignore, held, in_flight: InFlight::new() };
+        Self(HookedReducer::new(reducer, deliveries))
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
@@ -62,9 +66,10 @@ impl Sink {
         self.0.check()
     }
 
-    /// Sets what to do with gradients from now on.
+    /// Sets what to do with gradients from now on. Those that are still on their way from a device are waited for first.
     pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
-        self.0.attempt(|_, deliveries| {
+        self.0.attempt(|reducer, deliveries| {
+            deliveries.land(reducer)?;
             deliveries.delivery = delivery;
             Ok(())
         })
@@ -73,6 +78,8 @@ impl Sink {
     /// Begins a backward pass that [`finish`](Self::finish) ends.
     pub fn start(&self, delivery: Delivery) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
+            // Of a pass that was not ended.
+            deliveries.in_flight.clear();
             deliveries.delivery = delivery;
             reducer.start()
         })
@@ -121,10 +128,34 @@ impl Sink {
 impl Deliveries {
     fn drop_held(&mut self) {
         self.held.iter_mut().for_each(|held| held.any = false);
+        self.in_flight.clear();
+    }
+
+    /// A gradient is finished, or will be when its device has done its work.
+    fn accept(&mut self, reducer: &mut Reducer, index: usize, gradient: Access<'_>) -> Result<()> {
+        if self.delivery == Delivery::Ignore {
+            return Ok(());
+        }
+        match gradient {
+            Access::Here(gradient) => self.ready(reducer, index, gradient),
+            Access::Away(read) => match self.in_flight.push(index, read().traced(reducer.trace(), index)) {
+                Some((index, read)) => read.wait(|gradient| self.ready(reducer, index, gradient))?,
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// Waits for the gradients that are on their way, which are delivered as each arrives.
+    fn land(&mut self, reducer: &mut Reducer) -> Result<()> {
+        while let Some((index, read)) = self.in_flight.pop() {
+            read.wait(|gradient| self.ready(reducer, index, gradient))??;
+        }
+        Ok(())
     }
 
     /// Backward is over: the sums that are still held go to the reducer.
     fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
+        self.land(reducer)?;
         self.delivery = Delivery::Ignore;
         for (index, held) in self.held.iter_mut().enumerate() {
             if let Some(sum) = held.take() {
@@ -135,10 +166,7 @@ impl Deliveries {
     }
 
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
-        if self.delivery == Delivery::Ignore {
-            return Ok(());
-        }
-        let Self { delivery, held } = self;
+        let Self { delivery, held, .. } = self;
         let Some(held) = held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
                 "a gradient came for the unknown parameter {index}"
@@ -213,5 +241,43 @@ fn combine<const MINUS: bool>(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
         DType::F16 => each::<f16>(sum, gradient, |a, b| f16::from_f32(single(a.to_f32(), b.to_f32()))),
         DType::BF16 => each::<bf16>(sum, gradient, |a, b| bf16::from_f32(single(a.to_f32(), b.to_f32()))),
         other => Err(Error::invalid_argument(format!("gradients of type {other} cannot be accumulated"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::DType as BurnDType;
+    use phalanx::reducer::{ParameterSpec, ReducerOptions};
+    use phalanx::{ProcessGroup, WorldSize};
+
+    use super::*;
+    use crate::read_back::tests::failing;
+
+    #[test]
+    fn a_gradient_that_a_device_cannot_give_ends_the_group_on_every_rank() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let rank = |group: ProcessGroup| {
+            let is_lost = group.rank().is_main();
+            let parameters = vec![ParameterSpec::new("weight", &[1][..], DType::F32)];
+            let reducer = Reducer::new(Arc::new(group), parameters, ReducerOptions::default()).unwrap();
+            let sink = Arc::new(Sink::new(reducer));
+            sink.start(Delivery::Now).unwrap();
+            let bytes = bytemuck::bytes_of(&1.0f32);
+            Pass(sink.clone()).ready(
+                0,
+                match is_lost {
+                    true => Access::Away(Box::new(failing)),
+                    false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
+                },
+            );
+            sink.finish(|_| Ok(())).unwrap_err().to_string()
+        };
+        let errors: Vec<String> = std::thread::scope(|scope| {
+            let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for error in &errors {
+            assert!(error.contains("out of memory"), "{errors:?}");
+        }
     }
 }

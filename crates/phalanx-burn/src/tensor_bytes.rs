@@ -1,12 +1,17 @@
-//! The bytes of Burn's tensors: borrowed, written in place, and made into tensors. Only this module knows how a backend
-//! stores them.
+//! The bytes of Burn's tensors: borrowed or read back, written in place, and made into tensors. Only this module and
+//! [`read_back`](crate::read_back) know where a backend stores them.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex};
+#[cfg(feature = "cube")]
+use burn::backend::{Cube, DispatchDevice};
 use burn::tensor::{Bytes, DType as BurnDType, Tensor, TensorData, bf16, f16};
 use burn_flex::FlexTensor;
 use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use phalanx::{DType, Error, Result};
+
+use crate::device;
+use crate::read_back::ReadBack;
 
 /// A tensor's elements, row by row, while they are borrowed.
 #[derive(Clone, Copy)]
@@ -16,25 +21,52 @@ pub(crate) struct TensorBytes<'a> {
     pub bytes: &'a [u8],
 }
 
-/// A backend whose tensors' memory can be borrowed.
-pub trait BorrowBytes: Backend {
-    /// Calls `look` with the elements of `tensor`; copies them only if they do not lie in a row.
-    fn with_bytes(tensor: &FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>));
+/// How the elements of a tensor can be had.
+pub(crate) enum Access<'a> {
+    /// They lie in this process's memory.
+    Here(TensorBytes<'a>),
+    /// They are in a device's memory. The call has the device copy them, after the work that it has been given so far, and
+    /// does not wait for it.
+    #[cfg_attr(not(feature = "cube"), allow(dead_code))] // Flex alone has no such memory.
+    Away(Box<dyn FnOnce() -> ReadBack + 'a>),
 }
 
-impl BorrowBytes for Flex {
-    fn with_bytes(tensor: &FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>)) {
+/// A backend whose tensors this process can read.
+pub trait HostAccess: Backend {
+    /// Calls `take` with the elements of `tensor`. Where they lie in this process's memory, they are copied only if they do
+    /// not lie in a row.
+    fn access<T>(tensor: FloatTensor<Self>, take: impl FnOnce(Access<'_>) -> T) -> T;
+
+    /// Calls `look` with the elements of `tensor`, and waits for them if they are on a device.
+    fn read<T>(tensor: FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>) -> T) -> Result<T> {
+        Self::access(tensor, |access| match access {
+            Access::Here(bytes) => Ok(look(bytes)),
+            Access::Away(read) => read().wait(look),
+        })
+    }
+}
+
+impl HostAccess for Flex {
+    fn access<T>(tensor: FloatTensor<Self>, take: impl FnOnce(Access<'_>) -> T) -> T {
+        let size = tensor.dtype().size();
         match tensor.layout().contiguous_offsets() {
             Some((start, end)) => {
-                let size = tensor.dtype().size();
-                look(TensorBytes { dtype: tensor.dtype(), bytes: &tensor.bytes()[start * size..end * size] });
+                let bytes = &tensor.bytes()[start * size..end * size];
+                take(Access::Here(TensorBytes { dtype: tensor.dtype(), bytes }))
             }
             None => {
                 let tensor = tensor.to_contiguous();
-                let bytes = tensor.layout().num_elements() * tensor.dtype().size();
-                look(TensorBytes { dtype: tensor.dtype(), bytes: &tensor.bytes()[..bytes] });
+                let bytes = &tensor.bytes()[..tensor.layout().num_elements() * size];
+                take(Access::Here(TensorBytes { dtype: tensor.dtype(), bytes }))
             }
         }
+    }
+}
+
+#[cfg(feature = "cube")]
+impl HostAccess for Cube {
+    fn access<T>(tensor: FloatTensor<Self>, take: impl FnOnce(Access<'_>) -> T) -> T {
+        take(Access::Away(Box::new(|| ReadBack::of(tensor))))
     }
 }
 
@@ -49,6 +81,8 @@ pub(crate) fn dtype(dtype: BurnDType) -> Result<DType> {
         BurnDType::I32 | BurnDType::U32 => Ok(DType::I32),
         BurnDType::U8 | BurnDType::I8 => Ok(DType::U8),
         BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::U8),
+        // As some devices store them.
+        BurnDType::Bool(_) if dtype.size() == 4 => Ok(DType::I32),
         other => {
             Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
                 .with_remedy("cast it, or leave it out of the module"))
@@ -74,18 +108,24 @@ fn copied<T: AnyBitPattern + NoUninit>(bytes: &[u8]) -> Vec<T> {
     }
 }
 
-/// Calls `look` with the elements of `tensor`, whether or not it is part of a graph.
+/// Calls `look` with the elements of `tensor`, whether or not it is part of a graph. Waits for them if it is on a device.
 pub(crate) fn with_bytes<const D: usize, T>(
     tensor: Tensor<D>,
     look: impl FnOnce(TensorBytes<'_>) -> T,
 ) -> Result<T> {
     let tensor = if tensor.is_autodiff() { tensor.inner() } else { tensor };
-    let tensor = tensor
-        .try_into_primitive::<Flex>()
-        .map_err(|_| Error::invalid_argument("a tensor is on no Flex device"))?;
-    let mut seen = None;
-    Flex::with_bytes(&tensor, |bytes| seen = Some(look(bytes)));
-    seen.ok_or_else(|| Error::aborted("a tensor's memory could not be read"))
+    #[cfg(feature = "cube")]
+    if let DispatchDevice::Cube(_) = tensor.device().as_dispatch() {
+        let tensor = tensor.try_into_primitive::<Cube>().map_err(|_| elsewhere())?;
+        return Cube::read(tensor, look);
+    }
+    device::check(&tensor.device())?;
+    let tensor = tensor.try_into_primitive::<Flex>().map_err(|_| elsewhere())?;
+    Flex::read(tensor, look)
+}
+
+fn elsewhere() -> Error {
+    Error::invalid_argument("a tensor is not on the device that it names")
 }
 
 /// `old` with other elements: in its own memory, if no other tensor shares it.
@@ -135,10 +175,7 @@ mod tests {
     use super::*;
 
     fn elements(tensor: Tensor<2>) -> Vec<f32> {
-        let tensor = tensor.try_into_primitive::<Flex>().unwrap_or_else(|_| panic!("a Flex tensor"));
-        let mut elements = Vec::new();
-        Flex::with_bytes(&tensor, |tensor| elements.extend_from_slice(bytemuck::cast_slice(tensor.bytes)));
-        elements
+        with_bytes(tensor, |tensor| bytemuck::cast_slice(tensor.bytes).to_vec()).unwrap()
     }
 
     #[test]

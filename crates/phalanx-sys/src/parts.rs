@@ -20,9 +20,14 @@ pub struct Part {
     is_kept: bool,
 }
 
-/// Keeps divided memory, with its content and at its address, when all its parts are dropped. It gives no access.
+/// Keeps divided memory, with its content and at its address, when all its parts are dropped. It gives no access while
+/// there are any; see [`reclaim`](Self::reclaim).
 #[derive(Clone)]
-pub struct Keeper(#[expect(dead_code)] Arc<Whole>);
+pub struct Keeper {
+    whole: Arc<Whole>,
+    place: Range<usize>,
+    memory: NonNull<u8>,
+}
 
 enum Whole {
     Region(Region),
@@ -40,6 +45,10 @@ const _: () = {
 unsafe impl Send for Part {}
 // SAFETY: as above; a shared part is only read.
 unsafe impl Sync for Part {}
+// SAFETY: a keeper does not use its pointer; the part that it may become can be sent.
+unsafe impl Send for Keeper {}
+// SAFETY: as above: a shared keeper can only be cloned.
+unsafe impl Sync for Keeper {}
 
 impl Part {
     /// Divides `region` into the parts at `places`, counted in bytes. Bytes outside all places can no longer be
@@ -108,7 +117,7 @@ impl Part {
     /// From now on the memory outlives its parts, until the keeper and its clones are dropped.
     pub fn keeper(&mut self) -> Keeper {
         self.is_kept = true;
-        Keeper(self.whole.clone())
+        Keeper { whole: self.whole.clone(), place: self.place.clone(), memory: self.memory }
     }
 
     /// Is it a region's, which peers can reach?
@@ -126,6 +135,18 @@ impl Part {
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as above; and this borrow is exclusive.
         unsafe { slice::from_raw_parts_mut(self.memory.as_ptr(), self.place.len()) }
+    }
+}
+
+impl Keeper {
+    /// The part that the keeper was taken of, as one piece, if all parts of the memory and all other keepers are gone.
+    /// Otherwise the keeper itself.
+    pub fn reclaim(mut self) -> Result<Part, Self> {
+        // Nobody else can reach the memory, and what they have written there is seen here.
+        match Arc::get_mut(&mut self.whole) {
+            Some(_) => Ok(Part { whole: self.whole, place: self.place, memory: self.memory, is_kept: true }),
+            None => Err(self),
+        }
     }
 }
 
@@ -177,6 +198,23 @@ mod tests {
         assert_eq!(Arc::strong_count(&witness), 2);
         drop(keeper);
         assert_eq!(Arc::strong_count(&witness), 1);
+    }
+
+    #[test]
+    fn a_keeper_gives_the_memory_back_when_nobody_else_has_any_of_it() {
+        let mut part = Part::of_vec(vec![0u8; 8], std::iter::once(0..8)).remove(0);
+        let keeper = part.keeper();
+        let mut parts = part.divide([0..2, 4..8]);
+        parts[1].as_mut_slice().fill(7);
+        let (last, other) = (parts.pop(), keeper.clone());
+        drop(parts);
+        let keeper = keeper.reclaim().map(|_| "a part is left").unwrap_err();
+        std::thread::spawn(move || drop(last)).join().unwrap();
+        let keeper = keeper.reclaim().map(|_| "another keeper is left").unwrap_err();
+        drop(other);
+        let mut whole = keeper.reclaim().map_err(|_| "nobody is left").unwrap();
+        assert_eq!(whole.as_slice(), [0, 0, 0, 0, 7, 7, 7, 7]);
+        whole.as_mut_slice().fill(1);
     }
 
     #[test]

@@ -164,7 +164,7 @@ impl Buffer {
         let mut part = parts.remove(0);
         let keeper = part.keeper();
         self.storage = Storage::Kept(part);
-        BufferKeeper { _memory: keeper }
+        BufferKeeper { memory: keeper, dtype: self.dtype }
     }
 
     /// Splits it into the parts at `places`, counted in bytes. Bytes outside all places are lost.
@@ -192,7 +192,19 @@ impl Buffer {
 /// Keeps the memory of a [`Buffer`]: see [`Buffer::keeper`].
 #[derive(Clone, Debug)]
 pub struct BufferKeeper {
-    _memory: Keeper,
+    memory: Keeper,
+    dtype: DType,
+}
+
+impl BufferKeeper {
+    /// The buffer again, if nobody has it, a part of it, or another keeper. Otherwise the keeper itself.
+    pub fn reclaim(self) -> std::result::Result<Buffer, Self> {
+        let Self { memory, dtype } = self;
+        match memory.reclaim() {
+            Ok(part) => Ok(Buffer { storage: Storage::Kept(part), dtype }),
+            Err(memory) => Err(Self { memory, dtype }),
+        }
+    }
 }
 
 /// A part of a split [`Buffer`], in the buffer's memory and with its own owner.

@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use clap::ValueEnum;
 use common::bars::{self, Panel};
 use common::canvas::{BLUE, ORANGE};
 use roberta::strategy::{Devices, Strategy};
@@ -17,8 +16,11 @@ use crate::largest::{Cap, largest_batch};
 #[derive(Clone, Debug, clap::Args)]
 pub struct CompareOptions {
     /// Strategies, in this order
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Strategy::value_variants().to_vec())]
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Strategy::OF_DATA)]
     pub strategies: Vec<Strategy>,
+    /// Ranks of a replica, with tensor and pipeline
+    #[arg(long, default_value_t = 2)]
+    pub parts: u32,
     /// How often each is timed, in turn; the fastest epoch counts, because others may use the machine too
     #[arg(long, default_value_t = 1)]
     pub rounds: usize,
@@ -116,7 +118,7 @@ impl Figures {
 
 /// Compares all strategies; each is started as this program with `--strategy`.
 pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
-    let devices = |strategy| Devices { count: ranks, strategy };
+    let devices = |strategy| Devices::new(ranks, strategy, options.parts);
     if options.memory.is_some() {
         options.strategies.iter().try_for_each(|&strategy| options.memory_by.check(devices(strategy)))?;
     }

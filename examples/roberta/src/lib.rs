@@ -6,6 +6,7 @@ pub mod data;
 pub mod inputs;
 pub mod loading;
 pub mod masking;
+pub mod mesh;
 pub mod model;
 pub mod schedule;
 pub mod strategy;

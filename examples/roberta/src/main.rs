@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::{Parser, Subcommand};
 use common::memory::{self, Allocator};
@@ -50,9 +50,8 @@ enum Command {
         /// Folder with config.json, model.safetensors and tokenizer.json
         #[arg(long, default_value = "out/roberta/minilm")]
         model: PathBuf,
-        /// How the ranks, or the replicas of one process, train together
-        #[arg(long, value_enum, default_value = "ddp")]
-        strategy: Strategy,
+        #[command(flatten)]
+        how: How,
         #[command(flatten)]
         job: Job,
         #[command(flatten)]
@@ -84,6 +83,8 @@ enum Command {
         #[arg(long, value_name = "PNG")]
         plot: Option<PathBuf>,
         #[command(flatten)]
+        how: How,
+        #[command(flatten)]
         job: Job,
         #[command(flatten)]
         train: TrainOptions,
@@ -103,6 +104,16 @@ enum Command {
 }
 
 #[derive(Clone, clap::Args)]
+struct How {
+    /// How the ranks, or the replicas of one process, train together
+    #[arg(long, value_enum, default_value = "ddp")]
+    strategy: Strategy,
+    /// Ranks of a replica, with --strategy tensor and pipeline
+    #[arg(long, default_value_t = 2)]
+    parts: u32,
+}
+
+#[derive(Clone, clap::Args)]
 struct Job {
     /// Devices: worker processes to start, unless a launcher has started this one; with --strategy dp and towers, replicas
     #[arg(long, default_value_t = 2)]
@@ -113,6 +124,9 @@ struct Job {
     /// Tokens to which texts are cut
     #[arg(long, default_value_t = 128)]
     max_tokens: usize,
+    /// The share of what is dropped everywhere, in place of what config.json says
+    #[arg(long)]
+    dropout: Option<f64>,
     /// Take the first so many training examples alone
     #[arg(long)]
     train_limit: Option<usize>,
@@ -125,6 +139,19 @@ struct Job {
 const LINES_EVERY: Duration = Duration::from_secs(10);
 
 impl Job {
+    /// A model's size with `--dropout`.
+    fn dropping(&self, mut config: Config) -> Result<Config> {
+        if let Some(dropout) = self.dropout {
+            ensure!(
+                (0.0..1.0).contains(&dropout),
+                "--dropout is {dropout}: it must be at least 0, and less than 1"
+            );
+            (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (dropout, dropout);
+            config.classifier_dropout = Some(dropout);
+        }
+        Ok(config)
+    }
+
     fn run(&self, processes: u32, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
         let worker = || {
             let group = phalanx::init()?;
@@ -135,7 +162,7 @@ impl Job {
                 worker(&group, data)
             };
             // The other ranks, which may have sound files, would never hear why this one has ended.
-            run().inspect_err(|error| group.abort(Error::other(format!("{error:#}"))))
+            run().inspect_err(|error| group.abort_all(Error::other(format!("{error:#}"))))
         };
         // `{:#}` shows causes, too.
         match processes {
@@ -154,8 +181,8 @@ fn console(group: &ProcessGroup, train: &TrainOptions) -> Result<Console> {
 
 fn main() -> Result<()> {
     match Options::parse().command {
-        Command::FineTune { model, strategy, job, train } => {
-            let devices = Devices { count: job.ranks, strategy };
+        Command::FineTune { model, how, job, train } => {
+            let devices = Devices::new(job.ranks, how.strategy, how.parts);
             job.run(devices.processes(), |group, data| {
                 let console = console(group, &train)?;
                 let Subject { task, model, .. } = subject(&model, &job, train.seed, devices, data)?;
@@ -165,7 +192,7 @@ fn main() -> Result<()> {
         }
         Command::Compare { model, job, options } => {
             let Some(strategy) = options.strategy else { return compare(&options, job.ranks) };
-            let devices = Devices { count: job.ranks, strategy };
+            let devices = Devices::new(job.ranks, strategy, options.parts);
             job.run(devices.processes(), |group, data| {
                 let observed = measure::begin(devices)?;
                 Saying::new(devices, group).now("reads model and tokenizer");
@@ -173,18 +200,18 @@ fn main() -> Result<()> {
                 measure(subject, group, observed, &options)
             })
         }
-        Command::Pretrain { config, tokenizer, characters, plot, job, train } => {
-            job.run(job.ranks, |group, data| {
+        Command::Pretrain { config, tokenizer, characters, plot, how, job, train } => {
+            let devices = Devices::new(job.ranks, how.strategy, how.parts);
+            job.run(devices.processes(), |group, data| {
                 let console = console(group, &train)?;
-                let config = Config::read(&config)?;
+                let config = job.dropping(Config::read(&config)?)?;
                 let text = Text::open(&tokenizer, &config, job.max_tokens)
                     .context("`roberta tokenizer` learns one from the training texts")?;
                 let device = Device::flex().autodiff();
                 device.seed(train.seed);
                 let model = MaskedLm::new(&config, &device);
                 let task = MaskedLanguage::new(config, text, &data, characters);
-                let devices = Devices { count: job.ranks, strategy: Strategy::Ddp }.of(group);
-                let epochs = fit(&Arc::new(task), model, (devices, group), &train, &console)?;
+                let epochs = fit(&Arc::new(task), model, (devices.of(group), group), &train, &console)?;
                 match plot.as_ref().filter(|_| group.rank().is_main()) {
                     Some(path) => perplexity::draw(path, &train.out, &epochs),
                     None => Ok(()),
@@ -203,7 +230,7 @@ fn main() -> Result<()> {
 
 /// A classifier with a new head, the same on every rank, and what it learns.
 fn subject(folder: &Path, job: &Job, seed: u64, devices: Devices, data: Dataset) -> Result<Subject> {
-    let config = Config::read(&folder.join("config.json"))?;
+    let config = job.dropping(Config::read(&folder.join("config.json"))?)?;
     let text = Text::open(&folder.join("tokenizer.json"), &config, job.max_tokens)?;
     let device = Device::flex().autodiff();
     device.seed(seed);

@@ -9,6 +9,7 @@ use common::memory::{self, Peaks};
 use phalanx::ProcessGroup;
 use roberta::Classifier;
 use roberta::loading::Loading;
+use roberta::mesh::Mesh;
 use roberta::strategy::{Devices, Engine, Scope, Strategy};
 use roberta::tasks::{Classification, Part, Task};
 use roberta::train::evaluate;
@@ -134,8 +135,9 @@ pub fn measure(
     let Subject { task, model, devices } = subject;
     let batch_size = train.batch_size * devices.batches();
     let loading = Loading { batch_size, num_workers: train.num_workers };
-    let loader = loading.training(&task, group, train.seed, &burn::tensor::Device::flex().autodiff())?;
-    let mut engine = Engine::new(model, train.optimizer()?, (devices, group), None, Some(scope))?;
+    let mesh = Mesh::new(devices, group)?;
+    let loader = loading.training(&task, &mesh.data, train.seed, &burn::tensor::Device::flex().autodiff())?;
+    let mut engine = Engine::new(model, train.optimizer()?, (devices, &mesh), None, Some(scope))?;
     peaks.restart();
     // Anew when more is shared: that is a part of the cap.
     let limit =
@@ -153,7 +155,7 @@ pub fn measure(
         group.barrier()?;
         let clocks = Clocks::now();
         for batch in &loader {
-            train.seed_step(step, group);
+            train.seed_step(step, &mesh.all);
             engine.step(&*task, vec![batch?], (train.rate(step, total), train.max_norm))?;
             step += 1;
             saying.sometimes(|| {
@@ -178,7 +180,7 @@ pub fn measure(
     let own = (peaks.main_mb(), main);
     let all: Vec<(f64, f64)> = group.all_gather_object(&own)?;
     saying.now(&format!("looks at {} held-out texts", task.examples(Part::HeldOut)));
-    let found = evaluate(&task, engine.model(), group, loading)?;
+    let found = evaluate(&task, &engine.model(&*task)?, group, loading)?;
     engine.check_replicas()?;
     if !group.rank().is_main() {
         return Ok(());

@@ -1,11 +1,15 @@
-//! The encoder and its heads.
+//! The encoder and its heads. Its layers may be divided among ranks ([`plan`]), and a model may be a stage of a pipeline, which lacks what
+//! other stages have.
 
-use burn::module::{Module, Param};
+use std::ops::Range;
+
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{
     Dropout, DropoutConfig, Embedding, EmbeddingConfig, Initializer, LayerNorm, LayerNormConfig, Linear,
     LinearConfig,
 };
 use burn::tensor::{Device, Int, Tensor, activation};
+use phalanx_burn::parallel::tensor::{ParallelLinear, TensorPlan};
 
 use crate::config::{Activation, Config, Family};
 use crate::inputs::Inputs;
@@ -13,7 +17,8 @@ use crate::inputs::Inputs;
 /// From tokens to a vector for each: post-norm, as both papers have it.
 #[derive(Module, Debug)]
 pub struct Backbone {
-    embeddings: Embeddings,
+    /// None in a stage that is not the first.
+    embeddings: Option<Embeddings>,
     layers: Vec<Layer>,
 }
 
@@ -29,8 +34,8 @@ struct Embeddings {
 #[derive(Module, Debug)]
 struct Layer {
     attention: Attention,
-    intermediate: Linear,
-    output: Linear,
+    intermediate: ParallelLinear,
+    output: ParallelLinear,
     norm: LayerNorm,
     dropout: Dropout,
     gelu_tanh: bool,
@@ -38,27 +43,86 @@ struct Layer {
 
 #[derive(Module, Debug)]
 struct Attention {
-    query: Linear,
-    key: Linear,
-    value: Linear,
-    output: Linear,
+    query: ParallelLinear,
+    key: ParallelLinear,
+    value: ParallelLinear,
+    output: ParallelLinear,
     norm: LayerNorm,
     weights_dropout: Dropout,
     dropout: Dropout,
-    heads: usize,
+    /// Elements of a head.
+    head_size: usize,
+}
+
+/// How the layers of a model are divided among ranks: heads, and hidden units.
+pub fn plan() -> TensorPlan {
+    let layers = |plan: TensorPlan, layer: &str| plan.column(&format!("backbone.layers.*.{layer}"));
+    ["attention.query", "attention.key", "attention.value", "intermediate"]
+        .into_iter()
+        .fold(TensorPlan::new(), layers)
+        .row("backbone.layers.*.attention.output")
+        .row("backbone.layers.*.output")
+}
+
+/// The layers, of so many, that a stage of so many has: the first ones have one more if they do not divide evenly.
+pub fn layers_of(layers: usize, stage: usize, stages: usize) -> Range<usize> {
+    let (each, more) = (layers / stages, layers % stages);
+    let from = |stage: usize| stage * each + stage.min(more);
+    from(stage)..from(stage + 1)
 }
 
 impl Backbone {
     /// With new random weights.
     pub fn new(config: &Config, device: &Device) -> Self {
         let layers = (0..config.num_hidden_layers).map(|_| Layer::new(config, device)).collect();
-        Self { embeddings: Embeddings::new(config, device), layers }
+        Self { embeddings: Some(Embeddings::new(config, device)), layers }
     }
 
     /// The vectors of all tokens, `[batch, length, hidden_size]`; those of padding mean nothing.
     pub fn forward(&self, inputs: &Inputs) -> Tensor<3> {
-        let embedded = self.embeddings.forward(inputs);
-        self.layers.iter().fold(embedded, |x, layer| layer.forward(x, &inputs.bias))
+        self.pass(None, inputs)
+    }
+
+    /// This stage's part of that. `hidden` is what the stage before gives; the first one gets none.
+    fn pass(&self, hidden: Option<Tensor<3>>, inputs: &Inputs) -> Tensor<3> {
+        let x = match (hidden, &self.embeddings) {
+            (Some(hidden), None) => hidden,
+            (None, Some(embeddings)) => embeddings.forward(inputs),
+            _ => unreachable!("the first stage, and no other, begins with tokens"),
+        };
+        self.layers.iter().fold(x, |x, layer| layer.forward(x, &inputs.bias))
+    }
+
+    fn stage(self, stage: usize, stages: usize) -> Self {
+        let range = layers_of(self.layers.len(), stage, stages);
+        let layers = self.layers.into_iter().skip(range.start).take(range.len()).collect();
+        Self { embeddings: self.embeddings.filter(|_| stage == 0), layers }
+    }
+
+    fn joined(stages: impl IntoIterator<Item = Self>) -> Self {
+        stages.into_iter().fold(Self { embeddings: None, layers: Vec::new() }, |mut whole, stage| {
+            whole.embeddings = whole.embeddings.or(stage.embeddings);
+            whole.layers.extend(stage.layers);
+            whole
+        })
+    }
+
+    /// The vectors of tokens, if this is the first stage.
+    fn word_vectors(&self) -> Option<&Param<Tensor<2>>> {
+        self.embeddings.as_ref().map(|embeddings| &embeddings.word_embeddings.weight)
+    }
+
+    fn heads(&self) -> usize {
+        let heads = |Attention { query, head_size, .. }: &Attention| query.weight.dims()[1] / head_size;
+        self.layers.first().map_or(0, |layer| heads(&layer.attention))
+    }
+
+    fn has_dropout(&self) -> bool {
+        let embeddings = self.embeddings.iter().map(|embeddings| &embeddings.dropout);
+        let layers = self.layers.iter();
+        let layers = layers
+            .flat_map(|layer| [&layer.dropout, &layer.attention.dropout, &layer.attention.weights_dropout]);
+        embeddings.chain(layers).any(|dropout| dropout.prob > 0.0)
     }
 }
 
@@ -88,8 +152,8 @@ impl Layer {
     fn new(config: &Config, device: &Device) -> Self {
         Self {
             attention: Attention::new(config, device),
-            intermediate: linear(config.hidden_size, config.intermediate_size, config, device),
-            output: linear(config.intermediate_size, config.hidden_size, config, device),
+            intermediate: linear(config.hidden_size, config.intermediate_size, config, device).into(),
+            output: linear(config.intermediate_size, config.hidden_size, config, device).into(),
             norm: norm(config, device),
             dropout: DropoutConfig::new(config.hidden_dropout_prob).init(),
             gelu_tanh: config.hidden_act == Activation::GeluTanh,
@@ -105,7 +169,7 @@ impl Layer {
 
 impl Attention {
     fn new(config: &Config, device: &Device) -> Self {
-        let square = || linear(config.hidden_size, config.hidden_size, config, device);
+        let square = || linear(config.hidden_size, config.hidden_size, config, device).into();
         Self {
             query: square(),
             key: square(),
@@ -114,20 +178,24 @@ impl Attention {
             norm: norm(config, device),
             weights_dropout: DropoutConfig::new(config.attention_probs_dropout_prob).init(),
             dropout: DropoutConfig::new(config.hidden_dropout_prob).init(),
-            heads: config.num_attention_heads,
+            head_size: config.hidden_size / config.num_attention_heads,
         }
     }
 
     fn forward(&self, x: Tensor<3>, bias: &Tensor<4>) -> Tensor<3> {
-        let [batch, length, hidden] = x.dims();
-        let side = hidden / self.heads;
-        let split = |x: Tensor<3>| x.reshape([batch, length, self.heads, side]).swap_dims(1, 2);
-        let query = split(self.query.forward(x.clone()));
-        let key = split(self.key.forward(x.clone()));
-        let value = split(self.value.forward(x.clone()));
-        let scores = query.matmul(key.transpose()) / (side as f64).sqrt() + bias.clone();
+        let [batch, length, _] = x.dims();
+        // A rank that shares the layer with others has some of the heads.
+        let split = |x: Tensor<3>| {
+            let heads = x.dims()[2] / self.head_size;
+            x.reshape([batch, length, heads, self.head_size]).swap_dims(1, 2)
+        };
+        let layers = [&self.query, &self.key, &self.value];
+        let [query, key, value] = ParallelLinear::forward_each(layers, x.clone()).map(split);
+        let scores = query.matmul(key.transpose()) / (self.head_size as f64).sqrt() + bias.clone();
         let weights = self.weights_dropout.forward(activation::softmax(scores, 3));
-        let context = weights.matmul(value).swap_dims(1, 2).reshape([batch, length, hidden]);
+        let context = weights.matmul(value).swap_dims(1, 2);
+        let [.., heads, head_size] = context.dims();
+        let context = context.reshape([batch, length, heads * head_size]);
         self.norm.forward(self.dropout.forward(self.output.forward(context)) + x)
     }
 }
@@ -137,7 +205,10 @@ impl Attention {
 pub struct MaskedLm {
     /// The encoder.
     pub backbone: Backbone,
-    lm_head: LmHead,
+    /// None in a stage that is not the last.
+    lm_head: Option<LmHead>,
+    /// In the last of several stages: its copy of the token embedding.
+    decoder: Option<Param<Tensor<2>>>,
 }
 
 #[derive(Module, Debug)]
@@ -158,17 +229,113 @@ impl MaskedLm {
             // RoBERTa's head has GELU whatever the layers have.
             gelu_tanh: config.model_type == Family::Bert && config.hidden_act == Activation::GeluTanh,
         };
-        Self { backbone: Backbone::new(config, device), lm_head }
+        Self { backbone: Backbone::new(config, device), lm_head: Some(lm_head), decoder: None }
     }
 
     /// Scores of all tokens of the vocabulary at each of `places`, `[places, vocab_size]`. A place is `row * length + column`
     /// of the batch: the head computes nothing for tokens that nobody asks for.
     pub fn forward(&self, inputs: &Inputs, places: Tensor<1, Int>) -> Tensor<2> {
-        let x = self.backbone.forward(inputs);
+        self.pass(None, inputs, places).expect_logits()
+    }
+
+    /// This stage's part of that.
+    pub fn pass(&self, hidden: Option<Tensor<3>>, inputs: &Inputs, places: Tensor<1, Int>) -> Passed {
+        let x = self.backbone.pass(hidden, inputs);
+        let Some(LmHead { dense, norm, bias, gelu_tanh }) = &self.lm_head else { return Passed::Hidden(x) };
+        let Some(decoder) = self.decoder.as_ref().or(self.backbone.word_vectors()) else {
+            unreachable!("the last stage has a copy of the token embedding")
+        };
         let x: Tensor<2> = x.flatten::<2>(0, 1).select(0, places);
-        let x = self.lm_head.norm.forward(gelu(self.lm_head.dense.forward(x), self.lm_head.gelu_tanh));
-        let decoder = self.backbone.embeddings.word_embeddings.weight.val().transpose();
-        x.matmul(decoder) + self.lm_head.bias.val().unsqueeze()
+        let x = norm.forward(gelu(dense.forward(x), *gelu_tanh));
+        Passed::Logits(x.matmul(decoder.val().transpose()) + bias.val().unsqueeze())
+    }
+}
+
+/// What a stage of a model computes.
+pub enum Passed {
+    /// What the next one begins with, `[batch, length, hidden_size]`.
+    Hidden(Tensor<3>),
+    /// The scores.
+    Logits(Tensor<2>),
+}
+
+impl Passed {
+    fn expect_logits(self) -> Tensor<2> {
+        match self {
+            Self::Logits(logits) => logits,
+            Self::Hidden(_) => unreachable!("the last stage alone has scores"),
+        }
+    }
+}
+
+/// A model that can be cut into stages.
+pub trait Stages: Module {
+    /// Stage `stage` of `stages` of a whole model.
+    fn stage(self, stage: usize, stages: usize) -> Self;
+
+    /// The whole model of all its stages, in their order.
+    fn joined(stages: Vec<Self>) -> Self;
+
+    /// What the first and the last stage share, if this is one of them, and where the model has such a thing.
+    fn tied(&mut self) -> Option<&mut Param<Tensor<2>>>;
+
+    /// The layers that it has.
+    fn layers(&self) -> usize;
+
+    /// The heads of a layer.
+    fn heads(&self) -> usize;
+
+    /// Does it drop anything?
+    fn has_dropout(&self) -> bool;
+}
+
+/// What the whole model calls the tensor at `path` of a stage that begins with layer `first`.
+pub fn whole_path(path: &str, first: usize) -> String {
+    if path == "decoder" {
+        return TIED.to_owned();
+    }
+    let layer = path.strip_prefix("backbone.layers.").and_then(|rest| rest.split_once('.'));
+    match layer.and_then(|(layer, rest)| Some((layer.parse::<usize>().ok()?, rest))) {
+        Some((layer, rest)) => format!("backbone.layers.{}.{rest}", first + layer),
+        None => path.to_owned(),
+    }
+}
+
+/// What the first and the last stage of a [`MaskedLm`] share.
+pub const TIED: &str = "backbone.embeddings.word_embeddings.weight";
+
+impl Stages for MaskedLm {
+    fn stage(self, stage: usize, stages: usize) -> Self {
+        let is_last = stage + 1 == stages;
+        let copy = |vectors: &Param<Tensor<2>>| Param::initialized(ParamId::new(), vectors.val());
+        Self {
+            decoder: self.backbone.word_vectors().filter(|_| is_last && stages > 1).map(copy),
+            lm_head: self.lm_head.filter(|_| is_last),
+            backbone: self.backbone.stage(stage, stages),
+        }
+    }
+
+    fn joined(stages: Vec<Self>) -> Self {
+        let (backbones, mut heads): (Vec<_>, Vec<_>) =
+            stages.into_iter().map(|stage| (stage.backbone, stage.lm_head)).unzip();
+        Self { backbone: Backbone::joined(backbones), lm_head: heads.pop().flatten(), decoder: None }
+    }
+
+    fn tied(&mut self) -> Option<&mut Param<Tensor<2>>> {
+        let embeddings = self.backbone.embeddings.as_mut();
+        self.decoder.as_mut().or(embeddings.map(|embeddings| &mut embeddings.word_embeddings.weight))
+    }
+
+    fn layers(&self) -> usize {
+        self.backbone.layers.len()
+    }
+
+    fn heads(&self) -> usize {
+        self.backbone.heads()
+    }
+
+    fn has_dropout(&self) -> bool {
+        self.backbone.has_dropout()
     }
 }
 
@@ -177,7 +344,8 @@ impl MaskedLm {
 pub struct Classifier {
     /// The encoder.
     pub backbone: Backbone,
-    classifier: ClassificationHead,
+    /// None in a stage that is not the last.
+    classifier: Option<ClassificationHead>,
 }
 
 /// RoBERTa's is all new for a task. BERT's dense layer is its pooler, which is pre-trained, and has no dropout before it.
@@ -200,19 +368,63 @@ impl Classifier {
             dropout_before: DropoutConfig::new(before).init(),
             dropout: DropoutConfig::new(dropout).init(),
         };
-        Self { backbone: Backbone::new(config, device), classifier }
+        Self { backbone: Backbone::new(config, device), classifier: Some(classifier) }
     }
 
     /// The scores of all labels, `[batch, labels]`.
     pub fn forward(&self, inputs: &Inputs) -> Tensor<2> {
-        self.classifier.out.forward(self.classifier.dropout.forward(self.pooled(inputs)))
+        self.pass(None, inputs).expect_logits()
     }
 
-    /// A vector for each text, `[batch, hidden_size]`: BERT's `pooler_output`.
-    pub fn pooled(&self, inputs: &Inputs) -> Tensor<2> {
-        let x = self.backbone.forward(inputs);
+    /// This stage's part of that.
+    pub fn pass(&self, hidden: Option<Tensor<3>>, inputs: &Inputs) -> Passed {
+        let x = self.backbone.pass(hidden, inputs);
+        match &self.classifier {
+            None => Passed::Hidden(x),
+            Some(head) => Passed::Logits(head.out.forward(head.dropout.forward(head.pooled(x)))),
+        }
+    }
+
+    /// A vector for each text, `[batch, hidden_size]`: BERT's `pooler_output`. Of a whole model, or the last stage.
+    pub fn pooled(&self, inputs: &Inputs) -> Option<Tensor<2>> {
+        self.classifier.as_ref().map(|head| head.pooled(self.backbone.forward(inputs)))
+    }
+}
+
+impl ClassificationHead {
+    fn pooled(&self, x: Tensor<3>) -> Tensor<2> {
         let first = x.narrow(1, 0, 1).squeeze_dim::<2>(1);
-        activation::tanh(self.classifier.dense.forward(self.classifier.dropout_before.forward(first)))
+        activation::tanh(self.dense.forward(self.dropout_before.forward(first)))
+    }
+}
+
+impl Stages for Classifier {
+    fn stage(self, stage: usize, stages: usize) -> Self {
+        let classifier = self.classifier.filter(|_| stage + 1 == stages);
+        Self { backbone: self.backbone.stage(stage, stages), classifier }
+    }
+
+    fn joined(stages: Vec<Self>) -> Self {
+        let (backbones, mut heads): (Vec<_>, Vec<_>) =
+            stages.into_iter().map(|stage| (stage.backbone, stage.classifier)).unzip();
+        Self { backbone: Backbone::joined(backbones), classifier: heads.pop().flatten() }
+    }
+
+    fn tied(&mut self) -> Option<&mut Param<Tensor<2>>> {
+        None
+    }
+
+    fn layers(&self) -> usize {
+        self.backbone.layers.len()
+    }
+
+    fn heads(&self) -> usize {
+        self.backbone.heads()
+    }
+
+    fn has_dropout(&self) -> bool {
+        let head = self.classifier.iter().flat_map(|head| [&head.dropout, &head.dropout_before]);
+        self.backbone.has_dropout() || head.into_iter().any(|dropout| dropout.prob > 0.0)
     }
 }
 

@@ -12,6 +12,7 @@ use phalanx_burn::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::mesh::{Mesh, Parallel, Part};
 use crate::tasks::{Batch, Task, loss_sum};
 
 /// The names of model and optimizer, and of a sharded optimizer, in checkpoints.
@@ -32,6 +33,15 @@ pub enum Strategy {
     Towers,
     /// One process and one device, which takes the batches of all
     Single,
+    /// Replicas of --parts ranks each, among which every layer is divided: TensorPlan, and Ddp between replicas
+    Tensor,
+    /// Replicas of --parts ranks each, of which each has some layers: Pipeline, and Ddp between replicas
+    Pipeline,
+}
+
+impl Strategy {
+    /// Those of which each device has the whole model.
+    pub const OF_DATA: [Self; 5] = [Self::Ddp, Self::Zero, Self::Dp, Self::Towers, Self::Single];
 }
 
 /// On how many devices, and how.
@@ -41,13 +51,31 @@ pub struct Devices {
     pub count: u32,
     /// How.
     pub strategy: Strategy,
+    /// With [`Strategy::Tensor`] and [`Strategy::Pipeline`]: the ranks of a replica.
+    #[serde(default = "whole")]
+    pub parts: u32,
+}
+
+fn whole() -> u32 {
+    1
 }
 
 impl Devices {
+    /// `count` devices; `parts` count with strategies that divide a model.
+    pub fn new(count: u32, strategy: Strategy, parts: u32) -> Self {
+        let is_divided = matches!(strategy, Strategy::Tensor | Strategy::Pipeline);
+        Self { count, strategy, parts: if is_divided { parts } else { 1 } }
+    }
+
+    /// How many copies of the whole model there are.
+    pub fn replicas(self) -> usize {
+        (self.count / self.parts.max(1)) as usize
+    }
+
     /// How many processes that are.
     pub fn processes(self) -> u32 {
         match self.strategy {
-            Strategy::Ddp | Strategy::Zero => self.count,
+            Strategy::Ddp | Strategy::Zero | Strategy::Tensor | Strategy::Pipeline => self.count,
             Strategy::Dp | Strategy::Towers | Strategy::Single => 1,
         }
     }
@@ -61,14 +89,20 @@ impl Devices {
         }
     }
 
-    /// How many devices' batches one process takes in a step.
+    /// How many devices' batches one process takes in a step: with the others of its replica, if it has a part of the model.
     pub fn batches(self) -> usize {
-        (self.count / self.processes().max(1)) as usize
+        (self.parts * self.count / self.processes().max(1)) as usize
     }
 
     /// # Errors
-    /// If there are other processes.
+    /// If there are other processes, or they cannot be divided into replicas.
     pub fn check(self, group: &ProcessGroup) -> Result<()> {
+        ensure!(
+            self.parts > 0 && self.count.is_multiple_of(self.parts),
+            "{} ranks cannot be divided into replicas of {}: --ranks must be a multiple of --parts",
+            self.count,
+            self.parts
+        );
         let (wanted, there) = (self.processes(), group.world_size().get());
         ensure!(
             wanted == there,
@@ -88,6 +122,8 @@ impl Devices {
             Strategy::Dp => "dp",
             Strategy::Towers => "towers",
             Strategy::Single => "single",
+            Strategy::Tensor => "tensor",
+            Strategy::Pipeline => "pipeline",
         }
     }
 }
@@ -96,7 +132,7 @@ impl Devices {
 pub type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
 /// A model on its devices, and its optimizer.
-pub enum Engine<M: Module> {
+pub enum Engine<M: Part> {
     /// Each rank has the optimizer.
     Ddp(Ddp<M>, ModuleOptimizer),
     /// Each rank has a part of its state.
@@ -105,6 +141,8 @@ pub enum Engine<M: Module> {
     DataParallel(DataParallel<M, 2>, ModuleOptimizer),
     /// The main replica has it.
     Towers(TowerGradients<M>, ModuleOptimizer),
+    /// Each rank has that of its part.
+    Parallel(Box<Parallel<M>>),
 }
 
 /// What came of a step.
@@ -118,7 +156,7 @@ pub struct Stepped {
     pub norm: f64,
 }
 
-impl<M: Module> Engine<M> {
+impl<M: Part> Engine<M> {
     /// Spreads a model over `devices`, and goes on with what was `saved` of it.
     ///
     /// # Errors
@@ -126,11 +164,15 @@ impl<M: Module> Engine<M> {
     pub fn new(
         model: M,
         optimizer: ModuleOptimizer,
-        (devices, group): (Devices, &ProcessGroup),
+        (devices, mesh): (Devices, &Mesh),
         saved: Option<&Saved>,
         scope: Option<Scope>,
     ) -> Result<Self> {
+        let group = &mesh.all;
         devices.check(group)?;
+        if matches!(devices.strategy, Strategy::Tensor | Strategy::Pipeline) {
+            return Ok(Self::Parallel(Box::new(Parallel::new(model, optimizer, mesh, (saved, MODEL))?)));
+        }
         let mut state = TrainState::new(model, optimizer, ())?.named(MODEL);
         if let Some(saved) = saved {
             state.load_from(saved)?;
@@ -139,9 +181,11 @@ impl<M: Module> Engine<M> {
         let replicas = || vec![Device::flex().autodiff(); devices.count as usize];
         let scope = scope.unwrap_or_else(|| Box::new(|_, work| work()));
         Ok(match devices.strategy {
-            Strategy::Ddp | Strategy::Single => Self::Ddp(ddp(model, group)?, optimizer),
+            Strategy::Ddp | Strategy::Single | Strategy::Tensor | Strategy::Pipeline => {
+                Self::Ddp(with_views(model, group)?, optimizer)
+            }
             Strategy::Zero => {
-                let mut model = ddp(model, group)?;
+                let mut model = with_views(model, group)?;
                 let mut optimizer = ZeroRedundancyOptimizer::new(optimizer, &mut model)?;
                 if let Some(saved) = saved {
                     optimizer.load(&model, saved, SHARDED)?;
@@ -182,7 +226,7 @@ impl<M: Module> Engine<M> {
                 Ok(Stepped { loss, count, norm })
             }
             Self::DataParallel(model, optimizer) => {
-                let batch = whole(batches)?;
+                let batch = whole_batch(batches)?;
                 let (targets, count) = (batch.targets.clone(), batch.count as f64);
                 let logits = model.forward(batch, |replica, part| task.logits(replica, &part))?;
                 let loss = loss_sum(logits, targets) / count;
@@ -192,7 +236,7 @@ impl<M: Module> Engine<M> {
                 Ok(Stepped { loss: loss.into_scalar(), count, norm })
             }
             Self::Towers(model, optimizer) => {
-                let batch = whole(batches)?;
+                let batch = whole_batch(batches)?;
                 let count = batch.count as f64;
                 let (loss, mut gradients) = model.backward(batch, |replica, part| {
                     loss_sum(task.logits(replica, &part), part.targets) / part.count as f64
@@ -201,15 +245,20 @@ impl<M: Module> Engine<M> {
                 model.step(optimizer, rate, gradients)?;
                 Ok(Stepped { loss, count, norm })
             }
+            Self::Parallel(parallel) => parallel.step(&whole_batch(batches)?, (rate, max_norm)),
         }
     }
 
-    /// The model; with several replicas of one process, the main one.
-    pub fn model(&self) -> &M {
+    /// The whole model, on every rank; with several replicas of one process, the main one. All ranks call it together.
+    ///
+    /// # Errors
+    /// If ranks have parts of it, and their exchange fails.
+    pub fn model<T: Task<Model = M>>(&self, task: &T) -> Result<M> {
         match self {
-            Self::Ddp(model, _) | Self::Zero(model, _) => model.model(),
-            Self::DataParallel(model, _) => model.model(),
-            Self::Towers(model, _) => model.model(),
+            Self::Ddp(model, _) | Self::Zero(model, _) => Ok(model.model().clone()),
+            Self::DataParallel(model, _) => Ok(model.model().clone()),
+            Self::Towers(model, _) => Ok(model.model().clone()),
+            Self::Parallel(parallel) => parallel.whole(task.model(&Device::flex().autodiff())),
         }
     }
 
@@ -219,6 +268,7 @@ impl<M: Module> Engine<M> {
             Self::Ddp(model, _) | Self::Zero(model, _) => model.communicated_bytes(),
             Self::DataParallel(model, _) => model.transfers().total().bytes as u64,
             Self::Towers(model, _) => model.transfers().total().bytes as u64,
+            Self::Parallel(parallel) => parallel.parts().0.communicated_bytes(),
         }
     }
 
@@ -232,20 +282,29 @@ impl<M: Module> Engine<M> {
         steps: u64,
         (name, value): (&str, &P),
     ) -> Result<()> {
-        let shared = |snapshot: &mut Snapshot, optimizer: &ModuleOptimizer| {
-            TrainState::new(self.model().clone(), optimizer.clone(), ())?.named(MODEL).save_to(snapshot)?;
+        let shared = |snapshot: &mut Snapshot, model: &M, optimizer: &ModuleOptimizer| {
+            TrainState::new(model.clone(), optimizer.clone(), ())?.named(MODEL).save_to(snapshot)?;
             snapshot.value(name, value)
         };
+        let alone =
+            |model: &M, optimizer| checkpoints.save(steps, |snapshot| shared(snapshot, model, optimizer));
         match self {
-            Self::Ddp(_, optimizer) | Self::DataParallel(_, optimizer) | Self::Towers(_, optimizer) => {
-                checkpoints.save(steps, |snapshot| shared(snapshot, optimizer))?;
-            }
+            Self::Ddp(model, optimizer) => alone(model.model(), optimizer)?,
+            Self::DataParallel(model, optimizer) => alone(model.model(), optimizer)?,
+            Self::Towers(model, optimizer) => alone(model.model(), optimizer)?,
             Self::Zero(model, sharded) => checkpoints.save_sharded(steps, |snapshot| {
                 if model.rank().is_main() {
                     // What each rank has a part of is not in here.
-                    shared(snapshot, &FusedAdamWConfig::new().init())?;
+                    shared(snapshot, model.model(), &FusedAdamWConfig::new().init())?;
                 }
                 sharded.save(model, snapshot, SHARDED)
+            })?,
+            Self::Parallel(parallel) => checkpoints.save_sharded(steps, |snapshot| {
+                if checkpoints.group().rank().is_main() {
+                    snapshot.value(name, value)?;
+                }
+                let (model, optimizer, state) = parallel.parts();
+                state.save(model, optimizer, snapshot, MODEL)
             })?,
         }
         Ok(())
@@ -254,15 +313,18 @@ impl<M: Module> Engine<M> {
     /// # Errors
     /// If the ranks have models with other bits, or one fails.
     pub fn check_replicas(&self) -> Result<()> {
-        if let Self::Ddp(model, _) | Self::Zero(model, _) = self {
-            ensure!(model.replicas_identical()?, "the replicas differ");
-        }
+        let identical = match self {
+            Self::Ddp(model, _) | Self::Zero(model, _) => model.replicas_identical()?,
+            Self::Parallel(parallel) => parallel.parts().0.replicas_identical()?,
+            Self::DataParallel(..) | Self::Towers(..) => true,
+        };
+        ensure!(identical, "the replicas differ");
         Ok(())
     }
 }
 
 /// Gradients stay in their buckets, so that a rank needs about as much memory as a training alone.
-fn ddp<M: Module>(model: M, group: &ProcessGroup) -> Result<Ddp<M>> {
+pub(crate) fn with_views<M: Module>(model: M, group: &ProcessGroup) -> Result<Ddp<M>> {
     let mut options = DdpOptions::default();
     options.gradient_as_bucket_view = true;
     Ok(Ddp::with_options(model, group, options)?)
@@ -291,13 +353,13 @@ fn averaged<T: Task>(
     Ok((loss + part.into_scalar::<f64>(), count, gradients))
 }
 
-fn whole(mut batches: Vec<Batch>) -> Result<Batch> {
+fn whole_batch(mut batches: Vec<Batch>) -> Result<Batch> {
     let batch = batches.pop().context("a step needs a batch")?;
     ensure!(batches.is_empty(), "gradients are accumulated on ranks: take --accumulate 1 or --strategy ddp");
     Ok(batch)
 }
 
-fn finite(norm: f64) -> Result<f64> {
+pub(crate) fn finite(norm: f64) -> Result<f64> {
     ensure!(norm.is_finite(), "the gradient of a step is not finite: try a smaller --lr");
     Ok(norm)
 }

@@ -3,13 +3,13 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 
 use crate::config::{Config, Family};
 use crate::data::{Dataset, Example, pieces};
 use crate::inputs::{Encoded, Inputs};
 use crate::masking::{self, Masked};
+use crate::mesh::Part as ModelPart;
 use crate::model::{Classifier, MaskedLm};
 use crate::text::Text;
 use crate::weights;
@@ -36,6 +36,17 @@ pub struct Batch {
     pub count: usize,
 }
 
+impl Batch {
+    /// Where tokens are to be predicted: everywhere, if nothing is said.
+    pub fn places(&self) -> Tensor<1, Int> {
+        let all = || {
+            let places = self.inputs.tokens.dims().iter().product::<usize>();
+            Tensor::arange(0..places as i64, &self.targets.device())
+        };
+        self.places.clone().unwrap_or_else(all)
+    }
+}
+
 /// What held-out examples say about a model.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Evaluation {
@@ -55,10 +66,13 @@ impl Evaluation {
 /// A model and its examples.
 pub trait Task: Send + Sync + 'static {
     /// The model.
-    type Model: Module;
+    type Model: ModelPart;
 
     /// An example as tokens.
     type Item: Send + 'static;
+
+    /// A model with random weights.
+    fn model(&self, device: &Device) -> Self::Model;
 
     /// How many examples there are.
     fn examples(&self, part: Part) -> usize;
@@ -109,6 +123,10 @@ impl Classification {
 impl Task for Classification {
     type Model = Classifier;
     type Item = (Encoded, usize);
+
+    fn model(&self, device: &Device) -> Classifier {
+        Classifier::new(&self.config, self.data.labels.len(), device)
+    }
 
     fn examples(&self, part: Part) -> usize {
         self.part(part).len()
@@ -188,6 +206,10 @@ impl Task for MaskedLanguage {
     type Model = MaskedLm;
     type Item = Masked;
 
+    fn model(&self, device: &Device) -> MaskedLm {
+        MaskedLm::new(&self.config, device)
+    }
+
     fn examples(&self, part: Part) -> usize {
         self.part(part).len()
     }
@@ -216,13 +238,7 @@ impl Task for MaskedLanguage {
     }
 
     fn logits(&self, model: &MaskedLm, batch: &Batch) -> Tensor<2> {
-        let all = || {
-            Tensor::arange(
-                0..batch.inputs.tokens.dims().iter().product::<usize>() as i64,
-                &batch.targets.device(),
-            )
-        };
-        model.forward(&batch.inputs, batch.places.clone().unwrap_or_else(all))
+        model.forward(&batch.inputs, batch.places())
     }
 
     fn measures(&self, evaluation: &Evaluation) -> Vec<(&'static str, f64)> {

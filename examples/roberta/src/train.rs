@@ -16,8 +16,9 @@ use phalanx_tracking::{Console, Run, RunOptions, Traffic};
 use serde::{Deserialize, Serialize};
 
 use crate::loading::{Loader, Loading};
+use crate::mesh::Mesh;
 use crate::schedule::{linear_with_warmup, seed_of};
-use crate::strategy::{Devices, Engine, Stepped};
+use crate::strategy::{Devices, Engine, Stepped, Strategy};
 use crate::tasks::{Batch, Evaluation, Part, Task, loss_sum};
 
 /// How to train.
@@ -119,7 +120,7 @@ pub fn fit<T: Task>(
     Training::start(task, model, (devices, group), options, console).and_then(Training::run).inspect_err(
         |error| {
             // The other ranks would wait for this one, and never hear why it has ended.
-            group.abort(Error::other(format!("{error:#}")));
+            group.abort_all(Error::other(format!("{error:#}")));
         },
     )
 }
@@ -132,6 +133,7 @@ struct Training<'a, T: Task> {
     console: &'a Console,
     loading: Loading,
     loader: Loader<T>,
+    mesh: Mesh,
     engine: Engine<T::Model>,
     progress: Progress,
     checkpoints: Checkpoints,
@@ -150,14 +152,14 @@ impl<'a, T: Task> Training<'a, T> {
     ) -> Result<Self> {
         let examples = task.examples(Part::Train);
         options.check(devices)?;
-        devices.check(group)?;
+        let mesh = Mesh::new(devices, group)?;
         ensure!(
             examples > 0 && task.examples(Part::HeldOut) > 0,
             "there must be examples to learn from, and others to measure on"
         );
         let batch_size = options.batch_size * devices.batches();
         let loading = Loading { batch_size, num_workers: options.num_workers };
-        let loader = loading.training(task, group, options.seed, &Device::flex().autodiff())?;
+        let loader = loading.training(task, &mesh.data, options.seed, &Device::flex().autodiff())?;
         let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
 
         let distribution = (devices, options.batch_size, options.seed, examples);
@@ -175,7 +177,7 @@ impl<'a, T: Task> Training<'a, T> {
             options.out.display()
         );
         loader.resume(&progress.data)?;
-        let engine = Engine::new(model, options.optimizer()?, (devices, group), saved.as_ref(), None)?;
+        let engine = Engine::new(model, options.optimizer()?, (devices, &mesh), saved.as_ref(), None)?;
 
         let mut record =
             RunOptions::new(&options.out).tensorboard().json_lines().progress(console, Some(total));
@@ -196,6 +198,7 @@ impl<'a, T: Task> Training<'a, T> {
             console,
             loading,
             loader,
+            mesh,
             engine,
             progress,
             checkpoints,
@@ -241,8 +244,8 @@ impl<'a, T: Task> Training<'a, T> {
 
     /// One step of the optimizer with the gradients of these batches, and of as many on each of the other ranks.
     fn step(&mut self, batches: Vec<Batch>) -> Result<()> {
-        let Self { task, group, options, engine, progress, record, .. } = self;
-        options.seed_step(progress.steps, group);
+        let Self { task, mesh, options, engine, progress, record, .. } = self;
+        options.seed_step(progress.steps, &mesh.all);
         let rate = options.rate(progress.steps, self.total);
         let Stepped { loss, count, norm } = engine.step(&***task, batches, (rate, options.max_norm))?;
 
@@ -263,10 +266,11 @@ impl<'a, T: Task> Training<'a, T> {
     /// Looks at the held-out examples, and keeps the model if it is the best.
     fn end_epoch(&mut self, epoch: u64) -> Result<()> {
         let Self { task, group, options, console, loading, engine, progress, record, .. } = self;
-        let held_out = evaluate(task, engine.model(), group, *loading)?;
+        let model = engine.model(&***task)?;
+        let held_out = evaluate(task, &model, group, *loading)?;
         let best = progress.best.is_none_or(|best| task.is_better(&held_out, &best));
         if best && group.rank().is_main() {
-            save_best(task, engine.model(), &options.out)?;
+            save_best(task, &model, &options.out)?;
         }
         let steps = progress.steps;
         progress.data = self.loader.position();
@@ -340,9 +344,15 @@ pub fn evaluate<T: Task>(
 impl TrainOptions {
     fn check(&self, devices: Devices) -> Result<()> {
         ensure!(
-            self.accumulate == 1 || devices.processes() == devices.count,
+            self.accumulate == 1 || devices.batches() == 1,
             "--accumulate {} with --strategy {}: gradients are accumulated on ranks; take --strategy ddp, or a larger \
              --batch-size",
+            self.accumulate,
+            devices.name()
+        );
+        ensure!(
+            self.accumulate == 1 || !matches!(devices.strategy, Strategy::Tensor | Strategy::Pipeline),
+            "--accumulate {} with --strategy {}: gradients of divided models are not accumulated; take a larger --batch-size",
             self.accumulate,
             devices.name()
         );
@@ -372,7 +382,7 @@ impl TrainOptions {
         linear_with_warmup(self.lr, warmup, total, step)
     }
 
-    /// Seeds dropout: other numbers for each step and rank, the same after a restart.
+    /// Seeds dropout: other numbers for each step and rank of `group`, the same after a restart.
     pub fn seed_step(&self, step: u64, group: &ProcessGroup) {
         Device::flex().autodiff().seed(seed_of(&[self.seed, step, group.rank().index() as u64]));
     }

@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::{DType, Shape};
 use burn_store::{
-    BurnToPyTorchAdapter, FloatCastAdapter, KeyRemapper, ModuleAdapter, ModuleSnapshot, ModuleStore,
-    PyTorchToBurnAdapter, SafetensorsStore,
+    BurnToPyTorchAdapter, FloatCastAdapter, KeyRemapper, ModuleAdapter, ModuleContext, ModuleSnapshot,
+    ModuleStore, PyTorchToBurnAdapter, SafetensorsStore,
 };
 
 use crate::config::Family;
@@ -69,7 +69,7 @@ fn load_into<M: ModuleSnapshot>(model: &mut M, family: Family, path: &Path) -> R
         loaded.new.push(name.clone());
     }
 
-    let adapter = FloatCastAdapter::to(DType::F32).chain(PyTorchToBurnAdapter);
+    let adapter = FloatCastAdapter::to(DType::F32).chain(Linears(PyTorchToBurnAdapter));
     let applied = model.apply(found.into_values().collect(), None, Some(Box::new(adapter)), false);
     if let Some(error) = applied.errors.first() {
         bail!("{error}");
@@ -87,15 +87,38 @@ pub fn save<M: ModuleSnapshot>(model: &M, family: Family, path: &Path) -> Result
         .clear_metadata()
         .metadata("format", "pt")
         .overwrite(true)
-        .with_to_adapter(BurnToPyTorchAdapter)
+        .with_to_adapter(Linears(BurnToPyTorchAdapter))
         .remap(names(family)?)
         .collect_from(model)
         .with_context(|| format!("{} cannot be written", path.display()))
 }
 
+/// An adapter that takes a layer which may be divided among ranks for the linear layer that it is.
+#[derive(Clone)]
+struct Linears<A>(A);
+
+impl<A: ModuleAdapter + Clone + 'static> ModuleAdapter for Linears<A> {
+    fn adapt(&self, tensor: burn_pack::Tensor, context: ModuleContext<'_>) -> burn_pack::Tensor {
+        match context.module_type() {
+            Some("Struct:ParallelLinear") => {
+                self.0.adapt(tensor, ModuleContext::new(&["Struct:Linear".to_owned()]))
+            }
+            _ => self.0.adapt(tensor, context),
+        }
+    }
+
+    fn get_alternative_param_name(&self, name: &str, module_type: &str) -> Option<String> {
+        self.0.get_alternative_param_name(name, module_type)
+    }
+
+    fn clone_box(&self) -> Box<dyn ModuleAdapter> {
+        Box::new(self.clone())
+    }
+}
+
 /// For each name of a file: the path in the module, and the shape in the file.
 fn expected<M: ModuleSnapshot>(model: &M, family: Family) -> Result<BTreeMap<String, (String, Shape)>> {
-    let tensors = model.collect(None, Some(Box::new(BurnToPyTorchAdapter)), false);
+    let tensors = model.collect(None, Some(Box::new(Linears(BurnToPyTorchAdapter))), false);
     let (tensors, paths) = names(family)?.remap(tensors);
     let paths: HashMap<String, String> = paths.into_iter().collect();
     tensors

@@ -10,9 +10,12 @@
 //! cargo run --release -p scaling -- --horovod             # also: the same steps by Horovod's DistributedOptimizer
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
 //! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
+//! cargo run --release -p scaling --features cuda -- --device cuda # on GPUs
 //! ```
 //!
-//! Where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
+//! With fewer devices than ranks, ranks share a device, and their figures say what sharing costs, too.
+//!
+//! On Flex, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
 //! models, batches and turns.
 
 mod memory;
@@ -23,13 +26,14 @@ mod pytorch;
 
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
 use common::median;
 use common::overlap::{self, Overlap};
 use phalanx::ProcessGroup;
+use phalanx_burn::device::Kind;
 use phalanx_burn::{Ddp, DdpOptions};
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +72,9 @@ struct Options {
     /// Let the same steps be averaged by name, too, by Horovod's DistributedOptimizer, in turns with the others
     #[arg(long)]
     horovod: bool,
+    /// On which kind of device: flex, or, with the feature of that name, cuda or wgpu
+    #[arg(long, default_value = "flex", conflicts_with_all = ["memory", "parallel"])]
+    device: Kind,
     /// Do without PyTorch, even if it is there
     #[arg(long)]
     without_pytorch: bool,
@@ -133,7 +140,8 @@ fn main() -> Result<()> {
         Some(ranks) => phalanx::spawn(ranks, || parallel::measure_all(&phalanx::init()?, options.steps))?,
         None => phalanx::spawn(RANKS, || measure_all(&options))?,
     }
-    if is_worker || options.without_pytorch {
+    // PyTorch's are the processors.
+    if is_worker || options.without_pytorch || options.device != Kind::Flex {
         return Ok(());
     }
     match options.parallel {
@@ -165,8 +173,8 @@ struct Trainer<M> {
 }
 
 impl<M: Subject> Trainer<M> {
-    fn new(group: &ProcessGroup, options: DdpOptions) -> Result<Self> {
-        let device = Device::flex().autodiff();
+    fn new(group: &ProcessGroup, device: &Device, options: DdpOptions) -> Result<Self> {
+        let device = device.clone().autodiff();
         Ok(Self {
             ddp: Ddp::with_options(M::new(&device), group, options)?,
             optimizer: AdamWConfig::new().init(),
@@ -177,10 +185,12 @@ impl<M: Subject> Trainer<M> {
     /// Trains one step; gives its milliseconds.
     fn step(&mut self) -> Result<f64> {
         let input = M::sample(&self.device);
+        self.device.sync()?;
         let start = Instant::now();
         let loss = self.ddp.forward(|model| model.loss(input))?;
         let gradients = self.ddp.backward(&loss)?;
         self.ddp.step(&mut self.optimizer, LEARNING_RATE, gradients)?;
+        self.device.sync()?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }
 }
@@ -188,9 +198,12 @@ impl<M: Subject> Trainer<M> {
 fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> Result<Figures> {
     let mut ddp = DdpOptions::default();
     ddp.gradient_as_bucket_view = options.view;
-    let mut together = Trainer::<M>::new(group, ddp)?;
-    let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, DdpOptions::default())?;
-    let mut by_name = if options.horovod { Some(Named::<M>::new(group)?) } else { None };
+    let devices = options.device.devices()?;
+    let number = group.local_rank() as usize % devices.len().max(1);
+    let device = devices.get(number).context("this host has no such device")?;
+    let mut together = Trainer::<M>::new(group, device, ddp)?;
+    let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, device, DdpOptions::default())?;
+    let mut by_name = if options.horovod { Some(Named::<M>::new(group, device)?) } else { None };
     let began = overlap::now();
     let [mut step, mut independent, mut alone, mut named] = [const { Vec::new() }; 4];
     for _ in 0..WARM_UP + options.steps {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use burn::tensor::Device;
 use clap::ValueEnum;
 use phalanx::ProcessGroup;
 use phalanx_burn::DdpOptions;
@@ -105,13 +106,13 @@ fn train<M: Subject>(kind: Kind, group: &ProcessGroup) -> Result<u64> {
     let alone = ProcessGroup::alone()?;
     let group = if matches!(kind, Kind::Local) { &alone } else { group };
     if let Kind::Horovod = kind {
-        let mut trainer = Named::<M>::new(group)?;
+        let mut trainer = Named::<M>::new(group, &Device::flex())?;
         for _ in 0..STEPS {
             trainer.step()?;
         }
         return Ok(trainer.parameters() as u64 * 4);
     }
-    let mut trainer = Trainer::<M>::new(group, options)?;
+    let mut trainer = Trainer::<M>::new(group, &Device::flex(), options)?;
     for _ in 0..STEPS {
         trainer.step()?;
     }

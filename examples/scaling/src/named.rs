@@ -21,8 +21,8 @@ pub struct Named<M> {
 }
 
 impl<M: Subject> Named<M> {
-    pub fn new(group: &ProcessGroup) -> Result<Self> {
-        let (hvd, device) = (Horovod::new(group, Options::from_env()?)?, Device::flex().autodiff());
+    pub fn new(group: &ProcessGroup, device: &Device) -> Result<Self> {
+        let (hvd, device) = (Horovod::new(group, Options::from_env()?)?, device.clone().autodiff());
         let model = broadcast_parameters(&hvd, M::new(&device), Rank::MAIN)?;
         let optimizer = DistributedOptimizer::new(AdamWConfig::new().init(), &model, &hvd)?;
         Ok(Self { model: Some(model), optimizer, device })
@@ -31,11 +31,13 @@ impl<M: Subject> Named<M> {
     /// Trains one step; gives its milliseconds.
     pub fn step(&mut self) -> Result<f64> {
         let input = M::sample(&self.device);
+        self.device.sync()?;
         let start = Instant::now();
         let model = self.model.take().context("an earlier step has failed")?;
         let loss = self.optimizer.forward(&model, |model| model.loss(input));
         self.optimizer.backward(&loss)?;
         self.model = Some(self.optimizer.step(LEARNING_RATE, model)?);
+        self.device.sync()?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }
 

@@ -170,7 +170,7 @@ impl DistributedOptimizer {
     /// For the parameters of `model` that need a gradient, with the default options.
     ///
     /// # Errors
-    /// If the model has none, or is not on the Flex backend with autodiff.
+    /// If the model has none, or is on a device without autodiff, or on one that this build does not know.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, model: &M, hvd: &Horovod) -> Result<Self> {
         Self::with_options(optimizer, model, hvd, DistributedOptions::default())
     }
@@ -307,7 +307,8 @@ impl DistributedOptimizer {
                 parameters[index] = Some(buffer(values)?);
             }
             Ok(())
-        })?;
+        })
+        .inspect_err(|_| self.sink.leave())?;
         let gradients = self.of(&model, own);
         let model = self.optimizer.step(learning_rate, model, gradients);
         let mut changes = Vec::new();
@@ -318,7 +319,8 @@ impl DistributedOptimizer {
                 changes.push((index, change));
             }
             Ok(())
-        })?;
+        })
+        .inspect_err(|_| self.sink.leave())?;
         self.sink.submit_changes(changes)?;
         for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
             if let (Some(parameter), Some(change)) = (parameter, change) {

@@ -11,8 +11,9 @@ use super::memory::{Home, Recycled};
 use super::optimizer::DistributedOptions;
 use crate::hook::GradientSink;
 use crate::parameters::Parameter;
+use crate::read_back::{InFlight, ReadBack};
 use crate::sink::Held;
-use crate::tensor_bytes::{self, TensorBytes};
+use crate::tensor_bytes::{self, Access, TensorBytes};
 use crate::view;
 
 /// What happens to a gradient that is ready.
@@ -30,11 +31,11 @@ pub(super) enum Delivery {
 pub(super) struct Pass(pub Arc<Sink>);
 
 impl GradientSink for Pass {
-    fn ready(&self, index: usize, gradient: TensorBytes<'_>) {
+    fn ready(&self, index: usize, gradient: Access<'_>) {
         let state = &mut *self.0.0.lock();
         // Backward cannot return an error: the call that runs it asks for the first one.
         if state.failure.is_none() {
-            state.failure = state.ready(index, gradient).err();
+            state.failure = state.accept(index, gradient).err();
         }
     }
 }
@@ -51,6 +52,10 @@ struct SinkState {
     /// Of each group, how many gradients are not ready yet; nothing without groups.
     groups: Vec<usize>,
     flying: Vec<Flying>,
+    /// Gradients on their way from a device.
+    in_flight: InFlight<usize>,
+    /// A gradient could not be copied from its device.
+    lost: bool,
     failure: Option<Error>,
 }
 
@@ -108,13 +113,18 @@ impl Sink {
             zero_missing: options.zero_missing_gradients,
             groups: sizes,
             flying: Vec::new(),
+            in_flight: InFlight::new(),
+            lost: false,
             failure: None,
         };
         Ok(Self(Mutex::new(state)))
     }
 
+    /// Sets what to do with gradients from now on. Those that are still on their way from a device are waited for first.
     pub fn set(&self, delivery: Delivery) {
-        self.0.lock().delivery = delivery;
+        let state = &mut *self.0.lock();
+        state.land();
+        state.delivery = delivery;
     }
 
     /// The failure of this backward pass, if there was one. The next one begins anew.
@@ -125,7 +135,14 @@ impl Sink {
     /// Backward is over: submits what is held, zeros where they are asked for, and what waits for gradients of its group that do
     /// not come.
     pub fn submit_held(&self) -> Result<()> {
-        let mut state = self.0.lock();
+        let state = &mut *self.0.lock();
+        state.land();
+        // What is lost does not count as zero.
+        if state.lost
+            && let Some(error) = state.failure.take()
+        {
+            return Err(error);
+        }
         for index in 0..state.parameters.len() {
             state.submit_sum(index)?;
         }
@@ -144,6 +161,7 @@ impl Sink {
     /// This rank's own gradients, which are not submitted. By the parameters' indices.
     pub fn own(&self) -> Result<Vec<Option<TensorData>>> {
         let state = &mut *self.0.lock();
+        state.land();
         let own = state.parameters.iter_mut().map(|parameter| {
             let data =
                 |bytes: &[u8]| tensor_bytes::tensor_data(bytes, &parameter.shape, parameter.burn_dtype);
@@ -158,6 +176,11 @@ impl Sink {
         });
         let own = own.collect();
         state.failure.take().map_or(Ok(own), Err)
+    }
+
+    /// Ends the job: other ranks would wait for what this one cannot have.
+    pub fn leave(&self) {
+        self.0.lock().hvd.shutdown();
     }
 
     /// Submits what an optimizer has changed, by the parameters' indices.
@@ -197,6 +220,41 @@ impl Sink {
 }
 
 impl SinkState {
+    /// A gradient is finished, or will be when its device has done its work.
+    fn accept(&mut self, index: usize, gradient: Access<'_>) -> Result<()> {
+        if self.delivery == Delivery::Ignore {
+            return Ok(());
+        }
+        match gradient {
+            Access::Here(gradient) => self.ready(index, gradient),
+            Access::Away(read) => match self.in_flight.push(index, read()) {
+                Some((index, read)) => self.copied(index, read),
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// Waits for the gradients that are on their way, which are delivered as each arrives.
+    fn land(&mut self) {
+        while let Some((index, read)) = self.in_flight.pop() {
+            if self.failure.is_none() {
+                self.failure = self.copied(index, read).err();
+            } else {
+                read.discard();
+            }
+        }
+    }
+
+    /// Waits for a gradient, and takes it. If it is lost, the job ends: other ranks would wait for it.
+    fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
+        let copied = read.wait(|gradient| self.ready(index, gradient));
+        if copied.is_err() {
+            self.lost = true;
+            self.hvd.shutdown();
+        }
+        copied?
+    }
+
     fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         let Some(parameter) = self.parameters.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
@@ -324,4 +382,47 @@ fn copy(elements: &[u8], memory: &mut [u8]) -> Result<()> {
     }
     memory.copy_from_slice(elements);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::module::ParamId;
+    use phalanx::{ProcessGroup, WorldSize};
+    use phalanx_horovod::{Op, Options};
+
+    use super::*;
+    use crate::read_back::tests::failing;
+
+    #[test]
+    fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let rank = |group: ProcessGroup| {
+            let is_lost = group.rank().is_main();
+            let hvd = Horovod::new(&group, Options::default()).unwrap();
+            let (id, name) = (ParamId::new(), "weight".to_owned());
+            let parameters = [Parameter { id, name, shape: vec![1], dtype: BurnDType::F32 }];
+            let options =
+                DistributedOptions { zero_missing_gradients: true, ..DistributedOptions::default() };
+            let sink = Sink::new(hvd, &parameters, Reduction::new(Op::Average), &options).unwrap();
+            let sink = Arc::new(sink);
+            sink.set(Delivery::Submit);
+            let bytes = bytemuck::bytes_of(&1.0f32);
+            Pass(sink.clone()).ready(
+                0,
+                match is_lost {
+                    true => Access::Away(Box::new(failing)),
+                    false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
+                },
+            );
+            sink.set(Delivery::Ignore);
+            let landed = sink.submit_held().and_then(|()| sink.landed());
+            landed.unwrap_err().to_string()
+        };
+        let errors: Vec<String> = std::thread::scope(|scope| {
+            let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(errors[0].contains("out of memory"), "{errors:?}");
+        assert!(errors[1].contains("rank 0"), "{errors:?}");
+    }
 }

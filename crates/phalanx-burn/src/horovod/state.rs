@@ -66,7 +66,7 @@ pub fn broadcast_optimizer_state<M: Module>(
 /// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.
 ///
 /// # Errors
-/// As [`Horovod::allreduce`], and if the tensor is not on the Flex backend.
+/// As [`Horovod::allreduce`], and if the tensor is on a device that this build does not know.
 #[doc(alias = "hvd.allreduce")]
 pub fn allreduce<const D: usize>(
     hvd: &Horovod,

@@ -1,12 +1,10 @@
 //! Gradient clipping for a model of which each rank has a part.
 
-use std::collections::HashMap;
-
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
 use phalanx::{Caller, ProcessGroup, ReduceOp, Result};
 
+use super::division::divided;
 use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
 use crate::clip;
@@ -17,9 +15,9 @@ use crate::clip;
 ///
 /// `tensor` is the group among which layers are divided, and `pipeline` the one among which stages are, if there are such. `tied` are
 /// the [tied parameters](TiedParameter) of which this rank has a copy, each with the copy's id in `model`: they count on the first rank
-/// that has a copy. What the
-/// layers of [`tensor`](super::tensor) divide is added up over the ranks; every other parameter counts once. A layer of one's own
-/// counts as not divided. All ranks call it together.
+/// that has a copy. What
+/// the layers of [`tensor`](super::tensor) divide, or [`TensorGroup::shard`], is added up over the ranks; every other parameter counts once.
+/// All ranks call it together.
 ///
 /// # Errors
 /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
@@ -32,12 +30,10 @@ pub fn clip_grad_norm<M: Module>(
     tied: &[(&TiedParameter, ParamId)],
 ) -> Result<f64> {
     clip::check(max_norm)?;
-    let mut divided = Divided::default();
-    model.visit(&mut divided);
+    let divided = divided(model);
     let counts = |id: &ParamId| {
         let is_copy = tied.iter().any(|(tied, copy)| copy == id && !tied.is_first());
-        let is_divided = || divided.parameters.get(id).copied().unwrap_or(false);
-        !is_copy && tensor.is_none_or(|group| group.rank() == 0 || is_divided())
+        !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let squares = clip::squares_of(model, gradients)?;
     let mut sum: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
@@ -48,33 +44,4 @@ pub fn clip_grad_norm<M: Module>(
         group.in_call(Caller::PipelineTrain).all_reduce(std::slice::from_mut(&mut sum), ReduceOp::Sum)?;
     }
     Ok(clip::scale(model, gradients, max_norm, std::iter::once(sum)))
-}
-
-/// Which parameters are divided among the ranks of a tensor group, by the layers that they are in.
-#[derive(Default)]
-struct Divided {
-    /// The name of each field that encloses the next parameter, and the type that the field is in.
-    path: Vec<(String, String)>,
-    parameters: HashMap<ParamId, bool>,
-}
-
-impl ModuleVisitor for Divided {
-    fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.path.push((name.to_owned(), container_type.to_owned()));
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let is_divided = self.path.iter().rev().any(|(name, container)| {
-            // As Burn's derive names a struct.
-            let is = |layer: &str| container.strip_prefix("Struct:") == Some(layer);
-            is("ColumnParallelLinear")
-                || is("VocabParallelEmbedding")
-                || (is("RowParallelLinear") && name == "weight")
-        });
-        self.parameters.insert(param.id, is_divided);
-    }
 }

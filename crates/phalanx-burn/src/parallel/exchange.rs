@@ -7,7 +7,7 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{Shape, Slice};
 use phalanx::{Buffer, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
-use crate::tensor_bytes::{self, BorrowBytes};
+use crate::tensor_bytes::{self, HostAccess};
 
 /// One direction of an exchange. A number is a dimension of the tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,11 +35,11 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    pub(super) fn forward<B: Backend + BorrowBytes>(&self, tensor: FloatTensor<B>) -> FloatTensor<B> {
+    pub(super) fn forward<B: Backend + HostAccess>(&self, tensor: FloatTensor<B>) -> FloatTensor<B> {
         self.forward.run::<B>(&self.group, tensor)
     }
 
-    pub(super) fn backward<B: Backend + BorrowBytes>(&self, gradient: FloatTensor<B>) -> FloatTensor<B> {
+    pub(super) fn backward<B: Backend + HostAccess>(&self, gradient: FloatTensor<B>) -> FloatTensor<B> {
         self.backward.run::<B>(&self.group, gradient)
     }
 }
@@ -53,7 +53,7 @@ impl fmt::Debug for Exchange {
 impl Step {
     /// The result; NaN if the exchange fails. Then all groups of this rank have ended with the cause before the NaN is there, so
     /// that no other rank averages it.
-    fn run<B: Backend + BorrowBytes>(self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
+    fn run<B: Backend + HostAccess>(self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
         if group.world_size() == WorldSize::ONE {
             return tensor;
         }
@@ -63,7 +63,7 @@ impl Step {
         })
     }
 
-    fn attempt<B: Backend + BorrowBytes>(
+    fn attempt<B: Backend + HostAccess>(
         self,
         group: &ProcessGroup,
         tensor: FloatTensor<B>,
@@ -114,7 +114,7 @@ impl Step {
     }
 
     /// The shape of the result, also of one that does not exist.
-    fn shape(self, mut shape: Shape, ranks: usize) -> Shape {
+    pub fn shape(self, mut shape: Shape, ranks: usize) -> Shape {
         match self {
             Self::Keep | Self::Sum | Self::Max => {}
             Self::Gather(dim) => shape[dim] *= ranks,
@@ -125,14 +125,14 @@ impl Step {
 }
 
 /// `tensor`'s elements after `collective`, as a tensor of `shape`.
-fn combined<B: Backend + BorrowBytes>(
+fn combined<B: Backend + HostAccess>(
     group: &ProcessGroup,
     tensor: &FloatTensor<B>,
     collective: impl FnOnce(Buffer) -> Result<Buffer>,
     shape: Shape,
 ) -> Result<FloatTensor<B>> {
     let mut buffer = group.alloc(tensor_bytes::dtype(tensor.dtype())?, tensor.shape().num_elements())?;
-    B::with_bytes(tensor, |tensor| buffer.as_bytes_mut().copy_from_slice(tensor.bytes));
+    B::read(tensor.clone(), |tensor| buffer.as_bytes_mut().copy_from_slice(tensor.bytes))?;
     let result = collective(buffer)?;
     let data = tensor_bytes::tensor_data(result.as_bytes(), shape.as_slice(), tensor.dtype());
     Ok(B::float_from_data(data, &tensor.device()))

@@ -11,6 +11,7 @@ use phalanx::{Error, ProcessGroup, Rank, Result};
 
 use super::message::{Header, Kind, Layout};
 use super::op::{GradientSource, GradientTarget, ParallelOp, Source, Target};
+use crate::device;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// The way to a rank that has the layers before or after this rank's. A loss on the last rank gives gradients on the first.
@@ -120,7 +121,9 @@ impl StageLink {
         let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
             self.inner.send(Kind::Activation, number, bytes, &shape)?;
             Ok::<_, Error>(Layout::of(bytes, &shape))
-        })??;
+        });
+        // The peer waits for it.
+        let layout = layout.inspect_err(|error| self.inner.group.abort_all(error.clone()))??;
         let source = Source(Arc::new(Awaited { link: self.inner.clone(), number, layout }));
         Ok(Tensor::from_dispatch(Dispatch::rooted(tensor.into_dispatch(), source)))
     }
@@ -129,8 +132,10 @@ impl StageLink {
     /// the tensor's gradient to the peer.
     ///
     /// # Errors
-    /// If the tensor has another number of dimensions, if there is no memory for it, or as [`ProcessGroup::recv`].
+    /// If the tensor has another number of dimensions, if there is no memory for it, if this build does not know the device, or as
+    /// [`ProcessGroup::recv`].
     pub fn recv_forward<const D: usize>(&self, device: &Device) -> Result<Tensor<D>> {
+        device::check(device).inspect_err(|error| self.inner.group.abort_all(error.clone()))?;
         let number = next(&mut self.inner.state.lock().received);
         let Inner { group, peer, .. } = &*self.inner;
         let header = Header::receive(group, *peer)?;
@@ -244,9 +249,11 @@ struct Returned {
 }
 
 impl GradientTarget for Returned {
-    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
-        if let Err(error) = self.link.send(Kind::Gradient, self.number, gradient, shape) {
-            self.link.group.abort_all(error);
-        }
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        self.link.send(Kind::Gradient, self.number, gradient, shape)
+    }
+
+    fn fail(&self, error: Error) {
+        self.link.group.abort_all(error);
     }
 }

@@ -8,9 +8,11 @@
 //! | [`fsdp`] | a shard of each layer's parameters | the whole layer is gathered before it is used, and freed after it |
 //!
 //! Replicas of either are a [`Ddp`](crate::Ddp) over the ranks that have the same part:
-//! [`DeviceMesh`](phalanx::mesh::DeviceMesh) makes both groups. [`clip_grad_norm`] knows the norm of the whole model.
+//! [`DeviceMesh`](phalanx::mesh::DeviceMesh) makes both groups. [`clip_grad_norm`] knows the norm of the whole model, and
+//! [`ShardedState`] saves it in checkpoints that load at another mesh shape.
 
 mod clip;
+mod division;
 mod exchange;
 pub mod fsdp;
 mod link;
@@ -18,10 +20,12 @@ mod message;
 mod op;
 pub mod pipeline;
 mod random;
+mod state;
 pub mod tensor;
 
 pub use clip::clip_grad_norm;
 pub use link::StageLink;
+pub use state::{ShardedState, StateNames};
 
 /// One number of several, each of which changes all its bits (SplitMix64).
 fn mixed(numbers: impl IntoIterator<Item = u64>) -> u64 {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+#[cfg(feature = "cube")]
+use burn::backend::Cube;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{DType, Shape, TensorData};
@@ -12,14 +14,18 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use parking_lot::Mutex;
+use phalanx::{Error, Result};
 
 use super::exchange::{Exchange, not_a_number};
-use crate::tensor_bytes::{BorrowBytes, TensorBytes};
+use crate::tensor_bytes::{HostAccess, TensorBytes};
 
 /// Receives the gradient of a tensor when backward has finished it.
 pub(super) trait GradientTarget: Send + Sync {
-    /// The gradient's memory is borrowed until this returns. Backward cannot return an error: the target keeps it.
-    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]);
+    /// The gradient's memory is borrowed until this returns.
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()>;
+
+    /// Keeps the error of a gradient that was not delivered: backward cannot return it.
+    fn fail(&self, error: Error);
 }
 
 /// Gives the gradient with which backward begins.
@@ -78,49 +84,52 @@ pub enum Supply {
 }
 
 /// The operations. `pub` because the macro implements it for a public type; the module is private.
-#[backend_extension(Autodiff, Flex)]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
 pub trait ParallelOp: Backend {
     /// `tensor` after the exchange's forward step; its gradient goes through the exchange's backward step.
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self>;
 
     /// Identity whose backward gives the gradient to `target`, and to nothing else.
-    fn delivered(tensor: FloatTensor<Self>, target: Target) -> FloatTensor<Self>;
+    fn delivered(tensor: FloatTensor<Self>, target: Target) -> FloatTensor<Self> {
+        let _ = target;
+        tensor
+    }
 
     /// One zero, of shape `[1]`, from which backward runs as if `source`'s gradient were that of `tensor`.
-    fn rooted(tensor: FloatTensor<Self>, source: Source) -> FloatTensor<Self>;
+    fn rooted(tensor: FloatTensor<Self>, source: Source) -> FloatTensor<Self> {
+        let _ = source;
+        zero::<Self>(&tensor)
+    }
 
     /// `output`, which was computed outside of the graph. Backward gives its gradient to `target`, and zero to `anchor`, a tensor of
     /// one element.
-    fn attached(output: FloatTensor<Self>, anchor: FloatTensor<Self>, target: Target) -> FloatTensor<Self>;
+    fn attached(output: FloatTensor<Self>, anchor: FloatTensor<Self>, target: Target) -> FloatTensor<Self> {
+        let _ = (anchor, target);
+        output
+    }
 
     /// `anchor`, a tensor of one element. Burn's backward pass comes to it before it comes to `tensor`, which then gets the gradient that
     /// `supply` says; `anchor` gets zero.
-    fn behind(anchor: FloatTensor<Self>, tensor: FloatTensor<Self>, supply: Supply) -> FloatTensor<Self>;
+    fn behind(anchor: FloatTensor<Self>, tensor: FloatTensor<Self>, supply: Supply) -> FloatTensor<Self> {
+        let _ = (tensor, supply);
+        anchor
+    }
 }
 
 impl ParallelOp for Flex {
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         exchange.forward::<Self>(tensor)
     }
+}
 
-    fn delivered(tensor: FloatTensor<Self>, _target: Target) -> FloatTensor<Self> {
-        tensor
-    }
-
-    fn rooted(tensor: FloatTensor<Self>, _source: Source) -> FloatTensor<Self> {
-        zero::<Self>(&tensor)
-    }
-
-    fn attached(output: FloatTensor<Self>, _anchor: FloatTensor<Self>, _target: Target) -> FloatTensor<Self> {
-        output
-    }
-
-    fn behind(anchor: FloatTensor<Self>, _tensor: FloatTensor<Self>, _supply: Supply) -> FloatTensor<Self> {
-        anchor
+#[cfg(feature = "cube")]
+impl ParallelOp for Cube {
+    fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        exchange.forward::<Self>(tensor)
     }
 }
 
-impl<B: Backend + BorrowBytes, C: CheckpointStrategy> ParallelOp for Autodiff<B, C> {
+impl<B: Backend + HostAccess, C: CheckpointStrategy> ParallelOp for Autodiff<B, C> {
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         let (primitive, node) = tensor.into_parts();
         let shape = primitive.shape();
@@ -169,11 +178,19 @@ fn zero<B: Backend>(like: &FloatTensor<B>) -> FloatTensor<B> {
     B::float_zeros(Shape::new([1]), &like.device(), like.dtype().into())
 }
 
+fn deliver<B: HostAccess>(gradient: FloatTensor<B>, Target(target): &Target) {
+    let shape = gradient.shape();
+    let delivered = B::read(gradient, |gradient| target.deliver(gradient, shape.as_slice()));
+    if let Err(error) = delivered.flatten() {
+        target.fail(error);
+    }
+}
+
 /// Backward of [`ParallelOp::exchanged`].
 #[derive(Debug)]
 struct Exchanged;
 
-impl<B: Backend + BorrowBytes> Backward<B, 1> for Exchanged {
+impl<B: Backend + HostAccess> Backward<B, 1> for Exchanged {
     type State = (Exchange, Shape);
 
     fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
@@ -194,13 +211,12 @@ impl<B: Backend + BorrowBytes> Backward<B, 1> for Exchanged {
 #[derive(Debug)]
 struct Delivered;
 
-impl<B: Backend + BorrowBytes> Backward<B, 1> for Delivered {
+impl<B: Backend + HostAccess> Backward<B, 1> for Delivered {
     type State = Target;
 
     fn backward(self, ops: Ops<Target, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = gradients.consume::<B>(&ops.node);
-        let shape = gradient.shape();
-        B::with_bytes(&gradient, |bytes| ops.state.0.deliver(bytes, shape.as_slice()));
+        deliver::<B>(gradient, &ops.state);
     }
 }
 
@@ -228,17 +244,16 @@ impl<B: Backend> Backward<B, 1> for Rooted {
 #[derive(Debug)]
 struct Attached;
 
-impl<B: Backend + BorrowBytes> Backward<B, 1> for Attached {
+impl<B: Backend + HostAccess> Backward<B, 1> for Attached {
     type State = Target;
 
     fn backward(self, ops: Ops<Target, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         let gradient = gradients.consume::<B>(&ops.node);
-        let shape = gradient.shape();
         let [anchor] = ops.parents;
         if let Some(anchor) = anchor {
             gradients.register::<B>(anchor.id, zero::<B>(&gradient));
         }
-        B::with_bytes(&gradient, |bytes| ops.state.0.deliver(bytes, shape.as_slice()));
+        deliver::<B>(gradient, &ops.state);
     }
 }
 

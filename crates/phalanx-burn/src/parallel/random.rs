@@ -2,6 +2,8 @@
 
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 
+use crate::read_back;
+
 /// Lets a device be seeded for a pass. When this is dropped, the device goes on with the program's own random numbers: as if one number had
 /// been drawn, whatever the pass has drawn.
 ///
@@ -14,8 +16,13 @@ pub(super) struct OwnNumbers {
 impl OwnNumbers {
     /// Keeps the program's random numbers of `device`.
     pub fn of(device: &Device) -> Self {
-        let drawn = Tensor::<1, Int>::random([1], Distribution::Default, (device, DType::I64)).into_data();
-        Self { device: device.clone(), next: drawn.iter::<i64>().next().map(|number| number as u64) }
+        // Every device has numbers of 32 bits; some make them from floats, which have 24.
+        let sixteen_bits = Distribution::Uniform(0.0, f64::from(1 << 16));
+        let drawn = Tensor::<1, Int>::random([4], sixteen_bits, (device, DType::I32));
+        let next = read_back::data(drawn)
+            .ok()
+            .map(|drawn| drawn.iter::<i64>().fold(0, |next, part| next << 16 | part as u64));
+        Self { device: device.clone(), next }
     }
 }
 

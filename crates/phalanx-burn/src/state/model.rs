@@ -5,20 +5,26 @@ use std::collections::HashSet;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::storage::Layout;
 use crate::parameters::{Parameter, Select};
-use crate::tensor_bytes;
+use crate::{read_back, tensor_bytes};
 
 /// A tensor of the model that was saved.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Entry {
     name: String,
     layout: Layout,
+}
+
+impl Entry {
+    pub fn new(name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self { name: name.to_owned(), layout: Layout { dtype, shape: shape.to_vec() } }
+    }
 }
 
 /// Saves the selected tensors of `model`, which are `tensors`, in module order.
@@ -114,13 +120,13 @@ impl<T: StateWriter> ModuleVisitor for Saver<'_, T> {
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         if self.select.other() {
-            self.save(|put| put(param.base().into_data().as_bytes()));
+            self.save(|put| put(read_back::data(param.base())?.as_bytes()));
         }
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         if self.select.other() {
-            self.save(|put| put(param.base().into_data().as_bytes()));
+            self.save(|put| put(read_back::data(param.base())?.as_bytes()));
         }
     }
 }

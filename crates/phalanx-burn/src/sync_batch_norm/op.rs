@@ -1,6 +1,7 @@
 //! Normalising with given statistics, as an operation whose backward knows that they came from all ranks' inputs.
 
-use burn::backend::ops::ModuleOps;
+#[cfg(feature = "cube")]
+use burn::backend::Cube;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, TensorData, read_sync};
@@ -22,21 +23,10 @@ pub struct Layer {
 
 /// The operation, as Burn's extension API wants it. `pub` because the macro implements it for a public type; the module
 /// is private.
-#[backend_extension(Autodiff, Flex)]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
 pub trait SyncBatchNormOp: Backend {
     /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where
     /// `mean` and `variance`, of shape `[channels]`, are those of all ranks' `x`.
-    fn sync_batch_norm(
-        x: FloatTensor<Self>,
-        gamma: FloatTensor<Self>,
-        beta: FloatTensor<Self>,
-        mean: FloatTensor<Self>,
-        variance: FloatTensor<Self>,
-        layer: Layer,
-    ) -> FloatTensor<Self>;
-}
-
-impl SyncBatchNormOp for Flex {
     fn sync_batch_norm(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -48,6 +38,11 @@ impl SyncBatchNormOp for Flex {
         Self::batch_norm(x, gamma, beta, mean, variance, layer.epsilon)
     }
 }
+
+impl SyncBatchNormOp for Flex {}
+
+#[cfg(feature = "cube")]
+impl SyncBatchNormOp for Cube {}
 
 impl<B: Backend, C: CheckpointStrategy> SyncBatchNormOp for Autodiff<B, C> {
     fn sync_batch_norm(

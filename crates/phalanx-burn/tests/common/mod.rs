@@ -1,7 +1,7 @@
 //! Ranks as threads, a small model, and a group that can be watched and broken.
-#![allow(dead_code, missing_docs, clippy::unwrap_used)] // Each test file uses a part of it.
+#![allow(dead_code, missing_docs, clippy::unwrap_used, clippy::panic)] // Each test file uses a part of it.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -10,6 +10,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::trace::Trace;
 use phalanx::{Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
+use phalanx_burn::device::Kind;
 
 /// Runs `rank` in one thread for each of `world` ranks; gives what they returned, in the order of the ranks.
 pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
@@ -21,8 +22,20 @@ pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<
     })
 }
 
+/// The device on which models are trained: [`plain`], with autodiff.
 pub fn device() -> Device {
-    Device::flex().autodiff()
+    plain().autodiff()
+}
+
+/// The device of all tests: the first of the kind that `PHALANX_TEST_DEVICE` names, or Flex. Each is a feature of the package.
+pub fn plain() -> Device {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    let first = || {
+        let kind = std::env::var("PHALANX_TEST_DEVICE").unwrap_or("flex".to_owned());
+        let devices = kind.parse::<Kind>().and_then(Kind::devices).unwrap();
+        devices.into_iter().next().unwrap_or_else(|| panic!("this host has no device of kind {kind}"))
+    };
+    DEVICE.get_or_init(first).clone()
 }
 
 /// Dense layers with tanh between them, and a mean squared error.

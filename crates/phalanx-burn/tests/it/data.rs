@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::common::{device, plain};
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{self, DataLoader as _};
 use burn::data::dataset::Dataset as _;
@@ -37,7 +38,7 @@ fn pass(loader: &dyn dataloader::DataLoader<Tensor<1>>) -> (Vec<f32>, Vec<usize>
 fn a_loader_is_burn_s_with_its_batcher() {
     let loader =
         DataLoader::builder(samples()).shuffle(true).seed(3).batch_size(20).num_workers(2).build().unwrap();
-    let burn = BurnLoader::new(&loader, Stack, &Device::flex()).shared();
+    let burn = BurnLoader::new(&loader, Stack, &plain()).shared();
     assert_eq!(burn.num_items(), 50);
     let ((first, progress), (second, _)) = (pass(&*burn), pass(&*burn));
     assert_eq!(progress, [20, 40, 50]);
@@ -45,7 +46,7 @@ fn a_loader_is_burn_s_with_its_batcher() {
     let plain: Vec<f32> = loader.iter().flat_map(Result::unwrap).collect();
     assert_eq!(first, plain);
     // As a trainer cuts it for two ranks, on devices of their own.
-    let device = Device::flex().autodiff();
+    let device = device();
     let parts = [burn.slice(0, 25), burn.slice(25, 50)].map(|part| part.to_device(&device));
     assert!(parts.iter().all(|part| part.num_items() == 25));
     let again = BurnLoader::new(&loader, Stack, &device).shared();
@@ -62,7 +63,7 @@ fn data_sets_go_both_ways_with_their_errors() {
     assert_eq!((there.len(), there.get(3).unwrap()), (50, 3.0));
     let back = FromBurn::new(there);
     let loader = DataLoader::builder(back).batch_size(10).build().unwrap();
-    let burn = BurnLoader::new(&loader, Stack, &Device::flex());
+    let burn = BurnLoader::new(&loader, Stack, &plain());
     let error = burn.iter().next().unwrap().err().unwrap().to_string();
     assert!(error.contains("item 7") && error.contains("a torn file"), "{error}");
     assert_eq!(burn.loader().dataset().len(), 50);

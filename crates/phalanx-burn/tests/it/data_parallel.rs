@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::common::{Mlp, device, distance, floats, samples};
+use crate::common::{Mlp, device, distance, floats, plain, samples};
 use burn::module::Module;
 use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -48,6 +48,34 @@ fn replicas_train_as_one_model() {
         }
         let distance = distance(&floats(parallel.model()), &expected);
         assert!(distance < 1e-5, "{replicas} replicas are {distance:e} away");
+    }
+}
+
+#[test]
+fn a_replica_may_be_on_a_device_of_another_kind() {
+    let model = Mlp::new(&WIDTHS);
+    let expected = reference(model.clone());
+    let flex = Device::flex().autodiff();
+    for devices in [vec![device(), flex.clone()], vec![flex, device(), device()]] {
+        let main = devices[0].clone();
+        let batch = |step| {
+            let (x, y) = batch(step);
+            (x.to_device(&main), y.to_device(&main))
+        };
+        let mut towers = TowerGradients::new(model.clone(), devices.clone()).unwrap();
+        let mut parallel = DataParallel::new(model.clone(), devices).unwrap();
+        let (mut of_towers, mut of_parallel) = (sgd(), sgd());
+        for step in 0..STEPS {
+            let (_, gradients) = towers.backward(batch(step), Mlp::loss).unwrap();
+            towers.step(&mut of_towers, 0.05, gradients).unwrap();
+            let (x, y) = batch(step);
+            let output = parallel.forward(x, Mlp::forward).unwrap();
+            let gradients = parallel.backward(&(output - y).powi_scalar(2).mean()).unwrap();
+            parallel.step(&mut of_parallel, 0.05, gradients).unwrap();
+        }
+        for trained in [towers.model(), parallel.model()] {
+            assert!(distance(&floats(trained), &expected) < 1e-5);
+        }
     }
 }
 
@@ -142,7 +170,7 @@ fn a_scope_is_entered_for_each_replica() {
 fn misuse_is_an_error_that_says_so() {
     let model = || Mlp::new(&WIDTHS);
     assert!(DataParallel::<_, 2>::new(model(), vec![]).unwrap_err().is_invalid_argument());
-    let plain = DataParallel::<_, 2>::new(model(), vec![Device::flex()]).unwrap_err();
+    let plain = DataParallel::<_, 2>::new(model(), vec![plain()]).unwrap_err();
     assert!(plain.to_string().contains("autodiff"), "{plain}");
     let mut parallel = DataParallel::new(model(), vec![device(); 2]).unwrap();
     let loss = model().loss(batch(0));

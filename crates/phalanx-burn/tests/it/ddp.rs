@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::common::{Mlp, Watched, device, distance, floats, run, samples};
-use burn::module::{Module, ParamGroup};
+use crate::common::{Mlp, Watched, device, distance, floats, plain, run, samples};
+use burn::module::{Module, Param, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
-use burn::tensor::{Distribution, Tensor};
+use burn::tensor::{Device, Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;
@@ -361,6 +361,33 @@ fn a_layer_that_stands_in_two_places_has_one_gradient() {
     });
 }
 
+/// The gradient of `shift` is that of the sum, which backward goes on with, and may change where it lies.
+#[test]
+fn a_gradient_is_taken_as_it_was_when_it_was_ready() {
+    #[derive(Module, Debug)]
+    struct Shifted {
+        dense: Linear,
+        shift: Param<Tensor<2>>,
+    }
+    impl Shifted {
+        fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+            (self.dense.forward(x).tanh() + self.shift.val()).powi_scalar(2).mean()
+        }
+    }
+    let shift = Tensor::<2>::random([4, 8], Distribution::Default, &device()).require_grad();
+    let model = Shifted { dense: LinearConfig::new(8, 8).init(&device()), shift: Param::from_tensor(shift) };
+    let x = Tensor::<2>::random([4, 8], Distribution::Default, &device());
+    let gradients = model.loss(x.clone()).backward();
+    let expected = model.shift.val().grad(&gradients).unwrap().into_data();
+    run(2, |group| {
+        let mut ddp = Ddp::new(model.clone(), &group).unwrap();
+        let loss = ddp.forward(|model| model.loss(x.clone())).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        let ours = gradients.get::<2>(model.shift.id).unwrap().into_data();
+        ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::relative(1e-5));
+    });
+}
+
 #[test]
 fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
     let folder = tempfile::tempdir().unwrap();
@@ -392,6 +419,42 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
             assert!(ready.len() == launched.len() && ready.len() >= 6, "{ready:?} {launched:?}");
             let before_the_last = launched.iter().filter(|time| **time <= ready[ready.len() - 1]).count();
             assert!(before_the_last >= launched.len() - 1, "{launched:?} {ready:?}");
+        }
+    });
+}
+
+/// Gradients on a device are copied in their order, while backward gives the device the work of the layers below.
+#[test]
+fn gradients_are_copied_from_a_device_while_backward_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let path = folder.path().join(format!("{}.json", group.rank()));
+        let mut watched = Watched::new(group);
+        watched.trace = Trace::to_file(&path, watched.group.rank());
+        let mut ddp = Ddp::new(Mlp::new(&[8; 13]), JoinGroup::new(watched.clone())).unwrap();
+        let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
+        ddp.backward(&loss).unwrap();
+        watched.trace.flush();
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        // Which parameter's, and when.
+        let copies = |name: &str| -> Vec<(i64, usize)> {
+            let events = events.iter().enumerate().filter(|(_, event)| event["name"] == name);
+            events.map(|(place, event)| (event["args"]["parameter"].as_i64().unwrap(), place)).collect()
+        };
+        let (begun, copied) = (copies("copy begins"), copies("copied"));
+        if plain() == Device::flex() {
+            assert!(begun.is_empty() && copied.is_empty(), "gradients are taken from where they lie");
+            return;
+        }
+        assert_eq!(begun.len(), 24);
+        let order = |copies: &[(i64, usize)]| copies.iter().map(|(index, _)| *index).collect::<Vec<_>>();
+        assert_eq!(order(&begun), order(&copied));
+        for (later, copied) in begun[8..].iter().zip(&copied) {
+            assert!(later.1 < copied.1, "{begun:?} {copied:?}");
+        }
+        for (copied, much_later) in copied.iter().zip(&begun[9..]) {
+            assert!(copied.1 < much_later.1, "{copied:?} {begun:?}");
         }
     });
 }

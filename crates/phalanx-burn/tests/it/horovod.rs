@@ -109,8 +109,10 @@ fn it_trains_as_ddp_does() {
             },
             DistributedOptions { gradient_predivide_factor: 2.0, ..DistributedOptions::default() },
         ] {
+            // Two divisions round twice in each of ten steps: of 1,400 random models one was 1.2e-6 away.
+            let most = if options.gradient_predivide_factor == 1.0 { 1e-6 } else { 4e-6 };
             let apart = distance(&with_horovod(&model, ranks, &options), &expected);
-            assert!(apart < 1e-6, "{ranks} ranks, {options:?}: {apart:e}");
+            assert!(apart < most, "{ranks} ranks, {options:?}: {apart:e}");
         }
     }
 }

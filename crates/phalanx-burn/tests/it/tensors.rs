@@ -1,9 +1,9 @@
 //! Collectives on tensors, against what each rank can work out by itself.
 
-use crate::common::{Mlp, device, samples};
+use crate::common::{Mlp, device, plain, samples};
 use burn::optim::SgdConfig;
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, DType, Device, FloatDType, Int, IntDType, Tensor, TensorData};
+use burn::tensor::{Bool, DType, FloatDType, Int, IntDType, Tensor, TensorData};
 use phalanx::join::JoinOptions;
 use phalanx::testing::{self, Fabric};
 use phalanx::{ProcessGroup, Rank, ReduceOp};
@@ -26,8 +26,9 @@ fn floats<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Vec<f64> {
 fn floats_of_every_type_and_rank_are_combined_and_keep_shape_and_type() {
     everywhere(|group| {
         let (rank, world) = (group.rank().index() as f32, group.world_size().count() as f32);
-        for dtype in [FloatDType::F64, FloatDType::F32, FloatDType::F16, FloatDType::BF16] {
-            let own = Tensor::<3>::full([2, 3, 4], rank + 1.0, &Device::flex()).cast(dtype);
+        let dtypes = [FloatDType::F64, FloatDType::F32, FloatDType::F16, FloatDType::BF16];
+        for dtype in dtypes.into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
+            let own = Tensor::<3>::full([2, 3, 4], rank + 1.0, &plain()).cast(dtype);
             let sum = own.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
             assert_eq!((sum.dims(), sum.dtype()), ([2, 3, 4], dtype.into()));
             assert_eq!(floats(sum), [f64::from(world * (world + 1.0) / 2.0); 24]);
@@ -36,9 +37,9 @@ fn floats_of_every_type_and_rank_are_combined_and_keep_shape_and_type() {
             let average = own.all_reduce(&group, ReduceOp::Avg).unwrap();
             assert_eq!(floats(average), [f64::from((world + 1.0) / 2.0); 24]);
         }
-        let one = Tensor::<1>::full([1], rank, &Device::flex());
+        let one = Tensor::<1>::full([1], rank, &plain());
         assert_eq!(floats(one.all_reduce(&group, ReduceOp::Min).unwrap()), [0.0]);
-        let none = Tensor::<2>::empty([0, 3], &Device::flex());
+        let none = Tensor::<2>::empty([0, 3], &plain());
         assert_eq!(none.all_reduce(&group, ReduceOp::Sum).unwrap().dims(), [0, 3]);
     });
 }
@@ -47,8 +48,9 @@ fn floats_of_every_type_and_rank_are_combined_and_keep_shape_and_type() {
 fn integers_and_truth_values_are_combined_and_what_has_no_sum_is_refused() {
     everywhere(|group| {
         let (rank, world) = (group.rank().index() as i64, group.world_size().count() as i64);
-        for dtype in [IntDType::I64, IntDType::I32, IntDType::I8, IntDType::U8] {
-            let own = Tensor::<2, Int>::full([3, 2], rank + 1, &Device::flex()).cast(dtype);
+        let dtypes = [IntDType::I64, IntDType::I32, IntDType::I8, IntDType::U8];
+        for dtype in dtypes.into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
+            let own = Tensor::<2, Int>::full([3, 2], rank + 1, &plain()).cast(dtype);
             let sum = own.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
             assert_eq!((sum.dims(), sum.dtype()), ([3, 2], dtype.into()));
             assert_eq!(floats(sum), [(world * (world + 1) / 2) as f64; 6]);
@@ -58,15 +60,16 @@ fn integers_and_truth_values_are_combined_and_what_has_no_sum_is_refused() {
                 assert_eq!(floats(least), [-world as f64; 6]);
             }
         }
-        for dtype in [IntDType::U64, IntDType::U32] {
-            let own = Tensor::<1, Int>::full([3], rank, &Device::flex()).cast(dtype);
+        for dtype in [IntDType::U64, IntDType::U32].into_iter().filter(|dtype| plain().supports_dtype(*dtype))
+        {
+            let own = Tensor::<1, Int>::full([3], rank, &plain()).cast(dtype);
             let error = own.clone().all_reduce(&group, ReduceOp::Max).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains("cast"), "{error}");
             let gathered = own.all_gather(&group).unwrap();
             assert_eq!((gathered.dims(), gathered.dtype()), ([3 * world as usize], dtype.into()));
         }
         let data = TensorData::from([[rank == 0, true], [false, rank != 0]]);
-        let own = Tensor::<2, Bool>::from_data(data, &Device::flex());
+        let own = Tensor::<2, Bool>::from_data(data, &plain());
         let any = own.clone().all_reduce(&group, ReduceOp::Max).unwrap();
         assert!(matches!(any.dtype(), DType::Bool(_)));
         assert_eq!(any.into_data().iter::<bool>().collect::<Vec<_>>(), [true, true, false, true]);
@@ -81,11 +84,11 @@ fn tensors_are_broadcast_gathered_reduced_and_scattered() {
     everywhere(|group| {
         let (rank, world) = (group.rank().index(), group.world_size().count());
         let last = Rank::new(world as u32 - 1);
-        let flex = Device::flex();
-        let own = Tensor::<2>::full([world, 2], rank as f32, &flex);
+        let device = plain();
+        let own = Tensor::<2>::full([world, 2], rank as f32, &device);
 
         // A view that is not in a row, and memory that is shared with it.
-        let wide = Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &flex) * rank as f32;
+        let wide = Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &device) * rank as f32;
         let columns = wide.clone().transpose().broadcast(&group, Rank::new(1)).unwrap();
         assert_eq!((columns.dims(), floats(columns)), ([3, 2], vec![1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
         assert_eq!(floats(wide.slice([0..1, 0..1])), [rank as f64]);
@@ -95,7 +98,7 @@ fn tensors_are_broadcast_gathered_reduced_and_scattered() {
         assert_eq!((gathered.dims(), floats(gathered)), ([world * world, 2], expected));
 
         // As many rows as the rank's number: rank 0 has none.
-        let rows = Tensor::<3, Int>::full([rank, 1, 2], rank as i64, &flex).all_gather(&group).unwrap();
+        let rows = Tensor::<3, Int>::full([rank, 1, 2], rank as i64, &device).all_gather(&group).unwrap();
         let expected: Vec<f64> = (0..world).flat_map(|rank| vec![rank as f64; 2 * rank]).collect();
         assert_eq!((rows.dims(), floats(rows)), ([world * (world - 1) / 2, 1, 2], expected));
 
@@ -104,11 +107,11 @@ fn tensors_are_broadcast_gathered_reduced_and_scattered() {
         assert_eq!(reduced.is_some(), group.rank() == last);
         reduced.into_iter().for_each(|reduced| assert_eq!(floats(reduced), vec![sum; 2 * world]));
 
-        let ramp = Tensor::<1, Int>::arange(0..2 * world as i64, &flex).float().reshape([world, 2]);
+        let ramp = Tensor::<1, Int>::arange(0..2 * world as i64, &device).float().reshape([world, 2]);
         let part = ramp.clone().reduce_scatter(&group, ReduceOp::Sum).unwrap();
         let expected = [2 * rank, 2 * rank + 1].map(|value| (value * world) as f64).to_vec();
         assert_eq!((part.dims(), floats(part)), ([1, 2], expected));
-        let odd = Tensor::<2>::zeros([world + 1, 2], &flex);
+        let odd = Tensor::<2>::zeros([world + 1, 2], &device);
         assert!(odd.reduce_scatter(&group, ReduceOp::Sum).unwrap_err().is_invalid_argument());
     });
 }
@@ -117,7 +120,7 @@ fn tensors_are_broadcast_gathered_reduced_and_scattered() {
 fn shapes_that_do_not_fit_are_an_error_that_names_the_rank() {
     everywhere(|group| {
         let width = 2 + group.rank().index() / (group.world_size().count() - 1);
-        let error = Tensor::<2>::zeros([4, width], &Device::flex()).all_gather(&group).unwrap_err();
+        let error = Tensor::<2>::zeros([4, width], &plain()).all_gather(&group).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("[4, 3]"), "{error}");
     });
 }
@@ -125,19 +128,26 @@ fn shapes_that_do_not_fit_are_an_error_that_names_the_rank() {
 #[test]
 fn element_types_that_differ_are_an_error_and_nothing_is_reinterpreted() {
     everywhere(|group| {
-        let flex = Device::flex();
-        let error = match group.rank().is_main() {
-            true => Tensor::<1, Bool>::from_data([true, false], &flex).all_gather(&group).unwrap_err(),
-            false => Tensor::<1, Int>::ones([2], &flex).cast(IntDType::U8).all_gather(&group).unwrap_err(),
-        };
-        assert!(error.is_mismatch() && error.to_string().contains("type"), "{error}");
+        let device = plain();
         let dtype = if group.rank().is_main() { IntDType::U32 } else { IntDType::I32 };
-        let error = Tensor::<1, Int>::ones([2], &flex).cast(dtype).all_gather(&group).unwrap_err();
+        let error = Tensor::<1, Int>::ones([2], &device).cast(dtype).all_gather(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("type"), "{error}");
+    });
+    // WGSL has no integers of a byte.
+    if [IntDType::I8, IntDType::U8].iter().any(|dtype| !plain().supports_dtype(*dtype)) {
+        return;
+    }
+    everywhere(|group| {
+        let device = plain();
+        let error = match group.rank().is_main() {
+            true => Tensor::<1, Bool>::from_data([true, false], &device).all_gather(&group).unwrap_err(),
+            false => Tensor::<1, Int>::ones([2], &device).cast(IntDType::U8).all_gather(&group).unwrap_err(),
+        };
         assert!(error.is_mismatch() && error.to_string().contains("type"), "{error}");
     });
     everywhere(|group| {
         let dtype = if group.rank().is_main() { IntDType::I8 } else { IntDType::U8 };
-        let own = Tensor::<1, Int>::ones([2], &Device::flex()).cast(dtype);
+        let own = Tensor::<1, Int>::ones([2], &plain()).cast(dtype);
         // The root only sends, and may be through before anybody has looked.
         let outcome = own.broadcast(&group, Rank::MAIN);
         assert!(outcome.is_err() || group.rank().is_main(), "{outcome:?}");
@@ -154,7 +164,7 @@ fn more_rows_than_memory_are_an_error() {
                 group.all_gather(&[1_i64, 0, i64::MAX, 2], &mut layouts).map(drop).unwrap();
                 return;
             }
-            false => Tensor::<2>::zeros([1, 2], &Device::flex()).all_gather(&group).unwrap_err(),
+            false => Tensor::<2>::zeros([1, 2], &plain()).all_gather(&group).unwrap_err(),
         };
         assert!(error.to_string().contains("memory"), "{error}");
     });

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod elastic;
+mod meshes;
 mod sharded;
 mod stages;
 mod workers;
@@ -19,6 +20,7 @@ fn main() {
         Ok("elastic") => return elastic::play(),
         Ok("stages") => return stages::play(),
         Ok("sharded") => return sharded::play(),
+        Ok("meshes") => return meshes::play(),
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
     }
@@ -33,7 +35,12 @@ fn main() {
     };
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-    let files = [("elastic", elastic::TESTS), ("stages", stages::TESTS), ("sharded", sharded::TESTS)];
+    let files = [
+        ("elastic", elastic::TESTS),
+        ("stages", stages::TESTS),
+        ("sharded", sharded::TESTS),
+        ("meshes", meshes::TESTS),
+    ];
     let all = files.into_iter().flat_map(|(file, tests)| trials(file, tests)).collect();
     libtest_mimic::run(&arguments, all).exit()
 }

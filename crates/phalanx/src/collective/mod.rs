@@ -4,6 +4,9 @@
 //! ranks: each rank's contribution must enter each result exactly once. docs/algorithms.md states steps, bytes and
 //! source of each algorithm.
 
+// A forgotten operation must not compile.
+#![deny(clippy::wildcard_enum_match_arm)]
+
 mod barrier;
 mod choice;
 mod counts;

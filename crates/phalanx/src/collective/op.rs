@@ -81,7 +81,8 @@ impl ReduceOp {
             }
             Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
             Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
-            _ => "band, bor and bxor are for integers and truth values",
+            Self::BAnd | Self::BOr | Self::BXor => "band, bor and bxor are for integers and truth values",
+            Self::Sum | Self::Product | Self::Min | Self::Max => "cast the elements to another type",
         };
         Err(Error::invalid_argument(format!("{self} is not defined for {dtype}")).with_remedy(remedy))
     }
@@ -94,18 +95,12 @@ impl ReduceOp {
 
     /// The factor of this rank's elements, if there is one.
     pub(crate) const fn factor(self) -> Option<f64> {
-        match self {
-            Self::PreMulSum(factor) => Some(factor),
-            _ => None,
-        }
+        if let Self::PreMulSum(factor) = self { Some(factor) } else { None }
     }
 
     /// The operation without its factor: all ranks must agree on it, while each rank has its own factor.
     pub(crate) const fn without_factor(self) -> Self {
-        match self {
-            Self::PreMulSum(_) => Self::PreMulSum(1.0),
-            other => other,
-        }
+        if let Self::PreMulSum(_) = self { Self::PreMulSum(1.0) } else { self }
     }
 
     pub(crate) const fn code(self) -> u8 {

@@ -46,8 +46,8 @@ impl Domain {
                     },
                 )
             }
-            _ if gathers => staged::collect(operation, job, part),
-            _ => staged::reduce(operation, job, job.fold(), part),
+            Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, part),
+            Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), part),
         })
     }
 

@@ -9,6 +9,9 @@
 //!
 //! All protocols combine the elements in the order of the ranks, so that all give the same bits.
 
+// A forgotten operation must not compile.
+#![deny(clippy::wildcard_enum_match_arm)]
+
 mod connect;
 mod direct;
 mod encoded_call;
@@ -44,7 +47,7 @@ use crate::health::Health;
 use crate::notice::warn;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
-use crate::wire::frame::{Call, Header, Operation};
+use crate::wire::frame::{Call, Copying, Header, Operation};
 
 /// Shares end at cache lines, so that no two ranks write the same line.
 const LINE: usize = 64;
@@ -189,34 +192,37 @@ impl Domain {
         let mut watch = |missing: usize| watch(health, members[missing], patience);
         let check =
             |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
+        // A reduce_scatter combines; the others copy.
+        let combines = job.call.operation == Operation::ReduceScatter;
+        let copying = if combines { None } else { Some(Copying::of(job.call.operation)?) };
         // An input that no other rank reads is not shared.
-        let brought = match job.call.operation {
-            Operation::Scatter if job.me != job.root => &[],
-            Operation::Gather if job.me == job.root => &[],
-            _ => input,
+        let brought = match copying {
+            Some(Copying::Scatter) if job.me != job.root => &[],
+            Some(Copying::Gather) if job.me == job.root => &[],
+            Some(_) | None => input,
         };
-        let note = routes::note(job, uneven);
+        let note = copying.map_or_else(Vec::new, |copying| routes::note(job, copying, uneven));
         let small = small::part(job, brought.len(), note.len());
         if small::always(job) {
             let slots = self.control_block.small(encoded, brought, &mut watch)?;
             (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
-            if job.call.operation == Operation::ReduceScatter {
+            let Some(copying) = copying else {
                 return small::fold(job, &slots, job.chunk(job.me), input.len(), output);
-            }
-            let routes = Routes::new(job, None, members, |_| &[])?;
+            };
+            let routes = Routes::new((job, copying), None, members, |_| &[])?;
             return routes.copy(input, |from| slots.bytes(from), output);
         }
         self.control_block.apart(encoded, &note, brought, small, &mut watch, |operation| {
             (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
-            if job.call.operation == Operation::ReduceScatter {
+            let Some(copying) = copying else {
                 return match operation.protocol() {
                     Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
                     Protocol::Small => operation
                         .slots(|slots, _| small::fold(job, slots, job.chunk(job.me), input.len(), output)),
                     Protocol::Staged => staged::reduce_out_of_place(operation, job, input, output),
                 };
-            }
-            let routes = Routes::new(job, uneven, members, |index| operation.note(index))?;
+            };
+            let routes = Routes::new((job, copying), uneven, members, |index| operation.note(index))?;
             match operation.protocol() {
                 Protocol::Direct => operation.read(|inputs| routes.copy(input, |from| inputs[from], output)),
                 Protocol::Small => {
@@ -246,10 +252,8 @@ impl Job {
 
     /// The range that the rank at index `place` contributes to an `all_gather`, or receives from a `reduce_scatter`.
     fn chunk(&self, place: usize) -> Range<usize> {
-        let bytes = match self.call.operation {
-            Operation::ReduceScatter => self.bytes() / self.ranks,
-            _ => self.bytes(),
-        };
+        let scatters = self.call.operation == Operation::ReduceScatter;
+        let bytes = if scatters { self.bytes() / self.ranks } else { self.bytes() };
         place * bytes..(place + 1) * bytes
     }
 

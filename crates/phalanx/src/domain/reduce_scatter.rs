@@ -45,7 +45,9 @@ impl Domain {
         let bytes = data.len();
         self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
             Protocol::Direct => operation.combine(owners, LINE, |chunks| fold.apply(chunks)),
-            _ => staged::reduce(operation, job, fold, |place| Self::chunk(bytes, owners, place)),
+            Protocol::Small | Protocol::Staged => {
+                staged::reduce(operation, job, fold, |place| Self::chunk(bytes, owners, place))
+            }
         })
     }
 
@@ -63,7 +65,9 @@ impl Domain {
                 operation.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
-            _ => staged::collect(operation, job, |place| Self::chunk(bytes, owners, place)),
+            Protocol::Small | Protocol::Staged => {
+                staged::collect(operation, job, |place| Self::chunk(bytes, owners, place))
+            }
         })
     }
 

@@ -7,7 +7,7 @@ use super::{Job, short};
 use crate::collective::Counts;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::wire::frame::Operation;
+use crate::wire::frame::Copying;
 
 /// Counts of a `_v` collective on a rank: of its input by receiver, and of its output by sender.
 pub(super) type Uneven<'a> = Option<(&'a Counts, &'a Counts)>;
@@ -15,6 +15,7 @@ pub(super) type Uneven<'a> = Option<(&'a Counts, &'a Counts)>;
 /// The copies of a call, as seen by one rank.
 pub(super) struct Routes<'a> {
     job: Job,
+    copying: Copying,
     uneven: Uneven<'a>,
     /// Where this rank's block begins in each rank's input, if there are counts.
     starts: Vec<usize>,
@@ -23,11 +24,11 @@ pub(super) struct Routes<'a> {
 }
 
 /// This rank's counts for the others: how many elements it sends to each, and how many it expects from each.
-pub(super) fn note(job: Job, uneven: Uneven<'_>) -> Vec<u8> {
+pub(super) fn note(job: Job, copying: Copying, uneven: Uneven<'_>) -> Vec<u8> {
     let Some((sent, received)) = uneven else { return Vec::new() };
-    let sent = |to| match job.call.operation {
-        Operation::AllGatherV => sent.of(job.me).len(),
-        _ => sent.of(to).len(),
+    let sent = |to| match copying {
+        Copying::AllGather | Copying::Gather => sent.of(job.me).len(),
+        Copying::Scatter | Copying::AllToAll => sent.of(to).len(),
     };
     let expected = |from| received.of(from).len();
     let counts = (0..job.ranks).map(sent).chain((0..job.ranks).map(expected));
@@ -38,16 +39,16 @@ impl<'a> Routes<'a> {
     /// # Errors
     /// If the ranks' notes contradict each other. Every rank returns this error.
     pub(super) fn new<'n>(
-        job: Job,
+        (job, copying): (Job, Copying),
         uneven: Uneven<'a>,
         members: &[Rank],
         note: impl Fn(usize) -> &'n [u8],
     ) -> Result<Self> {
-        let longest = match job.call.operation {
-            Operation::AllToAll => job.bytes() / job.ranks,
-            _ => job.bytes(),
+        let longest = match copying {
+            Copying::AllToAll => job.bytes() / job.ranks,
+            Copying::AllGather | Copying::Gather | Copying::Scatter => job.bytes(),
         };
-        let mut routes = Self { job, uneven, starts: Vec::new(), longest };
+        let mut routes = Self { job, copying, uneven, starts: Vec::new(), longest };
         if uneven.is_some() {
             routes.longest = 0;
             for from in 0..job.ranks {
@@ -74,9 +75,9 @@ impl<'a> Routes<'a> {
 
     /// How many different blocks an input can have.
     pub(super) fn blocks(&self) -> usize {
-        match self.job.call.operation {
-            Operation::Scatter | Operation::AllToAll | Operation::AllToAllV => self.job.ranks,
-            _ => 1,
+        match self.copying {
+            Copying::Scatter | Copying::AllToAll => self.job.ranks,
+            Copying::AllGather | Copying::Gather => 1,
         }
     }
 
@@ -86,10 +87,10 @@ impl<'a> Routes<'a> {
 
     /// The block for `to` in this rank's own input.
     pub(super) fn given(&self, to: usize) -> Range<usize> {
-        match (self.job.call.operation, self.uneven) {
-            (Operation::AllToAllV, Some((sent, _))) => self.bytes(sent.of(to)),
-            (Operation::AllGatherV, Some((sent, _))) => 0..self.bytes(sent.of(self.job.me)).len(),
-            _ => self.even(self.job.me, to),
+        let Some((sent, _)) = self.uneven else { return self.even(self.job.me, to) };
+        match self.copying {
+            Copying::Scatter | Copying::AllToAll => self.bytes(sent.of(to)),
+            Copying::AllGather | Copying::Gather => 0..self.bytes(sent.of(self.job.me)).len(),
         }
     }
 
@@ -99,9 +100,9 @@ impl<'a> Routes<'a> {
             return self.bytes(received.of(from));
         }
         let length = self.even(from, self.job.me).len();
-        match self.job.call.operation {
-            Operation::Scatter => 0..length,
-            _ => from * length..(from + 1) * length,
+        match self.copying {
+            Copying::Scatter => 0..length,
+            Copying::AllGather | Copying::Gather | Copying::AllToAll => from * length..(from + 1) * length,
         }
     }
 
@@ -129,21 +130,21 @@ impl<'a> Routes<'a> {
 
     /// Where this rank's block begins in the input of `from`.
     fn taken(&self, from: usize) -> usize {
-        match (self.job.call.operation, self.uneven) {
-            (Operation::AllGatherV, _) => 0,
-            (_, Some(_)) => self.starts[from],
-            _ => self.even(from, self.job.me).start,
+        match (self.uneven, self.copying) {
+            (None, _) => self.even(from, self.job.me).start,
+            (Some(_), Copying::AllGather | Copying::Gather) => 0,
+            (Some(_), Copying::Scatter | Copying::AllToAll) => self.starts[from],
         }
     }
 
     /// The block for `to` in the input of `from`, if there are no counts.
     fn even(&self, from: usize, to: usize) -> Range<usize> {
         let root = self.job.root;
-        let number = match self.job.call.operation {
-            Operation::Gather if to != root => return 0..0,
-            Operation::Scatter if from != root => return 0..0,
-            Operation::Scatter | Operation::AllToAll => to,
-            _ => 0,
+        let number = match self.copying {
+            Copying::Gather if to != root => return 0..0,
+            Copying::Scatter if from != root => return 0..0,
+            Copying::Scatter | Copying::AllToAll => to,
+            Copying::AllGather | Copying::Gather => 0,
         };
         number * self.longest..(number + 1) * self.longest
     }

@@ -22,7 +22,22 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
     let own = match job.call.operation {
         Operation::Broadcast if job.me != job.root => 0..0,
         Operation::AllGather if length > job.bytes() => job.chunk(job.me),
-        _ => 0..length,
+        Operation::AllReduce
+        | Operation::AllReduceCoalesced
+        | Operation::Reduce
+        | Operation::ReduceScatter
+        | Operation::ReduceScatterV
+        | Operation::Broadcast
+        | Operation::AllGather
+        | Operation::AllGatherV
+        | Operation::AllGatherVInPlace
+        | Operation::Gather
+        | Operation::Scatter
+        | Operation::AllToAll
+        | Operation::AllToAllV
+        | Operation::Barrier
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => 0..length,
     };
     let read = match job.call.operation {
         Operation::AllReduce | Operation::AllReduceCoalesced if job.ranks == 2 && length > PAIR => {
@@ -30,7 +45,17 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
         }
         Operation::Gather | Operation::Scatter | Operation::AllToAllV => 0,
         Operation::AllGatherV | Operation::AllToAll => job.bytes(),
-        _ => job.bytes().saturating_mul(job.ranks),
+        Operation::AllReduce
+        | Operation::AllReduceCoalesced
+        | Operation::Reduce
+        | Operation::ReduceScatter
+        | Operation::ReduceScatterV
+        | Operation::Broadcast
+        | Operation::AllGather
+        | Operation::AllGatherVInPlace
+        | Operation::Barrier
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => job.bytes().saturating_mul(job.ranks),
     };
     (always(job) || read <= ALTOGETHER && own.len() <= SMALL - note).then_some(own)
 }
@@ -40,7 +65,19 @@ pub(super) fn always(job: Job) -> bool {
     match job.call.operation {
         Operation::AllGatherV | Operation::AllToAllV => false,
         Operation::Scatter => job.bytes().saturating_mul(job.ranks) <= ALWAYS,
-        _ => job.bytes() <= ALWAYS,
+        Operation::AllReduce
+        | Operation::AllReduceCoalesced
+        | Operation::Reduce
+        | Operation::ReduceScatter
+        | Operation::ReduceScatterV
+        | Operation::Broadcast
+        | Operation::AllGather
+        | Operation::AllGatherVInPlace
+        | Operation::Gather
+        | Operation::AllToAll
+        | Operation::Barrier
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => job.bytes() <= ALWAYS,
     }
 }
 

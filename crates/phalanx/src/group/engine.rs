@@ -1,5 +1,8 @@
 //! Executes plans: passes each step of a collective to the transport, on the memory of the operation.
 
+// A forgotten operation must not compile.
+#![deny(clippy::wildcard_enum_match_arm)]
+
 mod gather;
 mod hosts;
 mod monitored_barrier;
@@ -7,6 +10,7 @@ mod monitored_barrier;
 use std::ops::Range;
 use std::sync::Arc;
 
+use self::hosts::ByHosts;
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
 use crate::collective::{self, Choice, Counts, Hierarchy, Memory, Plan, ReduceOp, Step, Tuning, TuningRow};
@@ -16,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::{Incoming, Outgoing, Transport};
-use crate::wire::frame::{Call, Header, Operation};
+use crate::wire::frame::{Call, Copying, Header, Operation};
 use crate::world_size::WorldSize;
 
 /// How many of its own calls a rank remembers, for an error that shows where its calls and another rank's begin to
@@ -120,19 +124,22 @@ impl Engine {
         &mut self,
         call: Call,
         sequence: Sequence,
-        memory: Memory<'_>,
+        mut memory: Memory<'_>,
         patience: &Patience,
     ) -> Result<()> {
         if let Some(hierarchy) = self.hierarchy.clone() {
-            match memory {
-                Memory::InPlace(data) if hosts::goes_by_hosts(call.operation) => {
-                    return self.by_hosts(&hierarchy, call, sequence, data, patience);
+            memory = match (memory, ByHosts::of(call.operation)) {
+                (Memory::InPlace(data), Some(kind)) => {
+                    return self.by_hosts(&hierarchy, kind, (call, sequence), data, patience);
                 }
-                Memory::InPlaceV { data, counts } => {
+                (Memory::InPlaceV { data, counts }, _) => {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, patience);
                 }
-                _ => self.agree_on_host(call, sequence, patience)?,
-            }
+                (from_rank_to_rank, _) => {
+                    self.agree_on_host(call, sequence, patience)?;
+                    from_rank_to_rank
+                }
+            };
         }
         let deadline = patience.deadline();
         match memory {
@@ -141,24 +148,23 @@ impl Engine {
             Memory::OutOfPlaceV { input, output, sent, received } => {
                 self.exchange_blocks(call, sequence, (input, sent), (output, received), deadline)
             }
-            Memory::OutOfPlace { input, output } if call.operation == Operation::AllToAll => {
-                let counts = Counts::even(input.len() / call.dtype.size() / self.world.count(), self.world);
-                self.exchange_blocks(call, sequence, (input, &counts), (output, &counts), deadline)
-            }
-            Memory::OutOfPlace { input, output } if call.operation == Operation::Gather => {
-                self.gather(call, sequence, input, output, deadline)
-            }
-            Memory::OutOfPlace { input, output } if call.operation == Operation::Scatter => {
-                self.scatter(call, sequence, input, output, deadline)
-            }
             Memory::OutOfPlace { input, output } if call.operation == Operation::ReduceScatter => {
                 self.through_copy(call, sequence, input, output, deadline)
             }
-            Memory::OutOfPlace { input, output } => {
-                let start = self.rank.index() * input.len();
-                output[start..start + input.len()].copy_from_slice(input);
-                self.in_place(call, sequence, output, deadline)
-            }
+            Memory::OutOfPlace { input, output } => match Copying::of(call.operation)? {
+                Copying::AllToAll => {
+                    let elements = input.len() / call.dtype.size() / self.world.count();
+                    let counts = Counts::even(elements, self.world);
+                    self.exchange_blocks(call, sequence, (input, &counts), (output, &counts), deadline)
+                }
+                Copying::Gather => self.gather(call, sequence, input, output, deadline),
+                Copying::Scatter => self.scatter(call, sequence, input, output, deadline),
+                Copying::AllGather => {
+                    let start = self.rank.index() * input.len();
+                    output[start..start + input.len()].copy_from_slice(input);
+                    self.in_place(call, sequence, output, deadline)
+                }
+            },
         }
     }
 

@@ -1,21 +1,30 @@
 //! A bucket's memory: filled by gradients, lent to the group, given back averaged.
 
+use std::iter;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
 use super::plan::Plan;
-use crate::buffer::{Buffer, BufferKeeper};
+use crate::buffer::{Buffer, BufferKeeper, BufferPart};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::Communicator;
 use crate::trace::{Trace, Track};
 
+/// So often whoever borrows a bucket's memory may still have some of it in the next step. Then they get copies: new memory
+/// for the bucket in each step would cost more, and one gradient that is kept would keep a whole bucket. Optimizers keep
+/// first gradients as the beginning of a moment.
+const KEPT: u32 = 3;
+
 /// One bucket. Its memory is taken when it is first filled; from then on it is used in every step, unless it is
 /// [taken out](Self::take).
 pub(crate) struct Bucket {
     memory: BucketMemory,
+    /// How often the memory was still [lent](Self::lend) when it was needed again.
+    kept: u32,
     dtype: DType,
     elements: usize,
     gradients: Arc<[GradientPlace]>,
@@ -29,6 +38,8 @@ pub(crate) struct Bucket {
 enum BucketMemory {
     None,
     Here(Buffer),
+    /// Others have it; it is free when they have dropped all of it.
+    Lent(BufferKeeper),
     InFlight(Pending),
     /// The operation that had the buffer failed, or the hook panicked.
     Lost,
@@ -45,6 +56,7 @@ impl Bucket {
         };
         Self {
             memory: BucketMemory::None,
+            kept: 0,
             dtype: bucket.dtype,
             elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
@@ -56,7 +68,7 @@ impl Bucket {
         }
     }
 
-    /// Its bytes; `None` while the group has them, and before it is filled.
+    /// Its bytes; `None` while others have them, and before it is filled.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         match &self.memory {
             BucketMemory::Here(buffer) => Some(buffer.as_bytes()),
@@ -66,6 +78,7 @@ impl Bucket {
 
     /// Its bytes, to be filled. The memory is taken from `group`, if there is none.
     pub(crate) fn bytes_mut(&mut self, group: &dyn Communicator) -> Result<&mut [u8]> {
+        self.recall();
         if let BucketMemory::None = self.memory {
             self.memory = BucketMemory::Here(group.alloc(self.dtype, self.elements)?);
         }
@@ -83,6 +96,42 @@ impl Bucket {
                 self.memory = other;
                 None
             }
+        }
+    }
+
+    /// Gives the parts of its memory at `places` away, until all of them are dropped; nothing if it has none. If they often
+    /// are not when the next step needs it, this gives copies.
+    pub(crate) fn lend(&mut self, places: &[Range<usize>]) -> Vec<BufferPart> {
+        if self.kept >= KEPT {
+            let bytes = self.bytes().unwrap_or_default();
+            let copies = places.iter().filter_map(|place| bytes.get(place.clone()));
+            return copies
+                .flat_map(|bytes| Buffer::from_slice(bytes).split(iter::once(0..bytes.len())))
+                .collect();
+        }
+        let Some(mut buffer) = self.take() else { return Vec::new() };
+        self.memory = BucketMemory::Lent(buffer.keeper());
+        buffer.split(places.iter().cloned())
+    }
+
+    /// What was lent is this bucket's again if it is free; otherwise it is left to whoever has it.
+    fn recall(&mut self) {
+        self.memory = match std::mem::replace(&mut self.memory, BucketMemory::None) {
+            BucketMemory::Lent(keeper) => match keeper.reclaim() {
+                Ok(buffer) => BucketMemory::Here(buffer),
+                Err(_) => {
+                    self.kept += 1;
+                    BucketMemory::None
+                }
+            },
+            other => other,
+        };
+    }
+
+    /// Gives its memory back between steps, with what is in it.
+    pub(crate) fn release(&mut self) {
+        if let BucketMemory::Here(_) | BucketMemory::Lent(_) = self.memory {
+            self.memory = BucketMemory::None;
         }
     }
 

@@ -259,14 +259,28 @@ impl Reducer {
     /// [`gradient`](Self::gradient) gives, in the bucket's own memory, for whoever gets it to write to and to free. The
     /// next step takes new memory when it needs it.
     pub fn take_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
+        self.hand_out(|bucket, places| bucket.take().map_or_else(Vec::new, |memory| memory.split(places)))
+    }
+
+    /// Like [`take_gradients`](Self::take_gradients), but a bucket uses its memory again when all gradients in it are
+    /// dropped. If some are not when the next step needs it, that step takes new memory. After a bucket has done so three
+    /// times, it gives copies.
+    pub fn lend_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
+        self.hand_out(|bucket, places| bucket.lend(&places))
+    }
+
+    /// `parts` gives those of a bucket at the places of its gradients, or nothing.
+    fn hand_out(
+        &mut self,
+        parts: impl Fn(&mut Bucket, Vec<Range<usize>>) -> Vec<BufferPart>,
+    ) -> Result<Vec<Option<BufferPart>>> {
         let present = (0..self.parameters().len()).map(|index| Ok(self.state.average(index)?.is_some()));
         let present = present.collect::<Result<Vec<_>>>()?;
         let mut gradients: Vec<Option<BufferPart>> = present.iter().map(|_| None).collect();
         for (bucket, plan) in self.buckets.iter_mut().zip(&self.state.plan().buckets) {
-            let Some(memory) = bucket.take() else { continue };
             let members = || plan.parameters.iter().copied().filter(|&member| present[member]);
-            let parts = memory.split(members().map(|member| self.state.slice_of(member).1));
-            for (member, part) in members().zip(parts) {
+            let places = members().map(|member| self.state.slice_of(member).1).collect();
+            for (member, part) in members().zip(parts(bucket, places)) {
                 gradients[member] = Some(part);
             }
         }
@@ -289,9 +303,14 @@ impl Reducer {
     /// Gives the buckets' memory back between steps, with what is in it: the next step takes new memory when it needs it.
     pub fn release(&mut self) {
         if !self.state.in_backward() {
-            self.buckets.iter_mut().for_each(|bucket| drop(bucket.take()));
+            self.buckets.iter_mut().for_each(Bucket::release);
             self.state.emptied();
         }
+    }
+
+    /// The trace of its group, for what an adapter does with gradients before they are ready.
+    pub fn trace(&self) -> &Trace {
+        &self.trace
     }
 
     /// The parameters, in the order of the model.

@@ -271,6 +271,44 @@ fn averages_that_are_taken_out_are_their_owners() {
 }
 
 #[test]
+fn averages_that_are_lent_leave_their_memory_to_the_next_step() {
+    run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4]), buckets_of(8)).unwrap();
+        let mut step = 0;
+        let mut lend = |reducer: &mut Reducer| {
+            step += 1;
+            one_step(reducer, rank, step, &[1, 0]).unwrap();
+            let gradients = reducer.lend_gradients().unwrap();
+            assert!(reducer.gradient(1).is_err() && reducer.lend_gradients().is_err());
+            let gradient: &[u8] = gradients[1].as_ref().unwrap().as_bytes();
+            assert_eq!(bytemuck::cast_slice::<u8, f32>(gradient), expected(2, 1, step, 4));
+            gradients
+        };
+        drop(lend(&mut reducer));
+        drop(lend(&mut reducer)); // In new buckets, in the order of the gradients.
+        let allocations = group.allocations();
+        drop(lend(&mut reducer));
+        assert_eq!(group.allocations(), allocations);
+        let (first, second) = (lend(&mut reducer), lend(&mut reducer));
+        assert_eq!(group.allocations(), allocations + 1, "only what was kept needs other memory");
+        drop((lend(&mut reducer), first, second));
+        assert_eq!(group.allocations(), allocations + 2);
+
+        // Somebody who keeps gradients for the third time gets copies from then on.
+        let mut kept = Vec::new();
+        for _ in 0..6 {
+            kept = lend(&mut reducer);
+        }
+        assert_eq!(group.allocations(), allocations + 3);
+        reducer.release();
+        drop(lend(&mut reducer));
+        assert_eq!(group.allocations(), allocations + 4, "released memory is gone");
+        drop(kept);
+    });
+}
+
+#[test]
 fn a_view_is_a_gradient_s_place_from_step_to_step() {
     run(2, |group| {
         let rank = group.rank();

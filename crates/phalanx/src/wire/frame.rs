@@ -82,6 +82,39 @@ impl Operation {
     }
 }
 
+/// A collective that copies, with equal counts or a count for each rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Copying {
+    AllGather,
+    Gather,
+    Scatter,
+    AllToAll,
+}
+
+impl Copying {
+    /// An error for operations that do not copy from an input to an output.
+    pub(crate) fn of(operation: Operation) -> Result<Self> {
+        match operation {
+            Operation::AllGather | Operation::AllGatherV => Ok(Self::AllGather),
+            Operation::Gather => Ok(Self::Gather),
+            Operation::Scatter => Ok(Self::Scatter),
+            Operation::AllToAll | Operation::AllToAllV => Ok(Self::AllToAll),
+            Operation::AllReduce
+            | Operation::AllReduceCoalesced
+            | Operation::Reduce
+            | Operation::ReduceScatter
+            | Operation::ReduceScatterV
+            | Operation::Broadcast
+            | Operation::AllGatherVInPlace
+            | Operation::Barrier
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => {
+                Err(Error::protocol(format!("{} copies nothing from input to output", operation.name())))
+            }
+        }
+    }
+}
+
 /// A call as the user made it. Ranks whose calls differ must not exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {

@@ -99,6 +99,11 @@ pub struct Corpus {
 
 impl Corpus {
     pub fn new(train: usize, held_out: usize) -> Self {
+        Self::with_layers(train, held_out, 1)
+    }
+
+    /// Of a model of so many layers.
+    pub fn with_layers(train: usize, held_out: usize, layers: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let words =
             [["meeting", "notes", "patch", "list", "kernel"], ["win", "money", "free", "offer", "credit"]];
@@ -125,9 +130,12 @@ impl Corpus {
         train_byte_level(texts.iter().map(String::as_str), 300, &path("tokenizer.json")).unwrap();
         let json = include_str!("../../models/tiny-roberta/config.json");
         let mut json: serde_json::Value = serde_json::from_str(json).unwrap();
-        for (name, size) in
-            [("hidden_size", 16), ("intermediate_size", 32), ("num_hidden_layers", 1), ("vocab_size", 300)]
-        {
+        for (name, size) in [
+            ("hidden_size", 16),
+            ("intermediate_size", 32),
+            ("num_hidden_layers", layers),
+            ("vocab_size", 300),
+        ] {
             json[name] = size.into();
         }
         // So narrow a model needs larger weights to learn within a test.

@@ -50,7 +50,11 @@ fn output(command: &mut Command) -> (Output, String) {
 }
 
 fn corpus(train: usize) -> Corpus {
-    let corpus = Corpus::new(train, 9);
+    with_layers(train, 1)
+}
+
+fn with_layers(train: usize, layers: usize) -> Corpus {
+    let corpus = Corpus::with_layers(train, 9, layers);
     let model = Classifier::new(&corpus.config, 2, &Device::flex());
     weights::save(&model, corpus.config.model_type, &corpus.path("model.safetensors")).unwrap();
     corpus
@@ -234,6 +238,29 @@ fn a_comparison_says_from_its_start_what_it_does_and_keeps_what_it_has() {
     assert!(table.contains("\nddp ") && table.contains("\ndp "), "{table}");
     assert_eq!(fs::read_to_string(kept).unwrap().lines().count(), 2);
     assert_eq!(fs::read(plot).unwrap()[..4], *b"\x89PNG");
+}
+
+#[test]
+fn parts_of_a_model_in_processes_of_their_own_learn_what_one_process_does() {
+    let corpus = with_layers(32, 2);
+    let kept = corpus.path("kept.jsonl");
+    // Once without dropout, where all must be the same, and once with what the model's config.json says.
+    for (arguments, strategies, dropped) in
+        [("--dropout 0", "single,ddp,tensor,pipeline", false), ("--seed 1", "pipeline", true)]
+    {
+        let arguments =
+            format!("--ranks 4 --epochs 2 --batch-size 2 --lr 0.003 --strategies {strategies} {arguments}");
+        let _ = fs::remove_file(&kept);
+        let (output, said) = output(compare(&corpus, &arguments).arg("--keep").arg(&kept));
+        assert!(output.status.success(), "{said}");
+        let lines = fs::read_to_string(&kept).unwrap();
+        let figures = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let losses: Vec<f64> = figures.map(|figures| figures["loss"].as_f64().unwrap()).collect();
+        assert_eq!(losses.len(), strategies.split(',').count(), "{lines}");
+        assert!(losses.iter().all(|loss| loss.is_finite() && *loss < 1.0), "{lines}");
+        let apart = losses.iter().map(|loss| (loss - losses[0]).abs()).fold(0.0, f64::max);
+        assert!(dropped || apart < 1e-4, "{lines}");
+    }
 }
 
 #[test]

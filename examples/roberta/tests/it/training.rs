@@ -3,18 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::tensor::Device;
+use burn::tensor::{Device, Int, Tensor};
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, WorldSize};
 use phalanx_tracking::{Console, RunState, RunStatus};
 use roberta::data::Dataset;
 use roberta::loading::Loading;
+use roberta::mesh::micro_batches;
 use roberta::strategy::{Devices, Strategy};
 use roberta::tasks::{Batch, Classification, Evaluation, MaskedLanguage, Part, Task};
 use roberta::train::{Epoch, TrainOptions, evaluate, fit};
 use roberta::{Classifier, Config, MaskedLm, Text, weights};
 
-use crate::fixtures::{Corpus, Record};
+use crate::fixtures::{Corpus, Record, Tensors};
 
 fn options(out: &Path) -> TrainOptions {
     TrainOptions {
@@ -39,7 +40,7 @@ fn train<T: Task>(
     group: &ProcessGroup,
     options: &TrainOptions,
 ) -> anyhow::Result<Vec<Epoch>> {
-    let devices = Devices { count: group.world_size().get(), strategy: Strategy::Ddp };
+    let devices = Devices::new(group.world_size().get(), Strategy::Ddp, 1);
     train_on(devices, task, model, group, options)
 }
 
@@ -142,7 +143,7 @@ fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
     let task = classification(&corpus, 0.0);
     let model = classifier(&task.config, corpus.folder.path());
     let run = |strategy| {
-        let devices = Devices { count: 2, strategy };
+        let devices = Devices::new(2, strategy, 1);
         let options = TrainOptions { save_every: 10, ..options(&corpus.path(devices.name())) };
         let epochs = on_ranks(devices.processes(), |group| {
             train_on(devices, &task, &model, &group, &options).unwrap()
@@ -161,7 +162,7 @@ fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
             assert!(apart < 1e-4, "{strategy:?}: {one:?} {other:?}");
         }
         // Without its last checkpoint it goes on at step 10, in the middle of the third epoch.
-        let checkpoints = corpus.path(Devices { count: 2, strategy }.name()).join("checkpoints");
+        let checkpoints = corpus.path(Devices::new(2, strategy, 1).name()).join("checkpoints");
         let mut all: Vec<_> = std::fs::read_dir(&checkpoints)
             .unwrap()
             .map(|entry| entry.unwrap().path())
@@ -173,6 +174,155 @@ fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
     }
 }
 
+/// The losses and the norms of the gradients of all steps, and what came of each epoch, with `devices`: of a run that is ended
+/// and goes on, if `ended`.
+fn curve<T: Task>(
+    devices: Devices,
+    task: &Arc<T>,
+    model: &T::Model,
+    (corpus, name): (&Corpus, &str),
+    ended: bool,
+) -> ([Vec<f64>; 2], Vec<Epoch>)
+where
+    T::Model: Sync,
+{
+    let out = corpus.path(name);
+    let options = TrainOptions { batch_size: 2, epochs: 2, save_every: 3, ..options(&out) };
+    let run = |options: &TrainOptions| {
+        on_ranks(devices.processes(), |group| train_on(devices, task, model, &group, options).unwrap())
+    };
+    let mut all = run(&options);
+    if ended {
+        // Without its last checkpoint it goes on at step 6, in the middle of the second epoch.
+        let mut checkpoints: Vec<_> =
+            std::fs::read_dir(out.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        checkpoints.retain(|path| path.is_dir());
+        checkpoints.sort();
+        std::fs::remove_dir_all(checkpoints.last().unwrap()).unwrap();
+        assert_eq!(run(&options), all, "{name}");
+    }
+    assert!(all.iter().all(|rank| *rank == all[0]), "{name}: {all:?}");
+    let record = Record::read(&out);
+    (["train/loss", "train/gradient_norm"].map(|name| record.values(name)), all.remove(0))
+}
+
+/// 2 x 2 ranks, data x tensor and data x pipeline, are one process.
+fn meshes_are_one_process<T: Task>(corpus: &Corpus, task: &Arc<T>, model: &T::Model, what: &str)
+where
+    T::Model: Sync,
+{
+    let single = Devices::new(4, Strategy::Single, 1);
+    let ([losses, norms], epochs) = curve(single, task, model, (corpus, &format!("{what} single")), false);
+    assert_eq!((losses.len(), norms.len(), epochs.len()), (8, 8, 2));
+    let range = |most: fn(f64, f64) -> f64| losses.iter().copied().fold(losses[0], most);
+    assert!(range(f64::max) - range(f64::min) > 1e-2, "{what}: more than what is compared: {losses:?}");
+    for strategy in [Strategy::Tensor, Strategy::Pipeline] {
+        let devices = Devices::new(4, strategy, 2);
+        let name = format!("{what} {}", devices.name());
+        let ([ours, our_norms], ours_epochs) = curve(devices, task, model, (corpus, &name), true);
+        let near = |ours: &[f64], expected: &[f64]| {
+            let near = |(one, other): (&f64, &f64)| (one - other).abs() < 1e-4 * one.abs().max(1.0);
+            assert!(ours.len() == 8, "{name}: {ours:?}");
+            assert!(expected.iter().zip(ours).all(near), "{name}: {ours:?}, one process {expected:?}");
+        };
+        near(&ours, &losses);
+        // Adam takes the same steps whatever a gradient is multiplied by; its norm shows a wrong factor.
+        near(&our_norms, &norms);
+        for (one, other) in epochs.iter().zip(&ours_epochs) {
+            assert_eq!(one.steps, other.steps);
+            assert!((one.held_out.loss - other.held_out.loss).abs() < 1e-4, "{name}: {one:?} {other:?}");
+        }
+        // The best model is whole, as `transformers` reads it.
+        let best = |name: &str| Tensors::read(&corpus.path(name).join("best/model.safetensors"));
+        let (one, ours) = (best(&format!("{what} single")), best(&name));
+        assert!(one.names().eq(ours.names()));
+        one.names().for_each(|tensor| assert_near(&name, &ours.floats(tensor), &one.floats(tensor)));
+    }
+}
+
+/// As near as Adam leaves parameters whose gradients are rounding errors, such as the bias of keys.
+fn assert_near(what: &str, ours: &[f32], expected: &[f32]) {
+    assert_eq!(ours.len(), expected.len(), "{what}");
+    let norm =
+        |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let apart = norm(&mut ours.iter().zip(expected).map(|(a, b)| a - b));
+    let size = norm(&mut expected.iter().copied()).max((expected.len() as f64).sqrt() * 0.1);
+    assert!(apart < 0.05 * size, "{what}: {apart} of {size}");
+}
+
+#[test]
+fn a_classifier_on_a_mesh_is_one_process() {
+    let corpus = Corpus::with_layers(32, 8, 3);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    meshes_are_one_process(&corpus, &task, &model, "classifier");
+}
+
+#[test]
+fn a_masked_language_model_on_a_mesh_is_one_process() {
+    let corpus = Corpus::with_layers(32, 4, 2);
+    let data = Dataset::read(corpus.folder.path()).unwrap();
+    let mut config = corpus.config.clone();
+    (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (0.0, 0.0);
+    let task = Arc::new(MaskedLanguage::new(config.clone(), text(&corpus), &data, 60));
+    assert_eq!(task.examples(Part::Train).div_ceil(8), 4, "as many steps as the classifier's");
+    let model = MaskedLm::new(&config, &Device::flex().autodiff());
+    meshes_are_one_process(&corpus, &task, &model, "language");
+}
+
+#[test]
+fn what_cannot_be_divided_is_refused() {
+    let corpus = Corpus::with_layers(32, 8, 2);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config, corpus.folder.path());
+    let refused = |count, strategy, parts| {
+        let devices = Devices::new(count, strategy, parts);
+        let options = options(&corpus.path("refused"));
+        let mut errors = on_ranks(count, |group| {
+            format!("{:#}", train_on(devices, &task, &model, &group, &options).unwrap_err())
+        });
+        errors.remove(0)
+    };
+    let error = refused(2, Strategy::Tensor, 2);
+    assert!(error.contains("take --dropout 0"), "{error}");
+    let error = refused(3, Strategy::Tensor, 3);
+    assert!(error.contains("--parts 3: a model of 2 layers of 4 heads"), "{error}");
+    let error = refused(3, Strategy::Pipeline, 3);
+    assert!(error.contains("--parts 3: a model of 2 layers of 4 heads"), "{error}");
+    let error = refused(3, Strategy::Pipeline, 2);
+    assert!(error.contains("3 ranks cannot be divided into replicas of 2"), "{error}");
+}
+
+#[test]
+fn micro_batches_have_as_many_texts_each_and_something_to_predict() {
+    let corpus = Corpus::new(24, 4);
+    let data = Dataset::read(corpus.folder.path()).unwrap();
+    let task = MaskedLanguage::new(corpus.config.clone(), text(&corpus), &data, 60);
+    let items: Vec<_> = (0..6).map(|index| task.item(Part::Train, index, 3).unwrap()).collect();
+    let batch = task.collate(&items, &Device::flex()).unwrap();
+    for (wanted, expected) in [(1, 1), (2, 2), (3, 3), (4, 3), (5, 3), (6, 6)] {
+        let parts = micro_batches(&batch, wanted);
+        assert_eq!(parts.len(), expected, "{wanted}");
+        let numbers = |tensor: Tensor<1, Int>| tensor.into_data().iter::<i64>().collect::<Vec<_>>();
+        let [_, length] = batch.inputs.tokens.dims();
+        let (mut places, mut targets) = (Vec::new(), Vec::new());
+        for (index, part) in parts.into_iter().enumerate() {
+            let [rows, _] = part.inputs.tokens.dims();
+            assert_eq!((rows, part.count), (6 / expected, part.targets.dims()[0]));
+            let before = (index * rows * length) as i64;
+            places.extend(numbers(part.places.unwrap()).into_iter().map(|place| place + before));
+            targets.extend(numbers(part.targets));
+        }
+        assert_eq!(places, numbers(batch.places.clone().unwrap()));
+        assert_eq!(targets, numbers(batch.targets.clone()));
+    }
+    // A text in which nothing was masked is no micro-batch of its own.
+    let mut rare = batch.clone();
+    rare.places = batch.places.map(|places| places.narrow(0, 0, 1));
+    rare.targets = batch.targets.narrow(0, 0, 1);
+    assert_eq!(micro_batches(&rare, 4).len(), 1);
+}
+
 #[test]
 fn gradients_are_not_accumulated_on_replicas_of_one_process() {
     let corpus = Corpus::new(8, 4);
@@ -181,7 +331,7 @@ fn gradients_are_not_accumulated_on_replicas_of_one_process() {
     let group = ProcessGroup::alone().unwrap();
     let refused = |strategy, accumulate| {
         let options = TrainOptions { accumulate, ..options(&corpus.path("refused")) };
-        let devices = Devices { count: 2, strategy };
+        let devices = Devices::new(2, strategy, 1);
         train_on(devices, &task, &model, &group, &options).unwrap_err().to_string()
     };
     let error = refused(Strategy::Dp, 2);
@@ -332,7 +482,8 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
     let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
     on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
-    let [there, here] = [2, 1].map(|count| format!("(Devices {{ count: {count}, strategy: Ddp }}, 4, 3, 8)"));
+    let [there, here] =
+        [2, 1].map(|count| format!("(Devices {{ count: {count}, strategy: Ddp, parts: 1 }}, 4, 3, 8)"));
     assert!(error[0].contains(&format!("{there}, this run has {here}")), "{error:?}");
 }
 

@@ -92,7 +92,7 @@ fn minilm_is_that_of_transformers() {
     assert_eq!(loaded.new, ["classifier.bias", "classifier.weight"]);
     assert_eq!(loaded.ignored, ["embeddings.position_ids"]);
     let inputs = Inputs::new(&encoded, &config, &device).unwrap();
-    let pooled = model.pooled(&inputs);
+    let pooled = model.pooled(&inputs).unwrap();
     assert_close("pooled", &pooled.to_data().iter().collect::<Vec<f32>>(), &case.floats("pooled"));
     let hidden = model.valid().backbone.forward(&Inputs::new(&encoded, &config, &Device::flex()).unwrap());
     let [_, columns, width] = hidden.dims();

@@ -113,10 +113,12 @@ pub(super) struct OfParameter {
 }
 
 impl GradientTarget for OfParameter {
-    fn deliver(&self, gradient: TensorBytes<'_>, _shape: &[usize]) {
-        if let Err(error) = self.collector.take(self.index, gradient) {
-            self.collector.exchanges.fail(error);
-        }
+    fn deliver(&self, gradient: TensorBytes<'_>, _shape: &[usize]) -> Result<()> {
+        self.collector.take(self.index, gradient)
+    }
+
+    fn fail(&self, error: Error) {
+        self.collector.exchanges.fail(error);
     }
 }
 

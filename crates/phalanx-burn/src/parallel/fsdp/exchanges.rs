@@ -172,19 +172,17 @@ impl Exchanges {
         self.state.lock().units.get(number).cloned()
     }
 
-    /// Keeps the first error, and ends the groups with it: other ranks would wait for this one.
+    /// Keeps the first error, and ends all groups of this rank with it: other ranks would wait for this one, or average what it has not
+    /// got.
     pub fn fail(&self, error: Error) {
         self.state.lock().failure.get_or_insert_with(|| error.clone());
-        for (group, other) in [(&self.group, &self.replicas), (&self.replicas, &self.group)] {
-            if group.failure().is_some() {
-                continue;
-            }
-            // Ranks have other numbers in the other group.
-            group.abort(match other.failure() {
-                Some(cause) => Error::aborted(format!("another group of this rank has failed: {cause}")),
-                None => error.clone(),
-            });
-        }
+        let groups = [&self.group, &self.replicas];
+        // The one that failed knows its ranks by their numbers in the others.
+        let first = groups.iter().find(|group| group.failure().is_some()).unwrap_or(&groups[0]);
+        first.abort_all(error.clone());
+        // A group that was made of other groups than the first one knows nothing of it yet, and not its ranks' numbers.
+        let cause = || Error::aborted(error.to_string());
+        groups.iter().filter(|group| group.failure().is_none()).for_each(|group| group.abort(cause()));
     }
 
     /// The first error of this rank, or of a group.

@@ -16,6 +16,7 @@ mod group;
 mod inputs;
 mod layout;
 mod recompute;
+mod statement;
 mod unit;
 mod whole;
 
@@ -34,6 +35,7 @@ use phalanx::{Error, Rank, ReduceOp, Result};
 use self::exchanges::Exchanges;
 pub use self::group::{ShardingGroup, ShardingOptions};
 pub use self::inputs::{FloatMapper, UnitInputs};
+use self::statement::Statement;
 pub use self::unit::FullySharded;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -145,9 +147,7 @@ impl<M: Module> Fsdp<M> {
         let own = Units::of(&model, exchanges);
         // Before what this rank's own model is found to be: the others wait here.
         let described = own.as_ref().map(Units::described).map_err(Error::to_string);
-        for group in [&exchanges.group, &exchanges.replicas] {
-            compare(&group.all_gather_object(&described)?)?;
-        }
+        compare(&exchanges.gather_from_all(&described)?)?;
         let Units { order, numbers, rest: _ } = own?;
         let shards: HashSet<ParamId> = numbers.keys().copied().collect();
         let rest = Select::Except(&shards);
@@ -342,28 +342,29 @@ impl Units {
 }
 
 /// An error unless all ranks have described the same.
-fn compare(all: &[std::result::Result<Description, String>]) -> Result<()> {
-    if let Some((rank, cause)) =
-        all.iter().enumerate().find_map(|(rank, own)| Some((rank, own.as_ref().err()?)))
-    {
-        return Err(Error::mismatch(format!("rank {rank}'s model cannot be used: {cause}"))
-            .with_peer(Rank::new(rank as u32)));
+fn compare(all: &[Statement<std::result::Result<Description, String>>]) -> Result<()> {
+    for said in all {
+        if let Err(cause) = &said.what {
+            let cause = format!("{}'s model cannot be used: {cause}", said.by);
+            return Err(said.about_this_rank(Error::mismatch(cause)));
+        }
     }
-    let Some(other) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
-    let (Ok((first, rest)), Ok((second, other_rest))) = (&all[0], &all[other]) else { return Ok(()) };
+    let Some(other) = all.iter().find(|said| said.what != all[0].what) else { return Ok(()) };
+    let (Ok((first, rest)), Ok((second, other_rest))) = (&all[0].what, &other.what) else { return Ok(()) };
+    let (here, there) = (&all[0].by, &other.by);
     let cause = if first == second {
         let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
         let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());
         let (first, second) = (describe(rest), describe(other_rest));
         format!(
-            "tensor {} that is in no unit is {first} in rank 0's model, and {second} in rank {other}'s",
+            "tensor {} that is in no unit is {first} in {here}'s model, and {second} in {there}'s",
             place + 1
         )
     } else {
-        format!("rank 0's model has the units {first:?}, and rank {other}'s {second:?}")
+        format!("{here}'s model has the units {first:?}, and {there}'s {second:?}")
     };
-    Err(Error::mismatch(cause)
-        .with_peer(Rank::new(other as u32))
+    Err(other
+        .about_this_rank(Error::mismatch(cause))
         .with_remedy("make the same model of the same units on every rank"))
 }
 

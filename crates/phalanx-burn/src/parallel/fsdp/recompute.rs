@@ -16,6 +16,7 @@ use super::exchanges::Place;
 use super::inputs::{FloatMapper, UnitInputs};
 use super::unit::Unit;
 use super::whole::Role;
+use crate::read_back;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// The gradients of a unit's inputs, in their order; none of those that need none.
@@ -91,8 +92,9 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
             let source = Source(Arc::new(KnownGradient::new(gradient)));
             let root = Tensor::<1>::from_dispatch(Dispatch::rooted(output.into_dispatch(), source));
             let gradients = root.backward();
-            drop(leaves.map_floats(&mut Taken { gradients, slots: self.slots.all() }));
-            Ok(())
+            let mut taken = Taken { gradients, slots: self.slots.all(), outcome: Ok(()) };
+            drop(leaves.map_floats(&mut taken));
+            taken.outcome
         })?;
         // A parameter that had no part in it has no gradient yet.
         self.collector.send()
@@ -100,10 +102,12 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
 }
 
 impl<M: Module, I: UnitInputs, const D: usize> GradientTarget for Recomputed<M, I, D> {
-    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
-        if let Err(error) = self.run(gradient, shape) {
-            self.unit.exchanges.fail(error);
-        }
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        self.run(gradient, shape)
+    }
+
+    fn fail(&self, error: Error) {
+        self.unit.exchanges.fail(error);
     }
 }
 
@@ -123,6 +127,7 @@ impl FloatMapper for Leaves {
 struct Taken {
     gradients: Gradients,
     slots: std::vec::IntoIter<Slot>,
+    outcome: Result<()>,
 }
 
 impl FloatMapper for Taken {
@@ -131,7 +136,10 @@ impl FloatMapper for Taken {
             let gradient = tensor.grad_remove(&mut self.gradients);
             // An input that has no part in the output.
             let gradient = gradient.unwrap_or_else(|| tensor.clone().inner().zeros_like());
-            slot.set(gradient.into_data());
+            match read_back::data(gradient) {
+                Ok(data) => slot.set(data),
+                Err(error) => self.outcome = Err(error),
+            }
         }
         tensor
     }

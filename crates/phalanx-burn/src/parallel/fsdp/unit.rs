@@ -20,6 +20,7 @@ use super::group::ShardingGroup;
 use super::inputs::{FloatMapper, UnitInputs};
 use super::layout::FlatLayout;
 use super::recompute::{Recomputed, Slots};
+use super::statement::Statement;
 use super::whole::{Hollow, Role, Whole};
 use crate::parameters::{self, Inventory, Select};
 use crate::replicas;
@@ -121,7 +122,7 @@ impl<M: Module + 'static> FullySharded<M> {
             }
             Err(error) => Err(error.to_string()),
         };
-        let all = exchanges.group.all_gather_object(&described)?;
+        let all = exchanges.gather_from_all(&described)?;
         let (inventory, mut layout) = own?;
         compare(&all)?;
         let module = replicas::from_rank(module, &exchanges.replicas, Rank::MAIN, Select::All)?;
@@ -323,18 +324,20 @@ impl ModuleVisitor for InnerUnit<'_> {
 }
 
 /// An error unless all ranks have described the same.
-fn compare(all: &[std::result::Result<Description, String>]) -> Result<()> {
-    let failed = all.iter().enumerate().find_map(|(rank, described)| Some((rank, described.as_ref().err()?)));
-    if let Some((rank, cause)) = failed {
-        return Err(Error::mismatch(format!("rank {rank} cannot shard its module: {cause}"))
-            .with_peer(Rank::new(rank as u32)));
+fn compare(all: &[Statement<std::result::Result<Description, String>>]) -> Result<()> {
+    for said in all {
+        if let Err(cause) = &said.what {
+            let cause = format!("{} cannot shard its module: {cause}", said.by);
+            return Err(said.about_this_rank(Error::mismatch(cause)));
+        }
     }
-    let Some(other) = all.iter().position(|described| *described != all[0]) else { return Ok(()) };
-    let (Ok(first), Ok(second)) = (&all[0], &all[other]) else { return Ok(()) };
+    let Some(other) = all.iter().find(|said| said.what != all[0].what) else { return Ok(()) };
+    let (Ok(first), Ok(second)) = (&all[0].what, &other.what) else { return Ok(()) };
+    let (here, there) = (&all[0].by, &other.by);
     let cause = if first.0 != second.0 {
-        format!("rank 0 makes unit {}, and rank {other} unit {}", first.0, second.0)
+        format!("{here} makes unit {}, and {there} unit {}", first.0, second.0)
     } else if first.1 != second.1 {
-        format!("rank 0 has the options {}, and rank {other} {}", first.1, second.1)
+        format!("{here} has the options {}, and {there} {}", first.1, second.1)
     } else {
         let place = first.2.iter().zip(&second.2).take_while(|(one, other)| one == other).count();
         let describe = |tensors: &[(String, Vec<usize>, String)]| match tensors.get(place) {
@@ -342,15 +345,15 @@ fn compare(all: &[std::result::Result<Description, String>]) -> Result<()> {
             None => "none".to_owned(),
         };
         format!(
-            "tensor {} of unit {} is {} on rank 0, and {} on rank {other}",
+            "tensor {} of unit {} is {} on {here}, and {} on {there}",
             place + 1,
             first.0,
             describe(&first.2),
             describe(&second.2)
         )
     };
-    Err(Error::mismatch(format!("the ranks' units differ: {cause}"))
-        .with_peer(Rank::new(other as u32))
+    Err(other
+        .about_this_rank(Error::mismatch(format!("the ranks' units differ: {cause}")))
         .with_remedy("make the same units in the same order on every rank, with the same options"))
 }
 

@@ -199,6 +199,14 @@ impl<const D: usize> Pipeline<D> {
         (self.group.rank().index()..self.plan.stages()).step_by(self.plan.ranks())
     }
 
+    /// For a path in this rank's list of stages, such as `1.layers.0.weight`, the number of the stage and the path in it. For the names
+    /// of a [`ShardedState`](super::ShardedState).
+    pub fn stage_path<'p>(&self, path: &'p str) -> Option<(usize, &'p str)> {
+        let (place, path) = path.split_once('.')?;
+        let stage = self.own_stages().nth(place.parse().ok()?)?;
+        Some((stage, path))
+    }
+
     /// What each rank does, and when.
     pub fn plan(&self) -> &Plan {
         &self.plan

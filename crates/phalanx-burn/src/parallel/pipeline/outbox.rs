@@ -11,6 +11,7 @@ use phalanx::{Buffer, Error, ProcessGroup, Rank, Result, Work};
 use super::super::message::{Header, Kind, Layout};
 use super::super::op::GradientTarget;
 use super::inbox::Arrived;
+use crate::read_back;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// The messages in flight from this rank. Clones share them.
@@ -56,7 +57,7 @@ impl Outbox {
     ) -> Result<()> {
         let Action { pass, stage, microbatch } = action;
         let Some(sent) = plan.message(action) else {
-            let data = hidden.detach().into_data();
+            let data = read_back::data(hidden.detach())?;
             arrived.lock().insert(Action { pass, stage: stage + 1, microbatch }, data);
             return Ok(());
         };
@@ -104,15 +105,17 @@ pub(super) struct ToStage {
 }
 
 impl GradientTarget for ToStage {
-    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) {
+    fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
         let Some(to) = self.to else {
             let data = tensor_bytes::tensor_data(gradient.bytes, shape, gradient.dtype);
             self.arrived.lock().insert(self.needed_by, data);
-            return;
+            return Ok(());
         };
-        if let Err(error) = self.outbox.send(Buffer::from_slice::<u8>(gradient.bytes), to) {
-            self.outbox.fail(error);
-        }
+        self.outbox.send(Buffer::from_slice::<u8>(gradient.bytes), to)
+    }
+
+    fn fail(&self, error: Error) {
+        self.outbox.fail(error);
     }
 }
 

@@ -119,8 +119,8 @@ impl ParallelAttention {
 /// [`PositionWiseFeedForward`] whose hidden units are divided among ranks.
 #[derive(Module, Debug)]
 pub struct ParallelFeedForward {
-    inner: ColumnParallelLinear,
-    outer: RowParallelLinear,
+    linear_inner: ColumnParallelLinear,
+    linear_outer: RowParallelLinear,
     dropout: Dropout,
     #[module(skip)]
     activation: Activation,
@@ -138,8 +138,8 @@ impl ParallelFeedForward {
     fn of(layer: PositionWiseFeedForward, group: &TensorGroup, activations: Activations) -> Result<Self> {
         check_dropout(layer.dropout.prob)?;
         Ok(Self {
-            inner: ColumnParallelLinear::of(layer.linear_inner, group)?.with_activations(activations),
-            outer: RowParallelLinear::of(layer.linear_outer, group)?.with_activations(activations),
+            linear_inner: ColumnParallelLinear::of(layer.linear_inner, group)?.with_activations(activations),
+            linear_outer: RowParallelLinear::of(layer.linear_outer, group)?.with_activations(activations),
             dropout: layer.dropout,
             activation: layer.activation,
         })
@@ -147,8 +147,8 @@ impl ParallelFeedForward {
 
     /// The output for `x`, `[.., d_model]`, of the same shape.
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let hidden = self.activation.forward(self.inner.forward(x));
-        self.outer.forward(self.dropout.forward(hidden))
+        let hidden = self.activation.forward(self.linear_inner.forward(x));
+        self.linear_outer.forward(self.dropout.forward(hidden))
     }
 
     /// The undivided layer, on every rank. All ranks call it together.
@@ -157,19 +157,19 @@ impl ParallelFeedForward {
     /// If the exchange fails.
     pub fn gather(&self) -> Result<PositionWiseFeedForward> {
         Ok(PositionWiseFeedForward {
-            linear_inner: self.inner.gather()?,
-            linear_outer: self.outer.gather()?,
+            linear_inner: self.linear_inner.gather()?,
+            linear_outer: self.linear_outer.gather()?,
             dropout: self.dropout.clone(),
             activation: self.activation.clone(),
         })
     }
 }
 
-/// [`TransformerEncoderLayer`] divided among ranks.
+/// [`TransformerEncoderLayer`] divided among ranks. Its parameters have Burn's names, in checkpoints too.
 #[derive(Module, Debug)]
 pub struct ParallelEncoderLayer {
-    attention: ParallelAttention,
-    feed_forward: ParallelFeedForward,
+    mha: ParallelAttention,
+    pwff: ParallelFeedForward,
     norm_1: LayerNorm,
     norm_2: LayerNorm,
     dropout: Dropout,
@@ -184,8 +184,8 @@ impl ParallelEncoderLayer {
     fn of(layer: TransformerEncoderLayer, group: &TensorGroup, activations: Activations) -> Result<Self> {
         check_dropout(layer.dropout.prob)?;
         Ok(Self {
-            attention: ParallelAttention::of(layer.mha, group, activations)?,
-            feed_forward: ParallelFeedForward::of(layer.pwff, group, activations)?,
+            mha: ParallelAttention::of(layer.mha, group, activations)?,
+            pwff: ParallelFeedForward::of(layer.pwff, group, activations)?,
             norm_1: layer.norm_1,
             norm_2: layer.norm_2,
             dropout: layer.dropout,
@@ -202,8 +202,8 @@ impl ParallelEncoderLayer {
         mask_attn: Option<Tensor<3, Bool>>,
     ) -> Tensor<3> {
         let (first, second) = (|x| self.norm(&self.norm_1, x), |x| self.norm(&self.norm_2, x));
-        let attend = |x| self.dropout.forward(self.attention.forward(x, mask_pad, mask_attn));
-        let feed = |x| self.dropout.forward(self.feed_forward.forward(x));
+        let attend = |x| self.dropout.forward(self.mha.forward(x, mask_pad, mask_attn));
+        let feed = |x| self.dropout.forward(self.pwff.forward(x));
         if self.norm_first {
             let x = x.clone() + attend(second(x));
             x.clone() + feed(first(x))
@@ -227,8 +227,8 @@ impl ParallelEncoderLayer {
 
     fn gather(&self) -> Result<TransformerEncoderLayer> {
         Ok(TransformerEncoderLayer {
-            mha: self.attention.gather()?,
-            pwff: self.feed_forward.gather()?,
+            mha: self.mha.gather()?,
+            pwff: self.pwff.gather()?,
             norm_1: self.norm_1.clone(),
             norm_2: self.norm_2.clone(),
             dropout: self.dropout.clone(),

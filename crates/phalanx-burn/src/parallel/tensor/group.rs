@@ -1,17 +1,20 @@
 //! Exchanges between the ranks that share each layer.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use burn::backend::Dispatch;
-use burn::module::{Module, Param};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
+use super::super::division::{Division, Span, divided};
 use super::super::exchange::{Exchange, Step};
 use super::super::op::ParallelOp;
-use crate::Collectives;
+use super::TensorPlan;
 use crate::parameters::Select;
 use crate::replicas;
+use crate::{Collectives, device};
 
 /// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
 /// from.
@@ -113,6 +116,11 @@ impl TensorGroup {
     }
 
     fn exchange<const D: usize>(&self, tensor: Tensor<D>, forward: Step, backward: Step) -> Tensor<D> {
+        let (device, dtype) = (tensor.device(), tensor.dtype());
+        if let Err(error) = device::check(&device) {
+            self.abort(error);
+            return Tensor::full(forward.shape(tensor.shape(), self.ranks()), f64::NAN, (&device, dtype));
+        }
         let exchange = Exchange { group: self.0.clone(), forward, backward };
         Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
     }
@@ -123,9 +131,21 @@ impl TensorGroup {
     /// All ranks call it together, with modules of the same shapes.
     ///
     /// # Errors
-    /// If modules differ, or the exchange fails.
+    /// On every rank, if a parameter of one is divided already: each rank has another part. If modules differ, or the exchange fails.
     pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
+        // Asked of all ranks, or the others would wait for one that finds it here alone.
+        if self.0.all_gather_object(&!divided(&module).is_empty())?.contains(&true) {
+            return Err(Error::invalid_argument(
+                "a module with layers that are divided already cannot be the same on every rank",
+            )
+            .with_remedy("divide its layers after this call, or by one TensorPlan"));
+        }
         replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
+    }
+
+    /// Every rank's plan.
+    pub(super) fn all_plans(&self, plan: &TensorPlan) -> Result<Vec<TensorPlan>> {
+        self.0.all_gather_object(plan)
     }
 
     /// The sum of all ranks' `number`.
@@ -133,15 +153,41 @@ impl TensorGroup {
         self.0.all_reduce(std::slice::from_mut(number), ReduceOp::Sum)
     }
 
-    /// This rank's part of `parameter` along `dim`. If `total` does not divide evenly, the first ranks have one more each.
-    pub(super) fn shard<const D: usize>(
-        &self,
-        parameter: Param<Tensor<D>>,
-        dim: usize,
-        total: usize,
-    ) -> Param<Tensor<D>> {
+    /// The module with its divided parameters whole again, on every rank: to save it, or to use it without a group. Layers of fixed types,
+    /// such as [`ParallelEncoder`](super::ParallelEncoder), have a `gather` of their own, which gives back Burn's layers. All ranks call
+    /// it together.
+    ///
+    /// # Errors
+    /// If the exchange fails.
+    pub fn gather_module<M: Module>(&self, module: M) -> Result<M> {
+        let mut gathering = Gathering { group: self, spans: divided(&module), outcome: Ok(()) };
+        let whole = module.map(&mut gathering).materialize();
+        gathering.outcome.map(|()| whole)
+    }
+
+    /// This rank's part of `parameter`, which all ranks have, along the dimension `dim`: for a layer of one's own. If it does not divide
+    /// evenly, the first ranks have one more each. [`clip_grad_norm`](crate::parallel::clip_grad_norm) and
+    /// [`ShardedState`](crate::parallel::ShardedState) know it for a part. Gradients are what the layer's operations make them.
+    ///
+    /// Burn keeps this note with the parameter as a reparameterization: a divided parameter can have no other, such as LoRA.
+    ///
+    /// # Errors
+    /// If `parameter` has no such dimension, or less there than there are ranks.
+    #[doc(alias("distribute_tensor", "DTensor", "Shard"))]
+    pub fn shard<const D: usize>(&self, parameter: Param<Tensor<D>>, dim: usize) -> Result<Param<Tensor<D>>> {
+        let shape = parameter.shape();
+        let total = shape.as_slice().get(dim).copied().unwrap_or(0);
+        if total < self.ranks() {
+            return Err(Error::invalid_argument(format!(
+                "a parameter of shape {:?} cannot be divided along dimension {dim} among {} ranks",
+                shape.as_slice(),
+                self.ranks()
+            ))
+            .with_remedy("divide another dimension, or among fewer ranks"));
+        }
         let (from, length) = part(total, self.ranks(), self.rank());
-        changed(parameter, |tensor| tensor.narrow(dim, from, length))
+        let part = changed(parameter, |tensor| tensor.narrow(dim, from, length));
+        Ok(Division { group: self.clone(), span: Span { dim, total } }.attach(part))
     }
 
     /// The whole of which every rank has a part along `dim`. All ranks call it together.
@@ -168,6 +214,26 @@ impl TensorGroup {
     }
 }
 
+/// Makes divided parameters whole.
+struct Gathering<'a> {
+    group: &'a TensorGroup,
+    spans: HashMap<ParamId, Span>,
+    outcome: Result<()>,
+}
+
+impl ModuleMapper for Gathering<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (Some(span), Ok(())) = (self.spans.get(&param.id), &self.outcome) else { return param };
+        match self.group.gathered(&param, span.dim) {
+            Ok(whole) => whole,
+            Err(error) => {
+                self.outcome = Err(error);
+                param
+            }
+        }
+    }
+}
+
 impl fmt::Debug for TensorGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "TensorGroup(rank {} of {})", self.rank(), self.ranks())
@@ -175,7 +241,7 @@ impl fmt::Debug for TensorGroup {
 }
 
 /// Where `rank`'s part of `total` begins, and its length.
-pub(super) fn part(total: usize, ranks: usize, rank: usize) -> (usize, usize) {
+pub(in crate::parallel) fn part(total: usize, ranks: usize, rank: usize) -> (usize, usize) {
     let (each, more) = (total / ranks, total % ranks);
     (rank * each + rank.min(more), each + usize::from(rank < more))
 }

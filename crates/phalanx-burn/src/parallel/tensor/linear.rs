@@ -101,8 +101,8 @@ impl ColumnParallelLinear {
         group.check_divides(outputs, "outputs of a linear layer")?;
         let Linear { weight, bias } = linear;
         Ok(Self {
-            weight: group.shard(weight, 1, outputs),
-            bias: bias.map(|bias| group.shard(bias, 0, outputs)),
+            weight: group.shard(weight, 1)?,
+            bias: bias.map(|bias| group.shard(bias, 0)).transpose()?,
             group: group.clone(),
             activations: Activations::Replicated,
         })
@@ -167,7 +167,7 @@ impl RowParallelLinear {
         let [inputs, _] = linear.weight.shape().dims();
         group.check_divides(inputs, "inputs of a linear layer")?;
         Ok(Self {
-            weight: group.shard(linear.weight, 0, inputs),
+            weight: group.shard(linear.weight, 0)?,
             bias: linear.bias,
             group: group.clone(),
             activations: Activations::Replicated,

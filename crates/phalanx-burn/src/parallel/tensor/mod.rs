@@ -31,6 +31,9 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
+//! A model of one's own has [`ParallelLinear`] and [`VocabParallelEmbedding`] where it would have Burn's, and a [`TensorPlan`] divides
+//! these by their names.
+//!
 //! Every rank of the group sees the same samples. Parameters that are not divided get the same gradient on every rank, to the bit, and
 //! so stay equal; they must begin equal ([`TensorGroup::replicate`]). Several replicas of such a model are a
 //! [`Ddp`](crate::Ddp) over the group that the mesh has for data: ranks with the same part of the model.
@@ -41,9 +44,14 @@
 mod encoder;
 mod group;
 mod linear;
+mod plan;
+mod planned;
 mod vocabulary;
 
 pub use encoder::{ParallelAttention, ParallelEncoder, ParallelEncoderLayer, ParallelFeedForward};
 pub use group::TensorGroup;
+pub(super) use group::part;
 pub use linear::{Activations, ColumnParallelLinear, RowParallelLinear};
+pub use plan::TensorPlan;
+pub use planned::ParallelLinear;
 pub use vocabulary::VocabParallelEmbedding;

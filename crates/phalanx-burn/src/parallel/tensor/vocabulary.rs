@@ -2,14 +2,19 @@
 
 use burn::module::{Module, Param};
 use burn::nn::Embedding;
+use burn::tensor::activation::log_softmax;
 use burn::tensor::module::embedding;
 use burn::tensor::{Bool, Int, Tensor};
 use phalanx::{Error, Result};
 
+use super::super::division::Division;
 use super::TensorGroup;
 use super::group::part;
+use crate::read_back;
 
 /// [`Embedding`] whose vectors are divided among ranks by their tokens. Megatron-LM's `VocabParallelEmbedding`.
+///
+/// Made [from](From) an `Embedding` alone it is whole until a [`TensorPlan`](super::TensorPlan) divides it.
 ///
 /// The vocabulary may be of any size; the first ranks have one vector more if it does not divide evenly. With
 /// [`logits`](Self::logits) the same vectors score tokens, as where the decoder is tied to the embedding, and
@@ -18,9 +23,12 @@ use super::group::part;
 pub struct VocabParallelEmbedding {
     /// This rank's vectors, about `[n_embedding / ranks, d_model]`.
     pub weight: Param<Tensor<2>>,
-    n_embedding: usize,
-    #[module(skip)]
-    group: TensorGroup,
+}
+
+impl From<Embedding> for VocabParallelEmbedding {
+    fn from(Embedding { weight }: Embedding) -> Self {
+        Self { weight }
+    }
 }
 
 impl VocabParallelEmbedding {
@@ -34,23 +42,28 @@ impl VocabParallelEmbedding {
         if n_embedding < group.ranks() {
             group.check_divides(n_embedding, "vectors of an embedding")?;
         }
-        Ok(Self { weight: group.shard(weight, 0, n_embedding), n_embedding, group: group.clone() })
+        Ok(Self { weight: group.shard(weight, 0)? })
     }
 
     /// The vectors of `tokens`, `[batch, length]`, which every rank has: `[batch, length, d_model]`, the same on every rank.
     ///
     /// A token that the vocabulary does not have ends the group with an error that names it, and the result is NaN.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        let others_are = self.check(&tokens, None);
-        let (own, others) = self.own(tokens);
+        let Some(division) = self.division() else { return embedding(self.weight.val(), tokens) };
+        let others_are = check(division, &tokens, None);
+        let (own, others) = own(division, tokens);
         let vectors = embedding(self.weight.val(), own);
-        self.group.reduce(vectors.mask_fill(others.unsqueeze_dim::<3>(2), others_are))
+        division.group.reduce(vectors.mask_fill(others.unsqueeze_dim::<3>(2), others_are))
     }
 
     /// This rank's part of the scores of all tokens, about `[.., n_embedding / ranks]`, for `x` of shape `[.., d_model]`, which
     /// every rank has.
     pub fn logits<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        self.group.copy(x).matmul(self.weight.val().transpose().unsqueeze())
+        let x = match self.division() {
+            Some(division) => division.group.copy(x),
+            None => x,
+        };
+        x.matmul(self.weight.val().transpose().unsqueeze())
     }
 
     /// The mean cross entropy of `logits`, `[samples, about n_embedding / ranks]`, of which every rank has the part that
@@ -67,14 +80,18 @@ impl VocabParallelEmbedding {
         padding: Option<usize>,
     ) -> Tensor<1> {
         let [samples, _] = logits.dims();
-        let others_are = self.check(&targets, padding);
         let counted = padding.map(|padding| targets.clone().equal_elem(padding as i64));
-        let shifted = logits.clone() - self.group.max(logits.max_dim(1));
-        let sums = self.group.reduce(shifted.clone().exp().sum_dim(1)).reshape([samples]);
-        let (own, others) = self.own(targets.reshape([samples, 1]));
-        let score =
-            self.group.reduce(shifted.gather(1, own).mask_fill(others, others_are)).reshape([samples]);
-        let losses = sums.log() - score;
+        let losses = match self.division() {
+            Some(division) => losses(division, logits, targets, padding),
+            None => {
+                // Whatever stands for padding is not counted.
+                let targets = match &counted {
+                    Some(padding) => targets.mask_fill(padding.clone(), 0),
+                    None => targets,
+                };
+                log_softmax(logits, 1).gather(1, targets.reshape([samples, 1])).reshape([samples]).neg()
+            }
+        };
         match counted {
             None => losses.mean(),
             Some(padding) => {
@@ -89,33 +106,63 @@ impl VocabParallelEmbedding {
     /// # Errors
     /// If the exchange fails.
     pub fn gather(&self) -> Result<Embedding> {
-        Ok(Embedding { weight: self.group.gathered(&self.weight, 0)? })
+        match self.division() {
+            Some(division) => Ok(Embedding { weight: division.group.gathered(&self.weight, 0)? }),
+            None => Ok(Embedding { weight: self.weight.clone() }),
+        }
     }
 
-    /// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`. Then the group has ended.
-    fn check<const D: usize>(&self, tokens: &Tensor<D, Int>, padding: Option<usize>) -> f64 {
-        let padding = padding.map(|padding| padding as i64);
-        let tokens = tokens.clone().into_data();
-        let known = |token: &i64| (0..self.n_embedding as i64).contains(token) || Some(*token) == padding;
-        let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else { return 0.0 };
-        self.group.abort(
-            Error::invalid_argument(format!(
-                "token {token} is not in the vocabulary, which has tokens from 0 to {}",
-                self.n_embedding - 1
-            ))
-            .with_remedy(
-                "make the embedding as large as the tokenizer's vocabulary, or give the token as padding",
-            ),
-        );
-        f64::NAN
+    fn division(&self) -> Option<&Division> {
+        self.weight.reparameterization()
     }
+}
 
-    /// The places of `tokens` among this rank's vectors, and which tokens are other ranks': their places are of no use.
-    fn own<const D: usize>(&self, tokens: Tensor<D, Int>) -> (Tensor<D, Int>, Tensor<D, Bool>) {
-        let (from, length) = part(self.n_embedding, self.group.ranks(), self.group.rank());
-        let places = tokens - from as i64;
-        let last = length as i64 - 1;
-        let others = places.clone().lower_elem(0).bool_or(places.clone().greater_elem(last));
-        (places.clamp(0, last), others)
-    }
+/// The negative log-likelihood of each target, `[samples]`.
+fn losses(
+    division: &Division,
+    logits: Tensor<2>,
+    targets: Tensor<1, Int>,
+    padding: Option<usize>,
+) -> Tensor<1> {
+    let ([samples, _], group) = (logits.dims(), &division.group);
+    let others_are = check(division, &targets, padding);
+    let shifted = logits.clone() - group.max(logits.max_dim(1));
+    let sums = group.reduce(shifted.clone().exp().sum_dim(1)).reshape([samples]);
+    let (own, others) = own(division, targets.reshape([samples, 1]));
+    let score = group.reduce(shifted.gather(1, own).mask_fill(others, others_are)).reshape([samples]);
+    sums.log() - score
+}
+
+/// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`. Then the group has ended.
+fn check<const D: usize>(division: &Division, tokens: &Tensor<D, Int>, padding: Option<usize>) -> f64 {
+    let (padding, total) = (padding.map(|padding| padding as i64), division.span.total as i64);
+    let tokens = match read_back::data(tokens.clone()) {
+        Ok(tokens) => tokens,
+        Err(error) => {
+            division.group.abort(error);
+            return f64::NAN;
+        }
+    };
+    let known = |token: &i64| (0..total).contains(token) || Some(*token) == padding;
+    let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else { return 0.0 };
+    division.group.abort(
+        Error::invalid_argument(format!(
+            "token {token} is not in the vocabulary, which has tokens from 0 to {}",
+            total - 1
+        ))
+        .with_remedy(
+            "make the embedding as large as the tokenizer's vocabulary, or give the token as padding",
+        ),
+    );
+    f64::NAN
+}
+
+/// The places of `tokens` among this rank's vectors, and which tokens are other ranks': their places are of no use.
+fn own<const D: usize>(division: &Division, tokens: Tensor<D, Int>) -> (Tensor<D, Int>, Tensor<D, Bool>) {
+    let Division { group, span } = division;
+    let (from, length) = part(span.total, group.ranks(), group.rank());
+    let places = tokens - from as i64;
+    let last = length as i64 - 1;
+    let others = places.clone().lower_elem(0).bool_or(places.clone().greater_elem(last));
+    (places.clamp(0, last), others)
 }

@@ -5,4 +5,6 @@ mod link;
 mod mesh;
 mod model;
 mod pipeline;
+mod plan;
+mod state;
 mod tensor;

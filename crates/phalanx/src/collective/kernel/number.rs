@@ -58,7 +58,9 @@ impl Number for Bool {
                 work.run(|a, b| Self::from(a.get() & b.get()));
             }
             ReduceOp::BXor => work.run(|a, b| Self::from(a.get() ^ b.get())),
-            _ => work.run(|a, b| Self::from(a.get() | b.get())),
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BOr => work.run(|a, b| Self::from(a.get() | b.get())),
+            // Refused at the call.
+            ReduceOp::Avg | ReduceOp::PreMulSum(_) => {}
         }
     }
 

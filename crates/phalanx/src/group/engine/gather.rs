@@ -4,7 +4,7 @@ use super::{Engine, Space, bytes_of};
 use crate::buffer::AlignedBytes;
 use crate::collective::{self, Counts};
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
@@ -46,7 +46,23 @@ impl Engine {
                 collective::all_reduce(row, rank, world, call.dtype, counts.total())
             }
             Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, counts),
-            _ => collective::all_gather_v(rank, world, counts),
+            Operation::AllGatherVInPlace => collective::all_gather_v(rank, world, counts),
+            Operation::AllReduce
+            | Operation::AllReduceCoalesced
+            | Operation::Reduce
+            | Operation::ReduceScatter
+            | Operation::Broadcast
+            | Operation::AllGather
+            | Operation::AllGatherV
+            | Operation::Gather
+            | Operation::Scatter
+            | Operation::AllToAll
+            | Operation::AllToAllV
+            | Operation::Barrier
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => {
+                return Err(Error::protocol(format!("{} has no counts in place", call.operation.name())));
+            }
         };
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }

@@ -11,31 +11,54 @@ use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
-/// Is this collective hierarchical, within and between hosts? The others go from rank to rank.
-pub(super) fn goes_by_hosts(operation: Operation) -> bool {
-    use Operation::{AllReduce, AllReduceCoalesced, Barrier, Broadcast, Reduce};
-    matches!(operation, AllReduce | AllReduceCoalesced | Broadcast | Reduce | Barrier)
+/// A collective that is hierarchical: within hosts, and between them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ByHosts {
+    AllReduce,
+    Broadcast,
+    Reduce,
+    Barrier,
+}
+
+impl ByHosts {
+    /// None if it goes from rank to rank.
+    pub(super) fn of(operation: Operation) -> Option<Self> {
+        match operation {
+            Operation::AllReduce | Operation::AllReduceCoalesced => Some(Self::AllReduce),
+            Operation::Broadcast => Some(Self::Broadcast),
+            Operation::Reduce => Some(Self::Reduce),
+            Operation::Barrier => Some(Self::Barrier),
+            Operation::AllGather
+            | Operation::ReduceScatter
+            | Operation::Gather
+            | Operation::Scatter
+            | Operation::AllToAll
+            | Operation::AllToAllV
+            | Operation::AllGatherV
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => None,
+            // They have counts, and go by hosts in a way of their own.
+            Operation::ReduceScatterV | Operation::AllGatherVInPlace => None,
+        }
+    }
 }
 
 impl Engine {
     pub(super) fn by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
-        call: Call,
-        sequence: Sequence,
+        kind: ByHosts,
+        call: (Call, Sequence),
         data: &mut [u8],
         patience: &Patience,
     ) -> Result<()> {
-        let call = (call, sequence);
         let root = call.0.root.unwrap_or(Rank::MAIN);
-        match call.0.operation {
-            Operation::AllReduce | Operation::AllReduceCoalesced => {
-                self.all_reduce_by_hosts(hierarchy, call, data, patience)
-            }
-            Operation::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, patience),
-            Operation::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
-            // A barrier: no host may go on before all hosts have come.
-            _ => {
+        match kind {
+            ByHosts::AllReduce => self.all_reduce_by_hosts(hierarchy, call, data, patience),
+            ByHosts::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, patience),
+            ByHosts::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
+            // No host may go on before all hosts have come.
+            ByHosts::Barrier => {
                 let meet = |engine: &mut Self| {
                     engine.within(call, &mut [], patience, |domain, none| {
                         domain.collective(call.0, call.1, Memory::InPlace(none), patience)
@@ -163,9 +186,10 @@ impl Engine {
     ) -> Result<()> {
         let Call { dtype, reduce, .. } = call.0;
         let op = reduce.unwrap_or(ReduceOp::Sum);
-        let fold = match op {
-            ReduceOp::Avg => Fold::of_all(dtype, op, self.world.get()),
-            _ => Fold { dtype, op: sums(op), divide_by: None },
+        let fold = if op == ReduceOp::Avg {
+            Fold::of_all(dtype, op, self.world.get())
+        } else {
+            Fold { dtype, op: sums(op), divide_by: None }
         };
         if self.domain.is_none() {
             return fold.apply(&mut [data]);

@@ -23,9 +23,9 @@ const LAST_MESSAGE: Duration = Duration::from_secs(1);
 /// How long a process may run after its output is closed.
 const AFTER_CLOSING: Duration = Duration::from_secs(5);
 
-/// An event of a host.
+/// What comes from a host.
 #[derive(Debug)]
-pub(super) enum Heard {
+pub(super) enum Incoming {
     Message(FromLauncher),
     /// A line of standard error: the remote shell's, or the launcher's.
     Line(String),
@@ -35,21 +35,21 @@ pub(super) enum Heard {
     Closed(Option<io::Error>),
 }
 
-/// Where the threads report events, and for which host.
+/// Where the threads report what comes, and for which host.
 #[derive(Clone, Debug)]
-pub(super) struct Ears {
+pub(super) struct IncomingSender {
     pub(super) host: usize,
-    pub(super) heard: SyncSender<(usize, Heard)>,
+    pub(super) sender: SyncSender<(usize, Incoming)>,
     pub(super) wake: Arc<PipeWriter>,
 }
 
-impl Ears {
-    fn tell(&self, heard: Heard) -> bool {
-        let told = self.heard.send((self.host, heard)).is_ok();
-        if told {
+impl IncomingSender {
+    fn send(&self, incoming: Incoming) -> bool {
+        let sent = self.sender.send((self.host, incoming)).is_ok();
+        if sent {
             let _ = (&*self.wake).write_all(&[0]);
         }
-        told
+        sent
     }
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn start(mut command: Command, ears: Ears) -> Result<Self> {
+    pub(super) fn start(mut command: Command, incoming: IncomingSender) -> Result<Self> {
         // Ctrl-C must reach only this command: otherwise ssh would end before its launcher has ended the workers.
         command.process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -88,7 +88,7 @@ impl Connection {
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
-            let (out, err) = (ears.clone(), ears);
+            let (out, err) = (incoming.clone(), incoming);
             let started = thread("orders", move || write(stdin, &inbox))
                 .and_then(|()| thread("node-out", move || read(stdout, &out)))
                 .and_then(|()| thread("node-err", move || read_lines(stderr, &err)));
@@ -150,8 +150,8 @@ impl Connection {
 
     /// Has it ended, and has all its output been read?
     pub(super) fn is_over(&self) -> bool {
-        let all_heard = self.is_closed && self.is_quiet;
-        self.ended.is_some_and(|(_, at)| all_heard || at.elapsed() > LAST_MESSAGE)
+        let all_came = self.is_closed && self.is_quiet;
+        self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE)
     }
 
     /// Its exit code; none if a signal has ended it.
@@ -197,12 +197,12 @@ fn write(mut to: ChildStdin, orders: &Receiver<ToLauncher>) {
     }
 }
 
-fn read(from: ChildStdout, ears: &Ears) {
+fn read(from: ChildStdout, incoming: &IncomingSender) {
     let mut from = BufReader::new(from);
     let mut hear = || -> io::Result<()> {
         if frame::skip_to_greeting(&mut from)? {
             while let Some(said) = frame::read(&mut from)? {
-                if !ears.tell(Heard::Message(said)) {
+                if !incoming.send(Incoming::Message(said)) {
                     break;
                 }
             }
@@ -210,18 +210,18 @@ fn read(from: ChildStdout, ears: &Ears) {
         Ok(())
     };
     let end = hear().err();
-    ears.tell(Heard::Closed(end));
+    incoming.send(Incoming::Closed(end));
 }
 
-fn read_lines(from: ChildStderr, ears: &Ears) {
+fn read_lines(from: ChildStderr, incoming: &IncomingSender) {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
     while let Ok(1..) = from.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
         let text = String::from_utf8_lossy(&line).trim_end().to_owned();
         line.clear();
-        if !text.is_empty() && !ears.tell(Heard::Line(text)) {
+        if !text.is_empty() && !incoming.send(Incoming::Line(text)) {
             return;
         }
     }
-    ears.tell(Heard::Quiet);
+    incoming.send(Incoming::Quiet);
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal as Raw;
 
 use super::address::Known;
-use super::connection::{Connection, Heard};
+use super::connection::{Connection, Incoming};
 use super::environment::surroundings;
 use super::hosts::Host;
 use super::inbox::Inbox;
@@ -115,8 +115,8 @@ impl<'a> Driver<'a> {
             let launchers = &mut self.launchers;
             launchers.wait(wake_at);
             launchers.handle_signals();
-            while let Some((id, heard)) = self.launchers.inbox.next(&mut self.launchers.control) {
-                self.handle(id, heard);
+            while let Some((id, incoming)) = self.launchers.inbox.next(&mut self.launchers.control) {
+                self.handle(id, incoming);
             }
             let launchers = &mut self.launchers;
             launchers.control.tell_refusal();
@@ -132,22 +132,22 @@ impl<'a> Driver<'a> {
         }
     }
 
-    fn handle(&mut self, id: usize, heard: Heard) {
+    fn handle(&mut self, id: usize, incoming: Incoming) {
         let Launchers { peers, control, .. } = &mut self.launchers;
         // A connection that has ended gives only the events that were on their way.
         let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
         let peer = &mut peers[index];
-        match heard {
-            Heard::Message(said) => self.handle_message(index, said),
-            Heard::Line(line) => {
+        match incoming {
+            Incoming::Message(said) => self.handle_message(index, said),
+            Incoming::Line(line) => {
                 if peer.hello.is_some() {
                     let text = format!("{}: {line}", peer.host);
                     control.tell(Event::Warning { text: &text });
                 }
                 peer.keep(line);
             }
-            Heard::Quiet => peer.connection.is_quiet(),
-            Heard::Closed(error) => {
+            Incoming::Quiet => peer.connection.is_quiet(),
+            Incoming::Closed(error) => {
                 peer.connection.has_closed();
                 if let Some(error) = error.filter(|_| peer.end.is_none()) {
                     let cause = format!("{}: the messages of its launcher cannot be decoded", peer.host);
@@ -184,7 +184,7 @@ impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
         let id = self.started_peers;
-        let connection = Connection::start(self.job.command(&host), self.inbox.ears(id))?;
+        let connection = Connection::start(self.job.command(&host), self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
         connection.order(self.surroundings.clone());
         self.peers.push(Peer {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::connection::{Connection, Ears, Heard};
+use super::connection::{Connection, Incoming, IncomingSender};
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::poll::{poll, wake_pipe};
@@ -20,8 +20,8 @@ const POLL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(super) struct Inbox {
-    sender: SyncSender<(usize, Heard)>,
-    heard: Receiver<(usize, Heard)>,
+    sender: SyncSender<(usize, Incoming)>,
+    incoming: Receiver<(usize, Incoming)>,
     wake: Arc<PipeWriter>,
     notice: PipeReader,
     /// Are there possibly messages for which no byte is in the pipe?
@@ -32,13 +32,13 @@ impl Inbox {
     pub(super) fn new() -> Result<Self> {
         let (notice, wake) = wake_pipe()
             .map_err(|error| Error::io("cannot make a pipe for messages of other hosts", error))?;
-        let (sender, heard) = sync_channel(WAITING);
-        Ok(Self { sender, heard, wake: Arc::new(wake), notice, left_over: false })
+        let (sender, incoming) = sync_channel(WAITING);
+        Ok(Self { sender, incoming, wake: Arc::new(wake), notice, left_over: false })
     }
 
     /// The sending end for a connection of this number.
-    pub(super) fn ears(&self, host: usize) -> Ears {
-        Ears { host, heard: self.sender.clone(), wake: self.waker() }
+    pub(super) fn incoming_sender(&self, host: usize) -> IncomingSender {
+        IncomingSender { host, sender: self.sender.clone(), wake: self.waker() }
     }
 
     /// A byte in it ends a wait.
@@ -73,13 +73,13 @@ impl Inbox {
     }
 
     /// The next message, and its host; none, too, if the observer accepts nothing now.
-    pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Heard)> {
+    pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Incoming)> {
         if !control.observer.is_ready() {
             self.left_over = true;
             return None;
         }
-        let heard = self.heard.try_recv().ok();
+        let incoming = self.incoming.try_recv().ok();
         self.left_over = false;
-        heard
+        incoming
     }
 }

@@ -66,7 +66,7 @@ impl Access {
 }
 
 /// Admits a server's clients.
-pub(super) struct Gate {
+pub(super) struct Admission {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
     keyless: KeylessClients,
@@ -75,13 +75,13 @@ pub(super) struct Gate {
     neighbours: Neighbours,
 }
 
-impl fmt::Debug for Gate {
+impl fmt::Debug for Admission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gate").field("keyless", &self.keyless).finish_non_exhaustive()
+        f.debug_struct("Admission").field("keyless", &self.keyless).finish_non_exhaustive()
     }
 }
 
-impl Gate {
+impl Admission {
     pub fn new(access: Access) -> Self {
         let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;

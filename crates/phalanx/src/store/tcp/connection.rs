@@ -11,7 +11,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::access::Gate;
+use super::access::Admission;
 use super::stream::Stream;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
@@ -35,12 +35,12 @@ pub(super) struct Shared {
 /// Serves `stream` until its client closes it. If the client breaks the protocol, that is the error.
 pub(super) async fn serve(
     mut stream: Stream,
-    gate: Rc<Gate>,
+    admission: Rc<Admission>,
     shared: Rc<RefCell<Shared>>,
     admitted: impl FnOnce(),
 ) -> io::Result<()> {
     // It has no buffer before it is admitted.
-    gate.admit(&mut stream).await?;
+    admission.admit(&mut stream).await?;
     stream.admit();
     admitted();
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await

@@ -16,7 +16,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::access::{Access, Gate, KeylessClients};
+use super::access::{Access, Admission, KeylessClients};
 use super::connection::{Shared, serve};
 use super::link::{UNNAMED, resolve};
 use super::stream::Stream;
@@ -237,7 +237,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
         Err(error) => return tracing::error!("the store cannot serve: {error}"),
     };
     let shared = Rc::new(RefCell::new(Shared::default()));
-    let gate = Rc::new(Gate::new(access));
+    let admission = Rc::new(Admission::new(access));
     let mut clients = JoinSet::new();
     let mut pending_clients = PendingClients::new();
     // Stopping does not wait for unauthenticated clients.
@@ -253,7 +253,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
             Some(_) = clients.join_next() => {}
             accepted = listener.accept() => match accepted {
                 Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
-                    let (gate, shared) = (Rc::clone(&gate), Rc::clone(&shared));
+                    let (admission, shared) = (Rc::clone(&admission), Rc::clone(&shared));
                     let admitted = Rc::<Cell<bool>>::default();
                     let (told, inside) = (Rc::clone(&admitted), Rc::clone(&inside));
                     let task = clients.spawn_local(async move {
@@ -262,7 +262,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                             told.set(true);
                             inside.update(|clients| clients + 1);
                         };
-                        if let Err(error) = serve(Stream::new(stream), gate, shared, come_in).await {
+                        if let Err(error) = serve(Stream::new(stream), admission, shared, come_in).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                         inside.update(|clients| clients - usize::from(told.get()));

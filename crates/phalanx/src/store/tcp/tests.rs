@@ -367,9 +367,9 @@ fn a_stranger_takes_little_memory() {
         let _stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().await.unwrap();
         let key = JobKey::generate().unwrap();
-        let gate = super::access::Gate::new(Access::to(key.into(), KeylessClients::OfThisUser));
+        let admission = super::access::Admission::new(Access::to(key.into(), KeylessClients::OfThisUser));
         let stream = super::stream::Stream::new(stream);
-        let task = super::connection::serve(stream, gate.into(), Default::default(), || {});
+        let task = super::connection::serve(stream, admission.into(), Default::default(), || {});
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });
 }

@@ -53,6 +53,46 @@ fn units_that_differ_are_an_error_on_every_rank() {
     all_say(&norm, "running");
 }
 
+#[test]
+fn replicas_whose_units_or_models_differ_are_named_on_every_rank() {
+    let hybrid = |group: &ProcessGroup| {
+        let mesh = DeviceMesh::new(group, &[("replicate", 2), ("shard", 2)])?;
+        let sharding = ShardingGroup::hybrid(mesh.group("shard")?, mesh.group("replicate")?);
+        Ok::<_, Error>((mesh.coordinate("replicate")?, sharding))
+    };
+    let wide = errors(run(4, |group| {
+        let (replica, sharding) = hybrid(&group)?;
+        let layer = LinearConfig::new(8, 4 + replica).init(&device());
+        FullySharded::new(layer, &sharding).map(drop)
+    }));
+    all_say(
+        &wide,
+        "tensor 1 of unit 0 is `weight` F32 [8, 4] on rank 0 of replica 0, and `weight` F32 [8, 5] on rank 0 of replica 1",
+    );
+    let fewer = errors(run(4, |group| {
+        let (replica, sharding) = hybrid(&group)?;
+        let mut model = Layers::new(&[4, 4, 4, 4], &sharding)?;
+        model.layers.truncate(3 - replica);
+        Fsdp::new(model, &sharding)
+    }));
+    all_say(&fewer, "rank 0 of replica 0's model has the units [0, 1, 2], and rank 0 of replica 1's [0, 1]");
+}
+
+#[test]
+fn a_failure_reaches_every_group_of_the_rank() {
+    run(2, |group| {
+        let sharding =
+            ShardingGroup::new(&group.new_group(&[Rank::new(0), Rank::new(1)]).unwrap().unwrap()).unwrap();
+        let width = 4 + group.rank().index();
+        FullySharded::new(LinearConfig::new(4, width).init(&device()), &sharding).unwrap_err();
+        let error = group.barrier().unwrap_err().to_string();
+        assert!(
+            error.contains("another group of this rank has failed") && error.contains("units differ"),
+            "{error}"
+        );
+    });
+}
+
 /// A layer, and a unit in it.
 #[derive(Module, Debug)]
 struct Block {

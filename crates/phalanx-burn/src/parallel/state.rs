@@ -1,0 +1,487 @@
+//! The state of a model of which each rank has a part, in checkpoints that load at another mesh shape.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bool, Bytes, DType as BurnDType, Int, Tensor};
+use burn_pack::Scalar;
+use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::{Error, ProcessGroup, Rank, Result};
+use serde::{Deserialize, Serialize};
+
+use super::division::{Span, divided};
+use super::tensor::{TensorGroup, part};
+use crate::Ddp;
+use crate::optimizer::{Key, OptimizerState, other_model};
+use crate::parameters::{Parameter, Select};
+use crate::state::Layout;
+use crate::state::model::{self, Entry};
+use crate::{read_back, tensor_bytes};
+
+/// What the tensors of a rank's part are called in the whole model.
+pub struct StateNames<'a> {
+    whole: Box<dyn Fn(&str) -> String + 'a>,
+    tied: HashSet<String>,
+}
+
+impl<'a> StateNames<'a> {
+    /// `whole` gives the path in the whole model for a path in this rank's module, such as `0.layers.1.weight` of a list of stages.
+    /// [`Pipeline::stage_path`](super::pipeline::Pipeline::stage_path) takes such a path apart.
+    pub fn new(whole: impl Fn(&str) -> String + 'a) -> Self {
+        Self { whole: Box::new(whole), tied: HashSet::new() }
+    }
+
+    /// Every rank's module has the whole model's paths, as without a pipeline.
+    pub fn same() -> Self {
+        Self::new(str::to_owned)
+    }
+
+    /// The tensor `name` of the whole model is on several stages, as a [`TiedParameter`](super::pipeline::TiedParameter).
+    #[must_use]
+    pub fn tied(mut self, name: &str) -> Self {
+        self.tied.insert(name.to_owned());
+        self
+    }
+}
+
+impl fmt::Debug for StateNames<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StateNames(tied {:?})", self.tied)
+    }
+}
+
+/// Where this rank's tensors are in the whole model: saves a training on a mesh of data, pipeline and tensor dimensions, and loads it
+/// on one of another shape, or in one process.
+///
+/// A checkpoint has the tensors of the whole model and of the optimizer's state, under the names and with the shapes of one process.
+/// Each rank writes slices of them, those that replicas have in turns, and reads the slices that it needs. Nothing is gathered.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::optim::ModuleOptimizer;
+/// use phalanx::checkpoint::Checkpoints;
+/// use phalanx::{ProcessGroup, Result};
+/// use phalanx_burn::Ddp;
+/// use phalanx_burn::parallel::tensor::TensorGroup;
+/// use phalanx_burn::parallel::{ShardedState, StateNames};
+///
+/// /// `group` has all ranks, `ddp` and `tensor` those of the mesh's dimensions.
+/// fn train<M: Module>(
+///     group: &ProcessGroup,
+///     tensor: &TensorGroup,
+///     ddp: &mut Ddp<M>,
+///     optimizer: &mut ModuleOptimizer,
+///     checkpoints: &Checkpoints,
+/// ) -> Result<()> {
+///     let state = ShardedState::new(ddp, group, Some(tensor), &StateNames::same())?; // once
+///     if let Some(saved) = checkpoints.newest()? {
+///         state.load(ddp, optimizer, &saved, "model")?; // of any mesh
+///     }
+///     // .. steps
+///     checkpoints.save_sharded(100, |snapshot| state.save(ddp, optimizer, snapshot, "model"))
+/// }
+/// ```
+#[doc(alias("torch.distributed.checkpoint", "sharded_state_dict"))]
+#[derive(Debug)]
+pub struct ShardedState {
+    /// This rank's tensors, in the order of its module.
+    own: Vec<Own>,
+    /// All tensors of the whole model, by name.
+    whole: Vec<Entry>,
+    /// The number of this rank among all.
+    rank: Rank,
+}
+
+/// A tensor of this rank.
+#[derive(Clone, Debug)]
+struct Own {
+    /// What it is called in the whole model.
+    name: String,
+    dtype: BurnDType,
+    /// Of the whole tensor.
+    whole: Vec<usize>,
+    /// Where this rank's part begins, and its shape.
+    offsets: Vec<usize>,
+    shape: Vec<usize>,
+    /// Does this rank write its part?
+    writes: bool,
+    /// Does this rank write what all parts have in common?
+    writes_index: bool,
+}
+
+/// What a rank tells the others of its tensors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct RankStatement {
+    /// Its numbers among replicas and among those that share layers, and how many there are of both.
+    replica: (usize, usize),
+    divider: (usize, usize),
+    tensors: Vec<TensorStatement>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct TensorStatement {
+    name: String,
+    dtype: BurnDType,
+    /// Of the whole tensor.
+    whole: Vec<usize>,
+    is_divided: bool,
+    is_trained: bool,
+    is_tied: bool,
+}
+
+/// What a rank saves of an optimizer's state besides slices, by the names of the whole model.
+#[derive(Default, Serialize, Deserialize)]
+struct Index {
+    /// Tensors of the state: parameter, field and type.
+    tensors: Vec<(String, String, BurnDType)>,
+    scalars: Vec<(String, String, Scalar)>,
+}
+
+impl ShardedState {
+    /// What the ranks of `group`, those of a whole mesh, have in `ddp` each. `tensor` is the group among which layers are divided, if
+    /// there is one; the replicas are those of the `Ddp`. All ranks call it together.
+    ///
+    /// # Errors
+    /// On every rank: if ranks that are no replicas of each other have a tensor of the same name that is neither divided nor
+    /// [tied](StateNames::tied), or tensors of one name that do not fit each other. If the exchange fails.
+    pub fn new<M: Module>(
+        ddp: &Ddp<M>,
+        group: &ProcessGroup,
+        tensor: Option<&TensorGroup>,
+        names: &StateNames<'_>,
+    ) -> Result<Self> {
+        let divider = tensor.map_or((0, 1), |tensor| (tensor.rank(), tensor.ranks()));
+        let replica = (ddp.rank().index(), ddp.world_size().count());
+        let spans = divided(ddp.model());
+        let trained: HashSet<_> = ddp.parameters().iter().map(|parameter| parameter.id).collect();
+        let mut own: Vec<Own> = Vec::with_capacity(ddp.state().len());
+        let mut told = RankStatement { replica, divider, tensors: Vec::with_capacity(own.capacity()) };
+        for parameter in ddp.state() {
+            let placed = Own::new(parameter, spans.get(&parameter.id).copied(), divider, names);
+            told.tensors.push(TensorStatement {
+                name: placed.name.clone(),
+                dtype: placed.dtype,
+                whole: placed.whole.clone(),
+                is_divided: spans.contains_key(&parameter.id),
+                is_trained: trained.contains(&parameter.id),
+                is_tied: names.tied.contains(&placed.name),
+            });
+            own.push(placed);
+        }
+        let all = group.all_gather_object(&told)?;
+        let whole = agreed(&all)?;
+        let positions: HashMap<&str, usize> =
+            whole.keys().enumerate().map(|(position, name)| (*name, position)).collect();
+        let writers = writers(&all, &positions);
+        let rank = group.rank();
+        for (own, told) in own.iter_mut().zip(&told.tensors) {
+            let part = if told.is_divided { divider.0 } else { 0 };
+            let is_writer = |part: usize| writers.get(&(own.name.as_str(), part)) == Some(&rank.index());
+            (own.writes, own.writes_index) = (is_writer(part), part == 0 && is_writer(0));
+        }
+        let entry = |(name, (_, tensor)): (&&str, &(usize, &TensorStatement))| {
+            Entry::new(name, tensor.dtype, &tensor.whole)
+        };
+        let whole = whole.iter().map(entry).collect();
+        Ok(Self { own, whole, rank })
+    }
+
+    /// Adds this rank's part of the model and of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
+    /// every rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Running statistics are those of the
+    /// first replica.
+    ///
+    /// # Errors
+    /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; or as [`Snapshot::slice`].
+    pub fn save<M: Module>(
+        &self,
+        ddp: &Ddp<M>,
+        optimizer: &ModuleOptimizer,
+        snapshot: &mut Snapshot,
+        name: &str,
+    ) -> Result<()> {
+        let indices = self.parameters(ddp)?;
+        if self.rank.is_main() {
+            snapshot.value(name, &self.whole)?;
+        }
+        ddp.settle_buffers();
+        let mut saver = Saver { own: self.own.iter(), snapshot, name, outcome: Ok(()) };
+        ddp.model().visit(&mut saver);
+        saver.outcome?;
+        let OptimizerState { tensors, scalars, .. } = OptimizerState::of(optimizer, ddp.parameters())?;
+        let mut index = Index::default();
+        let of =
+            |key: &Key| indices.get(key.index).and_then(|place| self.own.get(*place)).ok_or_else(other_model);
+        for (key, layout, elements) in tensors {
+            let own = of(&key)?;
+            own.check(&key.field, &layout.shape)?;
+            if own.writes_index {
+                index.tensors.push((own.name.clone(), key.field.clone(), layout.dtype));
+            }
+            if own.writes {
+                own.add(
+                    snapshot,
+                    &in_optimizer(name, &own.name, &key.field),
+                    layout.dtype,
+                    elements.to_vec(),
+                )?;
+            }
+        }
+        for (key, scalar) in scalars {
+            let own = of(&key)?;
+            if own.writes_index {
+                index.scalars.push((own.name.clone(), key.field, scalar));
+            }
+        }
+        snapshot.value(&format!("{}{}", index_prefix(name), self.rank), &index)
+    }
+
+    /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process.
+    ///
+    /// # Errors
+    /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
+    pub fn load<M: Module>(
+        &self,
+        ddp: &mut Ddp<M>,
+        optimizer: &mut ModuleOptimizer,
+        saved: &Saved,
+        name: &str,
+    ) -> Result<()> {
+        let indices = self.parameters(ddp)?;
+        model::compare(&self.whole, &saved.value::<Vec<Entry>>(name)?)?;
+        let elements = self.own.iter().map(|own| own.read(saved, &in_model(name, &own.name), own.dtype));
+        let elements = elements.collect::<Result<Vec<_>>>()?;
+        let (mut tensors, mut scalars) = (Fields::new(), Fields::new());
+        for part in saved.part_names().filter(|part| part.starts_with(&index_prefix(name))) {
+            let index: Index = saved.value(part)?;
+            index.tensors.into_iter().for_each(|(name, field, dtype)| tensors.add(name, field, dtype));
+            index.scalars.into_iter().for_each(|(name, field, scalar)| scalars.add(name, field, scalar));
+        }
+        let mut state = OptimizerState::empty();
+        for (index, (place, parameter)) in indices.iter().zip(ddp.parameters()).enumerate() {
+            let own = &self.own[*place];
+            let key = |field: &String| Key { index, field: field.clone() };
+            for (field, dtype) in tensors.of(&own.name) {
+                let bytes = own.read(saved, &in_optimizer(name, &own.name, field), *dtype)?;
+                let layout = Layout { dtype: *dtype, shape: own.shape.clone() };
+                state.tensors.push((key(field), layout, Bytes::from_bytes_vec(bytes.into_owned())));
+            }
+            let numbers = scalars.of(&own.name);
+            state.scalars.extend(numbers.iter().map(|(field, scalar)| (key(field), *scalar)));
+            if !numbers.is_empty() {
+                state.paths.push((index, parameter.name.clone()));
+            }
+        }
+        *optimizer = state.load(optimizer, ddp.parameters())?;
+        // Deferred updates of forward passes would overwrite the loaded values.
+        ddp.settle_buffers();
+        ddp.map(|model| model::loaded(model, Select::All, elements));
+        Ok(())
+    }
+
+    /// By the index of each parameter that is trained, its place among this rank's tensors.
+    fn parameters<M: Module>(&self, ddp: &Ddp<M>) -> Result<Vec<usize>> {
+        let state = ddp.state();
+        let same = state.len() == self.own.len()
+            && state
+                .iter()
+                .zip(&self.own)
+                .all(|(tensor, own)| tensor.shape == own.shape && tensor.dtype == own.dtype);
+        if !same {
+            return Err(Error::invalid_argument(
+                "the Ddp is not the one for which ShardedState::new was called",
+            )
+            .with_remedy("make a ShardedState for each model"));
+        }
+        let places: HashMap<_, _> =
+            state.iter().enumerate().rev().map(|(place, tensor)| (tensor.id, place)).collect();
+        ddp.parameters()
+            .iter()
+            .map(|parameter| places.get(&parameter.id).copied().ok_or_else(other_model))
+            .collect()
+    }
+}
+
+fn in_model(prefix: &str, name: &str) -> String {
+    format!("{prefix}.model.{name}")
+}
+
+fn in_optimizer(prefix: &str, name: &str, field: &str) -> String {
+    format!("{prefix}.optimizer.{name}.{field}")
+}
+
+/// What the names of all ranks' [`Index`]es begin with.
+fn index_prefix(name: &str) -> String {
+    format!("{name}.optimizer-")
+}
+
+/// Values by the name of a parameter and a field of its state.
+struct Fields<T>(HashMap<String, Vec<(String, T)>>);
+
+impl<T> Fields<T> {
+    fn new() -> Self {
+        Self(HashMap::new())
+    }
+
+    fn add(&mut self, name: String, field: String, value: T) {
+        self.0.entry(name).or_default().push((field, value));
+    }
+
+    fn of(&self, name: &str) -> &[(String, T)] {
+        self.0.get(name).map_or(&[], Vec::as_slice)
+    }
+}
+
+impl Own {
+    fn new(
+        parameter: &Parameter,
+        span: Option<Span>,
+        (rank, ranks): (usize, usize),
+        names: &StateNames<'_>,
+    ) -> Self {
+        let Parameter { name, shape, dtype, .. } = parameter;
+        let (mut whole, mut offsets) = (shape.clone(), vec![0; shape.len()]);
+        if let Some(Span { dim, total }) = span {
+            (whole[dim], offsets[dim]) = (total, part(total, ranks, rank).0);
+        }
+        let (name, shape) = ((names.whole)(name), shape.clone());
+        Self { name, dtype: *dtype, whole, offsets, shape, writes: false, writes_index: false }
+    }
+
+    /// An error unless a field of the optimizer's state has an element for each of the parameter's.
+    fn check(&self, field: &str, shape: &[usize]) -> Result<()> {
+        if shape == self.shape {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "the optimizer keeps `{field}` of shape {shape:?} for `{}` of shape {:?}: its state cannot be divided",
+            self.name, self.shape
+        ))
+        .with_remedy("take an optimizer that treats each element by itself, such as AdamW"))
+    }
+
+    fn add(&self, snapshot: &mut Snapshot, name: &str, dtype: BurnDType, elements: Vec<u8>) -> Result<()> {
+        let place = (self.offsets.as_slice(), self.shape.as_slice());
+        snapshot.slice_bytes(name, tensor_bytes::dtype(dtype)?, &self.whole, place, elements)
+    }
+
+    fn read<'a>(&self, saved: &'a Saved, name: &str, dtype: BurnDType) -> Result<Cow<'a, [u8]>> {
+        let tensor = saved.tensor(name)?;
+        if tensor.shape() != self.whole || tensor.dtype() != tensor_bytes::dtype(dtype)? {
+            return Err(Error::mismatch(format!(
+                "the state is that of another model: `{name}` is {} {:?} there, and {dtype:?} {:?} here",
+                tensor.dtype(),
+                tensor.shape(),
+                self.whole
+            ))
+            .with_remedy("build the model as it was built when the state was saved"));
+        }
+        tensor.slice(&self.offsets, &self.shape)?.bytes()
+    }
+}
+
+/// The tensors of the whole model by name, each with the first rank that has it; an error if ranks contradict each other.
+fn agreed(all: &[RankStatement]) -> Result<BTreeMap<&str, (usize, &TensorStatement)>> {
+    let mut whole: BTreeMap<&str, (usize, &TensorStatement)> = BTreeMap::new();
+    // Which rank of the first replica has which part.
+    let mut parts: HashMap<(&str, usize), usize> = HashMap::new();
+    let failed = |cause: String, rank: usize, remedy: &str| {
+        Err(Error::mismatch(cause).with_peer(Rank::new(rank as u32)).with_remedy(remedy))
+    };
+    for (rank, told) in all.iter().enumerate() {
+        if told.replica.1 != all[0].replica.1 || told.divider.1 != all[0].divider.1 {
+            let of = |told: &RankStatement| {
+                format!("{} replicas and {} ranks that share layers", told.replica.1, told.divider.1)
+            };
+            let cause = format!("rank 0 is one of {}, and rank {rank} of {}", of(&all[0]), of(told));
+            return failed(cause, rank, "give every rank the groups of one mesh");
+        }
+        for tensor in &told.tensors {
+            let name = tensor.name.as_str();
+            let (first, there) = *whole.entry(name).or_insert((rank, tensor));
+            if (there.dtype, &there.whole, there.is_divided)
+                != (tensor.dtype, &tensor.whole, tensor.is_divided)
+            {
+                let of = |tensor: &TensorStatement| {
+                    let divided = if tensor.is_divided { "(divided)" } else { "(not divided)" };
+                    format!("{:?} {:?} {divided}", tensor.dtype, tensor.whole)
+                };
+                let cause =
+                    format!("`{name}` is {} on rank {first}, and {} on rank {rank}", of(there), of(tensor));
+                return failed(cause, rank, NAMES);
+            }
+            if told.replica.0 != 0 {
+                continue;
+            }
+            match parts.insert((name, told.divider.0), rank) {
+                Some(other) if other == rank => {
+                    return failed(format!("two tensors of rank {rank} are `{name}`"), rank, NAMES);
+                }
+                Some(other) if !tensor.is_tied => {
+                    let cause = format!(
+                        "`{name}` is on ranks {other} and {rank}, which are no replicas of each other"
+                    );
+                    return failed(cause, rank, NAMES);
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(whole)
+}
+
+/// The remedy if names are not those of the whole model.
+const NAMES: &str = "let StateNames give each tensor its path in the whole model, name what stages share with `tied`, and give \
+                     ShardedState::new the tensor group, if there is one";
+
+/// Which rank writes which part of which tensor: replicas in turns, and of the others that have it the first.
+fn writers<'a>(
+    all: &'a [RankStatement],
+    positions: &HashMap<&str, usize>,
+) -> HashMap<(&'a str, usize), usize> {
+    let mut writers = HashMap::new();
+    for (rank, told) in all.iter().enumerate() {
+        for tensor in &told.tensors {
+            let position = positions.get(tensor.name.as_str()).copied().unwrap_or(0);
+            // Replicas have buffers of their own.
+            let turn = if tensor.is_trained { position % told.replica.1 } else { 0 };
+            let part = told.divider.0;
+            if told.replica.0 == turn && (tensor.is_divided || part == 0) {
+                writers.entry((tensor.name.as_str(), part)).or_insert(rank);
+            }
+        }
+    }
+    writers
+}
+
+/// Adds this rank's slices of the model to a checkpoint.
+struct Saver<'a> {
+    own: std::slice::Iter<'a, Own>,
+    snapshot: &'a mut Snapshot,
+    name: &'a str,
+    outcome: Result<()>,
+}
+
+impl Saver<'_> {
+    fn save(&mut self, elements: impl FnOnce() -> Result<Vec<u8>>) {
+        let Some(own) = self.own.next().filter(|own| own.writes && self.outcome.is_ok()) else { return };
+        let name = in_model(self.name, &own.name);
+        self.outcome = elements().and_then(|elements| own.add(self.snapshot, &name, own.dtype, elements));
+    }
+}
+
+impl ModuleVisitor for Saver<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.save(|| tensor_bytes::with_bytes(param.base(), |tensor| tensor.bytes.to_vec()));
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.save(|| Ok(read_back::data(param.base())?.as_bytes().to_vec()));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.save(|| Ok(read_back::data(param.base())?.as_bytes().to_vec()));
+    }
+}

@@ -1,0 +1,294 @@
+//! What was saved on a mesh of one shape goes on in another.
+
+use std::path::Path;
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::tensor::Tensor;
+use phalanx::checkpoint::Checkpoints;
+use phalanx::mesh::DeviceMesh;
+use phalanx::pipeline::Schedule;
+use phalanx::{DType, ProcessGroup};
+use phalanx_burn::Ddp;
+use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
+use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup, VocabParallelEmbedding};
+use phalanx_burn::parallel::{ShardedState, StateNames};
+
+use super::model::{Batch, Part, Whole, loss, rows};
+use crate::common::{device, floats, run};
+
+const LAYERS: usize = 2;
+/// Rows of a step, over all replicas.
+const ROWS: usize = 8;
+const RATE: f64 = 1e-2;
+/// Steps before the checkpoint, and after it.
+const BEFORE: usize = 3;
+const AFTER: usize = 4;
+
+/// Ranks along data, pipeline and tensor.
+type Shape = (usize, usize, usize);
+
+const SHAPES: [Shape; 6] = [(1, 1, 1), (4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2), (1, 1, 4)];
+
+/// One of several stages, whose layers are divided.
+#[derive(Module, Debug)]
+struct Piece {
+    tokens: Option<VocabParallelEmbedding>,
+    encoder: ParallelEncoder,
+    head: Option<Linear>,
+}
+
+impl Stage<3> for Piece {
+    type Batch = Batch;
+
+    fn forward(&self, input: Option<Tensor<3>>, (tokens, classes): &Batch) -> StageOutput<3> {
+        let x = match (input, &self.tokens) {
+            (None, Some(embedding)) => embedding.forward(tokens.clone()),
+            (Some(x), _) => x,
+            (None, None) => unreachable!("the first stage begins with tokens"),
+        };
+        let x = self.encoder.forward(x, None, None);
+        match &self.head {
+            None => StageOutput::Hidden(x),
+            Some(head) => StageOutput::Loss(loss(head, x, classes.clone())),
+        }
+    }
+}
+
+/// A training on a mesh.
+struct Training {
+    mesh: DeviceMesh,
+    pipeline: Pipeline<3>,
+    ddp: Ddp<Vec<Piece>>,
+    optimizer: ModuleOptimizer,
+    state: ShardedState,
+}
+
+impl Training {
+    fn new(group: &ProcessGroup, (data, stages, parts): Shape) -> Self {
+        let dimensions = [("data", data), ("pipeline", stages), ("tensor", parts)];
+        let mesh = DeviceMesh::new(group, &dimensions).unwrap();
+        let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+        let pipeline =
+            Pipeline::new(mesh.group("pipeline").unwrap(), Schedule::OneForwardOneBackward, 2).unwrap();
+        let piece = |stage| {
+            let Part { tokens, encoder, head } = Part::new(LAYERS, stage, stages);
+            Piece {
+                tokens: tokens.map(|tokens| VocabParallelEmbedding::new(tokens, &tensor).unwrap()),
+                encoder: ParallelEncoder::new(encoder, &tensor, Activations::Replicated).unwrap(),
+                head: head.map(|head| tensor.replicate(head).unwrap()),
+            }
+        };
+        let pieces: Vec<Piece> = pipeline.own_stages().map(piece).collect();
+        let ddp = Ddp::new(pieces, mesh.group("data").unwrap()).unwrap();
+        let names = StateNames::new(|path| {
+            let (stage, path) = pipeline.stage_path(path).unwrap();
+            in_whole(stage * LAYERS / stages, path)
+        });
+        let state = ShardedState::new(&ddp, group, Some(&tensor), &names).unwrap();
+        drop(names);
+        Self { mesh, pipeline, ddp, optimizer: AdamWConfig::new().init(), state }
+    }
+
+    /// The losses of these steps.
+    fn steps(&mut self, steps: std::ops::Range<usize>) -> Vec<f64> {
+        let replica = self.mesh.coordinate("data").unwrap();
+        let own = ROWS / self.mesh.size("data").unwrap();
+        let step = |step: usize| {
+            let from = step * ROWS + replica * own;
+            let batches = [rows(from, from + own / 2), rows(from + own / 2, from + own)];
+            let done = self.pipeline.train(&mut self.ddp, &batches).unwrap();
+            self.ddp.step(&mut self.optimizer, RATE, done.gradients).unwrap();
+            self.ddp.mean(done.loss).unwrap()
+        };
+        steps.map(step).collect()
+    }
+
+    fn save(&self, checkpoints: &Checkpoints) {
+        let saved = checkpoints
+            .save_sharded(1, |snapshot| self.state.save(&self.ddp, &self.optimizer, snapshot, "training"));
+        saved.and_then(|()| checkpoints.finish()).unwrap();
+    }
+
+    fn load(&mut self, checkpoints: &Checkpoints) {
+        let saved = checkpoints.newest().unwrap().unwrap();
+        self.state.load(&mut self.ddp, &mut self.optimizer, &saved, "training").unwrap();
+    }
+}
+
+/// The path in [`Whole`] of a tensor of a stage that begins with layer `first`.
+fn in_whole(first: usize, path: &str) -> String {
+    match path.strip_prefix("encoder.layers.").and_then(|rest| rest.split_once('.')) {
+        Some((layer, rest)) => {
+            format!("encoder.layers.{}.{rest}", first + layer.parse::<usize>().unwrap())
+        }
+        None => path.to_owned(),
+    }
+}
+
+fn ranks((data, stages, parts): Shape) -> u32 {
+    (data * stages * parts) as u32
+}
+
+/// All tensors of the checkpoint in a folder.
+fn contents(folder: &Path) -> Vec<(String, DType, Vec<usize>, Vec<u8>)> {
+    let checkpoints = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
+    let saved = checkpoints.newest().unwrap().unwrap();
+    let tensors = saved.tensors().map(|(name, tensor)| {
+        (name.to_owned(), tensor.dtype(), tensor.shape().to_vec(), tensor.bytes().unwrap().into_owned())
+    });
+    tensors.collect()
+}
+
+#[test]
+fn every_mesh_goes_on_with_what_any_other_has_saved() {
+    // Without the state of the optimizer it would be another curve: what is compared depends on it.
+    let curve = run(1, |group| {
+        let mut training = Training::new(&group, (1, 1, 1));
+        let before = training.steps(0..BEFORE);
+        let mut forgetful = Training::new(&group, (1, 1, 1));
+        forgetful.ddp = Ddp::new(training.ddp.model().clone(), &group).unwrap();
+        let after = training.steps(BEFORE..BEFORE + AFTER);
+        let forgotten = forgetful.steps(BEFORE..BEFORE + AFTER);
+        let apart = after.iter().zip(&forgotten).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+        assert!(apart > 1e-2, "{after:?} {forgotten:?}");
+        [before, after].concat()
+    })
+    .remove(0);
+    let near = |losses: &[f64], from: usize, what: &str| {
+        for (step, (ours, expected)) in losses.iter().zip(&curve[from..]).enumerate() {
+            assert!((ours / expected - 1.0).abs() < 1e-4, "{what}, step {step}: {ours} and not {expected}");
+        }
+    };
+    for from in SHAPES {
+        let folder = tempfile::tempdir().unwrap();
+        let uninterrupted = run(ranks(from), |group| {
+            let mut training = Training::new(&group, from);
+            near(&training.steps(0..BEFORE), 0, &format!("{from:?}"));
+            training.save(&Checkpoints::open(folder.path(), &group).unwrap());
+            training.steps(BEFORE..BEFORE + AFTER)
+        });
+        let saved = contents(folder.path());
+        // Parameters, and two moments of each, as in one process.
+        assert_eq!(saved.len(), 3 * floats(&Whole::new(LAYERS)).len(), "{from:?}");
+        for to in SHAPES {
+            let (what, again) = (format!("{from:?} -> {to:?}"), tempfile::tempdir().unwrap());
+            let losses = run(ranks(to), |group| {
+                let mut training = Training::new(&group, to);
+                training.load(&Checkpoints::open(folder.path(), &group).unwrap());
+                training.save(&Checkpoints::open(again.path(), &group).unwrap());
+                training.steps(BEFORE..BEFORE + AFTER)
+            });
+            assert!(contents(again.path()) == saved, "{what}: a tensor has changed on the way");
+            near(&losses[0], BEFORE, &what);
+            assert!(from != to || losses == uninterrupted, "{what}: {losses:?} {uninterrupted:?}");
+        }
+    }
+}
+
+#[test]
+fn one_process_has_no_need_of_divided_layers() {
+    let folder = tempfile::tempdir().unwrap();
+    run(4, |group| {
+        let mut training = Training::new(&group, (1, 2, 2));
+        training.steps(0..1);
+        training.save(&Checkpoints::open(folder.path(), &group).unwrap());
+    });
+    run(1, |group| {
+        let mut ddp = Ddp::new(Whole::new(LAYERS), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        let state = ShardedState::new(&ddp, &group, None, &StateNames::same()).unwrap();
+        let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
+        state.load(&mut ddp, &mut optimizer, &saved, "training").unwrap();
+        assert_ne!(floats(ddp.model()), floats(&Whole::new(LAYERS)), "a step was taken");
+        let loss = ddp.forward(|model| model.loss(rows(ROWS, 2 * ROWS))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut optimizer, RATE, gradients).unwrap();
+    });
+}
+
+#[test]
+fn another_model_s_state_is_refused_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        Training::new(&group, (1, 2, 1)).save(&checkpoints);
+        let mut ddp = Ddp::new(Whole::new(LAYERS + 1), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let state = ShardedState::new(&ddp, &group, None, &StateNames::same()).unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let error = state.load(&mut ddp, &mut optimizer, &saved, "training").unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_mismatch() && text.contains("here it is encoder.layers.2.mha.key.bias"), "{text}");
+        assert_eq!(floats(ddp.model()), floats(&Whole::new(LAYERS + 1)));
+        let other = Ddp::new(Whole::new(LAYERS), &group).unwrap();
+        let error = checkpoints
+            .save_sharded(2, |snapshot| state.save(&other, &optimizer, snapshot, "training"))
+            .unwrap_err();
+        assert!(error.to_string().contains("not the one for which ShardedState::new was called"), "{error}");
+    });
+}
+
+/// A parameter that two stages have, and one that each has for itself.
+#[derive(Module, Debug)]
+struct Tied {
+    shared: Param<Tensor<2>>,
+    own: Linear,
+}
+
+impl Tied {
+    fn new(own: usize) -> Self {
+        Self {
+            shared: Param::from_tensor(Tensor::ones([3, 2], &device())),
+            own: LinearConfig::new(2, own).init(&device()),
+        }
+    }
+}
+
+#[test]
+fn what_stages_share_is_saved_once_and_only_if_it_was_named() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let alone = ProcessGroup::alone().unwrap();
+        let rank = group.rank().index();
+        let mut ddp = Ddp::new(Tied::new(2 + rank), &alone).unwrap();
+        let path = |path: &str| path.replace("own.", &format!("own{rank}."));
+        let error = ShardedState::new(&ddp, &group, None, &StateNames::new(path)).unwrap_err().to_string();
+        assert!(error.contains("`shared` is on ranks 0 and 1, which are no replicas"), "{error}");
+        // A name that each rank gives to a tensor of its own.
+        let error = ShardedState::new(&ddp, &group, None, &StateNames::same().tied("shared"));
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains(
+                "`own.weight` is F32 [2, 2] (not divided) on rank 0, and F32 [2, 3] (not divided) on rank 1"
+            ),
+            "{error}"
+        );
+        let error = ShardedState::new(&ddp, &group, None, &StateNames::new(|_| "same".to_owned()));
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("`same` is F32 [3, 2]") || error.contains("are `same`"), "{error}");
+
+        let state = ShardedState::new(&ddp, &group, None, &StateNames::new(path).tied("shared")).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        for step in 1..=2 {
+            let loss =
+                ddp.forward(|model| model.own.forward(model.shared.val()).powi_scalar(2).sum()).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.1, gradients).unwrap();
+            let saved =
+                checkpoints.save_sharded(step, |snapshot| state.save(&ddp, &optimizer, snapshot, "x"));
+            saved.and_then(|()| checkpoints.finish()).unwrap();
+        }
+        let expected = group.all_gather_object(&floats(ddp.model())).unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        state.load(&mut ddp, &mut optimizer, &saved, "x").unwrap();
+        let loaded = floats(ddp.model());
+        assert_eq!(
+            (&loaded[0], &loaded[1..]),
+            (&expected[0][0], &expected[rank][1..]),
+            "the first copy, and its own"
+        );
+    });
+}
