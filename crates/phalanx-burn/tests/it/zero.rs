@@ -1,5 +1,7 @@
 //! An optimizer whose state is spread over the ranks, against one whose is not.
 
+use std::sync::Barrier;
+
 use crate::common::{Mlp, distance, floats, run, samples};
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
@@ -22,10 +24,13 @@ fn gradients(ddp: &mut Ddp<Mlp>, step: usize) -> SyncedGradients {
 
 #[test]
 fn gradients_from_before_parameters_were_sharded_are_refused() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
         let before = gradients(&mut ddp, 0);
         let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        // The first error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
         let error = zero.step(&mut ddp, 0.01, before).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("sharded"), "{error}");
     });
@@ -227,11 +232,14 @@ fn a_hook_averages_whole_buckets_and_the_parameters_come_on_top() {
 #[test]
 fn a_plain_step_with_sharded_gradients_is_an_error_on_every_rank() {
     let start = Mlp::new(&WIDTHS);
+    let all_are_here = Barrier::new(2);
     let errors = run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
         let mut optimizer = SgdConfig::new().init();
         let _zero = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut ddp).unwrap();
         let averages = gradients(&mut ddp, 0);
+        // The first error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
         let refused = ddp.step(&mut optimizer, 0.01, averages).unwrap_err().to_string();
         [refused, ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string()]
     });

@@ -1,5 +1,6 @@
 //! A pipeline's loss and gradients are those of one process.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
@@ -332,12 +333,15 @@ impl Stage<2> for Odd {
 #[test]
 fn an_error_on_one_rank_is_every_rank_s() {
     let failed = |gives_loss: [bool; 2], rows: &[usize], stages: usize, cause: &str| {
+        let all_are_here = Barrier::new(2);
         let errors: Vec<Error> = run(2, |group| {
             let rank = group.rank().index();
             let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
             let odd = || Odd { layer: LinearConfig::new(2, 2).init(&device()), gives_loss: gives_loss[rank] };
             let own = if rank == 0 { stages } else { 1 };
             let mut ddp = Ddp::new((0..own).map(|_| odd()).collect::<Vec<_>>(), &alone()).unwrap();
+            // An error that a rank finds by itself ends the group, in which the other may still make its pipeline.
+            all_are_here.wait();
             pipeline.train(&mut ddp, rows).unwrap_err()
         });
         assert!(errors.iter().all(|error| error.to_string().contains(cause)), "{errors:?}");
@@ -346,11 +350,13 @@ fn an_error_on_one_rank_is_every_rank_s() {
     failed([true, true], &[3, 3], 1, "stage 0 gives a loss");
     failed([false, false], &[3, 3], 1, "stage 1 gives no loss");
     failed([false, true], &[3, 3], 2, "has 1 of 2 stages, and its model 2");
+    let all_are_here = Barrier::new(2);
     let errors = run(2, |group| {
         let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
         let odd = Odd { layer: LinearConfig::new(2, 2).init(&device()), gives_loss: !group.rank().is_main() };
         let mut ddp = Ddp::new(vec![odd], &alone()).unwrap();
         let rows = vec![1; 2 + group.rank().index()];
+        all_are_here.wait();
         pipeline.train(&mut ddp, &rows).unwrap_err().to_string()
     });
     assert!(
