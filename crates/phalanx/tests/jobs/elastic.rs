@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use phalanx::elastic::{self, Context, Options, Parts, State};
@@ -15,7 +16,11 @@ use crate::support::ROLE;
 /// A state to begin with, as hexadecimal digits.
 const RESUME: &str = "PHALANX_TEST_RESUME";
 const LAST_CALL: &str = "PHALANX_TEST_LAST_CALL_MS";
+/// A file that is there when the test has seen what it waits for.
+const ENOUGH: &str = "PHALANX_TEST_ENOUGH";
 const STEPS: u64 = 400;
+/// Where workers wait for that: a multiple of the steps between two commits.
+const HOLD: u64 = 300;
 const FEATURES: usize = 16;
 
 pub const TESTS: &[(&str, fn())] = &[
@@ -64,7 +69,8 @@ fn work(scenario: &str) -> phalanx::Result<()> {
         _ => {}
     }
     let mut options = Options::from_env()?;
-    options.keep_alive = (Duration::from_millis(200), 5);
+    // Who is killed or stopped is found by its group; who is only slow is not given up.
+    options.keep_alive = (Duration::from_millis(200), 25);
     if let Ok(milliseconds) = std::env::var(LAST_CALL) {
         options.last_call = Duration::from_millis(milliseconds.parse().unwrap());
     }
@@ -98,6 +104,9 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, mishap: &str
     let (round, step) = (context.round(), context.state.0.0);
     println!("round {round} rank {rank} of {world} step {step} pid {} state {state}", std::process::id());
     while context.state.0.0 < STEPS {
+        if context.state.0.0 == HOLD {
+            hold(context, group, round)?;
+        }
         let (step, weights, sampler) = &mut context.state.0;
         let Some(batch) = sampler.next_batch(4, rank, world) else {
             sampler.next_epoch();
@@ -126,6 +135,21 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, mishap: &str
         }
     }
     Ok(context.state.0.0)
+}
+
+/// Waits until the test has seen enough, however late it is. Commits that change nothing let newcomers in meanwhile.
+fn hold(context: &mut Context<'_, Training>, group: &ProcessGroup, round: u64) -> phalanx::Result<()> {
+    let Some(enough) = std::env::var_os(ENOUGH) else { return Ok(()) };
+    loop {
+        let mut is_enough = [i64::from(group.rank().is_main() && Path::new(&enough).exists())];
+        group.all_reduce(&mut is_enough, ReduceOp::Max)?;
+        if is_enough[0] > 0 {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+        context.commit()?;
+        println!("commit {HOLD} round {round}");
+    }
 }
 
 /// A commit that fails while it saves the state, and a loop that makes nothing of it: it ends with the next failure of another.
@@ -203,6 +227,15 @@ impl Seen {
         if complete { self.committed.get(&self.round()).copied().unwrap_or(0) } else { 0 }
     }
 
+    /// Has each place had so many lives, and are the last of all in the newest round?
+    fn all_are_in(&self, lives: [usize; 3]) -> bool {
+        let newest = self.rounds.last_key_value();
+        let newest: BTreeSet<u32> =
+            newest.into_iter().flat_map(|(_, round)| round.0.values().copied()).collect();
+        let last = self.pids.values().filter_map(|lives| lives.last().copied()).collect();
+        self.pids.values().map(Vec::len).eq(lives) && newest == last
+    }
+
     fn worlds(&self) -> Vec<u32> {
         self.rounds.values().map(|round| round.1).collect()
     }
@@ -248,13 +281,14 @@ fn run(job: &Job, mut note: impl FnMut(&Event<'_>, Instant)) -> Report {
     .unwrap()
 }
 
-/// Runs the job, and has `act` look at what has been seen after each event.
-fn watch(job: &Job, mut act: impl FnMut(&mut Seen)) -> (Report, Seen) {
-    let mut seen = Seen::default();
-    let report = run(job, |event, _| {
+/// Runs the job, and has `act` look at what has been seen after each event, and say whether the workers may go on to the end.
+fn watch(job: Job, mut act: impl FnMut(&mut Seen) -> bool) -> (Report, Seen) {
+    let (mut seen, folder) = (Seen::default(), tempfile::tempdir().unwrap());
+    let enough = folder.path().join("enough");
+    let report = run(&job.variable(ENOUGH, &enough), |event, _| {
         seen.note(event);
-        if matches!(event, Event::Line { .. }) {
-            act(&mut seen);
+        if matches!(event, Event::Line { .. }) && act(&mut seen) {
+            std::fs::write(&enough, "").unwrap();
         }
     });
     (report, seen)
@@ -271,13 +305,14 @@ fn succeeded(report: &Report, seen: &Seen) {
 fn whoever_is_killed_the_others_go_on() {
     // At different moments of a step and of a commit: the time between the line and the signal is not in our hand.
     let mut victims = vec![(150, 2), (90, 0), (40, 1)];
-    let (report, seen) = watch(&elastic("train", 3, 2, 3), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 2, 3), |seen| {
         if let Some((step, place)) = victims.last().copied()
             && seen.progress() >= step
         {
             victims.pop();
             send(*seen.pids[&place].last().unwrap(), Signal::KILL);
         }
+        seen.all_are_in([2, 2, 2])
     });
     succeeded(&report, &seen);
     assert_eq!((report.replacements, seen.lost.len()), (3, 3), "{:?}", seen.lost);
@@ -294,11 +329,12 @@ fn whoever_is_killed_the_others_go_on() {
 
 fn all_but_one_may_die_at_once() {
     let mut killed = false;
-    let (report, seen) = watch(&elastic("train", 3, 1, 2), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 1, 2), |seen| {
         if !killed && seen.progress() >= 50 {
             killed = true;
             [0, 2].iter().for_each(|place| send(seen.pids[place][0], Signal::KILL));
         }
+        seen.all_are_in([2, 1, 2])
     });
     succeeded(&report, &seen);
     assert_eq!(seen.pids[&1].len(), 1);
@@ -307,11 +343,12 @@ fn all_but_one_may_die_at_once() {
 
 fn without_a_replacement_the_world_is_smaller() {
     let mut killed = false;
-    let (report, seen) = watch(&elastic("train", 3, 2, 0), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 2, 0), |seen| {
         if !killed && seen.progress() >= 50 {
             killed = true;
             send(seen.pids[&0][0], Signal::KILL);
         }
+        seen.worlds() == [3, 2]
     });
     succeeded(&report, &seen);
     assert_eq!((seen.worlds(), seen.lost.as_slice()), (vec![3, 2], &[(0, None)][..]));
@@ -322,25 +359,26 @@ fn a_late_replacement_is_taken_in_at_a_commit() {
     let mut killed = false;
     // Nobody is waited for: the survivors go on at once.
     let job = elastic("train", 3, 2, 1).variable(LAST_CALL, "0");
-    let (report, seen) = watch(&job, |seen| {
+    let (report, seen) = watch(job, |seen| {
         if !killed && seen.progress() >= 50 {
             killed = true;
             send(seen.pids[&2][0], Signal::KILL);
         }
+        seen.all_are_in([1, 1, 2])
     });
     succeeded(&report, &seen);
     // If the replacement was as quick as the survivors, it was waited for by nobody all the same.
     assert!([vec![3, 2, 3], vec![3, 3]].contains(&seen.worlds()), "{:?}", seen.worlds());
     if let (Some(before), Some(after)) = (seen.committed.get(&2), seen.rounds.get(&3)) {
         // The commit at which they met it was not undone, though it has not returned.
-        assert!(after.2 > *before, "{seen:?}");
+        assert!(after.2 > *before || after.2 == HOLD, "{seen:?}");
     }
     seen.check();
 }
 
 fn a_frozen_worker_is_left_behind() {
     let (mut stopped, mut woken) = (false, false);
-    let (report, seen) = watch(&elastic("train", 3, 2, 0), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 2, 0), |seen| {
         if !stopped && seen.progress() >= 50 {
             stopped = true;
             send(seen.pids[&1][0], Signal::STOP);
@@ -349,6 +387,7 @@ fn a_frozen_worker_is_left_behind() {
             woken = true;
             send(seen.pids[&1][0], Signal::CONT);
         }
+        seen.worlds() == [3, 2, 3]
     });
     succeeded(&report, &seen);
     assert_eq!(seen.worlds(), [3, 2, 3], "{}", seen.stderr);
@@ -359,7 +398,7 @@ fn a_frozen_worker_is_left_behind() {
 }
 
 fn an_error_of_its_own_ends_one_worker() {
-    let (report, seen) = watch(&elastic("unlucky", 3, 2, 1), |_| {});
+    let (report, seen) = watch(elastic("unlucky", 3, 2, 1), |seen| seen.all_are_in([1, 2, 1]));
     succeeded(&report, &seen);
     assert_eq!(seen.lost.len(), 1);
     assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
@@ -369,11 +408,12 @@ fn an_error_of_its_own_ends_one_worker() {
 
 fn a_save_that_failed_is_never_taken_for_a_commit() {
     let mut killed = false;
-    let (report, seen) = watch(&elastic("torn", 3, 1, 2), |seen| {
+    let (report, seen) = watch(elastic("torn", 3, 1, 2), |seen| {
         if seen.torn && !killed {
             killed = true;
             send(seen.pids[&2][0], Signal::KILL);
         }
+        seen.all_are_in([1, 2, 2])
     });
     succeeded(&report, &seen);
     // The failure of the other has not hidden that this one has no commit to go back to.
@@ -385,13 +425,14 @@ fn a_save_that_failed_is_never_taken_for_a_commit() {
 
 fn too_few_workers_end_the_job() {
     let mut victims = vec![(100, 1), (50, 2)];
-    let (report, seen) = watch(&elastic("train", 3, 2, 0), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 2, 0), |seen| {
         if let Some((step, place)) = victims.last().copied()
             && seen.progress() >= step
         {
             victims.pop();
             send(seen.pids[&place][0], Signal::KILL);
         }
+        false
     });
     let Outcome::Failed(failure) = &report.outcome else { panic!("{:?}", report.outcome) };
     assert_eq!((failure.rank.get(), failure.pid), (2, seen.pids[&2][0]));
@@ -400,13 +441,14 @@ fn too_few_workers_end_the_job() {
 
 fn the_reset_limit_ends_the_job() {
     let mut victims = vec![(100, 1), (50, 2)];
-    let (report, seen) = watch(&elastic("train", 3, 1, 2).reset_limit(1), |seen| {
+    let (report, seen) = watch(elastic("train", 3, 1, 2).reset_limit(1), |seen| {
         if let Some((step, place)) = victims.last().copied()
             && seen.progress() >= step
         {
             victims.pop();
             send(*seen.pids[&place].last().unwrap(), Signal::KILL);
         }
+        false
     });
     assert!(matches!(report.outcome, Outcome::Failed(_)), "{:?}", report.outcome);
     assert_eq!(seen.worlds().len(), 2);
@@ -414,7 +456,7 @@ fn the_reset_limit_ends_the_job() {
 }
 
 fn one_that_fails_at_once_is_given_up() {
-    let (report, seen) = watch(&elastic("broken", 2, 1, 100).variable(LAST_CALL, "0"), |_| {});
+    let (report, seen) = watch(elastic("broken", 2, 1, 100).variable(LAST_CALL, "0"), |_| true);
     succeeded(&report, &seen);
     let waits: Vec<Option<u64>> = seen.lost.iter().map(|lost| lost.1.map(|wait| wait.as_secs())).collect();
     // The one that works may be done before the last try.
@@ -427,7 +469,7 @@ fn one_that_fails_at_once_is_given_up() {
 }
 
 fn a_fixed_world_is_refused() {
-    let (report, seen) = watch(&elastic("fixed", 2, 2, 0), |_| {});
+    let (report, seen) = watch(elastic("fixed", 2, 2, 0), |_| true);
     assert!(matches!(report.outcome, Outcome::Failed(_)));
     assert!(
         seen.stderr.contains("this job is elastic") && seen.stderr.contains("elastic::run"),

@@ -5,18 +5,21 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use phalanx::{GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
+use phalanx::store::{Store, TcpStore};
+use phalanx::{Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::support::network::{Network, run};
-use crate::support::world::{LIMIT, World};
+use crate::support::world::{LIMIT, World, in_time};
 
-/// How long the ranks of these worlds wait for each other at the start.
-const START: Duration = Duration::from_secs(3);
+/// How long the ranks of these worlds wait for each other at the start: longer than one of them that is not the victim may be late.
+const START: Duration = Duration::from_secs(6);
 /// What silence is, plus what a busy machine may need. (`phalanx bench faults` measures; this finds hangs.)
 const SILENCE: Duration = Duration::from_secs(4);
 /// A death is known at once; again on a machine that may be busy.
 const DEATH: Duration = Duration::from_secs(2);
+/// Where the store counts the ranks that have come.
+const ARRIVED: &str = "phalanx/none/0/0/arrived";
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_is_killed", || at_every_moment("kill", DEATH)),
@@ -82,14 +85,15 @@ fn train() -> phalanx::Result<()> {
     for step in 0.. {
         if step == 10 {
             println!("training");
-            if is_victim && moment == "collective" {
-                let fault = fault.clone();
-                // In the middle of one of the next calls.
-                std::thread::spawn(move || {
-                    std::thread::sleep(Duration::from_millis(7));
-                    strike(&fault);
-                });
-            }
+        }
+        // All have come to the call before, and so have said that they train.
+        if step == 11 && is_victim && moment == "collective" {
+            let fault = fault.clone();
+            // In the middle of one of the next calls.
+            std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(7));
+                strike(&fault);
+            });
         }
         if step == 12 && is_victim && moment == "steps" {
             strike(&fault);
@@ -136,31 +140,36 @@ fn at_every_moment(fault: &str, bound: Duration) {
             let number = victim.to_string();
             let variables =
                 [("FAULT", fault), ("MOMENT", moment), ("VICTIM", &number), ("PHALANX_TRANSPORT", transport)];
-            let mut ranks = World::start("faults::train", world, false, &variables);
-            if moment != "rendezvous" {
-                ranks.training();
-            }
-            let start = Instant::now();
-            let took = ranks.await_all_but(&[victim]) - start;
             // Before a group stands, only its start's time-out says that somebody is missing.
             let bound = if moment == "rendezvous" { START * 2 + bound } else { bound };
-            assert!(took < bound, "{what}: it took {took:?}");
-            ranks.send(victim, Signal::CONT);
-            let (outcomes, _) = ranks.end();
-            for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-                let expected = if moment == "rendezvous" { [3, 4] } else { [3, 3] };
-                assert!(code.is_some_and(|code| expected.contains(&code)), "{what}: rank {rank}: {error}");
-                assert!(error.contains(&format!("blames {victim}: ")), "{what}: rank {rank}: {error}");
-            }
-            // Who has thawed finds that it was given up.
-            let code = outcomes[victim].0;
-            let expected = match fault {
-                "exit" => Some(7),
-                "stop" => code.filter(|code| [1, 3, 4].contains(code)),
-                _ => None,
-            };
-            assert_eq!(code, expected, "{what}: {}", outcomes[victim].1);
-            assert!(fault != "stop" || code.is_some(), "{what}");
+            in_time(bound, &what, || {
+                let mut ranks = World::start("faults::train", world, false, &variables);
+                if moment != "rendezvous" {
+                    ranks.training();
+                }
+                let start = Instant::now();
+                let took = ranks.await_all_but(&[victim]) - start;
+                ranks.send(victim, Signal::CONT);
+                let (outcomes, _) = ranks.end();
+                for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+                    let expected = if moment == "rendezvous" { [3, 4] } else { [3, 3] };
+                    assert!(
+                        code.is_some_and(|code| expected.contains(&code)),
+                        "{what}: rank {rank}: {error}"
+                    );
+                    assert!(error.contains(&format!("blames {victim}: ")), "{what}: rank {rank}: {error}");
+                }
+                // Who has thawed finds that it was given up.
+                let code = outcomes[victim].0;
+                let expected = match fault {
+                    "exit" => Some(7),
+                    "stop" => code.filter(|code| [1, 3, 4].contains(code)),
+                    _ => None,
+                };
+                assert_eq!(code, expected, "{what}: {}", outcomes[victim].1);
+                assert!(fault != "stop" || code.is_some(), "{what}");
+                took
+            });
         }
     }
     before.are_all();
@@ -169,20 +178,29 @@ fn at_every_moment(fault: &str, bound: Duration) {
 fn the_store_ends_while_ranks_meet() {
     let before = Traces::now();
     for world in [2, 4] {
-        let mut ranks = World::start("faults::meet", world, false, &[]);
-        ranks.training();
-        // They are about to wait for the one that does not come.
-        std::thread::sleep(Duration::from_millis(200));
-        drop(ranks.server.take());
-        let start = Instant::now();
-        let took = ranks.await_all_but(&[1]) - start;
-        assert!(took < SILENCE, "it took {took:?}");
-        ranks.kill(1);
-        for (code, error) in
-            ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != 1).map(|(_, end)| end)
-        {
-            assert!(code.is_some_and(|code| code != 0) && error.contains("store"), "{error}");
-        }
+        in_time(SILENCE, "the end of a store", || {
+            let mut ranks = World::start("faults::meet", world, false, &[]);
+            ranks.training();
+            // All but one have come to the roll-call.
+            let soon = Deadline::after(LIMIT);
+            let store = TcpStore::connect(format!("127.0.0.1:{}", ranks.port), soon).unwrap();
+            while store.add(ARRIVED, 0, soon).unwrap() < i64::from(world) - 1 {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            drop(store);
+            // They are about to wait for the one that does not come.
+            std::thread::sleep(Duration::from_millis(200));
+            drop(ranks.server.take());
+            let start = Instant::now();
+            let took = ranks.await_all_but(&[1]) - start;
+            ranks.kill(1);
+            for (code, error) in
+                ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != 1).map(|(_, end)| end)
+            {
+                assert!(code.is_some_and(|code| code != 0) && error.contains("store"), "{error}");
+            }
+            took
+        });
     }
     before.are_all();
 }

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx::Rank;
 use phalanx::asynchronous::{Consistency, ParameterServer, Sgd, UpdateRule};
+use phalanx::{ProcessGroup, Rank};
 use rustix::process::Signal;
 
 use crate::support::network::Network;
-use crate::support::world::{World, end_with};
+use crate::support::world::{LIMIT, World, end_with};
 
 const STEPS: u32 = 150;
 /// So many that a cable is pulled before they are over.
@@ -69,6 +69,9 @@ fn train(consistency: Consistency, servers: [u32; 2], steps: u32) -> phalanx::Re
         if step == 10 {
             println!("training");
         }
+        if step + 10 == steps {
+            await_a_loss(&group);
+        }
         server.step(&gradient(rank, step), &mut parameters)?;
         // It may begin the next step: since then the other can only have come nearer.
         let clocks = server.statistics()?.into_iter().flat_map(|shard| shard.clocks);
@@ -81,6 +84,15 @@ fn train(consistency: Consistency, servers: [u32; 2], steps: u32) -> phalanx::Re
     eprintln!("servers {:?}", statistics.iter().map(|shard| shard.server.get()).collect::<Vec<_>>());
     eprintln!("lead {lead}");
     server.shutdown()
+}
+
+/// In each test somebody is lost, and before the training is over, however late the test is.
+fn await_a_loss(group: &ProcessGroup) {
+    let deadline = Instant::now() + LIMIT;
+    while group.failure().is_none() {
+        assert!(Instant::now() < deadline, "nobody is lost");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Of the bits.

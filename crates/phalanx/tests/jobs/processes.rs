@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
 
 use crate::support::ROLE;
-use crate::support::world::{LIMIT, World, end_with, idle, train};
+use crate::support::world::{FreePort, LIMIT, World, end_with, idle, in_time, train};
 
 /// The promise: survivors know within this time that somebody died.
 const KNOWN: Duration = Duration::from_secs(1);
@@ -129,20 +129,22 @@ fn poor() -> phalanx::Result<()> {
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
 fn survivors_name(scenario: &str, victim: usize, served_by_rank_0: bool) {
     for transport in ["tcp", "shm"] {
-        let mut world = World::start(
-            &format!("processes::{scenario}"),
-            3,
-            served_by_rank_0,
-            &[("PHALANX_TRANSPORT", transport)],
-        );
-        world.training();
-        let killed = world.kill(victim);
-        let (outcomes, ended) = world.end();
-        for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
-            assert_eq!(*code, Some(3), "rank {rank}: {error}");
-            assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
-        }
-        assert!(ended - killed < KNOWN, "it took {:?} over {transport}", ended - killed);
+        in_time(KNOWN, transport, || {
+            let mut world = World::start(
+                &format!("processes::{scenario}"),
+                3,
+                served_by_rank_0,
+                &[("PHALANX_TRANSPORT", transport)],
+            );
+            world.training();
+            let killed = world.kill(victim);
+            let (outcomes, ended) = world.end();
+            for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+                assert_eq!(*code, Some(3), "rank {rank}: {error}");
+                assert!(error.contains(&format!("rank {victim} (")) && error.contains(") died: "), "{error}");
+            }
+            ended - killed
+        });
     }
 }
 
@@ -277,17 +279,14 @@ fn by_hand(rank: u32, address: &str, port: u16, expected: &str, wrapper: &str) -
     )
 }
 
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
 /// Each of them would wait for half an hour, and none in silence.
 fn a_start_that_waits_says_for_whom() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let silent = listener.local_addr().unwrap().port();
+    let (own, unused) = (FreePort::new(), FreePort::new());
     std::thread::scope(|scope| {
-        let alone = scope.spawn(|| by_hand(0, "127.0.0.1", free_port(), "warning", ""));
-        let nobody = scope.spawn(|| by_hand(1, "127.0.0.1", free_port(), "refused", ""));
+        let alone = scope.spawn(|| by_hand(0, "127.0.0.1", own.number, "warning", ""));
+        let nobody = scope.spawn(|| by_hand(1, "127.0.0.1", unused.number, "refused", ""));
         let silence = scope.spawn(move || by_hand(1, "127.0.0.1", silent, "warning", ""));
         let (text, ended) = alone.join().unwrap();
         assert!(
@@ -315,7 +314,8 @@ fn a_name_without_an_address_ends_a_start_soon() {
 
 fn a_rank_0_without_descriptors_names_the_limit() {
     for files in [4, 5, 6, 8] {
-        let (text, _) = by_hand(0, "127.0.0.1", free_port(), "ulimit", &format!("ulimit -n {files};"));
+        let port = FreePort::new();
+        let (text, _) = by_hand(0, "127.0.0.1", port.number, "ulimit", &format!("ulimit -n {files};"));
         assert!(text.contains("raise `ulimit -n`"), "{text}");
     }
 }

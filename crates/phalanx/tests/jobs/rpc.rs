@@ -8,7 +8,7 @@ use phalanx::{ProcessGroup, Rank};
 use rustix::process::Signal;
 
 use crate::support::network::Network;
-use crate::support::world::{World, end_with};
+use crate::support::world::{World, end_with, in_time};
 
 const VICTIM: usize = 2;
 /// A death is known at once; again on a machine that may be busy.
@@ -75,17 +75,20 @@ fn call() -> phalanx::Result<()> {
 
 fn lost(signal: Signal, bound: Duration) {
     for transport in ["shm", "tcp"] {
-        let mut ranks = World::start("rpc::call", 3, false, &[("PHALANX_TRANSPORT", transport)]);
-        ranks.training();
-        let start = Instant::now();
-        ranks.send(VICTIM, signal);
-        let took = ranks.await_all_but(&[VICTIM]) - start;
-        assert!(took < bound, "{signal:?} over {transport}: it took {took:?}");
-        ranks.kill(VICTIM);
-        for (rank, (code, error)) in ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != VICTIM) {
-            assert_eq!(*code, Some(0), "rank {rank} over {transport}: {error}");
-            assert!(error.contains("blames 2: ") && error.contains("rpc \"never\" on rank 2"), "{error}");
-        }
+        in_time(bound, &format!("{signal:?} over {transport}"), || {
+            let mut ranks = World::start("rpc::call", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+            ranks.training();
+            let start = Instant::now();
+            ranks.send(VICTIM, signal);
+            let took = ranks.await_all_but(&[VICTIM]) - start;
+            ranks.kill(VICTIM);
+            for (rank, (code, error)) in ranks.end().0.iter().enumerate().filter(|(rank, _)| *rank != VICTIM)
+            {
+                assert_eq!(*code, Some(0), "rank {rank} over {transport}: {error}");
+                assert!(error.contains("blames 2: ") && error.contains("rpc \"never\" on rank 2"), "{error}");
+            }
+            took
+        });
     }
 }
 

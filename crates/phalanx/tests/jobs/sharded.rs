@@ -553,7 +553,7 @@ fn a_rank_ends_while_it_writes(fault: &str) {
         let variables = [(FOLDER, folder.path().to_str().unwrap())];
         place.rank(command, &format!("sharded::{fault}"), (rank, 3), &variables)
     };
-    let mut world = World { ranks: (0..3).map(start).collect(), port, server: Some(server) };
+    let mut world = World { ranks: (0..3).map(start).collect(), port, server: Some(server), held: None };
     world.await_all_but(&[]);
     for (rank, child) in std::mem::take(&mut world.ranks).into_iter().enumerate() {
         let output = child.wait_with_output().unwrap();

@@ -16,6 +16,7 @@ use rustix::thread::set_thread_res_uid;
 
 use crate::certificates::Authority;
 use crate::support::ROLE;
+use crate::support::world::{in_time, without_reminders};
 
 /// Set for ranks: the file whose presence ends the training.
 const STOP: &str = "PHALANX_TEST_STOP";
@@ -97,7 +98,7 @@ const BEGINNINGS: [&[u8]; 5] = [
 
 /// A stranger who says nothing, or something.
 fn stranger(address: SocketAddr, number: usize) -> Option<TcpStream> {
-    let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5)).ok()?;
+    let mut stream = TcpStream::connect_timeout(&address, LIMIT / 2).ok()?;
     let beginning = BEGINNINGS[number % BEGINNINGS.len()];
     let noise: Vec<u8> = (0..number % 200).map(|place| (number * 31 + place * 7) as u8).collect();
     let _ = stream.write_all(beginning).and_then(|()| stream.write_all(&noise));
@@ -268,21 +269,23 @@ fn strangers_disturb_neither_a_start_nor_a_training() {
         }
         let mut said = String::new();
         rank.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        let said = without_reminders(&said);
         assert!(rank.wait().unwrap().success() && said.is_empty(), "{said}");
     }
 }
 
 /// Whoever begins as PyTorch's clients do has the kernel asked for whose it is.
 fn ten_thousand_imitators_disturb_nobody() {
-    imitate(None);
+    in_time(HELD_UP, "imitators", || imitate(None));
 }
 
 /// Of root's programs, and of the user 65534's.
 fn ten_thousand_imitators_of_another_user_disturb_nobody() {
-    imitate(Some(65534));
+    in_time(HELD_UP, "imitators", || imitate(Some(65534)));
 }
 
-fn imitate(user: Option<u32>) {
+/// How long somebody was held up at most.
+fn imitate(user: Option<u32>) -> Duration {
     assert!(may_open(4 * STRANGERS as u64), "this test needs more descriptors: raise `ulimit -Hn`");
     let key = JobKey::generate().unwrap();
     let server = serve(&key);
@@ -329,5 +332,5 @@ fn imitate(user: Option<u32>) {
     eprintln!(
         "{IMITATORS} imitators: {asked} times two clients were let in, in {longest:?} at most; the end took {end:?}"
     );
-    assert!(longest < HELD_UP && end < HELD_UP, "{longest:?}, {end:?}");
+    longest.max(end)
 }

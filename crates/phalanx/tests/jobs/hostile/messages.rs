@@ -22,7 +22,7 @@ pub const MESH: &[u8] = b"/group/mesh/job";
 const PATIENCE: Duration = Duration::from_millis(200);
 
 pub fn connect(address: SocketAddr) -> Option<TcpStream> {
-    let stream = TcpStream::connect_timeout(&address, Duration::from_secs(5)).ok()?;
+    let stream = TcpStream::connect_timeout(&address, super::LIMIT / 2).ok()?;
     stream.set_read_timeout(Some(PATIENCE)).ok()?;
     stream.set_write_timeout(Some(PATIENCE)).ok()?;
     Some(stream)

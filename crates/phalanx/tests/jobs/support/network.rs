@@ -39,7 +39,7 @@ impl Network {
             command.args(["netns", "exec", &self.side(side)]).arg(std::env::current_exe().unwrap());
             place.rank(command, scenario, (rank, world), variables)
         };
-        World { ranks: (0..world).map(start).collect(), port: PORT, server: None }
+        World { ranks: (0..world).map(start).collect(), port: PORT, server: None, held: None }
     }
 
     /// Pulls the cable out.

@@ -1,15 +1,41 @@
 //! Ranks as processes, started by hand as a launcher would, without anybody who watches over them.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use phalanx::ReduceOp;
 use phalanx::store::TcpStoreServer;
 use rustix::process::{Pid, Signal, kill_process};
+use socket2::{Domain, Socket, Type};
 
 /// Nothing takes longer, or it hangs.
 pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// A port that no other program is given while this is held: bound, but not listened at, which who asks for just this port may do.
+pub struct FreePort {
+    pub number: u16,
+    _socket: Socket,
+}
+
+impl FreePort {
+    pub fn new() -> Self {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.set_reuse_address(true).unwrap();
+        socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+        let number = socket.local_addr().unwrap().as_socket().unwrap().port();
+        Self { number, _socket: socket }
+    }
+}
+
+/// Does `once`, which says what it took, until that is less than `bound`. Now and then the machine may stand still meanwhile, and not
+/// each time.
+pub fn in_time(bound: Duration, what: &str, mut once: impl FnMut() -> Duration) {
+    const TRIES: usize = 4;
+    let late: Vec<Duration> = (0..TRIES).map(|_| once()).take_while(|took| *took >= bound).collect();
+    assert!(late.len() < TRIES, "{what}: it took {late:?}, and may take {bound:?}");
+}
 
 /// Where ranks meet.
 pub struct Place<'a> {
@@ -35,26 +61,37 @@ impl Place<'_> {
     }
 }
 
+/// What a rank has said, but for whom it waits: it says so after some seconds, where the machine is slow.
+pub fn without_reminders(said: &str) -> String {
+    let is_reminder = |line: &&str| line.starts_with("phalanx: warning: ") && line.contains(" waits for ");
+    said.split_inclusive('\n').filter(|line| !is_reminder(line)).collect()
+}
+
 /// Ranks that are ended with the test, however it ends.
 pub struct World {
     pub ranks: Vec<Child>,
     pub port: u16,
     pub server: Option<TcpStoreServer>,
+    /// Kept for rank 0, if it serves.
+    #[allow(dead_code, reason = "it is held until it is dropped")]
+    pub held: Option<FreePort>,
 }
 
 impl World {
     pub fn start(scenario: &str, world: u32, served_by_rank_0: bool, variables: &[(&str, &str)]) -> Self {
         let server =
             (!served_by_rank_0).then(|| TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap());
-        let port = match &server {
-            Some(server) => server.local_addr().port(),
-            None => std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
+        let held = served_by_rank_0.then(FreePort::new);
+        let port = match (&server, &held) {
+            (Some(server), _) => server.local_addr().port(),
+            (None, Some(held)) => held.number,
+            (None, None) => unreachable!("one of them serves"),
         };
         let place = Place { address: "127.0.0.1", port, served_by_rank_0 };
         let program = std::env::current_exe().unwrap();
         let ranks =
             (0..world).map(|rank| place.rank(Command::new(&program), scenario, (rank, world), variables));
-        Self { ranks: ranks.collect(), port, server }
+        Self { ranks: ranks.collect(), port, server, held }
     }
 
     /// Waits until every rank has said that it trains.
@@ -93,7 +130,7 @@ impl World {
         let ended = self.await_all_but(&[]);
         let outcomes = std::mem::take(&mut self.ranks).into_iter().map(|rank| {
             let output = rank.wait_with_output().unwrap();
-            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+            (output.status.code(), without_reminders(&String::from_utf8_lossy(&output.stderr)))
         });
         (outcomes.collect(), ended)
     }
