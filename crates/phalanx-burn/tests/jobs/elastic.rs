@@ -16,7 +16,7 @@ use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context, Options};
 use phalanx::launch::{Event, Job, Outcome, Report, Stream};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{Error, GroupHandle, ProcessGroup, WorldSize};
+use phalanx::{Error, GroupHandle, ProcessGroup, ReduceOp, WorldSize};
 use phalanx_burn::{SyncBatchNorm, TrainState};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
@@ -32,7 +32,11 @@ const SHARDED: &str = "PHALANX_TEST_SHARDED";
 const READ: &str = "PHALANX_TEST_READ";
 /// Set where batch norm is over all ranks.
 const SYNC: &str = "PHALANX_TEST_SYNC";
+/// A file that is there when the test has seen what it waits for.
+const ENOUGH: &str = "PHALANX_TEST_ENOUGH";
 const STEPS: u64 = 120;
+/// Where workers wait for that: a multiple of the steps between two commits.
+const HOLD: u64 = 100;
 const SAMPLES: usize = 200;
 
 pub const TESTS: &[(&str, fn())] = &[
@@ -151,6 +155,9 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
     println!("round {round} rank {rank} of {world} step {}", context.state.progress.step);
     let together = std::env::var_os(SHARDED).map(|path| Checkpoints::open(path, group)).transpose()?;
     while context.state.progress.step < STEPS {
+        if context.state.progress.step == HOLD {
+            hold(context, round)?;
+        }
         let (rank, world) = (context.rank(), context.world_size());
         let state = &mut *context.state;
         let Some(batch) = state.progress.sampler.next_batch(5, rank, world) else {
@@ -186,6 +193,21 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, folder: &Pat
         }
     }
     together.map_or(Ok(()), |together| together.finish())
+}
+
+/// Waits until the test has seen enough, however late it is. Commits that change nothing let newcomers in meanwhile.
+fn hold(context: &mut Context<'_, Training>, round: u64) -> phalanx::Result<()> {
+    let Some(enough) = std::env::var_os(ENOUGH) else { return Ok(()) };
+    loop {
+        let mut is_enough = [i64::from(context.rank().is_main() && Path::new(&enough).exists())];
+        context.group().all_reduce(&mut is_enough, ReduceOp::Max)?;
+        if is_enough[0] > 0 {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+        context.commit()?;
+        println!("commit {HOLD} round {round}");
+    }
 }
 
 /// Statistics of each rank's own batches would differ; what is no number is not the same as anything.
@@ -309,18 +331,26 @@ fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
     .unwrap()
 }
 
-/// Runs the job, and kills the worker at each place when its commit is reached; the last victim first.
-fn kill(job: &Job, mut victims: Vec<(u64, u32)>) -> Seen {
-    let mut seen = Seen::default();
-    let report = run(job, |event| {
+/// Runs the job, and kills the worker at each place when its commit is reached; the last victim first. It ends when a later round has
+/// `world` workers.
+fn kill(job: Job, mut victims: Vec<(u64, u32)>, world: u32) -> Seen {
+    let (mut seen, folder, mut killed_in) = (Seen::default(), tempfile::tempdir().unwrap(), 0);
+    let enough = folder.path().join("enough");
+    let report = run(&job.variable(ENOUGH, &enough), |event| {
         seen.note(event);
-        if matches!(event, Event::Line { .. })
-            && let Some((step, place)) = victims.last().copied()
-            && seen.progress() >= step
-        {
-            victims.pop();
-            let pid = *seen.pids[&place].last().unwrap();
-            let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
+        if !matches!(event, Event::Line { .. }) {
+            return;
+        }
+        let newest = seen.rounds.last_key_value().map_or((0, 0), |(round, (_, world, _))| (*round, *world));
+        if let Some((step, place)) = victims.last().copied() {
+            if seen.progress() >= step {
+                victims.pop();
+                killed_in = newest.0;
+                let pid = *seen.pids[&place].last().unwrap();
+                let _ = kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL);
+            }
+        } else if newest.0 > killed_in && newest.1 == world {
+            fs::write(&enough, "").unwrap();
         }
     });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {}", report.outcome, seen.stderr);
@@ -331,7 +361,7 @@ fn kill(job: &Job, mut victims: Vec<(u64, u32)>) -> Seen {
 fn workers_are_killed_and_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let elastic = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
-    let seen = kill(&elastic, vec![(88, 2), (52, 0), (20, 1)]);
+    let seen = kill(elastic, vec![(88, 2), (52, 0), (20, 1)], 3);
     assert!(seen.pids.values().all(|lives| lives.len() == 2), "{:?}", seen.pids);
     seen.check(folder.path(), job);
 }
@@ -339,7 +369,7 @@ fn workers_are_killed_and_replaced() {
 fn fewer_go_on() {
     let folder = tempfile::tempdir().unwrap();
     let elastic = job(3, folder.path()).min_workers(WorldSize::new(2).unwrap());
-    let seen = kill(&elastic, vec![(40, 0)]);
+    let seen = kill(elastic, vec![(40, 0)], 2);
     let worlds: Vec<u32> = seen.rounds.values().map(|round| round.1).collect();
     assert_eq!(worlds, [3, 2]);
     seen.check(folder.path(), job);
@@ -349,14 +379,14 @@ fn batch_norm_goes_along() {
     let folder = tempfile::tempdir().unwrap();
     let sync = |workers, folder: &Path| job(workers, folder).variable(SYNC, "1");
     let job = sync(3, folder.path()).min_workers(WorldSize::new(2).unwrap()).max_restarts(3);
-    kill(&job, vec![(72, 0), (32, 1)]).check(folder.path(), sync);
+    kill(job, vec![(72, 0), (32, 1)], 3).check(folder.path(), sync);
 }
 
 fn saved_together() {
     let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let sharded = folder.path().join("sharded");
     let job = |workers, folder: &Path| job(workers, folder).variable(SHARDED, sharded.to_str().unwrap());
-    let seen = kill(&job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()), vec![(40, 1)]);
+    let seen = kill(job(3, folder.path()).min_workers(WorldSize::new(2).unwrap()), vec![(40, 1)], 2);
     let (_, (ranks, world, _)) = seen.rounds.last_key_value().unwrap();
     assert_eq!((*world, &seen.done), (2, ranks));
     let end = alike(ranks.iter().map(|rank| folder.path().join(format!("end/{rank}"))));

@@ -2,7 +2,7 @@
 //! is missing.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use burn::optim::AdamWConfig;
 use burn::tensor::Tensor;
@@ -20,6 +20,13 @@ use crate::common::{Mlp, device, distance, floats, samples};
 const BATCH: usize = 5;
 /// Set for a worker of this test; `view` has gradients stay in their buckets.
 pub const VIEW: &str = "PHALANX_TEST_RETRY";
+/// The steps at which the workers wait until the first and the second are killed, however late the test is.
+const HOLDS: [u64; 2] = [50, 100];
+
+/// The file that is there when the worker is killed for whom all wait at this step.
+fn killed(folder: &Path, hold: u64) -> PathBuf {
+    folder.join(format!("killed-{hold}"))
+}
 
 type Training = TrainState<Mlp, Progress>;
 
@@ -41,6 +48,14 @@ pub fn work(folder: &Path, view: &str) -> phalanx::Result<()> {
         println!("begin {}", std::process::id());
         let (xs, ys) = samples(0, SAMPLES);
         while context.state.progress.step < STEPS {
+            let step = context.state.progress.step;
+            let mut waits = [f32::from(u8::from(HOLDS.contains(&step)))];
+            while waits[0] > 0.0 {
+                // What any of them does not see yet, all wait for.
+                waits[0] = f32::from(u8::from(!killed(folder, step).exists()));
+                context.all_reduce(&mut waits, ReduceOp::Max)?;
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
             let (rank, world) = (context.rank(), context.world_size());
             let state = &mut *context.state;
             let Some(batch) = state.progress.sampler.next_batch(BATCH, rank, world) else {
@@ -184,6 +199,7 @@ fn survivors_go_on(view: &str) {
         {
             victims.pop();
             let _ = kill_process(Pid::from_raw(seen.pids[&place] as i32).unwrap(), Signal::KILL);
+            std::fs::write(killed(folder.path(), HOLDS[1 - victims.len()]), "").unwrap();
         }
     });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {}", report.outcome, seen.stderr);
