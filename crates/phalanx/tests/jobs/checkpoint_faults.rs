@@ -17,7 +17,11 @@ use crate::support::ROLE;
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const LIMIT: Duration = Duration::from_secs(60);
+/// Set in elastic jobs: how many workers there are in the end.
+const WORKERS: &str = "PHALANX_TEST_WORKERS";
 const STEPS: u64 = 150;
+/// Where they wait for each other.
+const HOLD: u64 = 140;
 /// The step from which on the next checkpoint meets the fault.
 const DUE: u64 = 40;
 /// Long enough that a checkpoint takes a while.
@@ -65,7 +69,13 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, fault: &str)
         context.state.0 = (saved.step(), saved.value("weights")?);
     }
     println!("begins {} {} {}", group.rank(), std::process::id(), context.state.0.0);
+    let workers = std::env::var(WORKERS).map_or(0, |workers| workers.parse::<u32>().unwrap());
     while context.state.0.0 < STEPS {
+        // However late who was lost comes back: commits that change nothing let it in.
+        while context.state.0.0 == HOLD && group.world_size().get() < workers {
+            std::thread::sleep(Duration::from_millis(5));
+            context.commit()?;
+        }
         let (step, weights) = &mut context.state.0;
         let mut gradients = weights.clone();
         group.all_reduce(&mut gradients, ReduceOp::Avg)?;
@@ -146,7 +156,7 @@ fn run(fault: &str, workers: u32, is_elastic: bool, folder: &Path) -> Seen {
         .grace(Duration::from_secs(2))
         .max_restarts(1);
     if is_elastic {
-        job = job.min_workers(WorldSize::ONE);
+        job = job.min_workers(WorldSize::ONE).variable(WORKERS, workers.to_string());
     }
     let (mut seen, start) = (Seen::default(), Instant::now());
     let mut victim = None;
