@@ -1,6 +1,7 @@
 //! What each rank is told if another does something else, or nothing any more.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -54,9 +55,12 @@ fn a_name_is_in_flight_once() {
 fn without_rank_1(options: &Options, odd: impl Fn(Horovod, &AtomicUsize) + Sync) -> Vec<(Error, Error)> {
     let started = Instant::now();
     let submitted = AtomicUsize::new(0);
+    let all_are_here = Barrier::new(3);
     let told = run(3, Fabric::SharedMemory, |group| {
         let hvd = Horovod::new(&group, options.clone()).unwrap();
         hvd.barrier().unwrap();
+        // Who ends the job is not to end that barrier, in which others may still be.
+        all_are_here.wait();
         if hvd.rank().get() == 1 {
             odd(hvd, &submitted);
             return None;

@@ -102,10 +102,12 @@ fn in_the_steady_state_no_name_is_on_the_wire() {
 fn while_nobody_waits_cycles_are_rare() {
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         hvd.barrier().unwrap();
-        let before = hvd.stats().cycles;
+        let (before, begun) = (hvd.stats().cycles, std::time::Instant::now());
         std::thread::sleep(std::time::Duration::from_millis(500));
         let cycles = hvd.stats().cycles - before;
-        assert!(cycles < 200, "{cycles} cycles of 1 ms in 500 ms without work");
+        // It may have slept for longer.
+        let passed = begun.elapsed().as_millis() as u64;
+        assert!(cycles < passed * 2 / 5, "{cycles} cycles of 1 ms in {passed} ms without work");
         let sum = hvd.allreduce("after a pause", [1.0f32], Op::Sum).unwrap();
         assert_eq!(sum.item::<f32>().unwrap(), 2.0);
     });
@@ -116,7 +118,7 @@ fn ranks_that_compute_are_not_interrupted_by_cycles_that_bring_nothing() {
     const TENSORS: u64 = 20;
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         hvd.barrier().unwrap();
-        let before = hvd.stats().cycles;
+        let (before, begun) = (hvd.stats().cycles, std::time::Instant::now());
         let handles: Vec<_> = (0..TENSORS)
             .map(|index| {
                 std::thread::sleep(std::time::Duration::from_millis(15)); // a layer's backward pass
@@ -126,7 +128,9 @@ fn ranks_that_compute_are_not_interrupted_by_cycles_that_bring_nothing() {
         handles.into_iter().for_each(|handle| drop(handle.synchronize().unwrap()));
         let cycles = hvd.stats().cycles - before;
         // One when a rank submits, and perhaps another when the other one does.
-        assert!(cycles < 5 * TENSORS, "{cycles} cycles of 1 ms for {TENSORS} tensors in 300 ms");
+        // It may have taken longer, with cycles in which nobody did anything.
+        let passed = begun.elapsed().as_millis() as u64;
+        assert!(cycles < passed / 3, "{cycles} cycles of 1 ms for {TENSORS} tensors in {passed} ms");
     });
 }
 

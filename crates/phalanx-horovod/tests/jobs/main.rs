@@ -4,16 +4,19 @@
 
 mod elastic;
 
-use std::net::TcpListener;
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Trial};
+use phalanx::store::TcpStoreServer;
 use phalanx_horovod::{Horovod, Op};
 
 /// Set for a worker: what it does.
 const ROLE: &str = "PHALANX_TEST_HOROVOD_ROLE";
 const WORLD: usize = 3;
+/// The folder in which workers say that they have come to the step in which one dies.
+const HERE: &str = "PHALANX_TEST_HOROVOD_HERE";
 
 const TESTS: &[(&str, fn())] = &[
     ("what_dies_or_fails_in_an_elastic_job_leaves_the_others_at_the_last_commit", elastic::the_others_go_on),
@@ -57,8 +60,18 @@ fn work(role: &str) {
 fn train(hvd: &Horovod) {
     for step in 0.. {
         let submit = |index| hvd.allreduce_async(&format!("t{index}"), vec![1.0f32; 1000], Op::Sum);
-        if hvd.rank().get() == 1 && step == 20 {
-            std::process::abort();
+        if step == 20 {
+            // Not before the others have what they waited for in the step before.
+            let folder = std::env::var(HERE).unwrap();
+            std::fs::write(Path::new(&folder).join(hvd.rank().to_string()), "").unwrap();
+            if hvd.rank().get() == 1 {
+                let begun = Instant::now();
+                while std::fs::read_dir(&folder).unwrap().count() < WORLD {
+                    assert!(begun.elapsed() < Duration::from_secs(60), "the others do not come");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                std::process::abort();
+            }
         }
         let handles: Vec<_> = (0..5).map(submit).collect();
         let outcomes = handles.into_iter().map(|handle| handle.and_then(|handle| handle.synchronize()));
@@ -109,11 +122,13 @@ fn measure(hvd: &Horovod) {
 /// Starts a world of workers, and returns what they print, by rank.
 fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
     let started = Instant::now();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let port = server.local_addr().port();
     let start = |rank: usize| -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", WORLD.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
         command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
     };
@@ -124,7 +139,8 @@ fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
 }
 
 fn a_process_dies() {
-    let outputs = world("train", &[]);
+    let here = tempfile::tempdir().unwrap();
+    let outputs = world("train", &[(HERE, here.path().to_str().unwrap())]);
     for rank in [0, 2] {
         let text = String::from_utf8_lossy(&outputs[rank].stdout);
         assert!(
