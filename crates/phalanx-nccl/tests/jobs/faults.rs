@@ -7,7 +7,7 @@ use phalanx::{Deadline, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, DeviceMemory, Stream};
 
 use crate::overlap::await_blocks;
-use crate::world::{World, blocks};
+use crate::world::{World, blocks, meet};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -42,14 +42,15 @@ pub fn play(role: &str) -> Result<()> {
     if role == "behind" {
         return wait_behind(&first);
     }
-    let nccl = first.with_timeout(Duration::from_secs(if SHORT.contains(&role) { 2 } else { 100 }));
-    drop(first);
-    let mut data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
-    let spare = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+    let mut data = DeviceBuffer::from_slice(first.stream(), &[1.0f32; 1000])?;
+    let spare = DeviceBuffer::from_slice(first.stream(), &[1.0f32; 1000])?;
     for _ in 0..FAULT {
         // The stand-in's faults count launches too.
-        data = nccl.all_reduce_async(data, ReduceOp::Avg)?.wait()?;
+        data = first.all_reduce_async(data, ReduceOp::Avg)?.wait()?;
     }
+    meet(&group)?;
+    let nccl = first.with_timeout(Duration::from_secs(if SHORT.contains(&role) { 2 } else { 100 }));
+    drop(first);
     match role {
         "dies" if me == 1 => std::process::abort(),
         "stopped" if me == 1 => {

@@ -19,7 +19,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 pub fn play(role: &str) -> Result<()> {
-    let group = phalanx::init()?.with_timeout(Duration::from_secs(if role == "hang" { 2 } else { 60 }));
+    let group = phalanx::init()?.with_timeout(Duration::from_secs(if role == "hang" { 8 } else { 60 }));
     let device = Device::open(if role == "one_device" { 0 } else { group.local_rank() % Device::count()? })?;
     if role == "death" && group.rank().get() == 1 {
         // The other rank is in `Communicator::new` and waits for this one, which NCCL never connects.

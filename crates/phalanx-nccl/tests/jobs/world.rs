@@ -1,32 +1,36 @@
 //! Processes that are the ranks of a job.
 
 use std::io::Read;
-use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use phalanx::store::{Store, TcpStore, TcpStoreServer};
+use phalanx::{Deadline, ProcessGroup, Result};
 
 /// Set for a rank: what it does.
 pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
 /// No test takes so long, even on a slow machine; what does hangs.
 const HANGS: Duration = Duration::from_secs(150);
 
-/// The ranks, until they are waited for.
-pub struct World(Vec<Child>);
+/// The ranks, until they are waited for, and the store at which they meet.
+pub struct World(Vec<Child>, #[allow(dead_code, reason = "it serves until it is dropped")] TcpStoreServer);
 
 impl World {
     /// Starts `ranks` processes in this role. `variables` are for all, or for one rank.
     pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)], of_rank: &[(u32, &str, &str)]) -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let port = server.local_addr().port();
         let start = |rank: u32| {
             let mut command = Command::new(std::env::current_exe().unwrap());
             command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+            command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
             command.envs(variables.iter().copied());
             command.envs(of_rank.iter().filter(|(of, ..)| *of == rank).map(|(_, name, value)| (name, value)));
             command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()
         };
-        Self((0..ranks).map(start).collect())
+        Self((0..ranks).map(start).collect(), server)
     }
 
     /// The process id of a rank.
@@ -68,6 +72,14 @@ impl Drop for World {
             let _ = rank.wait();
         }
     }
+}
+
+/// Waits until all ranks have come here, in the test's store: no failure of the group ends that, and who fails next ends no call before it.
+pub fn meet(group: &ProcessGroup) -> Result<()> {
+    let soon = Deadline::after(HANGS);
+    let store = TcpStore::connect(format!("127.0.0.1:{}", std::env::var("MASTER_PORT").unwrap()), soon)?;
+    store.set(&format!("test/{}", group.rank()), b"here", soon)?;
+    group.world_size().ranks().try_for_each(|rank| store.get(&format!("test/{rank}"), soon).map(drop))
 }
 
 /// Starts a world, and checks that every rank prints "done".
