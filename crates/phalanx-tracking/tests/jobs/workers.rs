@@ -74,7 +74,7 @@ fn restarted(folder: &Path) -> Result<()> {
         run.log_mean(step, "loss", 0.5)?;
         if step == 20 * life + 30 && life < 2 {
             // So that what is behind the checkpoint is in the record.
-            std::thread::sleep(Duration::from_millis(50));
+            run.flush();
             match (life, group.rank().is_main()) {
                 (0, true) => panic!("a bug in step {step}"),
                 (1, true) => std::process::abort(),
@@ -111,7 +111,7 @@ fn in_rounds(folder: &Path) -> Result<()> {
             group.all_reduce(&mut [0.0f32; 8], ReduceOp::Sum)?;
             run.log(step, "loss", std::process::id());
             if is_first_round && step == 35 && group.rank().is_main() {
-                std::thread::sleep(Duration::from_millis(50));
+                run.flush();
                 std::process::abort();
             }
             context.state.step += 1;
