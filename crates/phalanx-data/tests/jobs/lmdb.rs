@@ -57,6 +57,9 @@ pub fn play(role: &str) {
                 writer.push(&[0; 1 << 20]).unwrap();
                 if n == 40 {
                     println!("packing");
+                } else if n > 40 {
+                    // It packs until it is killed, however late that is: the disk is not to be full by then.
+                    std::thread::sleep(std::time::Duration::from_millis(5));
                 }
             }
         }
