@@ -16,69 +16,101 @@ const ALTOGETHER: usize = 2 * SMALL;
 /// The most bytes of an `all_reduce` of two ranks. Above, each of them combines one half, which takes one more wait.
 const PAIR: usize = 4 << 10;
 
+/// By what it is decided whether an operation uses this protocol.
+struct Sizes {
+    written: Written,
+    /// What a rank reads here, if another protocol would spare it some of that.
+    read: Amount,
+    /// What may have up to [`ALWAYS`] bytes. None if this protocol is never the only one considered.
+    always: Option<Amount>,
+    /// The most bytes between two ranks.
+    between_two: usize,
+}
+
+/// What a rank writes into its slot.
+enum Written {
+    All,
+    /// The root all of its memory, the others nothing.
+    ByRoot,
+    /// Its own chunk of what is gathered in place.
+    Chunk,
+}
+
+/// Bytes of a call.
+#[derive(Clone, Copy)]
+enum Amount {
+    Nothing,
+    /// As the call counts them.
+    Once,
+    ForEachRank,
+}
+
+impl Sizes {
+    const USUAL: Self = Self {
+        written: Written::All,
+        read: Amount::ForEachRank,
+        always: Some(Amount::Once),
+        between_two: usize::MAX,
+    };
+
+    fn of(operation: Operation) -> Self {
+        match operation {
+            Operation::AllReduce | Operation::AllReduceCoalesced => Self { between_two: PAIR, ..Self::USUAL },
+            Operation::Broadcast => Self { written: Written::ByRoot, ..Self::USUAL },
+            Operation::AllGather => Self { written: Written::Chunk, ..Self::USUAL },
+            Operation::AllToAll => Self { read: Amount::Once, ..Self::USUAL },
+            Operation::AllGatherV => Self { read: Amount::Once, always: None, ..Self::USUAL },
+            Operation::AllToAllV => Self { read: Amount::Nothing, always: None, ..Self::USUAL },
+            Operation::Gather => Self { read: Amount::Nothing, ..Self::USUAL },
+            Operation::Scatter => {
+                Self { read: Amount::Nothing, always: Some(Amount::ForEachRank), ..Self::USUAL }
+            }
+            Operation::Reduce
+            | Operation::ReduceScatter
+            | Operation::ReduceScatterV
+            | Operation::AllGatherVInPlace
+            | Operation::Barrier
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => Self::USUAL,
+        }
+    }
+
+    /// Is the call so small that no other protocol is considered?
+    fn is_always(&self, job: Job) -> bool {
+        self.always.is_some_and(|amount| amount.bytes(job) <= ALWAYS)
+    }
+}
+
+impl Amount {
+    fn bytes(self, job: Job) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Once => job.bytes(),
+            Self::ForEachRank => job.bytes().saturating_mul(job.ranks),
+        }
+    }
+}
+
 /// The part of a rank's memory of `length` bytes that this protocol sends, if it is unregistered memory. None if it is too
 /// large, with a note of `note` bytes.
 pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
-    let own = match job.call.operation {
-        Operation::Broadcast if job.me != job.root => 0..0,
-        Operation::AllGather if length > job.bytes() => job.chunk(job.me),
-        Operation::AllReduce
-        | Operation::AllReduceCoalesced
-        | Operation::Reduce
-        | Operation::ReduceScatter
-        | Operation::ReduceScatterV
-        | Operation::Broadcast
-        | Operation::AllGather
-        | Operation::AllGatherV
-        | Operation::AllGatherVInPlace
-        | Operation::Gather
-        | Operation::Scatter
-        | Operation::AllToAll
-        | Operation::AllToAllV
-        | Operation::Barrier
-        | Operation::MonitoredBarrier
-        | Operation::PointToPoint => 0..length,
+    let sizes = Sizes::of(job.call.operation);
+    if job.ranks == 2 && length > sizes.between_two {
+        return None;
+    }
+    let own = match sizes.written {
+        Written::ByRoot if job.me != job.root => 0..0,
+        // All of it, if only that was given.
+        Written::Chunk if length > job.bytes() => job.chunk(job.me),
+        Written::All | Written::ByRoot | Written::Chunk => 0..length,
     };
-    let read = match job.call.operation {
-        Operation::AllReduce | Operation::AllReduceCoalesced if job.ranks == 2 && length > PAIR => {
-            return None;
-        }
-        Operation::Gather | Operation::Scatter | Operation::AllToAllV => 0,
-        Operation::AllGatherV | Operation::AllToAll => job.bytes(),
-        Operation::AllReduce
-        | Operation::AllReduceCoalesced
-        | Operation::Reduce
-        | Operation::ReduceScatter
-        | Operation::ReduceScatterV
-        | Operation::Broadcast
-        | Operation::AllGather
-        | Operation::AllGatherVInPlace
-        | Operation::Barrier
-        | Operation::MonitoredBarrier
-        | Operation::PointToPoint => job.bytes().saturating_mul(job.ranks),
-    };
-    (always(job) || read <= ALTOGETHER && own.len() <= SMALL - note).then_some(own)
+    let fits = sizes.read.bytes(job) <= ALTOGETHER && own.len() <= SMALL - note;
+    (sizes.is_always(job) || fits).then_some(own)
 }
 
 /// Is the call so small that no other protocol is considered?
 pub(super) fn always(job: Job) -> bool {
-    match job.call.operation {
-        Operation::AllGatherV | Operation::AllToAllV => false,
-        Operation::Scatter => job.bytes().saturating_mul(job.ranks) <= ALWAYS,
-        Operation::AllReduce
-        | Operation::AllReduceCoalesced
-        | Operation::Reduce
-        | Operation::ReduceScatter
-        | Operation::ReduceScatterV
-        | Operation::Broadcast
-        | Operation::AllGather
-        | Operation::AllGatherVInPlace
-        | Operation::Gather
-        | Operation::AllToAll
-        | Operation::Barrier
-        | Operation::MonitoredBarrier
-        | Operation::PointToPoint => job.bytes() <= ALWAYS,
-    }
+    Sizes::of(job.call.operation).is_always(job)
 }
 
 pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
