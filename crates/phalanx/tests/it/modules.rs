@@ -17,6 +17,9 @@ fn drawn() -> Vec<String> {
 
 /// The files of a module, without its tests.
 fn files(path: &Path, found: &mut Vec<PathBuf>) {
+    if path.ends_with("tests") {
+        return;
+    }
     if path.is_dir() {
         let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
         entries.for_each(|entry| files(&entry, found));

@@ -1,0 +1,92 @@
+//! Models and calls that are refused, and averages that fail or are lost.
+
+use super::*;
+
+#[test]
+fn a_model_without_trainable_parameter_or_with_integers_is_refused() {
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let error = Reducer::new(group, Vec::new(), ReducerOptions::default()).err().unwrap();
+            assert!(error.to_string().contains("no parameter needs a gradient"), "{error}");
+        });
+        run(ranks, |group| {
+            let integers = vec![ParameterSpec::new("ids", [3], DType::I64)];
+            let error = Reducer::new(group, integers, ReducerOptions::default()).err().unwrap();
+            assert!(error.to_string().contains("`ids` (i64 [3])"), "{error}");
+        });
+        run(ranks, |group| {
+            let huge = vec![ParameterSpec::new("huge", [usize::MAX / 2, 4], DType::F32)];
+            assert!(Reducer::new(group, huge, ReducerOptions::default()).is_err());
+        });
+    }
+}
+
+#[test]
+fn misuse_is_an_error_that_names_the_parameter_and_ends_the_group() {
+    let errors = run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4)).unwrap();
+        assert!(
+            reducer.finish().is_err() && reducer.ready(0, &[0; 16]).is_err() && reducer.gradient(0).is_err()
+        );
+        reducer.start().unwrap();
+        reducer.ready(0, &[0; 16]).unwrap();
+        if rank.is_main() { reducer.finish().err() } else { reducer.ready(0, &[0; 16]).err() }
+    });
+    // Rank 0 lacks a gradient itself; whichever rank ends the group first, nobody waits.
+    assert!(
+        errors[1].as_ref().is_some_and(|error| error.to_string().contains("`p0` (f32 [4])")),
+        "{errors:?}"
+    );
+    assert!(errors[0].is_some());
+
+    let fresh = || {
+        let group = FakeGroup::world(1).swap_remove(0);
+        let mut reducer = Reducer::new(group, parameters(&[4, 4]), buckets_of(4)).unwrap();
+        reducer.start().unwrap();
+        reducer
+    };
+    assert!(fresh().ready(0, &[0; 15]).unwrap_err().to_string().contains("15 B, not 16 B"));
+    assert!(fresh().ready(2, &[0; 16]).unwrap_err().is_invalid_argument());
+    assert!(fresh().start().unwrap_err().is_invalid_argument());
+    let unwritten = fresh().ready_with(0, |_| Err(Error::aborted("no memory to read"))).unwrap_err();
+    assert!(unwritten.is_aborted());
+}
+
+#[test]
+fn a_failed_averaging_reaches_finish_and_stays() {
+    let errors = run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group.clone(), parameters(&[4, 4, 4]), buckets_of(4)).unwrap();
+        group.fail_after(1, Error::timeout("the fault of the test"));
+        let error = one_step(&mut reducer, rank, 0, &[2, 1, 0]).unwrap_err();
+        assert!(reducer.finish().unwrap_err().is_timeout());
+        error
+    });
+    assert!(errors.iter().all(Error::is_timeout), "{errors:?}");
+}
+
+#[test]
+fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
+    struct Panics;
+    impl CommHook for Panics {
+        fn describe(&self) -> String {
+            "panics".into()
+        }
+        fn start(&mut self, _: &dyn Communicator, _: hooks::GradBucket) -> Result<hooks::Pending> {
+            panic!("the hook's own")
+        }
+        fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+            Ok(())
+        }
+    }
+    let group = FakeGroup::world(2).swap_remove(0);
+    let mut reducer = without_verification(group.clone(), parameters(&[4]), buckets_of(4));
+    reducer.hook = Box::new(Panics);
+    reducer.start().unwrap();
+    let ready = std::panic::AssertUnwindSafe(|| reducer.ready(0, &[0; 16]));
+    assert!(std::panic::catch_unwind(ready).is_err());
+    let error = reducer.finish().unwrap_err();
+    assert!(error.to_string().contains("lost"), "{error}");
+    assert_eq!(group.failure().unwrap().to_string(), error.to_string(), "the other rank does not wait");
+}
