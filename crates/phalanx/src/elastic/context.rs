@@ -63,6 +63,32 @@ impl<S: State> fmt::Debug for Context<'_, S> {
     }
 }
 
+impl<'a, S: State> Context<'a, S> {
+    /// For the loop with `group`, which is that of this round.
+    pub(super) fn new(
+        state: &'a mut S,
+        snapshot: &'a mut Snapshot,
+        (round, group): (u64, &ProcessGroup),
+        drift: Drift,
+        rounds: Option<&'a mut Rounds>,
+    ) -> Self {
+        Self {
+            state,
+            snapshot,
+            group: group.clone(),
+            drift,
+            rounds,
+            round,
+            course: Course::new(round),
+            place: (group.rank(), group.world_size()),
+            ended: None,
+            calls: 0,
+            followed: false,
+            input: Vec::new(),
+        }
+    }
+}
+
 impl<S: State> Context<'_, S> {
     /// Keeps a copy of the state in memory: if a worker dies, the others go on from it. Every rank must call it equally
     /// often, at the same point.
@@ -175,23 +201,7 @@ mod tests {
         snapshot: &'a mut Snapshot,
         group: &ProcessGroup,
     ) -> Context<'a, Plain<u32>> {
-        let place = (group.rank(), group.world_size());
-        let (group, course) = (group.clone(), Course::new(1));
-        let drift = Drift::Fail;
-        Context {
-            state,
-            snapshot,
-            group,
-            drift,
-            rounds: None,
-            round: 1,
-            course,
-            place,
-            ended: None,
-            calls: 0,
-            followed: false,
-            input: Vec::new(),
-        }
+        Context::new(state, snapshot, (1, group), Drift::Fail, None)
     }
 
     #[test]

@@ -3,7 +3,6 @@
 use super::context::Ended;
 use super::members::Verdict;
 use super::options::Launched;
-use super::retry::Course;
 use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
 use super::{Context, Options, State, agreement};
@@ -64,21 +63,8 @@ pub fn run_with<S: State, T, E: From<Error>>(
         }
         let Some((round, group)) = rounds.current() else { continue };
         finished = None;
-        let place = (group.rank(), group.world_size());
-        let mut context = Context {
-            state: &mut *state,
-            snapshot: &mut snapshot,
-            group: group.clone(),
-            drift: options.drift,
-            rounds: Some(&mut rounds),
-            round,
-            course: Course::new(round),
-            place,
-            ended: None,
-            calls: 0,
-            followed: false,
-            input: Vec::new(),
-        };
+        let mut context =
+            Context::new(state, &mut snapshot, (round, &group), options.drift, Some(&mut rounds));
         let outcome = round_of(&mut context, &group, &mut dirty, &mut work);
         // A step may have formed a new group.
         let (ended, number, group) = (context.ended, context.round, context.group.clone());
@@ -142,22 +128,7 @@ fn once<S: State, T, E: From<Error>>(
     mut work: impl FnMut(&mut Context<'_, S>, &ProcessGroup) -> Result<T, E>,
 ) -> Result<T, E> {
     let group = ProcessGroup::join(rendezvous::from_env(options.group.timeout)?, options.group.clone())?;
-    let drift = options.drift;
-    let place = (group.rank(), group.world_size());
-    let mut context = Context {
-        state,
-        snapshot,
-        group: group.clone(),
-        drift,
-        rounds: None,
-        round: 1,
-        course: Course::new(1),
-        place,
-        ended: None,
-        calls: 0,
-        followed: false,
-        input: Vec::new(),
-    };
+    let mut context = Context::new(state, snapshot, (1, &group), options.drift, None);
     round_of(&mut context, &group, &mut false, &mut work)
 }
 

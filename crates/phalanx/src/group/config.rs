@@ -101,6 +101,21 @@ impl Backend {
 }
 
 impl GroupConfig {
+    /// The configuration of a first group, with the default tuning.
+    pub(crate) fn new(backend: Backend, local: LocalPlace, generation: Generation) -> Self {
+        Self {
+            backend,
+            local,
+            generation,
+            tuning: Tuning::default(),
+            _keep_alive: Arc::new(()),
+            members: None,
+            calls: Arc::default(),
+            family: Arc::default(),
+            is_programs: true,
+        }
+    }
+
     /// The rank in the first group of this group's `rank`.
     pub(super) fn global(&self, rank: Rank) -> Rank {
         match &self.members {

@@ -144,16 +144,12 @@ impl ProcessGroup {
         };
         let wishes = Wishes { kind: transport, host: host_id.as_deref(), local_world_size };
         let connected = connect(&place, wishes, Deadline::after(timeout))?;
+        let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
+        let local = LocalPlace { rank: local_rank, world_size: local_world_size };
         let config = GroupConfig {
-            backend: Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials },
-            local: LocalPlace { rank: local_rank, world_size: local_world_size },
-            generation,
             tuning: tuning.clone(),
             _keep_alive: Arc::new(keep_alive),
-            members: None,
-            calls: Arc::default(),
-            family: Arc::default(),
-            is_programs: true,
+            ..GroupConfig::new(backend, local, generation)
         };
         let identity = Identity { rank, world: world_size, trace, config };
         Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)

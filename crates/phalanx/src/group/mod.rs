@@ -51,7 +51,7 @@ use parking_lot::Mutex;
 
 use crate::buffer::Buffer;
 use crate::caller::Caller;
-use crate::collective::{ReduceOp, Tuning};
+use crate::collective::ReduceOp;
 use crate::deadline::Patience;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -222,18 +222,9 @@ impl ProcessGroup {
             .ranks()
             .zip(connect_in_process(world))
             .map(|(rank, connected)| {
-                let config = GroupConfig {
-                    backend: backend.clone(),
-                    // Threads of one process, which may be tests: they are not bound to processors.
-                    local: LocalPlace { rank: rank.get(), world_size: 1 },
-                    generation,
-                    tuning: Tuning::default(),
-                    _keep_alive: Arc::new(()),
-                    members: None,
-                    calls: Arc::default(),
-                    family: Arc::default(),
-                    is_programs: true,
-                };
+                // Threads of one process, which may be tests: they are not bound to processors.
+                let local = LocalPlace { rank: rank.get(), world_size: 1 };
+                let config = GroupConfig::new(backend.clone(), local, generation);
                 Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
             })
             .collect()

@@ -34,19 +34,7 @@ pub(super) fn join(path: &Path, place: &RankConfig, me: &Identity, deadline: Dea
     let file = Arc::new(file);
     let store: SharedStore = Arc::<FileStore>::clone(&file);
     let arrived = arrive(&store, None, place, me, deadline)?;
-    let hosts = arrived.hosts(deadline)?;
-    let (local_rank, local_world_size) = hosts.local(place.rank);
-    Ok(Rendezvous {
-        store: arrived.store,
-        rank: place.rank,
-        world_size: place.world_size,
-        local_rank,
-        local_world_size,
-        generation: place.generation,
-        interface: hosts.reachable(place.rank, Ipv4Addr::LOCALHOST.into())?,
-        credentials: place.credentials.clone(),
-        keep_alive: KeepAlive(Held::File { _store: file }),
-    })
+    place.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 
 /// Rank 0: answers every hello, until each other rank has sent one, or the time is almost up.

@@ -19,7 +19,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::arrival::Identity;
+use self::arrival::{Arrived, Identity};
 pub(crate) use self::hosts::outward;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
@@ -248,6 +248,36 @@ impl RankConfig {
     /// The world of one, in this generation.
     fn alone(&self) -> Rendezvous {
         Rendezvous { generation: self.generation, ..alone() }
+    }
+
+    /// The world whose ranks have all arrived. This rank reaches the store from `interface`.
+    fn met(
+        &self,
+        arrived: Arrived,
+        interface: IpAddr,
+        keep_alive: KeepAlive,
+        deadline: Deadline,
+    ) -> Result<Rendezvous> {
+        let is_enough = |(_, size): &(u32, u32)| !interface.is_loopback() || *size == self.world_size.get();
+        let ((local_rank, local_world_size), interface) = match self.local.filter(is_enough) {
+            Some(local) => (local, interface),
+            None => {
+                let hosts = arrived.hosts(deadline)?;
+                let local = self.local.unwrap_or_else(|| hosts.local(self.rank));
+                (local, hosts.reachable(self.rank, interface)?)
+            }
+        };
+        Ok(Rendezvous {
+            store: arrived.store,
+            rank: self.rank,
+            world_size: self.world_size,
+            local_rank,
+            local_world_size,
+            generation: self.generation,
+            interface,
+            credentials: self.credentials.clone(),
+            keep_alive,
+        })
     }
 }
 

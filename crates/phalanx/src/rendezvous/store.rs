@@ -19,17 +19,5 @@ pub(super) fn join(
         return Ok(place.alone());
     }
     let arrived = arrive(store, None, place, me, deadline)?;
-    let hosts = arrived.hosts(deadline)?;
-    let (local_rank, local_world_size) = place.local.unwrap_or_else(|| hosts.local(place.rank));
-    Ok(Rendezvous {
-        store: arrived.store,
-        rank: place.rank,
-        world_size: place.world_size,
-        local_rank,
-        local_world_size,
-        generation: place.generation,
-        interface: hosts.reachable(place.rank, Ipv4Addr::LOCALHOST.into())?,
-        credentials: place.credentials.clone(),
-        keep_alive: KeepAlive(Held::Nothing),
-    })
+    place.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::Nothing), deadline)
 }

@@ -54,25 +54,7 @@ pub(super) fn join(
     };
     let keep_alive = KeepAlive(held);
     let arrived = arrive(&store, Some(found), place, me, deadline)?;
-    let known = place.local.filter(|(_, size)| !interface.is_loopback() || *size == place.world_size.get());
-    let (local, interface) = match known {
-        Some(local) => (local, interface),
-        None => {
-            let hosts = arrived.hosts(deadline)?;
-            (place.local.unwrap_or_else(|| hosts.local(place.rank)), hosts.reachable(place.rank, interface)?)
-        }
-    };
-    Ok(Rendezvous {
-        store: arrived.store,
-        rank: place.rank,
-        world_size: place.world_size,
-        local_rank: local.0,
-        local_world_size: local.1,
-        generation: place.generation,
-        interface,
-        credentials: place.credentials.clone(),
-        keep_alive,
-    })
+    place.met(arrived, interface, keep_alive, deadline)
 }
 
 /// The port of `host:port`.

@@ -4,7 +4,6 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::collective::Tuning;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
@@ -86,12 +85,23 @@ fn groups_with(world: u32, fabric: Fabric, credentials: &Credentials) -> Result<
         Fabric::SharedMemory => Some(TransportKind::SharedMemory),
         Fabric::TwoHosts => None,
     };
+    let host =
+        |rank: Rank| if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
+    let wishes = |rank| Wishes { kind, host: kind.is_none().then(|| host(rank)), ..Wishes::default() };
+    let wishes: Vec<_> = world.ranks().map(wishes).collect();
+    groups_of(&wishes, credentials)
+}
+
+/// The groups of ranks with these wishes, by rank.
+pub(crate) fn groups_of(wishes: &[Wishes<'_>], credentials: &Credentials) -> Result<Vec<ProcessGroup>> {
     let store = Arc::new(MemoryStore::new());
+    let world = WorldSize::new(wishes.len() as u32)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
-            .map(|rank| (rank, store.clone()))
-            .map(|(rank, store)| scope.spawn(move || processes(store, rank, world, kind, credentials)))
+            .zip(wishes)
+            .map(|(rank, wishes)| (rank, *wishes, store.clone()))
+            .map(|(rank, wishes, store)| scope.spawn(move || join(store, (rank, world), wishes, credentials)))
             .collect();
         ranks
             .into_iter()
@@ -100,39 +110,20 @@ fn groups_with(world: u32, fabric: Fabric, credentials: &Credentials) -> Result<
     })
 }
 
-fn processes(
+fn join(
     store: SharedStore,
-    rank: Rank,
-    world: WorldSize,
-    kind: Option<TransportKind>,
+    (rank, world): (Rank, WorldSize),
+    wishes: Wishes<'_>,
     credentials: &Credentials,
 ) -> Result<ProcessGroup> {
-    let host = if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
-    let host_id = kind.is_none().then(|| host.to_owned());
     let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
-    let place = MeshConfig {
-        store: &*store,
-        rank,
-        world,
-        generation: Generation::default(),
-        interface,
-        credentials,
-        heartbeat,
-    };
-    let deadline = Deadline::after(Duration::from_secs(20));
-    let wishes = Wishes { kind, host: host_id.as_deref(), ..Wishes::default() };
-    let connected = connect(&place, wishes, deadline)?;
+    let generation = Generation::default();
+    let place = MeshConfig { store: &*store, rank, world, generation, interface, credentials, heartbeat };
+    let connected = connect(&place, wishes, Deadline::after(Duration::from_secs(20)))?;
+    let (transport, host_id) = (wishes.kind, wishes.host.map(str::to_owned));
     let credentials = credentials.clone();
-    let config = GroupConfig {
-        backend: Backend::Mesh { store, interface, transport: kind, host_id, heartbeat, credentials },
-        local: LocalPlace { rank: rank.get(), world_size: 1 },
-        generation: Generation::default(),
-        tuning: Tuning::default(),
-        _keep_alive: Arc::new(()),
-        members: None,
-        calls: Arc::default(),
-        family: Arc::default(),
-        is_programs: true,
-    };
+    let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
+    let local = LocalPlace { rank: rank.get(), world_size: 1 };
+    let config = GroupConfig::new(backend, local, generation);
     ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected)
 }
