@@ -111,7 +111,7 @@ impl Engine {
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
             let done = domain.collective(call, sequence, memory, patience);
-            return done.map_err(|error| fail_operation(&self.health, error, call, sequence));
+            return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }
         self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
         let outcome = self.between_hosts(call, sequence, memory, patience);
@@ -256,7 +256,7 @@ impl Engine {
             let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.map_err(|error| self.last_heard(error, sequence));
             let done = done.map_err(|error| self.where_they_parted(error, sequence));
-            done.map_err(|error| fail_operation(&self.health, error, call, sequence))?;
+            done.map_err(|error| self.health.fail_operation(error, call, sequence))?;
         }
         Ok(())
     }
@@ -331,11 +331,6 @@ impl Engine {
         }
         Ok(())
     }
-}
-
-/// Fails the group with the error of one of its calls.
-pub(super) fn fail_operation(health: &Health, error: Error, call: Call, sequence: Sequence) -> Error {
-    health.fail_operation(error, call, sequence)
 }
 
 impl Sequence {

@@ -1,7 +1,7 @@
 //! Collectives of several hosts whose ranks share memory: within each host through memory, and between hosts only the
 //! data that must cross.
 
-use super::{Engine, Space, fail_operation};
+use super::{Engine, Space};
 use crate::collective::Memory;
 use crate::collective::kernel::Fold;
 use crate::collective::{self, Counts, Hierarchy, Leaders, Plan, ReduceOp};
@@ -222,7 +222,7 @@ impl Engine {
         let Some(domain) = &mut self.domain else { return Ok(()) };
         // The deadline for all parts of the call counts from the first wait.
         patience.deadline();
-        work(domain, data).map_err(|error| fail_operation(&self.health, error, call, sequence))
+        work(domain, data).map_err(|error| self.health.fail_operation(error, call, sequence))
     }
 
     /// Executes `plan` between the hosts, on elements from `start` on, if this rank is a leader.

@@ -31,7 +31,7 @@ impl Engine {
                 .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), patience))
         };
         self.health.calls.end();
-        met.map_err(|error| super::fail_operation(&self.health, error, call, sequence))
+        met.map_err(|error| self.health.fail_operation(error, call, sequence))
     }
 
     fn meet(&mut self, call: Call, sequence: Sequence, deadline: Deadline, patience: Deadline) -> Result<()> {

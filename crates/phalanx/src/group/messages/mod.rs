@@ -18,7 +18,6 @@ use rustix::event::{EventfdFlags, eventfd};
 use self::line::{Line, line};
 use self::worker::{Op, Worker};
 use super::affinity::{LocalPlace, keep_apart};
-use super::engine::fail_operation;
 use super::{P2pOp, Work};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
@@ -287,7 +286,7 @@ impl Shared {
     }
 
     fn fail(&self, error: Error, call: Call, ticket: u64) -> Error {
-        fail_operation(&self.health, error, call, Sequence(ticket))
+        self.health.fail_operation(error, call, Sequence(ticket))
     }
 
     /// The error if a peer has not answered by the deadline.
