@@ -13,7 +13,7 @@ use phalanx::{Buffer, DType, Element, P2pOp, ProcessGroup, Rank, Result};
 
 use crate::elements::{cast, cast_mut};
 
-/// Combines the tensors in `data`, of `lengths` elements each, with those of all ranks. Every tensor is an Adasum of its
+/// Combines the tensors in `data`, of `lengths` elements each, with those of all ranks. Every tensor is combined as an Adasum of its
 /// own. Sends log2(ranks) times the bytes of `data`, and needs twice as much memory beside it.
 pub(crate) fn all_reduce(
     group: &ProcessGroup,
@@ -80,7 +80,7 @@ fn combine_all<T: Real>(own: &mut [u8], other: &[u8], lengths: &[usize]) -> Resu
     Ok(())
 }
 
-/// `own = Adasum(own, other)`, computed in f64. Which of both is a rank's own changes no bit.
+/// `own = Adasum(own, other)`, computed in f64. Exchanging the two changes no bit of the result.
 fn combine<T: Real>(own: &mut [T], other: &[T]) {
     let dot = |a: &[T], b: &[T]| a.iter().zip(b).map(|(a, b)| a.get() * b.get()).sum::<f64>();
     let (product, own_square, other_square) = (dot(own, other), dot(own, own), dot(other, other));

@@ -1,4 +1,4 @@
-//! The thread that negotiates and carries out what is ready, in cycles.
+//! The background thread: in each cycle it negotiates, and executes what is ready.
 
 use std::any::Any;
 use std::collections::HashMap;

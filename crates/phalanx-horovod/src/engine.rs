@@ -1,4 +1,4 @@
-//! Between the program's threads and the one that negotiates: submissions go in, handles come back.
+//! The queue between the program's threads and the thread that negotiates: it takes submissions and returns handles.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -16,14 +16,14 @@ use crate::options::Options;
 use crate::request::{MAX_IN_FLIGHT, Request};
 use crate::tensor::Tensor;
 
-/// The groups of an engine: negotiation and data do not meet.
+/// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]
 pub(crate) struct Groups {
     pub control: ProcessGroup,
     pub data: ProcessGroup,
 }
 
-/// The thread that negotiates, and the way to it.
+/// The thread that negotiates, and its queue.
 pub(crate) struct Engine {
     shared: Arc<Shared>,
     groups: Groups,
@@ -53,7 +53,7 @@ struct State {
     ended: Option<Error>,
 }
 
-/// A timeline that takes the place of the one that there is, whose file is then complete; dropped when that has been done.
+/// A timeline that replaces the current one. It is dropped when the current one's file is complete.
 pub(crate) struct NextTimeline {
     pub timeline: Timeline,
     _done: Sender<()>,
@@ -80,11 +80,11 @@ pub(crate) struct Inbox {
 /// When the next cycle begins.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pace {
-    /// If something is in flight: what is submitted until then travels together.
+    /// If something is in flight: what is submitted until then is sent together.
     pub soon: Instant,
-    /// In any case.
+    /// Otherwise.
     pub late: Instant,
-    /// The program of some rank does not wait for a handle.
+    /// On some rank the program does not wait for a handle.
     pub any_computes: bool,
 }
 
@@ -214,7 +214,7 @@ impl Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The others must not take this for a clean end.
+            // The others must not mistake this for a clean end.
             let cause = Error::aborted(format!("rank {} panicked", self.groups.control.rank()));
             self.groups.data.abort(cause.clone());
             self.groups.control.abort(cause);
@@ -257,16 +257,17 @@ impl Shared {
         }
     }
 
-    /// Until it is dropped the program waits for a handle: what it has submitted should not wait for the next cycle.
+    /// Notes, until the result is dropped, that the program waits for a handle: the next cycle should begin early.
     pub fn waits(&self) -> Waits<'_> {
         self.state.lock().waiting += 1;
         self.hurry.notify_all();
         Waits(self)
     }
 
-    /// Waits for the next cycle. A cycle is a collective, in which a rank sleeps until all others have begun it; without news from
-    /// this rank it brings nothing. So a rank that computes and has nothing in flight begins it late. One whose program waits
-    /// begins it at once, if it has news, or if the program of another rank still computes: that rank says when.
+    /// Waits for the next cycle. A cycle is a collective: a rank sleeps in it until all others have begun it. A cycle without new
+    /// submissions of this rank completes nothing here, so a rank that computes and has nothing in flight begins it late. A rank
+    /// whose program waits begins it at once if it has new submissions, or if another rank's program still computes: then that rank
+    /// decides when the cycle is complete.
     pub fn pause(&self, pace: &Pace) {
         let mut state = self.state.lock();
         while let Some(due) = state.due(pace)
@@ -276,7 +277,7 @@ impl Shared {
         }
     }
 
-    /// These names may be submitted again. Before their handles are completed.
+    /// Allows these names to be submitted again. Called before their handles are completed.
     pub fn release<'a>(&self, names: impl Iterator<Item = &'a str>) {
         let mut state = self.state.lock();
         for name in names {
@@ -289,7 +290,7 @@ impl Shared {
         self.state.lock().has_joined = false;
     }
 
-    /// Refuses what comes from now on, and returns what nobody has taken yet.
+    /// Refuses further submissions, and returns those that have not been taken yet.
     pub fn end(&self, cause: &Error) -> Inbox {
         self.state.lock().ended = Some(cause.clone());
         self.take()

@@ -18,8 +18,8 @@ use crate::topology::Topology;
 /// What `import horovod.torch as hvd; hvd.init()` is in Python: the functions of `hvd` are the methods of this handle. Clones
 /// are handles to the same.
 ///
-/// Collectives have names. Each rank submits them in whatever order, from whatever thread. A thread of this rank agrees with
-/// those of the others on what all have submitted, and carries that out, in one order on all ranks.
+/// Collectives have names. Each rank may submit them in any order and from any thread. A background thread on each rank agrees with
+/// those of the others on what all have submitted, and executes that in the same order on all ranks.
 ///
 /// When the last handle is dropped, or with [`shutdown`](Self::shutdown), this rank leaves; operations that need it then
 /// fail on the others, with an error that names it. So all ranks must have made the same calls before the first one leaves.
@@ -132,7 +132,7 @@ impl Horovod {
         Ok(())
     }
 
-    /// Zeroed memory for a tensor that will often be allreduced so. For one that is combined where it is (of 1 MiB or more, and neither
+    /// Zeroed memory for a tensor that is allreduced often. For one that is combined where it is (of 1 MiB or more, and neither
     /// compressed nor an Adasum), it is memory that the other ranks of this host reach, so that nothing of it is copied; for any other,
     /// ordinary memory. A tensor in it comes back in it: fill it again for the next step.
     ///

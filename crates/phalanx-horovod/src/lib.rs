@@ -1,4 +1,4 @@
-//! Horovod's way: collectives by name, which each rank submits in whatever order.
+//! Collectives by name, as in Horovod: each rank may submit them in any order.
 //!
 //! With [`phalanx::ProcessGroup`] all ranks make the same calls in the same order. Where that cannot be promised, such as in
 //! backward passes whose order differs between ranks, collectives have names: the ranks agree on what all of them have

@@ -1,4 +1,4 @@
-//! Who may go on: the clocks of workers, and the rule that keeps them together. Pure.
+//! Which workers may begin their next step: their clocks, and the rule of the consistency model. Pure.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub enum Consistency {
     /// Stale-synchronous parallel: a worker begins a step if the slowest is at most so many steps behind it. Each gradient is
     /// applied by itself, when it comes.
     Ssp(u64),
-    /// Asynchronous parallel: nobody waits. Each gradient is applied by itself, when it comes.
+    /// Asynchronous parallel: no worker waits. Each gradient is applied by itself, when it comes.
     Asp,
 }
 
@@ -49,8 +49,7 @@ impl Clocks {
         Self { consistency, workers, slowest: 0 }
     }
 
-    /// `worker` takes part from the slowest clock on, so that it holds up nobody who does not wait already. Nothing changes if it
-    /// does so already.
+    /// Adds `worker` at the slowest clock, so that no other worker has to wait longer. Nothing changes if it takes part already.
     pub(super) fn join(&mut self, worker: Rank) {
         self.workers.entry(worker).or_insert(self.slowest);
     }
@@ -73,7 +72,7 @@ impl Clocks {
         Ok(())
     }
 
-    /// `worker` takes part no more: nobody waits for it.
+    /// Removes `worker`: the others no longer wait for it.
     pub(super) fn leave(&mut self, worker: Rank) {
         self.workers.remove(&worker);
         self.update();

@@ -27,18 +27,18 @@ pub enum LocalMethod {
         moving_rate: f32,
     },
     /// Decentralised averaging: each worker takes the mean of its own parameters and those of its two neighbours on the ring of
-    /// ranks. Nobody waits for a rank further away.
+    /// ranks. No rank waits for one further away.
     ///
     /// Source: X. Lian et al., *Can Decentralized Algorithms Outperform Centralized Algorithms?*, 2017.
     Ring,
-    /// Each worker takes the mean with one other, drawn anew each time; the same pairs on all ranks. In an odd world one stays
-    /// alone.
+    /// Each worker takes the mean with one other, drawn at random each time; all ranks draw the same pairs. If the world size is
+    /// odd, one worker has no partner.
     RandomPairs {
         /// All ranks must have the same; its lower 32 bits count.
         seed: u64,
     },
-    /// An outer optimizer, whose gradient is how far the workers have come since they last met, on average. All begin anew
-    /// from what it makes of that.
+    /// An outer optimizer. Its gradient is the mean change of the workers' parameters since the last outer step, with the opposite
+    /// sign. All workers continue from its result.
     ///
     /// Sources: J. Wang et al., *SlowMo*, 2020; A. Douillard et al., *DiLoCo*, 2023.
     Outer(Sgd),
@@ -92,7 +92,7 @@ pub struct LocalUpdates {
     rounds: u64,
     bytes: u64,
     elements: usize,
-    /// EASGD's centre, or where all began after the last outer step.
+    /// EASGD's centre, or the parameters after the last outer step.
     center: Vec<f32>,
     velocity: Vec<f32>,
     /// What is sent.

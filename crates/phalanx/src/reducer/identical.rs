@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::group::Communicator;
 use crate::world_size::WorldSize;
 
-/// Are `tensors` the same bits on every rank? All ranks call it together, and get the same answer. A hash of them travels.
+/// Are `tensors` the same bits on every rank? All ranks call it together, and get the same answer. Only a hash is sent.
 ///
 /// # Errors
 /// If the exchange fails.

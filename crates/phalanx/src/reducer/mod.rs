@@ -78,15 +78,15 @@ use crate::trace::{Trace, Track};
 /// [keeps the gradients](Self::keep_gradients) of the step can a reducer go on in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
-    /// What the hook's communication goes through: the group, in the call of a backward pass.
+    /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
     meter: Metered,
     trace: Trace,
     hook: Box<dyn CommHook>,
-    /// What comes next.
+    /// How far the step has come, and what comes next.
     state: ReducerState,
     /// The memory of the plan's buckets.
     buckets: Vec<Bucket>,
-    /// Is that memory another group's?
+    /// Does that memory belong to an earlier group?
     stale: bool,
     /// This rank's gradients in each bucket that was launched in this step, if they are [kept](Self::keep_gradients): averages
     /// take their place in the bucket.

@@ -1,4 +1,4 @@
-//! What a reducer does next, pure: events of a step come in, and the buckets to fill, to launch and to build anew come out.
+//! The reducer's state machine, pure. Input: the events of a step. Output: the buckets to fill, to launch and to rebuild.
 //!
 //! ```text
 //!        begin             finished            begin_gather, gathered
@@ -42,11 +42,11 @@ pub(super) struct ReducerState {
     seen: Vec<bool>,
     /// Parameters in the order in which their gradients came, in this step or the last.
     arrival: Vec<usize>,
-    /// Buckets are launched in the order of the plan: so many have been in this step.
+    /// The number of buckets launched in this step, in the order of the plan.
     launched: usize,
     /// Parameters that get no gradient from backward in this step, as far as that is known.
     unused: Vec<usize>,
-    /// So many of `unused` have been filled.
+    /// The number of `unused` that have been filled.
     filled: usize,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
@@ -54,7 +54,7 @@ pub(super) struct ReducerState {
     ended: bool,
     /// Are the gradients of this step kept, so that it can be replayed?
     keeps: bool,
-    /// Are those of the next?
+    /// Will the gradients of the next step be kept?
     keeps_next: bool,
     /// What cut this step off, until it is replayed in another group.
     cut_off: Option<Error>,
@@ -62,7 +62,7 @@ pub(super) struct ReducerState {
 
 #[derive(Clone, Debug)]
 enum Phase {
-    /// The buckets hold nothing that anybody may read.
+    /// The buckets hold nothing that may be read.
     Idle,
     Backward,
     /// The buckets hold averages.

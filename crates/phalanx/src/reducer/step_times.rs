@@ -1,7 +1,7 @@
 //! How long each rank takes for a step, and which rank holds up the others.
 //!
-//! The ranks tell each other every [`WINDOW`] steps, in one small collective that nobody waits for: its result is looked at
-//! after a later step, whose buckets come behind it.
+//! The ranks exchange their times every [`WINDOW`] steps, in one small collective. No rank waits for it: the result is read after a
+//! later step, whose buckets come after it in the work queue.
 
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use crate::world_size::WorldSize;
 
 /// The steps of which medians are taken.
 const WINDOW: usize = 32;
-/// A rank is slow if its own time is so many times the median of all ranks, and so much more, and if so large a share of a
-/// step is what others wait longer than it.
+/// A rank is slow if its own time is at least [`SLOW`] times the median of all ranks and [`LEAST`] more, and if another rank waits
+/// longer than it by at least this [`SHARE`] of a step.
 const SLOW: f64 = 1.5;
 const LEAST: Duration = Duration::from_millis(1);
 const SHARE: f64 = 0.1;

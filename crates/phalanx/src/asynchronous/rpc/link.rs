@@ -14,7 +14,7 @@ use crate::group::{Completer, ProcessGroup, Work};
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
 
-/// The shortest time for a message that takes none: after a deadline that has just passed.
+/// The least time for a short message, even if the deadline has just passed.
 const SHORTEST: Duration = Duration::from_millis(1);
 
 /// This rank's side of the connection with `peer`, or of its calls to itself.
@@ -22,7 +22,7 @@ pub(super) struct Link {
     pub peer: Rank,
     /// The group of the two; none to itself, or after the end.
     group: Mutex<Option<ProcessGroup>>,
-    /// Whose turn it is to write: a frame and its payload belong together.
+    /// Locked while a frame and its payload are sent: they must stay together.
     turn: Mutex<()>,
     state: Mutex<LinkState>,
     changed: Condvar,
@@ -139,7 +139,7 @@ impl Link {
     pub(super) fn say_bye(&self, deadline: Deadline) {
         if !std::mem::replace(&mut self.state.lock().has_said_bye, true) {
             let Some(group) = self.group() else { return };
-            // A peer that cannot be told has gone itself, or does not receive: it need not be waited for.
+            // If it cannot be sent, the peer has left or does not receive: there is no need to wait for it.
             let brief = group.with_timeout(deadline.remaining().max(SHORTEST));
             let _ = self.send_in(&brief, &Head::plain(Kind::Bye), &[], deadline);
         }
@@ -202,7 +202,7 @@ impl Link {
         completer.complete(outcome);
     }
 
-    /// Notes an object that this rank no longer holds. True if the peer must be told, by whoever asks first.
+    /// Notes an object that this rank no longer holds. True for the first since the peer was told: then the caller tells it.
     pub(super) fn release(&self, object: ObjectId) -> bool {
         let mut state = self.state.lock();
         state.released.push(object);
@@ -240,7 +240,7 @@ impl Link {
         self.await_until(deadline, |state| state.outgoing.is_empty())
     }
 
-    /// Waits until the peer's program makes no more calls, however long that is: whether it lives is for the heartbeats to judge.
+    /// Waits until the peer's program makes no more calls, without a limit: heartbeats detect a peer that is dead.
     pub(super) fn await_done(&self) {
         self.await_until(Deadline::after(Duration::MAX), |state| state.is_done);
     }
@@ -262,7 +262,7 @@ impl Link {
         true
     }
 
-    /// A failure of the group of the two, with the names that the ranks have among all.
+    /// A failure of the group of the two, with the ranks' numbers in the whole group.
     pub(super) fn explained(&self, error: &Error) -> Error {
         let Some(group) = self.group() else { return shut_down() };
         let name = format!("rank {} (", self.rank_in(&group));
@@ -272,7 +272,7 @@ impl Link {
             None => format!("the connection with rank {} failed: {cause}", self.peer),
         };
         let explained = Error::new(error.kind(), cause).with_peer(self.peer);
-        // The remedies name ranks too, by their numbers among the two.
+        // Its remedies have the ranks' numbers in the group of two.
         match error.kind() {
             ErrorKind::PeerFailed => {
                 explained.with_remedy(format!("see rank {}'s own output for its reason", self.peer))

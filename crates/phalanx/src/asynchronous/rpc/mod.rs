@@ -1,12 +1,12 @@
 //! Calls between ranks, by the name of a function and with typed arguments.
 //!
 //! Each pair of ranks has a group of its own, so that a rank that dies ends the calls with it and no others. A thread for each
-//! peer receives; whoever calls or answers sends; handlers run in a pool.
+//! peer receives; the thread that calls or answers sends; handlers run in a pool.
 //!
-//! # Why nothing waits for itself
+//! # Why there is no deadlock
 //!
-//! 1. *Who receives never waits*, for a handler, for room, or to send: a call has its place in the queue before it is sent
-//!    ([`Window`](window)), and answers have a caller who waits for them. So what a rank sends is always received, even if
+//! 1. *The thread that receives never waits*, for a handler, for room, or to send: a call has its place in the queue before it is
+//!    sent ([`Window`](window)), and a caller waits for each answer. So what a rank sends is always received, even if
 //!    both ranks of a pair send large messages at once.
 //! 2. *A call waits only for calls at its own depth, and for calls inside these.* A handler that calls is one deeper than the
 //!    call that it serves, on whatever rank. Each depth has places of its own in the windows. At the last depth nothing may
@@ -14,8 +14,8 @@
 //! 3. *Handlers that wait for calls leave their thread's place to others* ([`Pool`](pool)), so a call that has been admitted
 //!    always finds a thread when those that run end. There are never more threads than places in the windows.
 //!
-//! What a program adds is its own: a handler that holds a lock over a call, waits for a call that nobody has made yet, or
-//! calls from a thread of its own, which counts as depth 0.
+//! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
+//! made yet, or that calls from another thread, which counts as depth 0.
 
 mod call;
 mod link;
@@ -52,19 +52,19 @@ use crate::rank::Rank;
 use crate::wire::rpc::{Head, Kind, ObjectId};
 use crate::world_size::WorldSize;
 
-/// How long a call waits for its answer unless something else is set; as in PyTorch.
+/// How long a call waits for its answer by default, as in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// How long this rank's end waits for its peers to see it.
+/// How long this rank waits at its end for its peers to notice it.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// What a rank admits of each other rank, at each depth.
+/// What a rank accepts from each other rank, at each depth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Limits {
     calls: u32,
     bytes: u64,
 }
 
-/// Waits with `wait` inside a handler, for something that other handlers do: it leaves its thread's place to them.
+/// Calls `wait` inside a handler, to wait for something that other handlers do. Meanwhile another handler may run in its place.
 pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
     Pool::waiting(wait)
 }
@@ -211,15 +211,15 @@ impl RpcBuilder {
         Self { threads: threads.max(1), ..self }
     }
 
-    /// How many calls of each other rank this rank admits at once, at each of four depths of nesting; 64 if it is not set.
-    /// Who calls more waits.
+    /// How many calls of each other rank this rank accepts at once, at each of four depths of nesting; 64 if it is not set.
+    /// Further calls wait in the caller.
     #[must_use]
     pub fn calls_in_flight(self, calls: u32) -> Self {
         Self { limits: Limits { calls: calls.max(1), ..self.limits }, ..self }
     }
 
-    /// How many bytes of arguments of each other rank this rank admits at once, at each of four depths of nesting; 256 MiB if it
-    /// is not set. Who sends more waits. A call alone may be longer.
+    /// How many bytes of arguments of each other rank this rank accepts at once, at each of four depths of nesting; 256 MiB if it
+    /// is not set. Further calls wait in the caller. A single call may be longer.
     #[must_use]
     pub fn bytes_in_flight(self, bytes: u64) -> Self {
         Self { limits: Limits { bytes, ..self.limits }, ..self }
@@ -242,7 +242,7 @@ impl RpcBuilder {
         let Self { functions, lost, threads, limits, timeout } = self;
         let registry = functions.and_then(|registry| registry.with_builtins());
         let (rank, world) = (group.rank(), group.world_size());
-        // A rank that cannot start says so to those that would wait for it.
+        // A rank that cannot start tells the others, which would wait for it.
         let theirs =
             group.in_call(Caller::RpcStart).all_gather_object(&registry.is_ok().then_some(limits))?;
         let functions = registry?;
@@ -255,7 +255,7 @@ impl RpcBuilder {
         for (peer, theirs) in world.ranks().zip(theirs.into_iter().flatten()) {
             links.push(Link::new(peer, limits, theirs));
         }
-        // In one order on all ranks, so that nobody waits in a circle.
+        // In the same order on all ranks, so that no ranks wait for each other in a circle.
         for low in world.ranks() {
             for high in world.ranks().skip(low.index() + 1) {
                 let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout())?;
@@ -316,8 +316,8 @@ impl Rpc {
         self.shared.world
     }
 
-    /// A handle whose calls wait for their answers as long as `timeout`. A message that is being sent is not torn: calls of
-    /// many bytes may return later than that, when they have been sent, or the group's time-out passes.
+    /// A handle whose calls wait for their answers as long as `timeout`. A message that is being sent is completed: a call
+    /// with many bytes may return later than that, when it has been sent, or when the group's time-out has passed.
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout, ..self.clone() }
@@ -354,7 +354,7 @@ impl Rpc {
         self.request(to, Kind::Call, name, ObjectId::NONE, args)
     }
 
-    /// Breaks the connection with `peer`, as a network would, while both live.
+    /// Breaks the connection with `peer`, as a network would, while both ranks are alive.
     #[cfg(test)]
     pub(super) fn sever(&self, peer: Rank) {
         if let Some(group) = self.shared.link(peer).ok().and_then(Link::group) {
@@ -371,12 +371,12 @@ impl Rpc {
     }
 
     /// Ends the calls of all ranks: waits until this rank's calls are answered and the others make no more, and serves them
-    /// meanwhile. Every rank must call it; a rank that only serves calls nothing else. It waits for the others however long they
-    /// call, but not for ranks that have died or [dropped](Rpc) their calls. The time-out of this handle is for answers that are
-    /// missing.
+    /// meanwhile. Every rank must call it; a rank that only serves calls nothing else. It waits for the others as long as they
+    /// call, but not for ranks that have died or [dropped](Rpc) their calls. The time-out of this handle applies to missing
+    /// answers only.
     ///
     /// # Errors
-    /// If calls of this rank, or of others to it, have no answer when that time-out has passed. The calls end all the same.
+    /// If calls of this rank, or of others to it, have no answer when that time-out has passed. The calls are ended in any case.
     pub fn shutdown(self) -> Result<()> {
         self.shared.finish(self.timeout).map_err(|error| self.shared.located(error, "Rpc::shutdown"))
     }

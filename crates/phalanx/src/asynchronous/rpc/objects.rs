@@ -1,4 +1,4 @@
-//! The objects that this rank keeps for others, and who holds them.
+//! The objects that this rank keeps for others, and which ranks hold references to them.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -39,7 +39,7 @@ impl Objects {
         }
     }
 
-    /// It has been made. If nobody holds it any more, it is given back.
+    /// The object has been made. If no rank holds it any more, it is returned.
     pub(super) fn keep(&self, object: ObjectId, value: Value) -> Option<Value> {
         match self.0.lock().get_mut(&object) {
             Some(kept) => kept.value.replace(value),
@@ -67,7 +67,8 @@ impl Objects {
         Ok(())
     }
 
-    /// `by` holds it once less. Gives back what nobody holds any more: its own code must not run here.
+    /// `by` holds it once less. Returns the object if no rank holds it any more: it must not be dropped here, since its `drop` is
+    /// the program's code.
     pub(super) fn release(&self, object: ObjectId, by: Rank) -> Option<Value> {
         let mut objects = self.0.lock();
         let kept = objects.get_mut(&object)?;
@@ -83,7 +84,7 @@ impl Objects {
         }
     }
 
-    /// `by` holds nothing any more. Gives back what nobody holds.
+    /// `by` holds nothing any more. Returns the objects that no rank holds now.
     pub(super) fn release_all(&self, by: Rank) -> Vec<Value> {
         let mut dropped = Vec::new();
         self.0.lock().retain(|_, kept| {

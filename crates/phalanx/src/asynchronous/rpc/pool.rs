@@ -41,7 +41,7 @@ struct PoolState {
 
 struct Job {
     depth: u8,
-    /// Short work of the pool's owner, which does not count.
+    /// A short job of the pool's owner, which does not count towards the limit.
     is_internal: bool,
     run: Box<dyn FnOnce() + Send>,
 }
@@ -59,7 +59,7 @@ impl Pool {
         self.add(Job { depth, is_internal: false, run: Box::new(job) });
     }
 
-    /// Runs `job` soon, whatever else runs.
+    /// Runs `job` soon, even if the limit is reached.
     pub(super) fn push_internal(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         self.add(Job { depth: 0, is_internal: true, run: Box::new(job) });
     }
@@ -77,12 +77,12 @@ impl Pool {
         self.employ(&state);
     }
 
-    /// Sees to a thread for the queue's first job, if one may run. The lock is held.
+    /// Wakes or starts a thread for the queue's first job, if one may run. The caller holds the lock.
     fn employ(self: &Arc<Self>, state: &PoolState) {
         if !state.may_run(self.limit) {
             return;
         }
-        // If there is no other thread to be had, the job waits for one of those that there are.
+        // If no thread can be started, the job waits for one of the existing ones.
         if state.idle >= state.queue.len() || self.spawn().is_err() {
             self.changed.notify_one();
         }
@@ -154,13 +154,13 @@ impl Job {
         self.end(|job| (job.run)());
     }
 
-    /// Drops what it has, which may have code of the program.
+    /// Drops its closure, which may run the program's code.
     fn forget(self) {
         self.end(drop);
     }
 
     fn end(self, how: impl FnOnce(Self)) {
-        // There is nobody to tell of a panic, which has been printed.
+        // A panic has been printed, and there is no caller to report it to.
         let _ = caught(HANDLER, || {
             how(self);
             Ok(())

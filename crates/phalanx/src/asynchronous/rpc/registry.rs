@@ -134,7 +134,7 @@ fn write_result<R: Serialize>(name: &str, result: &R) -> Result<Vec<u8>> {
     })
 }
 
-/// The value in `bytes`, which has no more of them; or why not.
+/// The value in `bytes`, all of which must be used; or why it cannot be read.
 pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     match postcard::take_from_bytes(bytes) {
         Ok((value, [])) => Ok(value),
@@ -200,7 +200,7 @@ impl<R> std::fmt::Debug for Answer<R> {
     }
 }
 
-/// Most code of the program that [`caught`] runs.
+/// What [`caught`] usually runs, for its errors.
 pub(super) const HANDLER: &str = "the handler";
 
 /// Runs the program's code, which errors call `what`. A panic becomes an error.

@@ -66,7 +66,7 @@ impl Rpc {
     pub fn remote<A: Serialize + ?Sized, T>(&self, to: Rank, name: &str, args: &A) -> Result<RemoteRef<T>> {
         let number = self.shared.last_object.fetch_add(1, Ordering::Relaxed) + 1;
         let object = ObjectId { creator: self.rank(), number };
-        // From here on the object is released, whatever becomes of the call.
+        // From here on the object is released, even if the call fails.
         let reference = self.reference(to, object);
         self.request::<A, ()>(to, Kind::Make, name, object, args)?.wait()?;
         Ok(reference)
@@ -139,7 +139,7 @@ impl Registry {
         let lend = plain(LEND, |context, (object, to): (ObjectId, Rank)| {
             let shared = &context.rpc().shared;
             shared.objects.lend(object, context.caller(), to)?;
-            // If it has gone before, nobody would release what it holds.
+            // If it has left before, no other event would release what it holds.
             if let Some(failure) = shared.link(to).map_or_else(Some, |link| link.failure()) {
                 shared.discard(shared.objects.release_all(to));
                 return Err(failure);
@@ -152,7 +152,7 @@ impl Registry {
 }
 
 impl Shared {
-    /// This rank no longer holds `object`. The owner is told by a thread of the pool: whoever drops a reference does not wait.
+    /// This rank no longer holds `object`. A thread of the pool tells the owner, so dropping a reference does not wait.
     fn release(self: &Arc<Self>, owner: Rank, object: ObjectId) {
         if owner == self.rank {
             return self.discard(self.objects.release(object, owner));

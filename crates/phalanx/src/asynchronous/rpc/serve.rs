@@ -22,7 +22,7 @@ impl Shared {
     /// Starts the thread that receives from `peer`.
     pub(super) fn receive_from(self: &Arc<Self>, peer: Rank) -> Result<()> {
         let Some(group) = self.link(peer)?.group() else { return Ok(()) };
-        // Silence is for the heartbeats to judge.
+        // Heartbeats detect a silent peer.
         let group = group.with_timeout(Duration::MAX);
         let shared = self.clone();
         let thread = std::thread::Builder::new()
@@ -33,7 +33,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Receives until the peer says its last word, or the connection fails.
+    /// Receives until the peer's last frame, or until the connection fails.
     fn receive(self: &Arc<Self>, peer: Rank, group: &ProcessGroup) {
         let Ok(link) = self.link(peer) else { return };
         let outcome = caught("the thread that receives from that rank", || self.frames(link, group));
@@ -49,13 +49,13 @@ impl Shared {
         self.discard(self.objects.release_all(peer));
         let shared = self.clone();
         self.pool.push_internal(move || shared.bid_farewell(peer, Deadline::after(FAREWELL)));
-        // A thread that sends may have seen the end first, so the link's failure says nothing about who has been told.
+        // A thread that sends may have noticed the end first, so the link may have failed before `on_lost` was called.
         if !self.closed.load(Ordering::Acquire) {
             let shared = self.clone();
             self.pool.push(0, move || {
                 let context = shared.context(peer);
                 for lost in &shared.lost {
-                    // There is nobody to tell of a panic, which has been printed.
+                    // A panic has been printed, and there is no caller to report it to.
                     let _ = caught(HANDLER, || {
                         lost(&context, &cause);
                         Ok(())
@@ -181,15 +181,15 @@ impl Shared {
         }
     }
 
-    /// Drops what this rank no longer keeps, in a thread of the pool: it may have code of the program, which may call, end the
-    /// calls, or panic.
+    /// Drops objects that this rank no longer keeps, in a thread of the pool: their `drop` is the program's code, which may call,
+    /// shut down the calls, or panic.
     pub(super) fn discard(self: &Arc<Self>, values: impl IntoIterator<Item = Value>) {
         for value in values {
             self.pool.push(0, move || drop(value));
         }
     }
 
-    /// Says this rank's last word to `peer`, if it can still be said, so that it need not wait.
+    /// Sends this rank's last frame to `peer`, if that is still possible, so that the peer need not wait.
     fn bid_farewell(&self, peer: Rank, deadline: Deadline) {
         if let Ok(link) = self.link(peer)
             && link.group().is_some_and(|group| group.failure().is_none())
@@ -198,8 +198,8 @@ impl Shared {
         }
     }
 
-    /// Waits until nobody calls any more, and ends. `timeout` is for the answers that are missing; how long others call is
-    /// theirs, as long as they live.
+    /// Waits until no rank calls any more, and ends. `timeout` applies to missing answers only: other ranks may call as long as
+    /// they are alive.
     pub(super) fn finish(self: &Arc<Self>, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
         let others = || self.links.iter().filter(|link| link.peer != self.rank);
@@ -213,7 +213,7 @@ impl Shared {
             let _ = link.send(&Head::plain(Kind::Done), &[], deadline);
         }
         others().for_each(Link::await_done);
-        // Those who have said that have their answers, or have waited for them as long as they want.
+        // A peer that has sent `Done` has its answers, or its own time-out has passed.
         let deadline = Deadline::after(timeout);
         for link in others() {
             if !link.await_served(deadline) {
@@ -256,7 +256,7 @@ impl Shared {
             have_ended(&receivers, Deadline::after(FAREWELL));
         }
         for receiver in receivers.drain(..).filter(JoinHandle::is_finished) {
-            // A receiver has no code of the program, and nothing to say.
+            // A receiver runs none of the program's code, and has no result.
             let _ = receiver.join();
         }
         self.pool.close();

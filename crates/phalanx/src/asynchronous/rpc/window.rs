@@ -1,5 +1,4 @@
-//! How many calls, and how many bytes, may be in flight from one rank to another: pure accounts, which caller and callee
-//! keep alike.
+//! How many calls, and how many bytes, may be in flight from one rank to another. Caller and callee count in the same way; pure.
 
 use super::Limits;
 use crate::wire::rpc::DEPTHS;

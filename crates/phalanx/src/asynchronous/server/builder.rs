@@ -1,4 +1,4 @@
-//! How servers of parameters are made: settings, compared among all ranks, and who serves which keys.
+//! Settings of parameter servers, compared among all ranks, and which server has which keys.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -68,14 +68,14 @@ impl ParameterServerBuilder {
         Self { consistency, ..self }
     }
 
-    /// What stale gradients undergo; nothing if it is not set.
+    /// How stale gradients are corrected; not at all if it is not set.
     #[must_use]
     pub fn compensation(self, compensation: Compensation) -> Self {
         Self { compensation, ..self }
     }
 
     /// Each server keeps a copy of the one before it, and a worker gets its answer when both have its update. Needs two
-    /// servers. Pushes travel twice.
+    /// servers. Each push is sent twice.
     #[must_use]
     pub fn replicated(self) -> Self {
         Self { replicated: true, ..self }
@@ -118,7 +118,7 @@ impl ParameterServerBuilder {
             rule.fingerprint(),
         );
         let own = fnv1a(postcard::to_stdvec(&own).unwrap_or_default());
-        // A rank that cannot start says so to those that would wait for it.
+        // A rank that cannot start tells the others, which would wait for it.
         let settings = group.all_gather_object(&layout.is_ok().then_some(own))?;
         let layout = layout?;
         if let Some(other) = settings.iter().position(Option::is_none) {

@@ -85,9 +85,10 @@ struct Place {
 struct State {
     /// The last number of this rank's operations.
     number: u64,
-    /// Whom to ask for each shard.
+    /// The server of each shard.
     servers: Vec<Rank>,
-    /// Whom to ask if that one is lost: none if it has been asked, or does not have all that this rank has answers to.
+    /// The replica, for when that one is lost. None if it has replaced the server already, or lacks operations that this rank has
+    /// answers to.
     replicas: Vec<Option<Rank>>,
 }
 
@@ -97,7 +98,7 @@ pub struct Staleness {
     /// How many pushes had each staleness, the number of updates of the parameters since the worker pulled them (the most of
     /// all keys of a push); the last place counts all that were staler.
     pub histogram: Vec<u64>,
-    /// The most that any was.
+    /// The largest staleness.
     pub largest: u64,
     /// The most steps that a worker was ahead of the slowest when it pushed.
     pub lead: u64,
@@ -188,7 +189,7 @@ impl ParameterServer {
         self.exchange(0..self.layout.keys(), None, true, None).map(drop)
     }
 
-    /// This rank is a worker from now on, in the step of the slowest; the same on all servers. Waits until workers that are in
+    /// Makes this rank a worker, in the step of the slowest; the same on all servers. Waits until workers that are in
     /// the step before have ended it, and reads all parameters. If it is one already, it only reads.
     ///
     /// # Errors
@@ -198,7 +199,7 @@ impl ParameterServer {
         let mut state = self.state.lock();
         let entered = self.enter(&mut state, parameters);
         if entered.is_err() {
-            // Nobody must wait for a worker that only some servers know.
+            // No worker may wait for one that only some servers know.
             let _ = self.ask_all(&mut state, |_| Ask::Leave);
         }
         entered
@@ -215,7 +216,7 @@ impl ParameterServer {
         Ok(())
     }
 
-    /// This rank is no worker any more: nobody waits for it. Gradients of a step that it has not ended are dropped under
+    /// Ends this rank's part as a worker: the others no longer wait for it. Gradients of a step that it has not ended are dropped under
     /// [`Bsp`](super::Consistency::Bsp). All servers are told, also if one fails.
     ///
     /// # Errors
@@ -243,7 +244,7 @@ impl ParameterServer {
     }
 
     /// Ends servers and workers: waits until all ranks have called it, however long others train, and serves them meanwhile. A
-    /// rank that only serves calls nothing else. Nobody waits for ranks that have died. This rank [leaves](Self::leave) first.
+    /// rank that only serves calls nothing else. Ranks that have died are not waited for. This rank [leaves](Self::leave) first.
     ///
     /// # Errors
     /// If operations have no answer when the time-out has passed.
@@ -258,7 +259,7 @@ impl ParameterServer {
         (0..self.shards.len()).filter(|shard| !self.shards[*shard].keys.is_empty())
     }
 
-    /// Asks all servers, whatever some of them answer, one after the other. Returns the answers or the first error.
+    /// Asks all servers, one after the other, also after an error. Returns the answers or the first error.
     fn ask_all(&self, state: &mut State, ask: impl Fn(&Place) -> Ask<'static>) -> Result<Vec<Done>> {
         state.number += 1;
         let number = state.number;
@@ -327,7 +328,7 @@ impl ParameterServer {
         Ok(staleness)
     }
 
-    /// What comes of `request`. `call` is the first attempt.
+    /// The outcome of `request`. `call` is the first attempt.
     fn done(
         &self,
         state: &mut State,

@@ -1,8 +1,8 @@
 //! The server's side: takes what workers ask, in one order for each shard, and keeps the replica.
 //!
-//! A shard's lock is its order: an operation is applied and sent to the replica under it, and answered when the replica has it. The
-//! replica applies operations by their numbers, so what it has is a prefix of what the primary has, and holds all that was
-//! answered. If it may not have one, the shard fails, or the answer says that there is no replica.
+//! A shard's lock gives the order of its operations: an operation is applied and sent to the replica under the lock, and answered
+//! when the replica has it. The replica applies operations by their numbers. So it has a prefix of the primary's operations, with
+//! all that were answered. If the replica may lack one, the shard fails, or the answer says that there is no replica.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -34,7 +34,7 @@ pub(super) struct Request<'a> {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask<'a> {
-    /// To be a worker; nobody goes on before it enters.
+    /// To become a worker. No worker begins its next step before this one has entered.
     Join,
     /// To begin after `clock` steps, the most that any server has answered to `Join`, with the parameters of `keys`.
     Enter {
@@ -56,7 +56,7 @@ pub(super) enum Reply<T> {
     NotServing,
 }
 
-/// What came of a worker's question.
+/// The answer to a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Done {
     pub staleness: u64,
@@ -134,7 +134,7 @@ impl Hosted {
         true
     }
 
-    /// Applies `op` and sends it to the replica. Whoever may go on then gets an answer.
+    /// Applies `op` and sends it to the replica. Then answers the workers that may go on.
     fn apply(&mut self, context: &Context, op: Op<'_>, outcome: &mut Outcome) -> Result<u64> {
         let applied = self.apply_and_forward(context, &op, outcome);
         if applied.is_ok() {
@@ -154,7 +154,7 @@ impl Hosted {
         Ok(staleness)
     }
 
-    /// Applies `op`. If the update rule panics, nobody knows what the parameters are: the shard has failed.
+    /// Applies `op`. If the update rule panics, the parameters are undefined: the shard has failed.
     fn change(&mut self, op: &Op<'_>) -> Result<u64> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -166,7 +166,7 @@ impl Hosted {
         self.failed.get_or_insert(error).clone()
     }
 
-    /// Whoever waits and may go on gets an answer.
+    /// Answers the waiting workers that may go on.
     fn let_go(&mut self, context: &Context, outcome: &mut Outcome) {
         let mut index = 0;
         while index < self.parked.len() {
@@ -198,7 +198,7 @@ impl Hosted {
             Ok(ack) => outcome.acks.push((replica, ack)),
             // From here on there is no replica, and workers are told.
             Err(_) if is_lost(context, replica) => self.role = Role::Primary(None),
-            // It lives, without this operation: it must not take over.
+            // It is alive but lacks this operation: it must not take over.
             Err(error) => return Err(self.fail(error)),
         }
         Ok(())
@@ -220,10 +220,10 @@ impl Outcome {
     /// Gives the answers, when the replica has what they are about.
     fn finish(self, context: &Context) {
         let mut failure = None;
-        // What a replica acknowledges, it has all before it too.
+        // A replica that acknowledges an operation has all operations before it, too.
         let mut is_replicated = !self.acks.is_empty();
         for (replica, ack) in self.acks {
-            // A replica that is lost needs nothing; one that is late, or differs, must not be counted on.
+            // A lost replica needs no operations. One that is late or differs must not be used.
             if let Err(error) = ack.wait() {
                 is_replicated = false;
                 if !is_lost(context, replica) {
@@ -240,8 +240,8 @@ impl Outcome {
     }
 }
 
-/// The lock of a shard. Who holds it may wait for room on the way to the replica, so who waits for it leaves its place to others:
-/// among them is what the replica of another shard, this rank, is asked.
+/// Locks a shard. The holder may wait for room on the way to the replica. So a handler that waits for the lock lets others run in
+/// its place: among them are the operations that this rank gets as the replica of another shard.
 fn turn(hosted: &Mutex<Hosted>) -> MutexGuard<'_, Hosted> {
     hosted.try_lock().unwrap_or_else(|| waiting(|| hosted.lock()))
 }
@@ -349,7 +349,7 @@ impl Service {
         Ok(Reply::Done(statistics))
     }
 
-    /// The rank that `context` names is lost: nobody waits for it any more.
+    /// The rank that `context` names is lost: no longer waits for it.
     fn lost(&self, context: &Context) {
         let gone = context.caller();
         for hosted in self.0.values() {
@@ -358,7 +358,7 @@ impl Service {
             match hosted.role {
                 Role::Primary(Some(replica)) if replica == gone => hosted.role = Role::Primary(None),
                 Role::Primary(_) => {}
-                // Its primary tells it, or it looks itself when it takes over.
+                // The primary tells its replica; else the replica checks for lost workers when it takes over.
                 Role::Replica(_) => continue,
             }
             let _ = hosted.apply(context, Op::Leave(gone), &mut outcome);

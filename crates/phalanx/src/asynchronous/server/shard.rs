@@ -1,5 +1,5 @@
-//! The parameters of one server, and what changes them: a pure machine, which takes operations in one order. A replica that
-//! takes the same operations has the same state.
+//! The parameters of one server and the operations that change them: a pure state machine. A replica that applies the same
+//! operations in the same order has the same state.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::asynchronous::optimizer::UpdateRule;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// What a gradient undergoes because parameters have changed since they were pulled. Nothing unless it is set.
+/// How a gradient is corrected because the parameters have changed since they were pulled. By default it is not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Compensation {
     /// Divides the learning rate by the gradient's staleness, if that is more than 1.
@@ -46,7 +46,7 @@ pub enum DelayCompensation {
 /// Added to the mean of g² before its root.
 const EPSILON: f32 = 1e-7;
 
-/// What a server is asked to do, and its replica after it.
+/// An operation on a server, and then on its replica.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Op<'a> {
     /// The worker takes part, and holds the slowest clock until it enters.
@@ -90,9 +90,9 @@ struct Worker {
     seen: Vec<u64>,
     /// The parameters that it has, for delay compensation.
     pulled: Vec<f32>,
-    /// Its clock when it came: it takes no part in the steps before.
+    /// Its clock when it joined: it takes no part in earlier steps.
     since: u64,
-    /// Its last operation, and what came of it.
+    /// Its last operation and its outcome.
     number: u64,
     staleness: u64,
     /// Its gradients of this step, by key, if they are averaged.
@@ -207,7 +207,7 @@ impl Shard {
         pull: Option<&Range<usize>>,
     ) -> Result<u64> {
         let Some(known) = self.workers.get(&worker) else {
-            // Anybody may look.
+            // Any rank may pull.
             pull.map(|keys| self.layout.place(keys)).transpose()?;
             return if push.is_some() || advance { self.clocks.check(worker).map(|()| 0) } else { Ok(0) };
         };
@@ -333,7 +333,7 @@ impl Shard {
         self.rule.update(self.versions[key], scale, &mut self.parameters[place], gradient, &mut states);
     }
 
-    /// Applies the mean gradients of a step that all workers have ended. Keys that nobody has pushed keep what they are.
+    /// Applies the mean gradients of a step that all workers have ended. Keys without gradients are unchanged.
     fn commit(&mut self) {
         if self.clocks.consistency() != Consistency::Bsp || self.clocks.slowest() <= self.committed {
             return;
@@ -342,7 +342,7 @@ impl Shard {
         let members = self.workers.values().filter(|worker| worker.since < self.committed).count();
         let share = 1.0 / members.max(1) as f32;
         for key in 0..self.layout.keys() {
-            // In the order of ranks, so that the result does not depend on who was first.
+            // In the order of ranks, so that the result does not depend on which was first.
             let mut gradients = self.workers.values_mut().filter_map(|worker| worker.gradients.remove(&key));
             let Some(mut mean) = gradients.next() else { continue };
             for gradient in gradients {

@@ -1,4 +1,4 @@
-//! Gradients that travel with half the bits.
+//! Gradients that are sent with half the bits.
 
 use std::fmt;
 

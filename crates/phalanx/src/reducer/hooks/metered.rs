@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::group::{Communicator, Work, forward_to_group};
 use crate::rank::Rank;
 
-/// A group that notes the bytes of all buffers it is given; of operations that move half of what an all_reduce of the
-/// same buffer does, half.
+/// A group that counts the bytes of all buffers given to it. Operations that move half as much as an all_reduce of the same buffer
+/// count half.
 pub(in super::super) struct Metered {
     group: Arc<dyn Communicator>,
     bytes: Arc<AtomicU64>,
@@ -22,7 +22,7 @@ impl Metered {
         Self { group, bytes: Arc::default() }
     }
 
-    /// What `group` is given is added to this one's bytes.
+    /// Another group whose bytes are added to the same count.
     pub(in super::super) fn of(&self, group: Arc<dyn Communicator>) -> Self {
         Self { group, bytes: self.bytes.clone() }
     }

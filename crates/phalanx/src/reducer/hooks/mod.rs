@@ -7,7 +7,7 @@
 //! | [`PowerSgd`] | 4·rank·(rows + columns) for each matrix | an approximation whose error is made up for in later steps |
 //! | [`PostLocalSgd`] | 0 once it has begun | replicas that drift apart between averages of the model |
 //!
-//! A [`CommHook`] of one's own takes a bucket, starts its communication, and gives it back averaged:
+//! A program can write its own [`CommHook`]: it takes a bucket, starts its communication, and returns it averaged:
 //!
 //! ```
 //! use phalanx::reducer::hooks::{CommHook, GradBucket, Pending};
@@ -60,22 +60,20 @@ pub trait CommHook: Send {
 
     /// Starts to average `bucket`. Buckets come in the same order on every rank, while backward still runs.
     ///
-    /// What it calls on `group` must be the same on every rank, and must not be waited for here but in
-    /// [`Pending::then`].
+    /// It must make the same calls on `group` on every rank, and must not wait for them here but in [`Pending::then`].
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending>;
 
-    /// Makes its state one that ranks can go on with together: that of `root`, or a fresh one. Called on every rank
-    /// when some have missed steps.
+    /// Makes its state the same on all ranks: that of `root`, or a new one. Called on every rank when some have missed steps.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()>;
 
-    /// Does it keep nothing, neither of a step nor of a group, so that a step that a failure has cut off can be averaged
-    /// [again](super::Reducer::keep_gradients)? No, unless it says so.
+    /// Is it without state of a step or a group? Then a step that a failure has cut off can be
+    /// [replayed](super::Reducer::keep_gradients). False by default.
     fn is_stateless(&self) -> bool {
         false
     }
 }
 
-/// A bucket whose gradients are all there.
+/// A bucket with all its gradients.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct GradBucket {
@@ -104,7 +102,7 @@ pub struct GradientPlace {
     pub elements: Range<usize>,
 }
 
-/// A bucket on its way: an operation in flight, and what is to be done when it ends.
+/// A bucket that is being averaged: the operation in flight, and what is done when it ends.
 #[derive(Debug)]
 pub struct Pending(Stage);
 
@@ -166,7 +164,7 @@ impl std::fmt::Debug for Stage {
     }
 }
 
-/// The average as it is, in the gradients' own type; if it is sharded, each rank gets only its own.
+/// The average without compression, in the gradients' own type; if it is sharded, each rank gets only its own.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllReduce;
 

@@ -91,7 +91,7 @@ impl PowerSgdOptions {
 /// A gradient of at least two dimensions is seen as a matrix `M` of `shape[0]` rows. One step of the power method
 /// approximates the average over the ranks by `P·Qᵀ`: the ranks average `P = M·Q`, make its columns orthonormal, and
 /// average `Q = Mᵀ·P`. What is lost on this rank, `M − P·Qᵀ`, is added to its next gradient. Vectors, small
-/// matrices and other types than f32 travel uncompressed. A direction of `Q` in which there was nothing is replaced by a
+/// matrices and other types than f32 are sent uncompressed. A direction of `Q` in which there was nothing is replaced by a
 /// random one, so that a gradient that was zero for a step is not lost for ever.
 ///
 /// After a step whose average is not finite, the losses and factors of that gradient begin anew, on every rank: a program
@@ -194,9 +194,9 @@ impl CommHook for PowerSgd {
 /// Which gradients of a bucket are compressed, and where their factors lie in the messages.
 struct Layout {
     matrices: Vec<Matrix>,
-    /// What travels as it is.
+    /// What is sent uncompressed.
     others: Vec<std::ops::Range<usize>>,
-    /// Elements of all `P`, of all `Q`, and of what travels as it is.
+    /// Elements of all `P`, of all `Q`, and of what is sent uncompressed.
     left: usize,
     right: usize,
     whole: usize,
@@ -264,7 +264,7 @@ impl Layout {
         layout
     }
 
-    /// Packs what travels as it is.
+    /// Packs what is sent uncompressed.
     fn gather(&self, gradients: &[f32], mut whole: &mut [f32]) {
         for elements in &self.others {
             let (piece, rest) = whole.split_at_mut(elements.len());
@@ -296,7 +296,7 @@ impl Layout {
             let m = &mut gradients[matrix.elements.clone()];
             let (p, q) = (&first[matrix.left()], &second[matrix.right()]);
             if !p.iter().chain(q).all(|x| x.is_finite()) {
-                // Every rank sees this. What is no number would stay so in every later step.
+                // Every rank sees this. A NaN would stay in every later step.
                 outer(p, q, matrix.columns, m);
                 memory.losses.remove(&matrix.parameter);
                 continue;

@@ -10,11 +10,11 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::group::Communicator;
 
-/// What a hook sends in place of a bucket: the bucket's number, and which of its messages.
+/// A message that a hook sends in place of a bucket: the bucket's number, and the message's.
 pub(super) type Message = (usize, u8);
 
-/// Messages' memory, kept from step to step. A group's memory is shared page by page: to take it and to give it back in
-/// every step would cost more than to send what is in it.
+/// The memory of messages, kept from step to step. A group's memory is shared page by page: allocating and freeing it in every step
+/// would cost more than sending what is in it.
 #[derive(Default)]
 pub(super) struct Spares(Arc<Mutex<HashMap<Message, Buffer>>>);
 
