@@ -1,5 +1,7 @@
 //! Proofs that both sides of a connection know the same secret: HMAC-SHA256 over the messages sent.
 
+use std::time::Duration;
+
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
@@ -11,6 +13,11 @@ use crate::random;
 pub(crate) const NONCE: usize = 32;
 /// Bytes of a proof.
 pub(crate) const TAG: usize = 32;
+
+/// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after that.
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
+/// How long a TLS handshake may take while others wait for a turn.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(500);
 
 pub(crate) type Nonce = [u8; NONCE];
 pub(crate) type Tag = [u8; TAG];

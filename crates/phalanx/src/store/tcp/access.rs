@@ -4,7 +4,6 @@ use std::fmt;
 use std::io;
 use std::io::{PipeWriter, Write};
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
@@ -15,13 +14,11 @@ use super::stream::Stream;
 use super::turns::{Turn, Turns};
 use crate::credentials::Credentials;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{TAG, nonce};
+use crate::wire::auth::{HANDSHAKE, TAG, nonce};
 use crate::wire::greeting::{self, Answerer, CALL, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
 
-/// How long a new connection may take to identify and authenticate itself as a client.
-const HANDSHAKE: Duration = Duration::from_secs(2);
 /// The first bytes of PyTorch's clients, which distinguish the kinds of clients.
 const HELLO: usize = 5;
 

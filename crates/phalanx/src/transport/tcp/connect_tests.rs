@@ -9,14 +9,13 @@ use std::time::{Duration, Instant};
 use super::MeshConfig;
 use super::connect::{Address, key, listen, mesh};
 use super::dial::{ANSWERING, dial};
-use super::pending::HANDSHAKE;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::health::Heartbeat;
 use crate::key::JobKey;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
-use crate::wire::auth::{NONCE, TAG};
+use crate::wire::auth::{HANDSHAKE, NONCE, TAG};
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, HELLO, Hello, REFUSAL};
 use crate::world_size::WorldSize;
@@ -54,9 +53,9 @@ fn place_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
     }
 }
 
-/// Publishes the address of a rank that has died since.
+/// Publishes the address of a rank that has died since: one at which no other test listens.
 fn bury(store: &MemoryStore, rank: u32) {
-    let socket = listen(Ipv4Addr::LOCALHOST.into()).unwrap().local_addr().unwrap();
+    let socket = listen(Ipv4Addr::new(127, 0, 6, 2).into()).unwrap().local_addr().unwrap();
     let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
     store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
 }
@@ -193,7 +192,9 @@ fn a_rank_that_does_not_come_is_named() {
     store.set("mesh/job", &[0; 16], Deadline::after(Duration::from_secs(1))).unwrap();
     let deadline = Deadline::after(Duration::from_millis(100));
     let error = mesh(&place(&store, 1), deadline).err().unwrap();
-    assert!(error.to_string().contains("rank 0 (gone) could not be reached at"), "{error}");
+    // After a pause it may have been refused for so long that it is taken for lost.
+    let said = ["rank 0 (gone) could not be reached at", "rank 0 (gone) was lost: it no longer listens at"];
+    assert!(said.iter().any(|said| error.to_string().contains(said)), "{error}");
     assert_eq!((error.peer(), error.rank()), (Some(Rank::MAIN), Some(Rank::new(1))));
 }
 
@@ -234,7 +235,7 @@ fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
         });
         ranks.map(|rank| rank.join().unwrap())
     });
-    assert!(started.elapsed() < ANSWERING * 2, "{:?}", started.elapsed());
+    assert!(started.elapsed() < ANSWERING * 5, "{:?}", started.elapsed());
     for error in errors {
         assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
         assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use super::accept::make_room;
 use super::connection::Connection;
-use super::pending::{AT_ONCE, PATIENCE, Pending, Progress, Turns};
+use super::pending::{AT_ONCE, Pending, Progress, Turns};
 use super::tls_tests::client_hello;
 use super::*;
 use crate::tls::Tls;
 use crate::tls::tests::good;
-use crate::wire::auth::NONCE;
+use crate::wire::auth::{NONCE, PATIENCE};
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
 
@@ -47,7 +47,9 @@ impl Knock {
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, _) = listener.accept().unwrap();
         stream.set_nonblocking(true).unwrap();
-        Self { client, pending: Pending::new(Connection::new(stream), tls, &secret()) }
+        let mut pending = Pending::new(Connection::new(stream), tls, &secret());
+        pending.give_time();
+        Self { client, pending }
     }
 
     fn say(&mut self, bytes: &[u8]) {
@@ -65,6 +67,7 @@ impl Knock {
         let mut knock = Self::new(Some(tls));
         knock.say(&client_hello());
         assert!(matches!(knock.advance(turns), Progress::Waiting));
+        knock.pending.give_time();
         knock
     }
 }
