@@ -1,11 +1,11 @@
 //! `phalanx run --min-np`: who is replaced, what is said about it, and what is refused. The training itself is tested with
 //! the library.
 
-use crate::support::{output, phalanx, sorted_lines, text};
+use crate::support::{output, output_with, phalanx, sorted_lines, text};
 
-/// Place 1 fails in its first life; a folder remembers it.
+/// Place 1 fails in its first life; a folder remembers it. All others end when there is a file `end`.
 const FAILS_ONCE: &str = "[ $LOCAL_RANK = 1 ] && mkdir \"$FOLDER/failed\" 2> /dev/null && exit 3
-    sleep 0.5; echo $PHALANX_ELASTIC $PHALANX_RESET_LIMIT";
+    until [ -e \"$FOLDER/end\" ]; do sleep 0.05; done; echo $PHALANX_ELASTIC $PHALANX_RESET_LIMIT";
 
 #[test]
 fn a_worker_that_fails_is_replaced_and_the_job_succeeds() {
@@ -14,10 +14,9 @@ fn a_worker_that_fails_is_replaced_and_the_job_succeeds() {
         &["--nproc-per-node", "3", "--min-np", "2", "--max-restarts", "4", "--reset-limit", "7"],
         FAILS_ONCE,
     );
-    let output = output({
-        command.env("FOLDER", folder.path());
-        command
-    });
+    command.env("FOLDER", folder.path());
+    let end = || std::fs::write(folder.path().join("end"), "").unwrap();
+    let output = output_with(command, "rank 1 is replaced", end);
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{err}");
     assert_eq!(sorted_lines(&output.stdout), ["[0] 2:3 7", "[1] 2:3 7", "[2] 2:3 7"]);
@@ -31,7 +30,8 @@ fn without_replacements_the_others_go_on_and_programs_are_told() {
     let mut command =
         phalanx(&["--nproc-per-node", "3", "--min-np", "2", "--log-format", "json"], FAILS_ONCE);
     command.env("FOLDER", folder.path());
-    let output = output(command);
+    let end = || std::fs::write(folder.path().join("end"), "").unwrap();
+    let output = output_with(command, "\"lost\"", end);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let events: Vec<serde_json::Value> =
         text(&output.stderr).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -45,8 +45,13 @@ fn without_replacements_the_others_go_on_and_programs_are_told() {
 
 #[test]
 fn too_few_are_a_failure_and_the_first_is_shown() {
-    let script = "[ $LOCAL_RANK = 0 ] && exec sleep 60; sleep 0.$LOCAL_RANK; exit $((LOCAL_RANK + 3))";
-    let output = output(phalanx(&["--nproc-per-node", "3", "--min-np", "2"], script));
+    let folder = tempfile::tempdir().unwrap();
+    let script = "[ $LOCAL_RANK = 0 ] && exec sleep 60
+        [ $LOCAL_RANK = 1 ] || until [ -e \"$FOLDER/end\" ]; do sleep 0.05; done; exit $((LOCAL_RANK + 3))";
+    let mut command = phalanx(&["--nproc-per-node", "3", "--min-np", "2"], script);
+    command.env("FOLDER", folder.path());
+    let end = || std::fs::write(folder.path().join("end"), "").unwrap();
+    let output = output_with(command, "rank 1 is not replaced", end);
     assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
     let err = text(&output.stderr);
     assert!(err.contains("rank 1 is not replaced; the others go on"), "{err}");

@@ -65,7 +65,7 @@ fn an_elastic_job_succeeds_without_it_if_enough_are_left() {
 fn who_is_slow_or_stopped_for_a_while_is_waited_for() {
     // Both live longer than they may be stopped. The second is all the time, but for a moment in between.
     let script = "[ $RANK = 1 ] && sleep 8; \
-                  [ $RANK = 2 ] && for i in 1 2; do (sleep 3; kill -CONT $$) & kill -STOP $$; done; exit 0";
+                  [ $RANK = 2 ] && for i in 1 2 3 4; do (sleep 2; kill -CONT $$) & kill -STOP $$; done; exit 0";
     let output = output(phalanx(&["--nproc-per-node", "3"], script));
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
 }
@@ -79,8 +79,11 @@ fn while_nobody_has_ended_workers_may_be_stopped_for_long() {
 
 #[test]
 fn a_job_that_ctrl_z_stops_goes_on() {
-    let script = "[ $RANK = 0 ] && exit 0; echo pid $$; exec sleep 2";
-    let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 1);
+    let folder = tempfile::tempdir().unwrap();
+    let script = "[ $RANK = 0 ] && exit 0; echo pid $$; until [ -e end ]; do sleep 0.05; done";
+    let mut command = phalanx(&["--nproc-per-node", "2"], script);
+    command.current_dir(folder.path());
+    let (mut child, _out, pids) = start(command, 1);
     send(&child, Signal::TSTP);
     let is_stopped = || std::fs::read_to_string(format!("/proc/{}/stat", pids[0])).unwrap().contains(") T ");
     let limit = Instant::now() + crate::support::LIMIT;
@@ -90,6 +93,7 @@ fn a_job_that_ctrl_z_stops_goes_on() {
     }
     std::thread::sleep(LONG);
     assert!(is_stopped());
+    std::fs::write(folder.path().join("end"), "").unwrap();
     send(&child, Signal::CONT);
     assert_eq!(exit_code(&mut child), Some(0));
 }

@@ -1,53 +1,18 @@
 //! Launchers that meet where none of them serves the log, in etcd and in a file: each may be lost, the first one too.
 
+#[path = "../../../phalanx/tests/support/etcd.rs"]
+mod server;
+
 use std::io::{BufRead, BufReader, Read};
-use std::net::{TcpListener, TcpStream};
-use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Child, ChildStdout, Command};
 
 use rustix::process::Signal;
-use tempfile::TempDir;
 
-use crate::support::{LIMIT, SUM, exit_code, phalanx, send};
+use self::server::Etcd;
+use crate::support::{SUM, exit_code, phalanx, ports, send};
 
-/// A server of its own for one test.
-struct Etcd {
-    server: Child,
-    address: String,
-    _folder: TempDir,
-}
-
-impl Etcd {
-    fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let port = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let (address, peers) = (format!("127.0.0.1:{}", port()), format!("http://127.0.0.1:{}", port()));
-        let url = format!("http://{address}");
-        let server = Command::new("etcd")
-            .arg("--data-dir")
-            .arg(folder.path())
-            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url])
-            .args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers])
-            .args(["--initial-cluster", &format!("default={peers}")])
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap_or_else(|error| panic!("etcd cannot be started, is it installed? {error}"));
-        let etcd = Self { server, address, _folder: folder };
-        let deadline = Instant::now() + LIMIT;
-        while TcpStream::connect(&etcd.address).is_err() {
-            assert!(Instant::now() < deadline, "etcd does not listen");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        etcd
-    }
-}
-
-impl Drop for Etcd {
-    fn drop(&mut self) {
-        let _ = self.server.kill();
-        let _ = self.server.wait();
-    }
+fn etcd() -> Etcd {
+    Etcd::start([ports::free_port(), ports::free_port()])
 }
 
 /// A launcher whose lines are read one by one.
@@ -113,7 +78,7 @@ fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) {
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]
 fn in_etcd_either_node_may_be_lost() {
-    let etcd = Etcd::start();
+    let etcd = etcd();
     either_node_may_be_lost(&["--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address], ["one", "other"]);
 }
 
@@ -131,7 +96,7 @@ fn in_a_file_either_node_may_be_lost() {
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]
 fn a_group_spans_nodes_that_meet_in_etcd() {
-    let etcd = Etcd::start();
+    let etcd = etcd();
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", &etcd.address];
     for node in [(); 2].map(|()| Node::start(phalanx(&options, SUM))) {
         let (code, err) = node.end();
@@ -142,7 +107,7 @@ fn a_group_spans_nodes_that_meet_in_etcd() {
 #[test]
 fn where_nothing_answers_the_end_point_is_named() {
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:1"];
-    let conf = ["--rdzv-conf", "join_timeout=1"];
+    let conf = ["--rdzv-conf", "join_timeout=5"];
     let (code, err) = Node::start(phalanx(&[&options[..], &conf].concat(), "echo never")).end();
     assert!(
         code == Some(1) && err.contains("127.0.0.1:1") && err.contains("does this host reach it?"),

@@ -126,10 +126,14 @@ fn early_success_waits_for_the_others() {
 #[test]
 fn what_a_worker_leaves_behind_is_ended() {
     // One ends when asked, one only when killed.
-    let script = "sh -c 'echo $$; exec sleep 60' & \
-                  sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' & sleep 0.3";
+    let folder = tempfile::tempdir().unwrap();
+    let script = "sh -c 'echo $$; touch a; exec sleep 60' & \
+                  sh -c 'trap \"\" TERM; echo $$; touch b; while :; do sleep 1; done' & \
+                  until [ -e a ] && [ -e b ]; do sleep 0.05; done; sleep 0.3";
     let started = Instant::now();
-    let output = output(phalanx(&["--grace-period", "0.3"], script));
+    let mut command = phalanx(&["--grace-period", "0.3"], script);
+    command.current_dir(folder.path());
+    let output = output(command);
     assert_eq!(output.status.code(), Some(0));
     let pids: Vec<String> =
         text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
@@ -140,16 +144,22 @@ fn what_a_worker_leaves_behind_is_ended() {
 
 /// Starts what leaves the worker's process group, and prints their numbers: in a session of its own; the same with a parent
 /// that ends at once, as daemons do; the same deaf to SIGTERM.
-const DAEMONS: &str = "setsid sh -c 'echo $$; exec sleep 60' & (setsid sh -c 'echo $$; exec sleep 60' &); \
-                       (setsid sh -c 'trap \"\" TERM; echo $$; while :; do sleep 1; done' &); ";
+const DAEMONS: &str = "setsid sh -c 'echo $$; touch a; exec sleep 60' & \
+                       (setsid sh -c 'echo $$; touch b; exec sleep 60' &); \
+                       (setsid sh -c 'trap \"\" TERM; echo $$; touch c; while :; do sleep 1; done' &); ";
 
 #[test]
 fn what_a_worker_puts_into_a_session_of_its_own_is_ended_however_it_ends() {
     for code in [0, 3] {
         // One of them has no trace of the job in its environment.
-        let daemons =
-            format!("{DAEMONS} (env -i setsid sh -c 'echo $$; exec sleep 60' &); sleep 0.5; exit {code}");
-        let output = output(phalanx(&["--grace-period", "0.3"], &daemons));
+        let folder = tempfile::tempdir().unwrap();
+        let script = format!(
+            "{DAEMONS} (env -i PATH=\"$PATH\" setsid sh -c 'echo $$; touch d; exec sleep 60' &); \
+             until [ -e a ] && [ -e b ] && [ -e c ] && [ -e d ]; do sleep 0.05; done; exit {code}"
+        );
+        let mut command = phalanx(&["--grace-period", "0.3"], &script);
+        command.current_dir(folder.path());
+        let output = output(command);
         assert_eq!(output.status.code(), Some(code));
         let pids: Vec<String> =
             text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
@@ -161,8 +171,12 @@ fn what_a_worker_puts_into_a_session_of_its_own_is_ended_however_it_ends() {
 #[test]
 fn a_launcher_that_cannot_look_ends_what_a_worker_has_left_all_the_same() {
     // From now on it can open nothing: its first eight descriptors are taken. `poll` would refuse more than the limit.
-    let script = "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.5; prlimit --pid $PPID --nofile=8:8";
-    let output = output(phalanx(&["--grace-period", "0.3"], script));
+    let folder = tempfile::tempdir().unwrap();
+    let script = "setsid sh -c 'echo $$; touch a; exec sleep 60' & until [ -e a ]; do sleep 0.05; done; \
+                  prlimit --pid $PPID --nofile=8:8";
+    let mut command = phalanx(&["--grace-period", "0.3"], script);
+    command.current_dir(folder.path());
+    let output = output(command);
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert_eq!(output.status.code(), Some(0), "{err}");
     assert!(is_gone(out.strip_prefix("[0] ").unwrap().trim()), "{out}{err}");
@@ -172,9 +186,10 @@ fn a_launcher_that_cannot_look_ends_what_a_worker_has_left_all_the_same() {
 #[test]
 fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
     let folder = tempfile::tempdir().unwrap();
-    let daemon = "setsid sh -c 'trap \"touch $1; exit\" TERM; while :; do sleep 0.1; done' sh";
+    let daemon = "setsid sh -c 'trap \"touch $1; exit\" TERM; touch $1.up; while :; do sleep 0.1; done' sh";
     let script = format!(
-        "cd {} && ({daemon} ours &); (env -i PATH=\"$PATH\" {daemon} strange &); sleep 0.5; echo $PPID",
+        "cd {} && ({daemon} ours &); (env -i PATH=\"$PATH\" {daemon} strange &); \
+         until [ -e ours.up ] && [ -e strange.up ]; do sleep 0.05; done; echo $PPID",
         folder.path().display()
     );
     let inner = phalanx(&[], &script);
@@ -195,8 +210,10 @@ fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
 #[test]
 fn what_a_worker_puts_into_a_session_of_its_own_is_ended_with_the_launcher() {
     for signal in [Signal::TERM, Signal::KILL] {
-        let script = format!("{DAEMONS} sleep 60");
-        let (mut child, _out, pids) = start(phalanx(&["--grace-period", "0.3"], &script), 3);
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = phalanx(&["--grace-period", "0.3"], &format!("{DAEMONS} sleep 60"));
+        command.current_dir(folder.path());
+        let (mut child, _out, pids) = start(command, 3);
         send(&child, signal);
         child.wait().unwrap();
         wait_until_gone(&pids);
@@ -208,7 +225,8 @@ fn a_stopped_worker_is_ended_too() {
     let script = "if [ $RANK = 1 ]; then sleep 0.2; exit 3; fi; kill -STOP $$; sleep 60";
     let started = Instant::now();
     assert_eq!(output(phalanx(&["--nproc-per-node", "2"], script)).status.code(), Some(3));
-    assert!(started.elapsed() < Duration::from_secs(10));
+    // Long before SIGTERM and the grace period would be over for it.
+    assert!(started.elapsed() < Duration::from_secs(25));
 }
 
 #[test]
@@ -259,7 +277,8 @@ fn a_second_ctrl_c_kills_at_once() {
     let started = Instant::now();
     send(&child, Signal::INT);
     assert_eq!(exit_code(&mut child), Some(130));
-    assert!(started.elapsed() < Duration::from_secs(10) && is_gone(&pids[0]));
+    // Not after the grace period of 30 s.
+    assert!(started.elapsed() < Duration::from_secs(25) && is_gone(&pids[0]));
 }
 
 #[test]

@@ -193,7 +193,7 @@ fn a_host_comes_back() {
     let killed = Instant::now();
     kill(&job.launcher_of(2));
     let left = pids(&job.wait_for(mark, 2, "world 2"));
-    assert!(killed.elapsed() < Duration::from_secs(15));
+    assert!(killed.elapsed() < Duration::from_secs(40));
     // They are the same processes, and so they are in the larger world.
     assert!(left.is_subset(&all) && left.len() == 2);
     let again = pids(&job.wait_for(mark, 4, "world 4"));
@@ -221,7 +221,7 @@ fn hosts_come_and_go_as_a_script_says() {
     let mark = job.mark();
     // An answer that cannot be used changes nothing.
     job.hosts.name("far1 2 two");
-    std::thread::sleep(Duration::from_millis(1500));
+    job.wait_for_err("--host-discovery-script");
     job.hosts.name("far2:2");
     let rest = pids(&job.wait_for(mark, 2, "world 2"));
     assert!(rest.is_disjoint(&first));

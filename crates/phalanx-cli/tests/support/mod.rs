@@ -2,18 +2,19 @@
 #![allow(dead_code, reason = "not every test needs everything")]
 
 pub mod network;
+#[path = "../../../phalanx/tests/support/ports.rs"]
+pub mod ports;
 pub mod stand_in;
 
 use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-pub const LIMIT: Duration = Duration::from_secs(20);
+/// Nothing takes longer, or it hangs; what the tests start sleeps for longer.
+pub const LIMIT: Duration = Duration::from_secs(40);
 
 /// A program for a shell whose ranks check a sum, as `phalanx doctor` does; once or for ever.
 pub const SUM: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1 > /dev/null");
@@ -26,17 +27,9 @@ pub fn phalanx(options: &[&str], script: &str) -> Command {
     command
 }
 
-/// A port that was free a moment ago, and that no other test has been given. It is below those that the system gives out by
-/// itself.
+/// A port at which nobody listens.
 pub fn free_port() -> String {
-    static TAKEN: Mutex<Vec<u16>> = Mutex::new(Vec::new());
-    let mut taken = TAKEN.lock().unwrap();
-    let mut port = 10_000 + (std::process::id() % 20_000) as u16;
-    while taken.contains(&port) || TcpListener::bind(("127.0.0.1", port)).is_err() {
-        port += 1;
-    }
-    taken.push(port);
-    port.to_string()
+    ports::free_port().to_string()
 }
 
 /// The launcher of one of two nodes.
@@ -58,6 +51,22 @@ pub fn bare() -> Command {
     }
     command.arg("run").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
+}
+
+/// Runs it to its end, or kills it when it takes too long. Calls `then` when it says `words` on its standard error.
+pub fn output_with(mut command: Command, words: &str, then: impl FnOnce()) -> Output {
+    let mut child = command.spawn().unwrap();
+    limit(&child);
+    let mut err = BufReader::new(child.stderr.take().unwrap());
+    let (mut said, mut then) = (Vec::new(), Some(then));
+    while err.read_until(b'\n', &mut said).unwrap() > 0 {
+        if text(&said).contains(words)
+            && let Some(then) = then.take()
+        {
+            then();
+        }
+    }
+    Output { stderr: said, ..child.wait_with_output().unwrap() }
 }
 
 /// Runs it to its end, or kills it when it takes too long.

@@ -302,7 +302,7 @@ fn sleepers_are_woken() {
             }
             let start = Instant::now();
             control_block.small(CALL, &[], &mut go_on).unwrap();
-            assert!(start.elapsed() < Duration::from_secs(5));
+            assert!(start.elapsed() < Duration::from_secs(30));
         }
     });
 }

@@ -323,15 +323,15 @@ mod tests {
             .env(TAG_VARIABLE, &second)
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(30);
         while members.look(&[]).unwrap().is_empty() {
             assert!(Instant::now() < deadline, "it was not seen");
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(members.tagged(&first).unwrap().is_empty());
-        members.clear(&first, Deadline::after(Duration::from_secs(10)));
+        members.clear(&first, Deadline::after(Duration::from_secs(30)));
         assert!(!members.tagged(&second).unwrap().is_empty());
-        members.clear(&second, Deadline::after(Duration::from_secs(10)));
+        members.clear(&second, Deadline::after(Duration::from_secs(30)));
         assert!(members.look(&[]).unwrap().is_empty() && Instant::now() < deadline);
         child.wait().unwrap();
     }
@@ -350,7 +350,7 @@ mod tests {
         let tag = members.next_tag();
         let mut child =
             std::process::Command::new("sleep").arg("60").env(TAG_VARIABLE, &tag).spawn().unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(30);
         while members.look(&[]).unwrap().is_empty() {
             assert!(Instant::now() < deadline, "it was not seen");
             std::thread::sleep(Duration::from_millis(5));

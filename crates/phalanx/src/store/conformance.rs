@@ -157,7 +157,7 @@ fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {
         let started = Instant::now();
         let error = wait(&store);
         let waited = started.elapsed();
-        assert!(waited >= Duration::from_millis(38) && waited < Duration::from_secs(3), "{waited:?}");
+        assert!(waited >= Duration::from_millis(38) && waited < Duration::from_secs(15), "{waited:?}");
         let said = error.to_string();
         assert!(error.is_timeout() && error.remedy().is_some(), "{said}");
         assert!(said.contains("never\"") && said.contains("store") && said.contains(" s "), "{said}");
@@ -228,9 +228,9 @@ fn file() {
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]
 fn etcd() {
-    let server = super::etcd::tests::Etcd::start();
+    let server = super::etcd::tests::start();
     // It does not accept values as long as the others do.
-    let another: Another = Box::new(move || Arc::new(server.store("job")));
+    let another: Another = Box::new(move || Arc::new(super::etcd::tests::open(&server, "job")));
     behaves(&another);
 }
 

@@ -1,5 +1,6 @@
 //! Reductions to one rank, gathers, scatters and exchanges, on every transport and from every root.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx::testing::{Fabric, run};
@@ -313,13 +314,16 @@ fn where_ranks_share_memory_all_see_whose_counts_differ_at_once() {
 
 #[test]
 fn a_monitored_barrier_names_everybody_who_is_missing() {
-    for fabric in Fabric::ALL {
+    let missing = |fabric| {
+        let all_done = Barrier::new(5);
         run(5, fabric, |group| {
             group.monitored_barrier(Duration::from_secs(20)).unwrap();
             group.barrier().unwrap();
+            all_done.wait();
             let present = ![2, 4].contains(&group.rank().get());
             if present {
-                let error = group.monitored_barrier(Duration::from_millis(200)).unwrap_err();
+                // Enough for the others to come on a busy machine.
+                let error = group.monitored_barrier(Duration::from_secs(5)).unwrap_err();
                 assert!(error.is_timeout(), "{error}");
                 assert!(
                     error.to_string().contains("ranks 2, 4 of 5 have not reached the barrier"),
@@ -330,5 +334,10 @@ fn a_monitored_barrier_names_everybody_who_is_missing() {
                 std::thread::sleep(Duration::from_millis(5));
             }
         });
-    }
+    };
+    std::thread::scope(|scope| {
+        for fabric in Fabric::ALL {
+            scope.spawn(move || missing(fabric));
+        }
+    });
 }

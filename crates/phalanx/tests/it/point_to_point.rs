@@ -1,5 +1,6 @@
 //! Messages between two ranks, on every transport: their order, their independence of everything else, their failures.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use phalanx::testing::{Fabric, run};
@@ -163,9 +164,10 @@ fn threads_of_a_rank_send_and_receive_side_by_side() {
 
 #[test]
 fn two_ranks_that_both_send_first_are_told_so() {
-    for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
+    let both_send = |fabric| {
         let errors = run(2, fabric, |group| {
-            let hasty = group.with_timeout(Duration::from_millis(400));
+            // Enough for the other to begin on a busy machine.
+            let hasty = group.with_timeout(Duration::from_secs(5));
             hasty.send(&vec![0u8; LONG], other(&group)).unwrap_err()
         });
         for error in errors {
@@ -174,7 +176,12 @@ fn two_ranks_that_both_send_first_are_told_so() {
             assert!(text.contains(&format!("it has itself sent send/recv({LONG} x u8) #0")), "{text}");
             assert!(text.contains("batch_isend_irecv"), "{text}");
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
+            scope.spawn(move || both_send(fabric));
+        }
+    });
 }
 
 #[test]
@@ -249,6 +256,7 @@ fn a_difference_shows_both_calls_to_both_ranks() {
 #[test]
 fn an_abort_ends_messages_in_flight_on_every_rank() {
     for fabric in Fabric::ALL {
+        let started = Barrier::new(3);
         let errors = run(3, fabric, |group| {
             let group = patient(&group);
             let mut works: Vec<_> = group
@@ -257,6 +265,7 @@ fn an_abort_ends_messages_in_flight_on_every_rank() {
                 .filter(|peer| *peer != group.rank())
                 .map(|peer| group.irecv(Buffer::zeroed(DType::U8, 100), peer).unwrap())
                 .collect();
+            started.wait();
             if group.rank().get() == 1 {
                 std::thread::sleep(Duration::from_millis(30));
                 works[0].abort(Error::aborted("enough"));
@@ -299,7 +308,7 @@ fn who_waits_for_a_rank_that_has_left_is_told_and_gets_what_it_sent_before() {
             let work = group.irecv(Buffer::zeroed(DType::U8, 1), peer).unwrap();
             let error = work.wait().unwrap_err();
             assert!(error.is_peer_left(), "{fabric:?}: {error}");
-            assert!(start.elapsed() < PATIENCE / 2);
+            assert!(start.elapsed() < PATIENCE);
         });
     }
 }

@@ -77,7 +77,8 @@ fn a_parameter_without_gradient_ends_every_rank_at_once() {
                 "{fabric:?}: {message}"
             );
         }
-        assert!(begin.elapsed() < Duration::from_secs(5), "{fabric:?}: {:?}", begin.elapsed());
+        // Far from the group's time-out.
+        assert!(begin.elapsed() < Duration::from_secs(60), "{fabric:?}: {:?}", begin.elapsed());
     }
 }
 

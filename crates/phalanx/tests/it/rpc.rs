@@ -243,15 +243,17 @@ fn a_call_that_is_not_answered_in_time_ends_alone() {
         let text = error.to_string();
         assert!(text.contains("rpc \"later\" on rank") && text.contains("within 0.1 s"), "{text}");
         assert_eq!(error.peer(), Some(next(&rpc)));
+        // Until then nobody answers, which a brief call could have to wait for.
+        group.barrier().unwrap();
         assert_eq!(rpc.call::<_, u8>(next(&rpc), "now", &()).unwrap(), 1);
         // Waiting in parts.
         let call = rpc.call_async::<_, u8>(next(&rpc), "later", &()).unwrap();
         let call = call.wait_timeout(Duration::from_millis(20)).unwrap_err();
         assert!(!call.is_completed());
         group.barrier().unwrap();
+        eventually("both calls have come", || late.lock().unwrap().len() == 2);
         // The first of these answers comes too late, and does no harm.
         let answers = std::mem::take(&mut *late.lock().unwrap());
-        assert_eq!(answers.len(), 2);
         answers.into_iter().for_each(|answer| answer.send(Ok(9)));
         assert_eq!(call.wait().unwrap(), 9);
         rpc.shutdown().unwrap();
@@ -396,7 +398,8 @@ fn the_end_waits_for_the_calls_of_others_however_long_and_says_whose_answers_are
                 .unwrap_or_else(|error| assert!(error.to_string().contains("has no answer"), "{error}"));
         } else {
             std::thread::sleep(Duration::from_millis(300));
-            let call = brief.call_async::<_, ()>(Rank::MAIN, "never", &()).unwrap();
+            let patient = brief.with_timeout(LIMIT);
+            let call = patient.call_async::<_, ()>(Rank::MAIN, "never", &()).unwrap();
             let error = brief.shutdown().unwrap_err();
             assert!(
                 error.is_timeout() && error.to_string().contains("has not answered all calls"),

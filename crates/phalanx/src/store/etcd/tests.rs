@@ -1,48 +1,20 @@
 //! Tests with a real etcd.
 
-use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+#[path = "../../../tests/support/ports.rs"]
+mod ports;
+#[path = "../../../tests/support/etcd.rs"]
+mod server;
 
-use tempfile::TempDir;
-
+use self::server::Etcd;
 use super::*;
 
-/// A server of its own for one test.
-pub(in crate::store) struct Etcd {
-    server: Child,
-    address: String,
-    _folder: TempDir,
+pub(in crate::store) fn start() -> Etcd {
+    Etcd::start([ports::free_port(), ports::free_port()])
 }
 
-impl Etcd {
-    pub(in crate::store) fn start() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let port = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let (address, peers) = (format!("127.0.0.1:{}", port()), format!("http://127.0.0.1:{}", port()));
-        let url = format!("http://{address}");
-        let server = Command::new("etcd")
-            .arg("--data-dir")
-            .arg(folder.path())
-            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url])
-            .args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers])
-            .args(["--initial-cluster", &format!("default={peers}")])
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap_or_else(|error| panic!("etcd cannot be started, is it installed? {error}"));
-        Self { server, address, _folder: folder }
-    }
-
-    pub(in crate::store) fn store(&self, job: &str) -> EtcdStore {
-        EtcdStore::open(&self.address, job, soon()).unwrap()
-    }
-}
-
-impl Drop for Etcd {
-    fn drop(&mut self) {
-        let _ = self.server.kill();
-        let _ = self.server.wait();
-    }
+/// A store of `job` in it.
+pub(in crate::store) fn open(etcd: &Etcd, job: &str) -> EtcdStore {
+    EtcdStore::open(&etcd.address, job, soon()).unwrap()
 }
 
 fn soon() -> Deadline {
@@ -52,12 +24,12 @@ fn soon() -> Deadline {
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]
 fn jobs_do_not_see_each_other_and_nothing_stays() {
-    let etcd = Etcd::start();
-    let (one, other) = (etcd.store("job"), etcd.store("job/key"));
+    let etcd = start();
+    let (one, other) = (open(&etcd, "job"), open(&etcd, "job/key"));
     one.set("key/x", b"1", soon()).unwrap();
     assert!(!other.check(&["x"], soon()).unwrap() && other.num_keys(soon()).unwrap() == 0);
     // The second handle of a job has the first one's lease, and renews it alone.
-    let second = etcd.store("job");
+    let second = open(&etcd, "job");
     assert_eq!(second.lease.id(), one.lease.id());
     drop(one);
     let gateway = Arc::clone(&second.gateway);
@@ -90,7 +62,7 @@ fn jobs_do_not_see_each_other_and_nothing_stays() {
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]
 fn a_member_that_is_gone_is_passed_over() {
-    let etcd = Etcd::start();
+    let etcd = start();
     let store = EtcdStore::open(&format!("127.0.0.1:1,{}", etcd.address), "job", soon()).unwrap();
     assert_eq!(store.add("counter", 1, soon()).unwrap(), 1);
     drop(etcd);

@@ -68,7 +68,7 @@ fn strangers_are_dropped_and_disturb_nobody() {
     works(&store);
     assert!(is_dropped(silent) && is_dropped(half));
     let waited = started.elapsed();
-    assert!((Duration::from_millis(1900)..Duration::from_secs(8)).contains(&waited), "{waited:?}");
+    assert!((Duration::from_millis(1900)..Duration::from_secs(20)).contains(&waited), "{waited:?}");
     works(&store);
 }
 
@@ -246,7 +246,8 @@ fn a_store_that_is_silent_at_first_is_asked_again() {
 
 #[test]
 fn a_client_waits_for_a_server_that_is_not_up_yet_but_not_past_its_deadline() {
-    let address = serve().local_addr();
+    // At an address of its own, so that no other test is given the port meanwhile.
+    let address = TcpStoreServer::bind("127.0.6.1:0".parse().unwrap()).unwrap().local_addr();
     let started = Instant::now();
     let error = TcpStore::connect(address, Deadline::after(Duration::from_millis(200))).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains(&address.to_string()), "{error}");
@@ -307,7 +308,7 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     });
     let started = Instant::now();
     assert!(!store.num_keys(soon()).unwrap_err().is_timeout());
-    assert!(started.elapsed() < Duration::from_secs(5));
+    assert!(started.elapsed() < Duration::from_secs(15));
 
     let server = serve();
     let store = Arc::new(client(&server));
@@ -354,7 +355,7 @@ fn a_thousand_strays_and_a_thousand_clients() {
     }
     let set = started.elapsed();
     eprintln!("1,000 clients joined in {joined:?} beside 1,000 strays; a set by each took {set:?}");
-    assert!(joined < Duration::from_secs(10), "{joined:?}");
+    assert!(joined < Duration::from_secs(60), "{joined:?}");
     assert_eq!(clients[0].num_keys(soon()).unwrap(), 1000);
     drop(strays);
 }

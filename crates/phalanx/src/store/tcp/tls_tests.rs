@@ -86,7 +86,7 @@ fn who_is_not_let_in_is_told_why_at_once() {
         assert!(error.to_string().contains(why), "{error}");
         assert!(error.remedy().unwrap().contains("PHALANX_TLS_CA"), "{error}");
     }
-    assert!(started.elapsed() < Duration::from_secs(40), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
 }
 
 #[test]
@@ -126,8 +126,9 @@ fn who_floods_instead_of_speaking_tls_is_hung_up_on() {
     plain.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
     let started = Instant::now();
     let words = vec![b'P'; 1 << 20];
-    while started.elapsed() < Duration::from_secs(20) && plain.write_all(&words).is_ok() {}
-    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    while plain.write_all(&words).is_ok() {
+        assert!(started.elapsed() < Duration::from_secs(20), "it is still heard");
+    }
     TcpStore::connect_with(server.local_addr(), &credentials, soon()).unwrap();
 }
 
@@ -189,7 +190,7 @@ fn what_is_no_client_is_not_told_of_and_a_client_without_credentials_is() {
             assert!(is_dropped(&scanner), "{words:?}");
         }
         without_certificate(scanner(&server, b""));
-        let until = Deadline::after(Duration::from_millis(500));
+        let until = Deadline::after(Duration::from_secs(3));
         assert!(TcpStore::connect_with(server.local_addr(), &refused, until).is_err());
         let mut line = [0; 10];
         heard.read_exact(&mut line).unwrap();
