@@ -24,3 +24,4 @@ cd target
 "$python" ../tests/frameworks.py
 "$python" ../tests/trainers.py
 "$python" ../soak.py --cycles 200
+"$python" ../soak.py --minutes 2 --ranks 3

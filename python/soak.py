@@ -4,29 +4,45 @@
     python soak.py --cycles 10000
     python soak.py --cycles 200 --seconds 60        ends after 60 seconds, however far it has come
     python soak.py --cycles 500 --backend gloo      PyTorch's own, to compare
+    python soak.py --minutes 60 --ranks 3           everything at once, until an hour has passed
 
 Each cycle is `init_process_group`, collectives, messages, futures, a group of all ranks and one of some, and
 `destroy_process_group`; in every tenth the last rank aborts the group instead. Every result is checked. After the first
 tenth of the cycles, and at the end, each rank counts its memory, descriptors, threads and mappings. The exit status is 0 if all
-cycles have been right, descriptors, threads and mappings have not grown, and memory by at most 2 KiB a cycle and 8 MiB.
+cycles have been right, descriptors, threads and mappings have not grown, and memory by at most 2 KiB a group and 8 MiB.
+
+With `--minutes`, each round is a job of its own with groups of some ranks and threads that call random collectives, over shared memory
+and TCP in turn. Most rounds end with a failure: an abort, different calls, a rank that is late, one that is killed and replaced. Every
+result and every error is checked, and after each round, that no thread of a group is left.
 """
 
 import argparse
+import ctypes
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
 import sys
 import tempfile
 import time
 
 # The package that is installed, and not its sources, which lie beside this file without the native part.
-sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [place for place in sys.path if place != HERE]
 
 import torch
 import torch.distributed as dist
 
 import phalanx_torch  # noqa: F401
 
+sys.path.append(HERE)
+import soak_mixed
+
+# Bytes in all, and for each group. What a group could leave behind is a thread's stack, a mapping, or a connection's buffers, each of
+# which is a page of 4 KiB at least; half of that for each group shows it. PyTorch's own part is some 0.75 kB a group. In all, the
+# arenas of the allocator: eight, as glibc has for two processors of 64 bits and four threads each, that keep up to 1 MiB of freed
+# memory between pieces in use, which `malloc_trim` cannot give back.
 MOST_MEMORY = (8 << 20, 2 << 10)
 # Threads for callbacks come as needed, and stay; mappings are also the allocator's.
 MORE = {"descriptors": 2, "threads": 4, "mappings": 40}
@@ -34,6 +50,8 @@ MORE = {"descriptors": 2, "threads": 4, "mappings": 40}
 
 def held():
     gc.collect()
+    # What has been freed is not held.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm, open("/proc/self/maps") as maps:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
         return {
@@ -141,13 +159,80 @@ def soak(rank, ranks, backend, cycles, seconds, folder, pipe):
     pipe.send((done, time.monotonic() - begin, first, held()))
 
 
+def mixed(arguments):
+    """The rounds of `soak_mixed`; replaces the last rank whenever it is killed. Returns the exit status."""
+    fork, begin = multiprocessing.get_context("fork"), time.monotonic()
+    seed = int.from_bytes(os.urandom(4), "little") if arguments.seed is None else arguments.seed
+    print(f"--seed {seed}", flush=True)
+    ranks, last = arguments.ranks, arguments.ranks - 1
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(rank, number):
+            mine, theirs = fork.Pipe(duplex=False)
+            options = (rank, ranks, arguments.minutes, folder, begin, number, seed, held, theirs)
+            process = fork.Process(target=soak_mixed.rounds, args=options)
+            process.start()
+            theirs.close()
+            return process, mine
+
+        started, killed, results = {rank: start(rank, 0) for rank in range(ranks)}, 0, {}
+        while started:
+            multiprocessing.connection.wait([pipe for _, pipe in started.values()])
+            for rank, (process, pipe) in list(started.items()):
+                if not pipe.poll():
+                    continue
+                try:
+                    results[rank] = pipe.recv()
+                    process.join()
+                    del started[rank]
+                    continue
+                except EOFError:
+                    process.join()
+                due = [name for name in os.listdir(folder) if name.startswith("killed-")]
+                if rank == last and process.exitcode == -signal.SIGKILL and len(due) == 1:
+                    os.unlink(f"{folder}/{due[0]}")
+                    started[rank], killed = start(rank, int(due[0].removeprefix("killed-")) + 1), killed + 1
+                    continue
+                print(f"rank {rank} ended early, with exit status {process.exitcode}", flush=True)
+                for other, _ in started.values():
+                    other.kill()
+                return 1
+    failed = False
+    for rank in range(last):
+        rounds, _, marks = results[rank]
+        (before, first), (after, final) = marks[0], marks[-1]
+        what = f"{rounds} rounds in {time.monotonic() - begin:.0f} s, {killed} of rank {last} killed; in the last {after - before} groups"
+        failed |= report(f"phalanx, rank {rank}: {what}", after - before, "group", first, final)
+    return int(failed)
+
+
+def report(what, count, each, first, last):
+    """Prints what a process holds more than at `first`. Returns whether it is too much."""
+    growth = {kind: last[kind] - first[kind] for kind in first}
+    allowed = {"memory": MOST_MEMORY[0] + MOST_MEMORY[1] * count, **MORE}
+    grown = [kind for kind in growth if growth[kind] > allowed[kind]]
+    print(
+        f"{what}: memory {growth['memory'] / 1024:+.0f} KiB ({growth['memory'] / max(count, 1):+.0f} bytes a {each}) to "
+        f"{last['memory'] / (1 << 20):.0f} MiB, "
+        + ", ".join(f"{kind} {growth[kind]:+d} to {last[kind]}" for kind in MORE)
+        + (f": TOO MUCH {', '.join(grown)}" if grown else "")
+    )
+    return bool(grown)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=10000, help="at least 20")
     parser.add_argument("--seconds", type=float, default=0.0, help="end after that time, if it is not 0")
+    parser.add_argument("--minutes", type=float, help="everything at once, for so long, instead of cycles")
+    parser.add_argument("--seed", type=int, help="of the random calls of --minutes; another in each run if not given")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backend", default="phalanx")
     arguments = parser.parse_args()
+    if arguments.minutes is not None:
+        if arguments.ranks < 3 or arguments.backend != "phalanx":
+            parser.error("--minutes: of phalanx, with --ranks 3 or more, one of which is killed again and again")
+        sys.exit(mixed(arguments))
     if arguments.cycles < 20:
         parser.error("--cycles: at least 20, of which the first ten settle what a process holds")
     fork, started, failed = multiprocessing.get_context("fork"), [], False
@@ -170,17 +255,8 @@ def main():
                 sys.exit(1)
             process.join()
             cycles = done - after
-            growth = {what: last[what] - first[what] for what in first}
-            allowed = {"memory": MOST_MEMORY[0] + MOST_MEMORY[1] * cycles, **MORE}
-            grown = [what for what in growth if growth[what] > allowed[what]]
-            print(
-                f"{arguments.backend}, rank {rank}: {done} cycles in {seconds:.0f} s, in the last {cycles} of them: memory "
-                f"{growth['memory'] / 1024:+.0f} KiB ({growth['memory'] / max(cycles, 1):+.0f} bytes a cycle) to "
-                f"{last['memory'] / (1 << 20):.0f} MiB, "
-                + ", ".join(f"{what} {growth[what]:+d} to {last[what]}" for what in MORE)
-                + (f": TOO MUCH {', '.join(grown)}" if grown else "")
-            )
-            failed |= bool(grown)
+            what = f"{arguments.backend}, rank {rank}: {done} cycles in {seconds:.0f} s, in the last {cycles} of them"
+            failed |= report(what, cycles, "cycle", first, last)
     sys.exit(failed)
 
 

@@ -4,6 +4,7 @@ maturin packs a library or a program, and not both (PyO3/maturin#368), but also 
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,30 +24,72 @@ WORKSPACE = HERE.parent / "Cargo.toml"
 SCRIPTS = HERE / maturin.get_config()["data"] / "scripts"
 # maturin wants the folder for metadata already.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
+# Arguments of maturin that say for which machine, and from where: the command and the library must agree on them.
+WITH_VALUE = ("--target", "--config")
+ALONE = ("--offline", "--frozen")
 
 
-def _add_command():
-    """Builds `phalanx`, and puts it where maturin takes a wheel's scripts from."""
+def _find_cargo():
+    """Sees to it that there is a cargo, for the command and then for maturin."""
+    if shutil.which("cargo"):
+        return
+    missing = "cargo is not on PATH: install Rust 1.95 or later (https://rustup.rs)"
+    if os.environ.get("MATURIN_NO_INSTALL_RUST"):
+        raise SystemExit(missing)
+    try:
+        # maturin has asked pip for it, to get a Rust for this build alone.
+        from puccinialin import setup_rust
+    except ImportError:
+        raise SystemExit(missing) from None
+    os.environ.update(setup_rust())
+
+
+def _shared(arguments):
+    """Those of maturin's arguments that cargo takes, too, and that the command needs."""
+    shared, rest = [], iter(arguments)
+    for argument in rest:
+        if argument in WITH_VALUE:
+            shared += [argument, next(rest, "")]
+        elif argument in ALONE or argument.startswith(tuple(f"{name}=" for name in WITH_VALUE)):
+            shared.append(argument)
+    return shared
+
+
+def _add_command(config_settings):
+    """Builds `phalanx`, and puts it where maturin takes a wheel's scripts from.
+
+    What cargo reads from the environment (CARGO_BUILD_TARGET, CARGO_TARGET_DIR, RUSTFLAGS, ..) holds for both builds: the
+    program is taken from where cargo says that it has put it.
+    """
     if not WORKSPACE.exists():
         raise SystemExit(f"{WORKSPACE} is missing: build this package in a checkout of the whole repository")
+    _find_cargo()
     command = ["cargo", "build", "--release", "--locked", "--package", "phalanx-cli", "--bin", "phalanx"]
     command += ["--manifest-path", str(WORKSPACE), "--message-format", "json-render-diagnostics"]
+    command += _shared(maturin.get_maturin_pep517_args(config_settings))
     print("Running", " ".join(command), flush=True)
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if built.returncode != 0:
         sys.exit(built.returncode)
     messages = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
-    programs = [message["executable"] for message in messages if message.get("executable")]
-    shutil.copy(programs[-1], SCRIPTS / "phalanx")
+    programs = {message["executable"] for message in messages if message.get("executable")}
+    if len(programs) != 1:
+        raise SystemExit(
+            f"cargo has built {', '.join(sorted(programs)) or 'no program'}, where the wheel takes one, for one target: "
+            "is build.target a list in cargo's configuration?"
+        )
+    # Whoever runs the one of an earlier build keeps it.
+    (SCRIPTS / "phalanx").unlink(missing_ok=True)
+    shutil.copy(programs.pop(), SCRIPTS / "phalanx")
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    _add_command()
+    _add_command(config_settings)
     return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    _add_command()
+    _add_command(config_settings)
     return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
 
 

@@ -5,6 +5,7 @@ other ranks is no part of a graph.
 """
 
 import types
+import warnings
 
 
 def _codes(code):
@@ -29,10 +30,17 @@ def skip(*modules):
     try:
         # `torch._dynamo` has this as `skip_code`; to import that takes seconds.
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:
-        # This PyTorch has no such mark: a compiled DistributedDataParallel then fails, and all else works.
-        return
-    for module in modules:
-        for function in _functions(module, module.__name__):
-            for code in _codes(function.__code__):
-                set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+        as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        for module in modules:
+            for function in _functions(module, module.__name__):
+                for code in _codes(function.__code__):
+                    set_code_exec_strategy(code, as_it_is)
+    except (ImportError, AttributeError, TypeError) as error:
+        # These are PyTorch's own parts, which another version may have in another form, or not at all.
+        warnings.warn(
+            "phalanx_torch: this PyTorch cannot be told to leave this package as it is when it compiles: a compiled "
+            f"DistributedDataParallel may fail, and all else works ({type(error).__name__}: {error})",
+            RuntimeWarning,
+            stacklevel=2,
+        )

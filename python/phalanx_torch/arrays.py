@@ -89,7 +89,7 @@ class ArrayGroup:
         self._native.all_reduce(_lent(array), (_OPS[op], 1.0), _NOW)
 
     def broadcast(self, array, root=0):
-        """Copies the root's array to every rank. The root's must be writable, too."""
+        """Copies the root's array to every rank. The root's may be read-only, and is copied once more then."""
         self._native.broadcast(_lent(array), root, _NOW)
 
     def all_gather(self, output, input):

@@ -13,7 +13,9 @@ from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Work, Works
 
-_SUM, _AVG, _MIN, _MAX, _PREMUL_SUM = 0, 1, 3, 4, 8
+_AVG, _MIN, _MAX, _PREMUL_SUM = 1, 3, 4, 8
+# A sum for the native part, which tells the other ranks that it is half of an average.
+_INTEGER_AVERAGE = 64
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 # The sum that is to be divided does not overflow, with fewer than 2^24 ranks.
@@ -89,7 +91,7 @@ class _Staged:
         if op[0] != _AVG or not _is_integer(lent[0].dtype):
             return op
         self.divided = [(tensor, ranks) for tensor in lent]
-        return (_SUM, 1.0)
+        return (_INTEGER_AVERAGE, 1.0)
 
     def finish(self):
         """What divides results and copies them back; None if there is nothing to do."""

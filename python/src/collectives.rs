@@ -5,7 +5,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::dtypes::{Meaning, with_element};
-use crate::group::{Group, How, Op, meaning, reduce_op};
+use crate::group::{Group, How, Op, Reduction};
 use crate::memory::Memory;
 use crate::work::Work;
 
@@ -20,11 +20,13 @@ impl Group {
         op: Op,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let op = reduce_op(op)?;
-        let mut memory = Memory::of(tensor, meaning(op), true)?;
-        self.collective(
+        let reduction = Reduction::of(op)?;
+        let op = reduction.op;
+        let mut memory = Memory::of(tensor, reduction.meaning(), true)?;
+        self.reduction(
             py,
             how,
+            reduction,
             move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
         )
     }
@@ -36,10 +38,11 @@ impl Group {
         op: Op,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let op = reduce_op(op)?;
-        let mut memories = each(&tensors, meaning(op), true)?;
+        let reduction = Reduction::of(op)?;
+        let op = reduction.op;
+        let mut memories = each(&tensors, reduction.meaning(), true)?;
         let dtype = one_type(&memories)?;
-        self.collective(py, how, move |group| {
+        self.reduction(py, how, reduction, move |group| {
             // One after the other: they may share memory, and then there is no slice of each at the same time.
             let mut packed = pack(dtype, &memories);
             with_element!(dtype, T => group.all_reduce_coalesced(&mut [packed.as_mut_slice::<T>()?], op))?;
@@ -57,10 +60,11 @@ impl Group {
         op: Op,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let op = reduce_op(op)?;
-        let mut memory = Memory::of(tensor, meaning(op), true)?;
+        let reduction = Reduction::of(op)?;
+        let op = reduction.op;
+        let mut memory = Memory::of(tensor, reduction.meaning(), true)?;
         let is_root = self.is_rank(root);
-        self.collective(py, how, move |group| {
+        self.reduction(py, how, reduction, move |group| {
             with_element!(memory.dtype(), T => match is_root {
                 true => group.reduce(memory.as_mut_slice::<T>(), Rank::new(root), op),
                 false => {
@@ -78,9 +82,16 @@ impl Group {
         root: u32,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let mut memory = Memory::of(tensor, Meaning::Bytes, true)?;
+        let mut memory = Memory::of(tensor, Meaning::Bytes, !self.is_rank(root))?;
         self.collective(py, how, move |group| {
-            with_element!(memory.dtype(), T => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root)))
+            with_element!(memory.dtype(), T => match memory.is_writable() {
+                true => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root)),
+                // The root's is only read, but the core wants memory that it could write.
+                false => {
+                    let mut copy = Buffer::from_slice(memory.as_slice::<T>());
+                    group.broadcast(copy.as_mut_slice::<T>()?, Rank::new(root))
+                }
+            })
         })
     }
 
@@ -184,9 +195,10 @@ impl Group {
         op: Op,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let op = reduce_op(op)?;
-        let (mut output, input) = pair(output, input, meaning(op))?;
-        self.collective(py, how, move |group| {
+        let reduction = Reduction::of(op)?;
+        let op = reduction.op;
+        let (mut output, input) = pair(output, input, reduction.meaning())?;
+        self.reduction(py, how, reduction, move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output);
                 group.reduce_scatter(input.as_slice()?, output.as_mut_slice::<T>(), op)
@@ -204,12 +216,13 @@ impl Group {
         how: How,
     ) -> PyResult<Option<Work>> {
         self.one_for_each("reduce_scatter: inputs", inputs.len())?;
-        let op = reduce_op(op)?;
-        let mut output = Memory::of(output, meaning(op), true)?;
-        let inputs = each(&inputs, meaning(op), false)?;
+        let reduction = Reduction::of(op)?;
+        let op = reduction.op;
+        let mut output = Memory::of(output, reduction.meaning(), true)?;
+        let inputs = each(&inputs, reduction.meaning(), false)?;
         let dtype = one_type(inputs.iter().chain([&output]))?;
         let counts: Vec<usize> = inputs.iter().map(Memory::len).collect();
-        self.collective(py, how, move |group| {
+        self.reduction(py, how, reduction, move |group| {
             let packed = pack(dtype, &inputs);
             if are_even(&counts) {
                 return with_element!(dtype, T => {

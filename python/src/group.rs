@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::RwLock;
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::SharedStore;
-use phalanx::{Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
+use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -40,8 +40,18 @@ const RECEIVES: Duration = Duration::from_secs(5);
 /// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
 pub type How = (Option<f64>, bool);
 
-/// An operation of `torch.distributed.ReduceOp`, and its factor.
+/// An operation of `torch.distributed.ReduceOp`, and its factor. One number more is `INTEGER_AVERAGE`.
 pub type Op = (u8, f64);
+
+/// A sum of integers that `phalanx_torch` divides afterwards.
+const INTEGER_AVERAGE: u8 = 64;
+
+/// How elements are combined, and the call of the program of which that is a part: ranks compare both.
+#[derive(Clone, Copy)]
+pub struct Reduction {
+    pub op: ReduceOp,
+    caller: Option<Caller>,
+}
 
 impl Group {
     fn join(
@@ -100,6 +110,20 @@ impl Group {
         let done = pending.clone();
         py.detach(|| self.0.collectives.submit(operation, move |outcome| done.complete(outcome)));
         Ok(Some(Work::new(pending)))
+    }
+
+    /// As `collective`, of one that combines elements.
+    pub fn reduction(
+        &self,
+        py: Python<'_>,
+        how: How,
+        reduction: Reduction,
+        operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
+    ) -> PyResult<Option<Work>> {
+        self.collective(py, how, move |group| match reduction.caller {
+            None => operation(group),
+            Some(caller) => operation(&group.in_call(caller)),
+        })
     }
 
     fn message(&self, (timeout, wait): How) -> PyResult<(Call, Work)> {
@@ -319,31 +343,34 @@ fn duration(seconds: f64) -> PyResult<Duration> {
         .map_err(|error| PyValueError::new_err(format!("a time-out of {seconds} s: {error}")))
 }
 
-/// The operation with PyTorch's number.
-pub fn reduce_op((number, factor): Op) -> PyResult<ReduceOp> {
-    Ok(match number {
-        0 => ReduceOp::Sum,
-        1 => ReduceOp::Avg,
-        2 => ReduceOp::Product,
-        3 => ReduceOp::Min,
-        4 => ReduceOp::Max,
-        5 => ReduceOp::BAnd,
-        6 => ReduceOp::BOr,
-        7 => ReduceOp::BXor,
-        8 => ReduceOp::PreMulSum(factor),
-        _ => return Err(PyValueError::new_err(format!("there is no reduce operation {number}"))),
-    })
-}
+impl Reduction {
+    /// The one with PyTorch's number, or with `INTEGER_AVERAGE`.
+    pub fn of((number, factor): Op) -> PyResult<Self> {
+        let op = match number {
+            0 | INTEGER_AVERAGE => ReduceOp::Sum,
+            1 => ReduceOp::Avg,
+            2 => ReduceOp::Product,
+            3 => ReduceOp::Min,
+            4 => ReduceOp::Max,
+            5 => ReduceOp::BAnd,
+            6 => ReduceOp::BOr,
+            7 => ReduceOp::BXor,
+            8 => ReduceOp::PreMulSum(factor),
+            _ => return Err(PyValueError::new_err(format!("there is no reduce operation {number}"))),
+        };
+        Ok(Self { op, caller: (number == INTEGER_AVERAGE).then_some(Caller::IntegerAverage) })
+    }
 
-/// What an operation means for elements.
-pub fn meaning(op: ReduceOp) -> Meaning {
-    match op {
-        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => Meaning::Sums,
-        ReduceOp::Product
-        | ReduceOp::Min
-        | ReduceOp::Max
-        | ReduceOp::BAnd
-        | ReduceOp::BOr
-        | ReduceOp::BXor => Meaning::Numbers,
+    /// What it means for elements.
+    pub fn meaning(self) -> Meaning {
+        match self.op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_) => Meaning::Sums,
+            ReduceOp::Product
+            | ReduceOp::Min
+            | ReduceOp::Max
+            | ReduceOp::BAnd
+            | ReduceOp::BOr
+            | ReduceOp::BXor => Meaning::Numbers,
+        }
     }
 }

@@ -21,6 +21,7 @@ pub struct Memory {
     pointer: *mut u8,
     bytes: usize,
     dtype: DType,
+    is_writable: bool,
     _owner: Py<PyAny>,
 }
 
@@ -50,10 +51,18 @@ impl Memory {
         if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
             return Err(PyValueError::new_err("this tensor is not contiguous"));
         }
+        // `conj()` and `imag` may only leave a mark: the elements are then others than those in memory.
+        let is_conj = tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
+        if is_conj || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
+            return Err(PyValueError::new_err(
+                "this tensor is conjugated or negated only when it is read: resolve_conj().resolve_neg() makes one whose memory \
+                 has its elements",
+            ));
+        }
         let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        Self::new(pointer, elements.checked_mul(per_element), dtype, &storage)
+        Self::new(pointer, elements.checked_mul(per_element), dtype, true, &storage)
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
@@ -89,13 +98,14 @@ impl Memory {
         };
         let (dtype, per_element) = dtypes::of_numpy(&typestr, &name, meaning)?;
         let elements = shape.iter().try_fold(per_element, |product, length| product.checked_mul(*length));
-        Self::new(pointer, elements, dtype, (array, interface).into_pyobject(py)?.as_any())
+        Self::new(pointer, elements, dtype, !read_only, (array, interface).into_pyobject(py)?.as_any())
     }
 
     fn new(
         pointer: usize,
         elements: Option<usize>,
         dtype: DType,
+        is_writable: bool,
         owner: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size()));
@@ -106,7 +116,7 @@ impl Memory {
         }
         // An empty tensor may have no memory at all; a slice of nothing must still be aligned.
         let pointer = if bytes == 0 { std::ptr::without_provenance_mut(64) } else { pointer as *mut u8 };
-        Ok(Self { pointer, bytes, dtype, _owner: owner.clone().unbind() })
+        Ok(Self { pointer, bytes, dtype, is_writable, _owner: owner.clone().unbind() })
     }
 
     /// The type of its elements, as collectives see them.
@@ -117,6 +127,11 @@ impl Memory {
     /// The number of its elements.
     pub fn len(&self) -> usize {
         self.bytes / self.dtype.size()
+    }
+
+    /// May it be written? Only arrays may be read-only.
+    pub fn is_writable(&self) -> bool {
+        self.is_writable
     }
 
     /// Its elements.
@@ -135,10 +150,11 @@ impl Memory {
     /// Its elements, for writing.
     ///
     /// # Panics
-    /// As [`as_slice`](Self::as_slice).
+    /// As [`as_slice`](Self::as_slice), and if it is read-only.
     pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
         assert_eq!(T::DTYPE, self.dtype);
-        // SAFETY: as in `as_slice`. Tensors are writable; of arrays `of_array` has checked it.
+        assert!(self.is_writable);
+        // SAFETY: as in `as_slice`, and it is writable.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.cast(), self.len()) }
     }
 
@@ -149,7 +165,11 @@ impl Memory {
     }
 
     /// Its bytes, for writing.
+    ///
+    /// # Panics
+    /// If it is read-only: a mistake of this package.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        assert!(self.is_writable);
         // SAFETY: as in `as_mut_slice`; bytes have no alignment.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
     }

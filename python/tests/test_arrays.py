@@ -47,6 +47,15 @@ def rank_of_arrays(rank, world, port):
         fixed.flags.writeable = False
         with pytest.raises(ValueError, match="read-only"):
             group.all_reduce(fixed)
+        # Of a broadcast only the others' are written.
+        fixed = numpy.full(3, 7.0 if rank == 0 else 0.0)
+        fixed.flags.writeable = rank != 0
+        group.broadcast(fixed, root=0)
+        assert fixed.tolist() == [7.0] * 3
+        fixed.flags.writeable = rank == 0
+        if rank != 0:
+            with pytest.raises(ValueError, match="read-only"):
+                group.broadcast(fixed, root=0)
         with pytest.raises(TypeError, match="scalar of NumPy cannot be written"):
             group.all_reduce(numpy.zeros(3).mean())
         with pytest.raises(TypeError, match="cannot be exchanged"):
@@ -104,7 +113,13 @@ def rank_of_memory(rank, port):
         assert (tensor == 1.5).all()
         with pytest.raises(TypeError, match="by DLPack: this array is on a GPU"):
             group.all_reduce(Elsewhere(tensor))
-        # Tensors of PyTorch.
+        # Tensors of PyTorch, whose memory has their elements.
+        with pytest.raises(ValueError, match=r"resolve_conj\(\)"):
+            group.all_reduce(torch.ones(2, dtype=torch.complex64).conj())
+        with pytest.raises(ValueError, match=r"resolve_neg\(\)"):
+            group.broadcast(torch.ones(2)._neg_view())
+        with pytest.raises(ValueError, match="only when it is read"):
+            group.send(torch.ones(2)._neg_view(), 1 - rank)
         group.all_reduce(tensor, "max")
         assert (tensor == 1.5).all()
         # Neither.

@@ -109,6 +109,49 @@ def averages_of_integers(rank, world):
     assert tensor.item() == 0
 
 
+def marked(rank, world):
+    """Tensors that are conjugated or negated only when they are read, in every place where a call takes one."""
+    group, ranks = dist.group.WORLD, range(world)
+    for mark, type in ((torch.Tensor.conj, torch.complex64), (torch.Tensor._neg_view, torch.float32)):
+        shown = lambda *numbers: mark(torch.tensor(numbers).to(type) * (1j if type.is_complex else 1))  # noqa: E731
+
+        def holds(tensor, *numbers):
+            assert (tensor.is_conj() or tensor.is_neg()) and torch.equal(tensor.resolve_conj().resolve_neg(), shown(*numbers).clone()), (
+                tensor,
+                numbers,
+            )
+
+        total = shown(rank, 1)
+        group.allreduce([total]).wait()
+        holds(total, sum(ranks), world)
+        one = shown(rank, 2)
+        group.broadcast(one, 1).wait()
+        holds(one, 1, 2)
+        # What is sent is what the tensor shows, also to one without a mark.
+        plain = torch.full((2,), float(rank)).to(type)
+        group.broadcast(shown(1, 2) if rank == 0 else plain, 0).wait()
+        assert rank == 0 or torch.equal(plain, shown(1, 2).clone())
+        gathered = [shown(7) for _ in ranks]
+        group.allgather([gathered], [shown(rank)]).wait()
+        for r in ranks:
+            holds(gathered[r], r)
+        into = shown(*[7] * world)
+        group.all_gather_into_tensor(into, shown(rank)).wait()
+        holds(into, *ranks)
+        part = shown(7)
+        group.reduce_scatter_tensor(part, shown(*ranks)).wait()
+        holds(part, rank * world)
+        group.alltoall_base(into, shown(*[rank] * world)).wait()
+        holds(into, *ranks)
+        group.alltoall([mark(one) for one in gathered], [shown(10 * rank + r) for r in ranks]).wait()
+        assert all(torch.equal(mark(gathered[r]).clone(), shown(10 * r + rank).clone()) for r in ranks)
+        received = shown(7, 7)
+        works = [group.send([shown(rank, 3)], (rank + 1) % world, 0), group.recv([received], (rank - 1) % world, 0)]
+        for work in works:
+            work.wait()
+        holds(received, (rank - 1) % world, 3)
+
+
 def moves(rank, world):
     for dtype in MOVED:
         tensor = filled(rank, dtype)
@@ -208,6 +251,7 @@ def kinds(rank, world):
     # `dist.all_reduce` itself refuses such a tensor.
     dist.group.WORLD.allreduce([conjugated]).wait()
     assert conjugated.tolist() == [complex(sum(range(world)), -world)] * 2
+    marked(rank, world)
     # The input is a part of the output.
     whole = torch.zeros(world, 3)
     whole[rank] = rank + 1.0

@@ -1,29 +1,50 @@
 """Groups that have another backend for the tensors of other devices."""
 
 import datetime
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import processes
+from conftest import SINCE_2_15, processes
 
 import phalanx_torch
 from phalanx_torch.device_backend import DeviceBackend, takes_backends_in_python
-from phalanx_torch.process_group import ProcessGroup
+
+WITHOUT_ACCELERATOR = """
+import sys, torch, torch.distributed as dist, phalanx_torch
+assert not torch.accelerator.is_available(), torch.accelerator.current_accelerator()
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("cpu:phalanx,cuda:nccl", f"file://{folder}/store", rank=rank, world_size=2)
+assert isinstance(dist.group.WORLD, phalanx_torch.ProcessGroup)
+tensor = torch.full((3,), rank + 1.0)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [3.0] * 3
+dist.destroy_process_group()
+"""
 
 
-def without_accelerator(rank, folder):
-    dist.init_process_group("cpu:phalanx,cuda:nccl", f"file://{folder}/store", rank=rank, world_size=2)
-    assert isinstance(dist.group.WORLD, ProcessGroup)
-    tensor = torch.full((3,), rank + 1.0)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [3.0] * 3
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_the_group_is_ours_alone(tmp_path):
-    processes(2, without_accelerator, tmp_path)
+    # Programs of their own, from which a GPU that this machine may have is hidden.
+    hidden = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_ACCELERATOR, str(rank), str(tmp_path)], env={**os.environ, **hidden}
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(240) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_this_pytorch_takes_backends_in_python_since_2_15():
+    # What the next test needs: if a later PyTorch has it in another form, this one says so.
+    assert takes_backends_in_python() == SINCE_2_15
 
 
 def trained():
@@ -79,6 +100,14 @@ def beside_another(rank, folder):
         assert [one[0].item() for one in lists] == [5.0, 6.0]
     dist.scatter(part, [torch.full((2,), 7.0), torch.full((2,), 8.0)] if rank == 0 else None)
     assert part.tolist() == [7.0 + rank] * 2
+    # PyTorch hides our work: it can be waited for, and says neither whether it is done nor from which rank it is.
+    work = dist.irecv(part) if rank == 0 else dist.isend(torch.full((2,), 5.0), 0)
+    work.wait()
+    assert not work.is_completed()
+    if rank == 0:
+        assert part.tolist() == [5.0] * 2
+        with pytest.raises(RuntimeError, match="source"):
+            work._source_rank()
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, torch.full((2,), float(rank)), other), dist.P2POp(dist.irecv, part, other)]
     )
@@ -106,6 +135,6 @@ def beside_another(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not takes_backends_in_python(), reason="before PyTorch 2.15 a group in Python is the whole group")
+@pytest.mark.skipif(not SINCE_2_15, reason="before PyTorch 2.15 a group in Python is the whole group")
 def test_each_device_has_its_backend(tmp_path):
     processes(2, beside_another, tmp_path)

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from conftest import SINCE_2_15, free_port
 
 import phalanx_torch
@@ -36,6 +37,40 @@ def differ(rank):
 
 def test_different_calls_are_both_named(ranks):
     ranks(2, differ)
+
+
+def averages_and_sums(rank, dtype, call):
+    with pytest.raises(Error) as caught:
+        call(torch.ones(4, dtype=dtype), dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.AVG)
+        dist.barrier()
+    text = str(caught.value)
+    assert caught.value.kind == "mismatch", text
+    assert "ReduceOp.AVG of integers [" in text and "rank 0" in text and "rank 1" in text, text
+
+
+CALLS = {
+    "all_reduce": lambda tensor, op: dist.all_reduce(tensor, op),
+    "async": lambda tensor, op: dist.all_reduce(tensor, op, async_op=True).wait(),
+    "coalesced": lambda tensor, op: dist.group.WORLD.allreduce_coalesced([tensor], coalesced(op)).wait(),
+    "reduce": lambda tensor, op: dist.reduce(tensor, 0, op),
+    "reduce_scatter": lambda tensor, op: dist.reduce_scatter_tensor(tensor[:2].clone(), tensor, op),
+    "lists": lambda tensor, op: dist.reduce_scatter(tensor[:2].clone(), [tensor[:2], tensor[2:]], op),
+}
+
+
+def coalesced(op):
+    options = c10d.AllreduceCoalescedOptions()
+    options.reduceOp = op
+    return options
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("call", list(CALLS))
+def test_an_average_of_integers_is_no_sum(ranks, monkeypatch, call, transport):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    # int16 is summed as int32 in both; int64 as it is.
+    for dtype in (torch.int16, torch.int64):
+        ranks(2, averages_and_sums, dtype, CALLS[call])
 
 
 def dies(rank):

@@ -112,6 +112,8 @@ callers! {
     PipelineTrain = 52, "Pipeline::train";
     /// A model whose parameters are sharded: its units, their passes in either direction, and what ranks compare.
     Fsdp = 53, "Fsdp";
+    /// PyTorch's average of integers, which its backend makes of a sum.
+    IntegerAverage = 60, "ReduceOp.AVG of integers";
 }
 
 impl Caller {

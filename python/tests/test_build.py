@@ -1,0 +1,94 @@
+"""The build of the wheel, with a cargo and a maturin that only note how they are called."""
+
+import importlib.util
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "with_command.py"
+CARGO = """#!{python}
+import json, os, sys
+json.dump(sys.argv[1:], open({called!r}, "w"))
+print("not a message")
+print(json.dumps({{"reason": "compiler-artifact", "executable": None}}))
+for program in os.environ["BUILT"].split():
+    print(json.dumps({{"reason": "compiler-artifact", "executable": program}}))
+    print(json.dumps({{"reason": "compiler-artifact", "executable": program}}))
+"""
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """`with_command` with what it calls replaced; `build.cargo(programs)` puts a cargo on PATH that has built these."""
+    maturin = types.ModuleType("maturin")
+    maturin.get_config = lambda: {"data": str(tmp_path / "data")}
+    maturin.get_maturin_pep517_args = lambda settings=None: (settings or {}).get("build-args", "").split()
+    maturin.build_wheel = lambda *arguments: "the wheel"
+    for name in ("requires_for_build_editable", "requires_for_build_sdist", "requires_for_build_wheel"):
+        setattr(maturin, f"get_{name}", lambda settings=None: [])
+    maturin.prepare_metadata_for_build_editable = maturin.prepare_metadata_for_build_wheel = None
+    monkeypatch.setitem(sys.modules, "maturin", maturin)
+    monkeypatch.setitem(sys.modules, "puccinialin", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("MATURIN_NO_INSTALL_RUST", raising=False)
+    spec = importlib.util.spec_from_file_location("with_command", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def cargo(*programs):
+        for program in programs:
+            Path(program).write_text(f"the program {program}")
+        path = tmp_path / "cargo"
+        path.write_text(CARGO.format(python=sys.executable, called=str(tmp_path / "called")))
+        path.chmod(0o755)
+        monkeypatch.setenv("BUILT", " ".join(map(str, programs)))
+
+    module.cargo = cargo
+    module.called = lambda: json.loads((tmp_path / "called").read_text())
+    return module
+
+
+def test_the_wheel_carries_what_cargo_says_it_has_built(build, tmp_path):
+    program = tmp_path / "phalanx-elsewhere"
+    build.cargo(program)
+    for _ in range(2):
+        assert build.build_wheel(str(tmp_path)) == "the wheel"
+        assert (build.SCRIPTS / "phalanx").read_text() == f"the program {program}"
+    assert "--target" not in build.called()
+    settings = {"build-args": "--target aarch64-unknown-linux-gnu --strip --offline --config=a=1"}
+    build.build_wheel(str(tmp_path), settings)
+    assert build.called()[-4:] == ["--target", "aarch64-unknown-linux-gnu", "--offline", "--config=a=1"]
+
+
+def test_other_programs_than_one_are_refused(build, tmp_path):
+    build.cargo()
+    with pytest.raises(SystemExit, match="cargo has built no program"):
+        build.build_wheel(str(tmp_path))
+    build.cargo(tmp_path / "one", tmp_path / "other")
+    with pytest.raises(SystemExit, match="one, .*other, where the wheel takes one"):
+        build.build_wheel(str(tmp_path))
+
+
+def test_without_cargo_it_says_what_to_install(build, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="cargo is not on PATH: install Rust"):
+        build.build_wheel(str(tmp_path))
+    # As maturin does it: with a Rust for this build, unless that is forbidden.
+    found = types.ModuleType("puccinialin")
+
+    def setup_rust():
+        build.cargo(tmp_path / "phalanx-elsewhere")
+        return {"CARGO_HOME": str(tmp_path)}
+
+    found.setup_rust = setup_rust
+    monkeypatch.setitem(sys.modules, "puccinialin", found)
+    monkeypatch.setenv("CARGO_HOME", "another")
+    monkeypatch.setenv("MATURIN_NO_INSTALL_RUST", "1")
+    with pytest.raises(SystemExit, match="cargo is not on PATH"):
+        build.build_wheel(str(tmp_path))
+    monkeypatch.delenv("MATURIN_NO_INSTALL_RUST")
+    build.build_wheel(str(tmp_path))
+    assert os.environ["CARGO_HOME"] == str(tmp_path) and (build.SCRIPTS / "phalanx").exists()
