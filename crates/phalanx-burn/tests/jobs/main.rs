@@ -21,6 +21,7 @@ fn main() {
         Ok("stages") => return stages::play(),
         Ok("sharded") => return sharded::play(),
         Ok("meshes") => return meshes::play(),
+        Ok("launcher") => return meshes::launch(),
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
     }

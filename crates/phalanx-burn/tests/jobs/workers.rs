@@ -22,7 +22,7 @@ pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)]) -> (TcpStoreSer
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
-        Worker::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+        Worker::spawn(command)
     };
     let ranks = (0..ranks).map(worker).collect();
     (server, ranks)
@@ -36,7 +36,9 @@ pub struct Worker {
 }
 
 impl Worker {
-    fn new(mut child: Child) -> Self {
+    /// Starts `command`.
+    pub fn spawn(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (stdout, stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
         let (sender, lines) = mpsc::channel();
         std::thread::spawn(move || {
@@ -55,7 +57,7 @@ impl Worker {
             match self.lines.recv_timeout(left) {
                 Ok(found) if found == line => return,
                 Ok(_) => {}
-                Err(error) => panic!("the victim has ended, or hangs, before it was struck: {error}"),
+                Err(error) => panic!("a process has ended, or hangs, before it says `{line}`: {error}"),
             }
         }
     }
