@@ -127,6 +127,16 @@ impl<M: Module> Ddp<M> {
     ///
     /// For passes without training, such as an evaluation, use [`model`](Self::model).
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        let device = self.inventory.device.clone();
+        self.forward_with(|model, sink| match sink {
+            None => pass(model),
+            Some(sink) => pass(&hook::hooked(model, &device, sink)),
+        })
+    }
+
+    /// As [`forward`](Self::forward), for a `pass` that reports the model's gradients itself. What it reports them to, if there are
+    /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
+    pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
         let begin = Instant::now();
         self.step_began.get_or_insert(begin);
         self.group.step()?;
@@ -134,13 +144,13 @@ impl<M: Module> Ddp<M> {
         self.waited_since(begin);
         let model = held(&self.model);
         let output = match &mut self.engine {
-            Engine::Alone { .. } => pass(model),
+            Engine::Alone { .. } => pass(model, None),
             Engine::Together { sink, passes } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
-                pass(&hook::hooked(model, &self.inventory.device, token))
+                pass(model, Some(token))
             }
         };
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);

@@ -32,6 +32,14 @@ impl GradientSink for Pass {
     }
 }
 
+impl Pass {
+    /// A part of the gradient of parameter `index`: another one follows, with [`ready`](GradientSink::ready), unless backward ends
+    /// before.
+    pub fn part(&self, index: usize, gradient: TensorBytes<'_>) {
+        let _kept = self.0.0.attempt(|_, deliveries| deliveries.part(index, gradient));
+    }
+}
+
 /// The reducer, for the hooks.
 pub(crate) struct Sink(HookedReducer<Deliveries>);
 
@@ -166,8 +174,29 @@ impl Deliveries {
     }
 
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
-        let Self { delivery, held, .. } = self;
-        let Some(held) = held.get_mut(index) else {
+        let delivery = self.delivery;
+        let held = self.held_for(index, &gradient)?;
+        match delivery {
+            Delivery::Now if !held.any => reducer.ready(index, gradient.bytes),
+            Delivery::Now => {
+                held.add(gradient.bytes)?;
+                held.take().map_or(Ok(()), |sum| reducer.ready(index, sum.as_bytes()))
+            }
+            Delivery::Hold => held.add(gradient.bytes),
+            Delivery::Ignore => Ok(()),
+        }
+    }
+
+    fn part(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
+        match self.delivery {
+            Delivery::Now | Delivery::Hold => self.held_for(index, &gradient)?.add(gradient.bytes),
+            Delivery::Ignore => Ok(()),
+        }
+    }
+
+    /// What is held for the parameter of `gradient`, which must be of its type and size.
+    fn held_for(&mut self, index: usize, gradient: &TensorBytes<'_>) -> Result<&mut Held> {
+        let Some(held) = self.held.get_mut(index) else {
             return Err(Error::invalid_argument(format!(
                 "a gradient came for the unknown parameter {index}"
             )));
@@ -179,15 +208,7 @@ impl Deliveries {
                 gradient.bytes.len()
             )));
         }
-        match delivery {
-            Delivery::Now if !held.any => reducer.ready(index, gradient.bytes),
-            Delivery::Now => {
-                held.add(gradient.bytes)?;
-                held.take().map_or(Ok(()), |sum| reducer.ready(index, sum.as_bytes()))
-            }
-            Delivery::Hold => held.add(gradient.bytes),
-            Delivery::Ignore => Ok(()),
-        }
+        Ok(held)
     }
 }
 

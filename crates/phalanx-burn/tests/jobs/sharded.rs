@@ -6,6 +6,7 @@ use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
 use burn::tensor::{Distribution, Tensor};
+use phalanx::mesh::DeviceMesh;
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -13,7 +14,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use crate::common::{device, floats};
 use crate::workers::start;
 
-/// What a worker does: `whole`, `sharded`, `trace`, `random`.
+/// What a worker does: `whole`, `sharded`, `trace`, `replicas`, `random`.
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 /// The options: with `resharding`, and units `ahead`.
 const RESHARDING: &str = "PHALANX_TEST_RESHARDING";
@@ -27,6 +28,7 @@ pub const TESTS: &[(&str, fn())] = &[
         "gathers_and_scatters_overlap_with_what_units_compute",
         gathers_and_scatters_overlap_with_what_units_compute,
     ),
+    ("replicas_average_a_unit_while_others_compute", replicas_average_a_unit_while_others_compute),
     ("dropout_drops_the_same_in_a_unit_s_backward_pass", dropout_drops_the_same_in_a_unit_s_backward_pass),
     (
         "ranks_drop_differently_and_the_program_draws_alike_on_all",
@@ -40,7 +42,12 @@ pub fn play() {
     match std::env::var(SCENARIO).unwrap().as_str() {
         "whole" => whole(),
         "sharded" => sharded(&group).unwrap(),
-        "trace" => slow(&group).unwrap(),
+        "trace" => slow(ShardingGroup::new(&group).unwrap()).unwrap(),
+        "replicas" => {
+            let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)]).unwrap();
+            let (shard, replicate) = (mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+            slow(ShardingGroup::hybrid(shard, replicate)).unwrap();
+        }
         "random" => random(&group).unwrap(),
         other => panic!("no scenario {other}"),
     }
@@ -154,8 +161,8 @@ const SLOW_UNITS: usize = 4;
 const SLOW_STEPS: usize = 3;
 
 /// Units that take a known time in both directions, and collectives of some milliseconds.
-fn slow(group: &ProcessGroup) -> Result<()> {
-    let sharding = ShardingGroup::new(group)?.with_options(options());
+fn slow(sharding: ShardingGroup) -> Result<()> {
+    let sharding = sharding.with_options(options());
     let wide = || LinearConfig::new(512, 512).init(&device());
     let units = (0..SLOW_UNITS).map(|_| FullySharded::new(wide(), &sharding)).collect::<Result<Vec<_>>>()?;
     let mut fsdp = Fsdp::new(units, &sharding)?;
@@ -230,6 +237,48 @@ fn gathers_and_scatters_overlap_with_what_units_compute() {
     let not_ahead = traced("0", "yes");
     assert_eq!(overlaps(&not_ahead, "forward", "all_gather_v").0, 0);
     assert_eq!(overlaps(&not_ahead, "backward", "all_gather_v").0, 0);
+}
+
+/// By the order of events on each rank, whatever they take: when a unit begins to compute its gradients, those of the last but one before it
+/// have been reduced and scattered, and their average has begun.
+fn replicas_average_a_unit_while_others_compute() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let variables =
+        [(SCENARIO, "replicas"), ("PHALANX_TRANSPORT", "tcp"), ("PHALANX_TRACE", path.to_str().unwrap())];
+    let (_server, mut ranks) = start("sharded", 4, &variables);
+    for rank in &mut ranks {
+        let (finished, text) = rank.outcome("a trace");
+        assert!(finished, "{text}");
+    }
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |event: &&serde_json::Value| event["args"]["name"] == "backward";
+    let backward = events.iter().find(named).unwrap()["tid"].clone();
+    for rank in 0..4 {
+        // Times and numbers.
+        let times = |is: &dyn Fn(&serde_json::Value) -> bool, number: &str| -> Vec<(f64, usize)> {
+            let own = events.iter().filter(|event| event["pid"] == rank && is(event));
+            let mut times: Vec<(f64, usize)> = own
+                .map(|event| {
+                    (event["ts"].as_f64().unwrap(), event["args"][number].as_u64().unwrap() as usize)
+                })
+                .collect();
+            times.sort_by(|one, other| one.0.total_cmp(&other.0));
+            assert_eq!(times.len(), SLOW_UNITS * SLOW_STEPS, "rank {rank}: {times:?}");
+            times
+        };
+        let computed = times(&|event| event["tid"] == backward && event["name"] == "unit", "unit");
+        let launched = times(&|event| event["name"] == "launched", "bucket");
+        for (computed, launched) in computed.chunks(SLOW_UNITS).zip(launched.chunks(SLOW_UNITS)) {
+            for place in 0..SLOW_UNITS {
+                assert_eq!((computed[place].1, launched[place].1), (SLOW_UNITS - 1 - place, place));
+            }
+            for (began, before) in computed[2..].iter().zip(launched) {
+                assert!(before.0 <= began.0, "rank {rank}: {computed:?} {launched:?}");
+            }
+        }
+    }
 }
 
 /// A layer with dropout.

@@ -3,19 +3,23 @@
 use std::mem;
 use std::sync::Arc;
 
-use burn::tensor::TensorData;
+use burn::backend::Dispatch;
+use burn::tensor::{Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::{Buffer, Error, ReduceOp, Result, Work};
 
-use super::super::op::{GradientSource, GradientTarget};
-use super::exchanges::{Call, Exchanges, Held, Use};
+use super::super::op::{GradientSource, GradientTarget, ParallelOp, Source, Target};
+use super::exchanges::{Call, Exchanges, Held, Place, Use};
 use super::layout::FlatLayout;
+use super::replicated::Replicated;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// Takes the gradients of a unit's parameters from one forward pass, and gives that of the shard.
 pub(super) struct Collector {
     exchanges: Arc<Exchanges>,
     unit: Arc<FlatLayout>,
+    /// Who gets the shard's gradient, if there are replicas.
+    replicated: Option<Arc<Replicated>>,
     state: Mutex<Collected>,
 }
 
@@ -25,14 +29,31 @@ enum Collected {
     /// They are being reduced and scattered.
     Sent(Held<Work>),
     Shard(TensorData),
-    /// The shard's gradient was taken, or could not be had.
+    /// The shard's gradient was taken, or went to the replicas, or could not be had.
     Over,
 }
 
 impl Collector {
-    pub fn new(exchanges: &Arc<Exchanges>, unit: &Arc<FlatLayout>) -> Arc<Self> {
+    /// For the use of a unit at `place`.
+    pub fn new(exchanges: &Arc<Exchanges>, unit: &Arc<FlatLayout>, place: &Place) -> Arc<Self> {
         let state = Mutex::new(Collected::Open(None, unit.parameters.len()));
-        Arc::new(Self { exchanges: exchanges.clone(), unit: unit.clone(), state })
+        let replicated = place.replicated();
+        if let Some(replicated) = &replicated {
+            replicated.expect(unit.unit);
+        }
+        Arc::new(Self { exchanges: exchanges.clone(), unit: unit.clone(), replicated, state })
+    }
+
+    /// A tensor of one element, to which backward comes last: then the gradient of the shard `parameter` is had, at the latest.
+    pub fn anchor(self: &Arc<Self>, parameter: Tensor<1>) -> Tensor<1> {
+        let of_shard = Arc::new(OfShard(self.clone()));
+        Tensor::from_dispatch(match self.replicated {
+            None => Dispatch::rooted(parameter.into_dispatch(), Source(of_shard)),
+            Some(_) => {
+                let leaf = Tensor::<1>::zeros([1], &parameter.device()).require_grad();
+                Dispatch::delivered(leaf.into_dispatch(), Target(of_shard))
+            }
+        })
     }
 
     /// Takes the gradient of a parameter; with the last one, they are on their way.
@@ -61,7 +82,7 @@ impl Collector {
         *left = left.saturating_sub(1);
         let is_last = *left == 0;
         drop(state);
-        if is_last { self.send() } else { Ok(()) }
+        if is_last { self.send() } else { self.exchanges.advance() }
     }
 
     /// Sends what has come; what has not is zero.
@@ -80,18 +101,30 @@ impl Collector {
         self.exchanges.scattering(self)
     }
 
-    /// Waits for the average, if it is on its way, and frees the other ranks' part.
+    /// Has the average arrived, without having been looked at?
+    pub fn has_arrived(&self) -> bool {
+        matches!(&*self.state.lock(), Collected::Sent(sent) if sent.value.is_completed())
+    }
+
+    /// Waits for the average, if it is on its way, gives it to the replicas, and frees the other ranks' part.
     pub fn settle(&self) -> Result<()> {
         let mut state = self.state.lock();
         *state = match mem::replace(&mut *state, Collected::Over) {
             Collected::Sent(Held { value, counted }) => {
                 let buffer = value.wait()?;
-                let own = &buffer.as_bytes()[self.unit.shard_bytes(self.exchanges.rank())];
-                let shard = tensor_bytes::tensor_data(own, &[self.unit.shard], self.unit.dtype);
+                let FlatLayout { unit, shard, dtype, .. } = *self.unit;
+                let bytes = &buffer.as_bytes()[self.unit.shard_bytes(self.exchanges.rank())];
+                let collected = match &self.replicated {
+                    None => Collected::Shard(tensor_bytes::tensor_data(bytes, &[shard], dtype)),
+                    Some(replicated) => {
+                        replicated.take(unit, TensorBytes { dtype, bytes });
+                        Collected::Over
+                    }
+                };
                 drop((buffer, counted));
-                Collected::Shard(shard)
+                collected
             }
-            other => other,
+            other @ (Collected::Open(..) | Collected::Shard(_) | Collected::Over) => other,
         };
         Ok(())
     }
@@ -101,7 +134,9 @@ impl Collector {
         self.settle()?;
         match mem::replace(&mut *self.state.lock(), Collected::Over) {
             Collected::Shard(shard) => Ok(shard),
-            _ => Err(Error::aborted("the gradients of a unit could not be had")),
+            Collected::Open(..) | Collected::Sent(_) | Collected::Over => {
+                Err(Error::aborted("the gradients of a unit could not be had"))
+            }
         }
     }
 }
@@ -122,12 +157,24 @@ impl GradientTarget for OfParameter {
     }
 }
 
-/// Where the gradient of a shard comes from.
-pub(super) struct OfShard(pub Arc<Collector>);
+/// What becomes of the gradient of a shard.
+struct OfShard(Arc<Collector>);
 
 impl GradientSource for OfShard {
     fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
         let exchanges = &self.0.exchanges;
         self.0.shard().inspect_err(|error| exchanges.fail(error.clone())).ok()
+    }
+}
+
+impl GradientTarget for OfShard {
+    /// The gradient of an anchor has come: all those of the unit's parameters that there are have come before.
+    fn deliver(&self, _nothing: TensorBytes<'_>, _shape: &[usize]) -> Result<()> {
+        self.0.send()?;
+        self.0.settle()
+    }
+
+    fn fail(&self, error: Error) {
+        self.0.exchanges.fail(error);
     }
 }

@@ -16,6 +16,7 @@ use super::super::mixed;
 use super::collector::Collector;
 use super::group::ShardingOptions;
 use super::layout::FlatLayout;
+use super::replicated::Replicated;
 use crate::tensor_bytes;
 
 /// Gradients that are being reduced and scattered while the next unit's are computed. More would only take memory.
@@ -92,6 +93,8 @@ struct MemoryUse {
 pub(super) struct ForwardPass {
     number: u64,
     units: Mutex<Vec<Shard>>,
+    /// None if there are no others.
+    replicated: Option<Arc<Replicated>>,
 }
 
 /// A unit's place in a forward pass.
@@ -99,6 +102,13 @@ pub(super) struct ForwardPass {
 pub(super) struct Place {
     pass: Arc<ForwardPass>,
     position: usize,
+}
+
+impl Place {
+    /// What averages the gradients of the pass over replicas.
+    pub fn replicated(&self) -> Option<Arc<Replicated>> {
+        self.pass.replicated.clone()
+    }
 }
 
 /// What memory is for.
@@ -198,10 +208,12 @@ impl Exchanges {
     }
 
     /// Begins a forward pass of a model that has these `shards`.
-    pub fn begin(&self, shards: HashMap<usize, Tensor<1>>) {
+    pub fn begin(&self, shards: HashMap<usize, Tensor<1>>, replicated: Option<Replicated>) {
         let mut state = self.state.lock();
         state.passes += 1;
-        state.current = Some(Arc::new(ForwardPass { number: state.passes, units: Mutex::default() }));
+        let replicated = replicated.map(Arc::new);
+        let pass = ForwardPass { number: state.passes, units: Mutex::default(), replicated };
+        state.current = Some(Arc::new(pass));
         state.following = true;
         let replaced = (mem::replace(&mut state.shards, shards), mem::take(&mut state.ahead));
         drop(state);
@@ -240,7 +252,7 @@ impl Exchanges {
         let mut state = self.state.lock();
         let pass = state.current.clone().unwrap_or_else(|| {
             state.passes += 1;
-            Arc::new(ForwardPass { number: state.passes, units: Mutex::default() })
+            Arc::new(ForwardPass { number: state.passes, units: Mutex::default(), replicated: None })
         });
         let mut units = pass.units.lock();
         let position = units.len();
@@ -364,6 +376,15 @@ impl Exchanges {
         let oldest = if state.scattering.len() > IN_FLIGHT { state.scattering.pop_front() } else { None };
         drop(state);
         oldest.and_then(|oldest| oldest.upgrade()).map_or(Ok(()), |oldest| oldest.settle())
+    }
+
+    /// Takes what has arrived of the gradients that are on their way, so that replicas begin to average it.
+    pub fn advance(&self) -> Result<()> {
+        if self.replicas.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        let oldest = self.state.lock().scattering.front().and_then(Weak::upgrade);
+        oldest.filter(|oldest| oldest.has_arrived()).map_or(Ok(()), |oldest| oldest.settle())
     }
 
     /// An error on every rank unless all ranks have made the same calls, and none has failed. Replicas may gather what others do not, as

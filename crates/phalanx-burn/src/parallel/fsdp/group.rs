@@ -54,8 +54,8 @@ impl ShardingGroup {
     }
 
     /// Each of `shard`'s ranks has one shard, and all of `replicate`'s ranks have the same one: parameters travel only within `shard`,
-    /// such as the ranks of a host, and each gradient's shard is averaged over `replicate`. Gradients are then not reduced and scattered
-    /// while the next unit computes its own: the replicas take a unit's shard before.
+    /// such as the ranks of a host, and each gradient's shard is averaged over `replicate`. A unit's gradients are reduced and scattered while
+    /// the unit before it computes its own, and the average over replicas follows, one for each unit.
     ///
     /// ```
     /// use phalanx::mesh::DeviceMesh;

@@ -16,6 +16,7 @@ mod group;
 mod inputs;
 mod layout;
 mod recompute;
+mod replicated;
 mod statement;
 mod unit;
 mod whole;
@@ -29,17 +30,19 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
+use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, ReduceOp, Result};
 
 use self::exchanges::Exchanges;
 pub use self::group::{ShardingGroup, ShardingOptions};
 pub use self::inputs::{FloatMapper, UnitInputs};
-use self::statement::Statement;
+use self::replicated::Replicated;
+use self::statement::compare;
 pub use self::unit::FullySharded;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
-use crate::{Ddp, Scalar, clip, replicas};
+use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
 ///
@@ -111,6 +114,8 @@ pub struct Fsdp<M> {
     exchanges: Arc<Exchanges>,
     /// The number of the unit of each shard.
     units: HashMap<ParamId, usize>,
+    /// The number of each unit's shard among the parameters of the model.
+    parameters: Arc<HashMap<usize, usize>>,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -147,15 +152,20 @@ impl<M: Module> Fsdp<M> {
         let own = Units::of(&model, exchanges);
         // Before what this rank's own model is found to be: the others wait here.
         let described = own.as_ref().map(Units::described).map_err(Error::to_string);
-        compare(&exchanges.gather_from_all(&described)?)?;
+        let remedy = "make the same model of the same units on every rank";
+        compare(&exchanges.gather_from_all(&described)?, "cannot use its model", difference, remedy)?;
         let Units { order, numbers, rest: _ } = own?;
         let shards: HashSet<ParamId> = numbers.keys().copied().collect();
         let rest = Select::Except(&shards);
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
         let model = replicas::from_rank(model, &exchanges.group, Rank::MAIN, rest)?;
+        let parameters = order.iter().enumerate().map(|(parameter, &unit)| (unit, parameter)).collect();
         exchanges.expect(order);
-        let ddp = Ddp::new(model, &exchanges.replicas)?;
-        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers })
+        // A bucket for each unit: it need not wait for others.
+        let reducer = ReducerOptions::default().bucket_cap_mb(0.0);
+        let options = DdpOptions { reducer, ..DdpOptions::default() };
+        let ddp = Ddp::with_options(model, &exchanges.replicas, options)?;
+        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers, parameters: Arc::new(parameters) })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -165,8 +175,12 @@ impl<M: Module> Fsdp<M> {
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         let began = Instant::now();
         self.exchanges.check()?;
-        self.exchanges.begin(self.shards(self.model()));
-        let output = self.ddp.forward(pass);
+        let shards = self.shards(self.model());
+        let output = self.ddp.forward_with(|model, sink| {
+            let replicated = sink.map(|sink| Replicated::new(sink, self.parameters.clone()));
+            self.exchanges.begin(shards, replicated);
+            pass(model)
+        });
         self.exchanges.end();
         let output = output.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         self.exchanges.check()?;
@@ -181,7 +195,7 @@ impl<M: Module> Fsdp<M> {
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.exchanges.check()?;
         let model = self.model().valid();
-        self.exchanges.begin(self.shards(&model));
+        self.exchanges.begin(self.shards(&model), None);
         let output = pass(&model);
         self.exchanges.end();
         self.exchanges.check()?;
@@ -341,31 +355,22 @@ impl Units {
     }
 }
 
-/// An error unless all ranks have described the same.
-fn compare(all: &[Statement<std::result::Result<Description, String>>]) -> Result<()> {
-    for said in all {
-        if let Err(cause) = &said.what {
-            let cause = format!("{}'s model cannot be used: {cause}", said.by);
-            return Err(said.about_this_rank(Error::mismatch(cause)));
-        }
+/// What differs between two ranks' models.
+fn difference(
+    (here, (first, rest)): (&str, &Description),
+    (there, (second, other_rest)): (&str, &Description),
+) -> String {
+    if first != second {
+        return format!("{here}'s model has the units {first:?}, and {there}'s {second:?}");
     }
-    let Some(other) = all.iter().find(|said| said.what != all[0].what) else { return Ok(()) };
-    let (Ok((first, rest)), Ok((second, other_rest))) = (&all[0].what, &other.what) else { return Ok(()) };
-    let (here, there) = (&all[0].by, &other.by);
-    let cause = if first == second {
-        let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
-        let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());
-        let (first, second) = (describe(rest), describe(other_rest));
-        format!(
-            "tensor {} that is in no unit is {first} in {here}'s model, and {second} in {there}'s",
-            place + 1
-        )
-    } else {
-        format!("{here}'s model has the units {first:?}, and {there}'s {second:?}")
-    };
-    Err(other
-        .about_this_rank(Error::mismatch(cause))
-        .with_remedy("make the same model of the same units on every rank"))
+    let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
+    let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());
+    format!(
+        "tensor {} that is in no unit is {} in {here}'s model, and {} in {there}'s",
+        place + 1,
+        describe(rest),
+        describe(other_rest)
+    )
 }
 
 struct Shards<'a> {

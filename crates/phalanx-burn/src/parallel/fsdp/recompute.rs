@@ -89,6 +89,7 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
                 ))
                 .with_remedy("let the closure compute the same from the module and its inputs each time"));
             }
+            exchanges.advance()?;
             let source = Source(Arc::new(KnownGradient::new(gradient)));
             let root = Tensor::<1>::from_dispatch(Dispatch::rooted(output.into_dispatch(), source));
             let gradients = root.backward();

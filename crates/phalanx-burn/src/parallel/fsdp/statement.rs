@@ -17,9 +17,39 @@ pub(super) struct Statement<T> {
 
 impl<T> Statement<T> {
     /// `error` about this rank.
-    pub fn about_this_rank(&self, error: Error) -> Error {
+    fn about_this_rank(&self, error: Error) -> Error {
         self.peer.into_iter().fold(error, Error::with_peer)
     }
+}
+
+/// What a rank says, or why it has nothing to say.
+pub(super) type Said<T> = std::result::Result<T, String>;
+
+/// An error unless all ranks say the same: a rank `cannot` do something, or something `differs` between two of them, each with its name.
+pub(super) fn compare<T: PartialEq>(
+    all: &[Statement<Said<T>>],
+    cannot: &str,
+    differs: impl Fn((&str, &T), (&str, &T)) -> String,
+    remedy: &'static str,
+) -> Result<()> {
+    for said in all {
+        if let Err(cause) = &said.what {
+            return Err(said.about_this_rank(Error::mismatch(format!("{} {cannot}: {cause}", said.by))));
+        }
+    }
+    let (first, others) = match all.split_first() {
+        Some((Statement { by, what: Ok(what), .. }, others)) => ((by.as_str(), what), others),
+        Some(_) | None => return Ok(()),
+    };
+    for other in others {
+        if let Ok(what) = &other.what
+            && what != first.1
+        {
+            let cause = differs(first, (&other.by, what));
+            return Err(other.about_this_rank(Error::mismatch(cause)).with_remedy(remedy));
+        }
+    }
+    Ok(())
 }
 
 impl Exchanges {

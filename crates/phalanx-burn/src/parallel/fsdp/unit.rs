@@ -14,13 +14,13 @@ use phalanx::{Error, Rank, Result};
 use super::super::mixed;
 use super::super::op::{ParallelOp, Source, Supply, Target};
 use super::super::random::OwnNumbers;
-use super::collector::{Collector, OfShard};
+use super::collector::Collector;
 use super::exchanges::{Exchanges, Place, Shard};
 use super::group::ShardingGroup;
 use super::inputs::{FloatMapper, UnitInputs};
 use super::layout::FlatLayout;
 use super::recompute::{Recomputed, Slots};
-use super::statement::Statement;
+use super::statement::{Said, compare};
 use super::whole::{Hollow, Role, Whole};
 use crate::parameters::{self, Inventory, Select};
 use crate::replicas;
@@ -113,7 +113,7 @@ impl<M: Module + 'static> FullySharded<M> {
         let number = exchanges.units();
         let own = prepared(&module, number, exchanges);
         // Before what this rank's own module is found to be: the others wait here.
-        let described: std::result::Result<Description, String> = match &own {
+        let described: Said<Description> = match &own {
             Ok((inventory, _)) => {
                 let state = inventory.state.iter();
                 let state = state
@@ -124,7 +124,8 @@ impl<M: Module + 'static> FullySharded<M> {
         };
         let all = exchanges.gather_from_all(&described)?;
         let (inventory, mut layout) = own?;
-        compare(&all)?;
+        let remedy = "make the same units in the same order on every rank, with the same options";
+        compare(&all, "cannot shard its module", difference, remedy)?;
         let module = replicas::from_rank(module, &exchanges.replicas, Rank::MAIN, Select::All)?;
         let module = replicas::from_rank(module, &exchanges.group, Rank::MAIN, Select::All)?;
 
@@ -189,9 +190,8 @@ impl<M: Module + 'static> FullySharded<M> {
             let module = whole(Role::Constant);
             return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
         }
-        let collector = Collector::new(exchanges, layout);
-        let source = Source(Arc::new(OfShard(collector.clone())));
-        let anchor = Tensor::<1>::from_dispatch(Dispatch::rooted(parameter.into_dispatch(), source));
+        let collector = Collector::new(exchanges, layout, &place);
+        let anchor = collector.anchor(parameter);
         if !exchanges.options.reshard_after_forward {
             let mut behind = Behind { anchor, slots: None };
             let inputs = inputs.map_floats(&mut behind);
@@ -323,38 +323,29 @@ impl ModuleVisitor for InnerUnit<'_> {
     }
 }
 
-/// An error unless all ranks have described the same.
-fn compare(all: &[Statement<std::result::Result<Description, String>>]) -> Result<()> {
-    for said in all {
-        if let Err(cause) = &said.what {
-            let cause = format!("{} cannot shard its module: {cause}", said.by);
-            return Err(said.about_this_rank(Error::mismatch(cause)));
-        }
-    }
-    let Some(other) = all.iter().find(|said| said.what != all[0].what) else { return Ok(()) };
-    let (Ok(first), Ok(second)) = (&all[0].what, &other.what) else { return Ok(()) };
-    let (here, there) = (&all[0].by, &other.by);
-    let cause = if first.0 != second.0 {
-        format!("{here} makes unit {}, and {there} unit {}", first.0, second.0)
-    } else if first.1 != second.1 {
-        format!("{here} has the options {}, and {there} {}", first.1, second.1)
+/// What differs between two ranks' units.
+fn difference(
+    (here, (first, options, tensors)): (&str, &Description),
+    (there, (second, other_options, others)): (&str, &Description),
+) -> String {
+    let cause = if first != second {
+        format!("{here} makes unit {first}, and {there} unit {second}")
+    } else if options != other_options {
+        format!("{here} has the options {options}, and {there} {other_options}")
     } else {
-        let place = first.2.iter().zip(&second.2).take_while(|(one, other)| one == other).count();
+        let place = tensors.iter().zip(others).take_while(|(one, other)| one == other).count();
         let describe = |tensors: &[(String, Vec<usize>, String)]| match tensors.get(place) {
             Some((name, shape, dtype)) => format!("`{name}` {dtype} {shape:?}"),
             None => "none".to_owned(),
         };
         format!(
-            "tensor {} of unit {} is {} on {here}, and {} on {there}",
+            "tensor {} of unit {first} is {} on {here}, and {} on {there}",
             place + 1,
-            first.0,
-            describe(&first.2),
-            describe(&second.2)
+            describe(tensors),
+            describe(others)
         )
     };
-    Err(other
-        .about_this_rank(Error::mismatch(format!("the ranks' units differ: {cause}")))
-        .with_remedy("make the same units in the same order on every rank, with the same options"))
+    format!("the ranks' units differ: {cause}")
 }
 
 fn hidden(layout: &FlatLayout) -> Error {

@@ -30,7 +30,7 @@ impl Layers {
         self.layers.iter().fold(x, |x, layer| layer.forward(x, |layer, x| layer.forward(x).tanh()))
     }
 
-    fn whole(&self) -> Mlp {
+    pub fn whole(&self) -> Mlp {
         Mlp { layers: self.layers.iter().map(|layer| layer.gather().unwrap()).collect() }
     }
 }
@@ -40,7 +40,7 @@ fn tanh(model: &Mlp, x: Tensor<2>) -> Tensor<2> {
 }
 
 /// The gradients of a whole model, tensor by tensor.
-fn gradients_of(model: &Mlp, loss: &Tensor<1>) -> Vec<Vec<f32>> {
+pub fn gradients_of(model: &Mlp, loss: &Tensor<1>) -> Vec<Vec<f32>> {
     let gradients = loss.backward();
     let mut all = Vec::new();
     for Linear { weight, bias } in &model.layers {
@@ -51,7 +51,7 @@ fn gradients_of(model: &Mlp, loss: &Tensor<1>) -> Vec<Vec<f32>> {
 }
 
 /// The gradients, from the step of an optimizer that subtracts them: many times, so that weights do not hide them.
-fn subtracted(fsdp: &mut Fsdp<Layers>, loss: &Tensor<1>) -> Vec<Vec<f32>> {
+pub fn subtracted(fsdp: &mut Fsdp<Layers>, loss: &Tensor<1>) -> Vec<Vec<f32>> {
     const TIMES: f32 = 64.0;
     let before = floats(&fsdp.model().whole());
     let gradients = fsdp.backward(loss).unwrap();

@@ -2,6 +2,7 @@
 
 mod errors;
 mod layers;
+mod overlap;
 
 use burn::module::Module;
 use burn::nn::transformer::TransformerEncoderLayer;
