@@ -191,7 +191,8 @@ impl ShardedState {
 
     /// Adds this rank's part of the model and of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
     /// every rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Running statistics are those of the
-    /// first replica.
+    /// first replica. A process that has the whole model, in a `Ddp` of its own, may also call it in
+    /// [`save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
     /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; or as [`Snapshot::slice`].
@@ -363,8 +364,12 @@ impl Own {
     }
 
     fn add(&self, snapshot: &mut Snapshot, name: &str, dtype: BurnDType, elements: Vec<u8>) -> Result<()> {
+        let dtype = tensor_bytes::dtype(dtype)?;
+        if self.shape == self.whole {
+            return snapshot.tensor_bytes(name, dtype, &self.whole, elements);
+        }
         let place = (self.offsets.as_slice(), self.shape.as_slice());
-        snapshot.slice_bytes(name, tensor_bytes::dtype(dtype)?, &self.whole, place, elements)
+        snapshot.slice_bytes(name, dtype, &self.whole, place, elements)
     }
 
     fn read<'a>(&self, saved: &'a Saved, name: &str, dtype: BurnDType) -> Result<Cow<'a, [u8]>> {
@@ -425,7 +430,7 @@ fn agreed(all: &[RankStatement]) -> Result<BTreeMap<&str, (usize, &TensorStateme
                     );
                     return failed(cause, rank, NAMES);
                 }
-                _ => {}
+                Some(_) | None => {}
             }
         }
     }

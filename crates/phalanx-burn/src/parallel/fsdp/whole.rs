@@ -58,7 +58,9 @@ impl<'a> Whole<'a> {
             Some(part) => {
                 let data: TensorData = match self.role {
                     Role::Apart => tensor_bytes::tensor_data(part.as_bytes(), shape, dtype),
-                    _ => view::tensor_data((part, self.counted.clone()), shape, dtype),
+                    Role::Constant | Role::Leaf(_) | Role::Behind(..) => {
+                        view::tensor_data((part, self.counted.clone()), shape, dtype)
+                    }
                 };
                 Tensor::<D>::from_data(data, (&self.device, dtype))
             }

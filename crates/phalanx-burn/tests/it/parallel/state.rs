@@ -208,6 +208,40 @@ fn one_process_has_no_need_of_divided_layers() {
     });
 }
 
+/// As a program does whose ranks all have the whole model, and which may go on with divided layers.
+#[test]
+fn rank_0_saves_a_whole_model_for_a_mesh() {
+    let folder = tempfile::tempdir().unwrap();
+    let losses = run(2, |group| {
+        let mut ddp = Ddp::new(Whole::new(LAYERS), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        let own = ROWS / 2;
+        let step = |ddp: &mut Ddp<Whole>, optimizer: &mut ModuleOptimizer, step: usize| {
+            let from = step * ROWS + group.rank().index() * own;
+            let loss = ddp.forward(|model| model.loss(rows(from, from + own))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(optimizer, RATE, gradients).unwrap();
+            ddp.mean(&loss).unwrap()
+        };
+        step(&mut ddp, &mut optimizer, 0);
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let saved = checkpoints.save(1, |snapshot| {
+            let alone = ProcessGroup::alone()?;
+            let whole = Ddp::new(ddp.model().clone(), &alone)?;
+            let state = ShardedState::new(&whole, &alone, None, &StateNames::same())?;
+            state.save(&whole, &optimizer, snapshot, "training")
+        });
+        saved.and_then(|()| checkpoints.finish()).unwrap();
+        step(&mut ddp, &mut optimizer, 1)
+    });
+    run(4, |group| {
+        let mut training = Training::new(&group, (1, 2, 2));
+        training.load(&Checkpoints::open(folder.path(), &group).unwrap());
+        let loss = training.steps(1..2)[0];
+        assert!((loss / losses[0] - 1.0).abs() < 1e-4, "{loss} and not {}", losses[0]);
+    });
+}
+
 #[test]
 fn another_model_s_state_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
