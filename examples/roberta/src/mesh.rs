@@ -100,7 +100,7 @@ impl<M: Part> Parallel<M> {
             tensor.ranks() == 1 || !model.has_dropout(),
             "--strategy tensor: ranks would not drop alike what all of them have; take --dropout 0"
         );
-        let model = if tensor.ranks() == 1 { model } else { model::plan().divide(model, tensor)? };
+        let model = if tensor.ranks() == 1 { model } else { model.divided(tensor)? };
         let mut part = model.stage(stage, stages);
         let shared = part.tied().filter(|_| stages > 1).cloned();
         let (group, shared) = TiedParameter::new(shared, pipeline)?;
@@ -227,11 +227,15 @@ pub fn micro_batches(batch: &Batch, wanted: usize) -> Vec<Batch> {
     parts.into_iter().map(part).collect()
 }
 
-/// What a stage passes on, or the weighed loss.
-fn output(passed: Passed, (batch, scale): &Weighed) -> StageOutput<3> {
+/// What a stage passes on, or the loss, weighed.
+fn output(
+    passed: Passed,
+    (batch, scale): &Weighed,
+    loss: impl FnOnce(Tensor<2>, Tensor<1, Int>) -> Tensor<1>,
+) -> StageOutput<3> {
     match passed {
         Passed::Hidden(hidden) => StageOutput::Hidden(hidden),
-        Passed::Logits(logits) => StageOutput::Loss(loss_sum(logits, batch.targets.clone()) * *scale),
+        Passed::Logits(logits) => StageOutput::Loss(loss(logits, batch.targets.clone()) * *scale),
     }
 }
 
@@ -239,7 +243,7 @@ impl Stage<3> for Classifier {
     type Batch = Weighed;
 
     fn forward(&self, input: Option<Tensor<3>>, weighed: &Weighed) -> StageOutput<3> {
-        output(self.pass(input, &weighed.0.inputs), weighed)
+        output(self.pass(input, &weighed.0.inputs), weighed, loss_sum)
     }
 }
 
@@ -248,6 +252,11 @@ impl Stage<3> for MaskedLm {
 
     fn forward(&self, input: Option<Tensor<3>>, weighed: &Weighed) -> StageOutput<3> {
         let (batch, _) = weighed;
-        output(self.pass(input, &batch.inputs, batch.places()), weighed)
+        let passed = self.pass(input, &batch.inputs, batch.places());
+        output(passed, weighed, |scores, targets| match self.vocabulary() {
+            // Of a divided vocabulary each rank has the scores of its tokens.
+            Some(vocabulary) => vocabulary.cross_entropy(scores, targets, None) * batch.count as f64,
+            None => loss_sum(scores, targets),
+        })
     }
 }

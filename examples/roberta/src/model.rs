@@ -9,7 +9,7 @@ use burn::nn::{
     LinearConfig,
 };
 use burn::tensor::{Device, Int, Tensor, activation};
-use phalanx_burn::parallel::tensor::{ParallelLinear, TensorPlan};
+use phalanx_burn::parallel::tensor::{ParallelLinear, TensorGroup, TensorPlan, VocabParallelEmbedding};
 
 use crate::config::{Activation, Config, Family};
 use crate::inputs::Inputs;
@@ -24,7 +24,7 @@ pub struct Backbone {
 
 #[derive(Module, Debug)]
 struct Embeddings {
-    word_embeddings: Embedding,
+    word_embeddings: VocabParallelEmbedding,
     position_embeddings: Embedding,
     token_type_embeddings: Embedding,
     norm: LayerNorm,
@@ -54,14 +54,15 @@ struct Attention {
     head_size: usize,
 }
 
-/// How the layers of a model are divided among ranks: heads, and hidden units.
-pub fn plan() -> TensorPlan {
+/// How the layers of a model are divided among ranks: heads, hidden units, and the tokens of the vocabulary.
+fn plan() -> TensorPlan {
     let layers = |plan: TensorPlan, layer: &str| plan.column(&format!("backbone.layers.*.{layer}"));
     ["attention.query", "attention.key", "attention.value", "intermediate"]
         .into_iter()
         .fold(TensorPlan::new(), layers)
         .row("backbone.layers.*.attention.output")
         .row("backbone.layers.*.output")
+        .vocabulary("backbone.embeddings.word_embeddings")
 }
 
 /// The layers, of so many, that a stage of so many has: the first ones have one more if they do not divide evenly.
@@ -108,8 +109,8 @@ impl Backbone {
     }
 
     /// The vectors of tokens, if this is the first stage.
-    fn word_vectors(&self) -> Option<&Param<Tensor<2>>> {
-        self.embeddings.as_ref().map(|embeddings| &embeddings.word_embeddings.weight)
+    fn word_embeddings(&self) -> Option<&VocabParallelEmbedding> {
+        self.embeddings.as_ref().map(|embeddings| &embeddings.word_embeddings)
     }
 
     fn heads(&self) -> usize {
@@ -132,7 +133,7 @@ impl Embeddings {
             EmbeddingConfig::new(rows, config.hidden_size).with_initializer(normal(config)).init(device)
         };
         Self {
-            word_embeddings: table(config.vocab_size),
+            word_embeddings: table(config.vocab_size).into(),
             position_embeddings: table(config.max_position_embeddings),
             token_type_embeddings: table(config.type_vocab_size),
             norm: norm(config, device),
@@ -238,16 +239,23 @@ impl MaskedLm {
         self.pass(None, inputs, places).expect_logits()
     }
 
-    /// This stage's part of that.
+    /// This stage's part of that; if the vocabulary is divided, the scores of this rank's tokens.
     pub fn pass(&self, hidden: Option<Tensor<3>>, inputs: &Inputs, places: Tensor<1, Int>) -> Passed {
         let x = self.backbone.pass(hidden, inputs);
         let Some(LmHead { dense, norm, bias, gelu_tanh }) = &self.lm_head else { return Passed::Hidden(x) };
-        let Some(decoder) = self.decoder.as_ref().or(self.backbone.word_vectors()) else {
-            unreachable!("the last stage has a copy of the token embedding")
-        };
         let x: Tensor<2> = x.flatten::<2>(0, 1).select(0, places);
         let x = norm.forward(gelu(dense.forward(x), *gelu_tanh));
-        Passed::Logits(x.matmul(decoder.val().transpose()) + bias.val().unsqueeze())
+        let scores = match (&self.decoder, self.vocabulary()) {
+            (Some(decoder), _) => x.matmul(decoder.val().transpose()),
+            (None, Some(vocabulary)) => vocabulary.logits(x),
+            (None, None) => unreachable!("the last stage has a copy of the token embedding"),
+        };
+        Passed::Logits(scores + bias.val().unsqueeze())
+    }
+
+    /// The token embedding, if the scores are those of its tokens. It may be divided, and then has the loss that goes with it.
+    pub fn vocabulary(&self) -> Option<&VocabParallelEmbedding> {
+        self.backbone.word_embeddings().filter(|_| self.decoder.is_none())
     }
 }
 
@@ -268,8 +276,14 @@ impl Passed {
     }
 }
 
-/// A model that can be cut into stages.
+/// A model whose layers can be divided, or that can be cut into stages.
 pub trait Stages: Module {
+    /// This rank's part of every layer. All ranks of `group` call it together.
+    ///
+    /// # Errors
+    /// If a layer cannot be divided among so many, or the exchange fails.
+    fn divided(self, group: &TensorGroup) -> phalanx::Result<Self>;
+
     /// Stage `stage` of `stages` of a whole model.
     fn stage(self, stage: usize, stages: usize) -> Self;
 
@@ -305,11 +319,21 @@ pub fn whole_path(path: &str, first: usize) -> String {
 pub const TIED: &str = "backbone.embeddings.word_embeddings.weight";
 
 impl Stages for MaskedLm {
+    fn divided(self, group: &TensorGroup) -> phalanx::Result<Self> {
+        let mut model = plan().divide(self, group)?;
+        // It is no layer of its own that a plan knows.
+        if let Some(head) = &mut model.lm_head {
+            head.bias = group.shard(head.bias.clone(), 0)?;
+        }
+        Ok(model)
+    }
+
     fn stage(self, stage: usize, stages: usize) -> Self {
         let is_last = stage + 1 == stages;
-        let copy = |vectors: &Param<Tensor<2>>| Param::initialized(ParamId::new(), vectors.val());
+        let copy =
+            |vectors: &VocabParallelEmbedding| Param::initialized(ParamId::new(), vectors.weight.val());
         Self {
-            decoder: self.backbone.word_vectors().filter(|_| is_last && stages > 1).map(copy),
+            decoder: self.backbone.word_embeddings().filter(|_| is_last && stages > 1).map(copy),
             lm_head: self.lm_head.filter(|_| is_last),
             backbone: self.backbone.stage(stage, stages),
         }
@@ -399,6 +423,10 @@ impl ClassificationHead {
 }
 
 impl Stages for Classifier {
+    fn divided(self, group: &TensorGroup) -> phalanx::Result<Self> {
+        plan().divide(self, group)
+    }
+
     fn stage(self, stage: usize, stages: usize) -> Self {
         let classifier = self.classifier.filter(|_| stage + 1 == stages);
         Self { backbone: self.backbone.stage(stage, stages), classifier }

@@ -6,8 +6,9 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::{Error, ProcessGroup};
+use phalanx_burn::parallel::{ShardedState, StateNames};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients, TrainState,
+    DataParallel, Ddp, DdpOptions, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients,
     ZeroRedundancyOptimizer, clip_grad_norm,
 };
 use serde::{Deserialize, Serialize};
@@ -114,6 +115,12 @@ impl Devices {
         Ok(())
     }
 
+    /// Can a training on these devices go on with what one on `saved` has saved? It can, whatever the strategies: a checkpoint has the whole
+    /// model, and the optimizer's state of the whole model. Only that of [`Strategy::Zero`] is divided otherwise.
+    pub fn go_on_from(self, saved: Self) -> bool {
+        (self.strategy == Strategy::Zero) == (saved.strategy == Strategy::Zero)
+    }
+
     /// What `--strategy` calls it.
     pub fn name(self) -> &'static str {
         match self.strategy {
@@ -162,8 +169,8 @@ impl<M: Part> Engine<M> {
     /// # Errors
     /// If the number of processes is another one, what was saved is of another model, or the ranks do not agree.
     pub fn new(
-        model: M,
-        optimizer: ModuleOptimizer,
+        mut model: M,
+        mut optimizer: ModuleOptimizer,
         (devices, mesh): (Devices, &Mesh),
         saved: Option<&Saved>,
         scope: Option<Scope>,
@@ -173,11 +180,11 @@ impl<M: Part> Engine<M> {
         if matches!(devices.strategy, Strategy::Tensor | Strategy::Pipeline) {
             return Ok(Self::Parallel(Box::new(Parallel::new(model, optimizer, mesh, (saved, MODEL))?)));
         }
-        let mut state = TrainState::new(model, optimizer, ())?.named(MODEL);
         if let Some(saved) = saved {
-            state.load_from(saved)?;
+            let (mut whole, state) = whole_state(model)?;
+            state.load(&mut whole, &mut optimizer, saved, MODEL)?;
+            model = whole.into_model();
         }
-        let (model, optimizer) = (state.model.into_model(), state.optimizer);
         let replicas = || vec![Device::flex().autodiff(); devices.count as usize];
         let scope = scope.unwrap_or_else(|| Box::new(|_, work| work()));
         Ok(match devices.strategy {
@@ -283,7 +290,8 @@ impl<M: Part> Engine<M> {
         (name, value): (&str, &P),
     ) -> Result<()> {
         let shared = |snapshot: &mut Snapshot, model: &M, optimizer: &ModuleOptimizer| {
-            TrainState::new(model.clone(), optimizer.clone(), ())?.named(MODEL).save_to(snapshot)?;
+            let (whole, state) = whole_state(model.clone())?;
+            state.save(&whole, optimizer, snapshot, MODEL)?;
             snapshot.value(name, value)
         };
         let alone =
@@ -321,6 +329,14 @@ impl<M: Part> Engine<M> {
         ensure!(identical, "the replicas differ");
         Ok(())
     }
+}
+
+/// A whole model in this process, in the form in which meshes save and load their parts.
+fn whole_state<M: Module>(model: M) -> phalanx::Result<(Ddp<M>, ShardedState)> {
+    let alone = ProcessGroup::alone()?;
+    let whole = Ddp::new(model, &alone)?;
+    let state = ShardedState::new(&whole, &alone, None, &StateNames::same())?;
+    Ok((whole, state))
 }
 
 /// Gradients stay in their buckets, so that a rank needs about as much memory as a training alone.

@@ -94,12 +94,20 @@ struct Progress {
     best: Option<Evaluation>,
     /// Epochs since the best.
     waited: u64,
-    /// Which batches a step takes, and how many steps there are, depends on these.
+    /// Which texts a step takes, and how many steps there are, depends on these.
     distribution: Distribution,
 }
 
 /// Devices, batch size, seed and examples.
 type Distribution = (Devices, usize, u64, usize);
+
+/// Does a run with what is `here` take the same texts in each step as one with what was `there`, and can it read what that has saved?
+fn goes_on(here: Distribution, there: Distribution) -> bool {
+    let texts = |(devices, batch_size, seed, examples): Distribution| {
+        (devices.count as usize * batch_size, seed, examples)
+    };
+    texts(here) == texts(there) && here.0.go_on_from(there.0)
+}
 
 /// Trains `model` on `devices` with all ranks of `group`, and gives all epochs, those before a restart included. The folder `options.out` gets
 /// the record of the run; in `best`, the best model, for `transformers` and for this example; and checkpoints. `console` shows
@@ -165,15 +173,15 @@ impl<'a, T: Task> Training<'a, T> {
         let distribution = (devices, options.batch_size, options.seed, examples);
         let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
         let saved = checkpoints.newest()?;
-        let progress = match &saved {
+        let mut progress = match &saved {
             Some(saved) => saved.value(PROGRESS)?,
             None => Progress::new(loader.position(), distribution),
         };
-        let there = progress.distribution;
+        let there = std::mem::replace(&mut progress.distribution, distribution);
         ensure!(
-            there == distribution,
+            goes_on(distribution, there),
             "the checkpoint in {} is of (devices, batch size, seed, examples) {there:?}, this run has {distribution:?}: start \
-             it with the same, or with another --out",
+             it with as many texts in a step, the same seed and examples, and --strategy zero only if it was zero, or with another --out",
             options.out.display()
         );
         loader.resume(&progress.data)?;

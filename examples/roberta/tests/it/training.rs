@@ -6,10 +6,12 @@ use std::sync::Arc;
 use burn::tensor::{Device, Int, Tensor};
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, WorldSize};
+use phalanx_burn::parallel::tensor::TensorGroup;
 use phalanx_tracking::{Console, RunState, RunStatus};
 use roberta::data::Dataset;
 use roberta::loading::Loading;
 use roberta::mesh::micro_batches;
+use roberta::model::Stages;
 use roberta::strategy::{Devices, Strategy};
 use roberta::tasks::{Batch, Classification, Evaluation, MaskedLanguage, Part, Task};
 use roberta::train::{Epoch, TrainOptions, evaluate, fit};
@@ -161,17 +163,17 @@ fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
                 .max((one.held_out.loss - other.held_out.loss).abs());
             assert!(apart < 1e-4, "{strategy:?}: {one:?} {other:?}");
         }
-        // Without its last checkpoint it goes on at step 10, in the middle of the third epoch.
-        let checkpoints = corpus.path(Devices::new(2, strategy, 1).name()).join("checkpoints");
-        let mut all: Vec<_> = std::fs::read_dir(&checkpoints)
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .filter(|path| path.is_dir())
-            .collect();
-        all.sort();
-        std::fs::remove_dir_all(all.last().unwrap()).unwrap();
+        // It goes on at step 10, in the middle of the third epoch.
+        without_the_last_checkpoint(&corpus.path(Devices::new(2, strategy, 1).name()));
         assert_eq!(run(strategy), found, "{strategy:?}");
     }
+}
+
+/// As if the run in `out` had ended before it was saved for the last time.
+fn without_the_last_checkpoint(out: &Path) {
+    let entries = std::fs::read_dir(out.join("checkpoints")).unwrap();
+    let checkpoints = entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
+    std::fs::remove_dir_all(checkpoints.max().unwrap()).unwrap();
 }
 
 /// The losses and the norms of the gradients of all steps, and what came of each epoch, with `devices`: of a run that is ended
@@ -193,12 +195,8 @@ where
     };
     let mut all = run(&options);
     if ended {
-        // Without its last checkpoint it goes on at step 6, in the middle of the second epoch.
-        let mut checkpoints: Vec<_> =
-            std::fs::read_dir(out.join("checkpoints")).unwrap().map(|entry| entry.unwrap().path()).collect();
-        checkpoints.retain(|path| path.is_dir());
-        checkpoints.sort();
-        std::fs::remove_dir_all(checkpoints.last().unwrap()).unwrap();
+        // It goes on at step 6, in the middle of the second epoch.
+        without_the_last_checkpoint(&out);
         assert_eq!(run(&options), all, "{name}");
     }
     assert!(all.iter().all(|rank| *rank == all[0]), "{name}: {all:?}");
@@ -228,6 +226,10 @@ where
         near(&ours, &losses);
         // Adam takes the same steps whatever a gradient is multiplied by; its norm shows a wrong factor.
         near(&our_norms, &norms);
+        // In the first step nothing differs but the order of additions.
+        for (ours, expected) in [(ours[0], losses[0]), (our_norms[0], norms[0])] {
+            assert!((ours / expected - 1.0).abs() < 1e-5, "{name}: {ours} and not {expected}");
+        }
         for (one, other) in epochs.iter().zip(&ours_epochs) {
             assert_eq!(one.steps, other.steps);
             assert!((one.held_out.loss - other.held_out.loss).abs() < 1e-4, "{name}: {one:?} {other:?}");
@@ -268,6 +270,93 @@ fn a_masked_language_model_on_a_mesh_is_one_process() {
     assert_eq!(task.examples(Part::Train).div_ceil(8), 4, "as many steps as the classifier's");
     let model = MaskedLm::new(&config, &Device::flex().autodiff());
     meshes_are_one_process(&corpus, &task, &model, "language");
+}
+
+/// Copies the files of a run.
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &to);
+        } else {
+            std::fs::copy(entry.path(), to).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_training_goes_on_with_another_strategy_and_other_numbers_of_ranks_and_parts() {
+    let corpus = Corpus::with_layers(32, 8, 3);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config, corpus.folder.path());
+    let all = [
+        (4, Strategy::Ddp, 1),
+        (4, Strategy::Single, 1),
+        (2, Strategy::Dp, 1),
+        (4, Strategy::Tensor, 2),
+        (4, Strategy::Tensor, 4),
+        (2, Strategy::Tensor, 2),
+        (4, Strategy::Pipeline, 2),
+        (3, Strategy::Pipeline, 3),
+        (2, Strategy::Zero, 1),
+    ]
+    .map(|(count, strategy, parts)| Devices::new(count, strategy, parts));
+    // As many texts in each step.
+    let run = |devices: Devices, out: &Path| {
+        let batch_size = 12 / devices.count as usize;
+        let options = TrainOptions { batch_size, epochs: 2, save_every: 2, ..options(out) };
+        on_ranks(devices.processes(), |group| train_on(devices, &task, &model, &group, &options))
+    };
+    let expected = run(all[1], &corpus.path("expected")).remove(0).unwrap();
+    let losses = Record::read(&corpus.path("expected")).values("train/loss");
+    assert_eq!(losses.len(), 6);
+    // One of each format: of whole models, of divided layers, of stages, and of an optimizer's state that is divided by itself.
+    for saved in [all[0], all[3], all[6], all[8]] {
+        let out = corpus.path(&format!("{} saves", saved.name()));
+        run(saved, &out).into_iter().for_each(|epochs| drop(epochs.unwrap()));
+        // It goes on at step 4, in the middle of the second epoch.
+        without_the_last_checkpoint(&out);
+        for devices in all {
+            let what = format!("{saved:?} to {devices:?}");
+            let again = corpus.path(&what);
+            copy(&out, &again);
+            let outcomes = run(devices, &again);
+            if (saved.strategy == Strategy::Zero) != (devices.strategy == Strategy::Zero) {
+                for outcome in outcomes {
+                    let error = format!("{:#}", outcome.unwrap_err());
+                    assert!(error.contains("--strategy zero only if it was zero"), "{what}: {error}");
+                }
+                continue;
+            }
+            for epochs in outcomes {
+                let (ours, expected) = (&epochs.unwrap()[1], &expected[1]);
+                assert_eq!(ours.steps, expected.steps, "{what}");
+                assert!(
+                    (ours.held_out.loss - expected.held_out.loss).abs() < 1e-4,
+                    "{what}: {ours:?} {expected:?}"
+                );
+            }
+            let record = Record::read(&again);
+            assert_eq!(record.steps("train/loss"), (1..=6).collect::<Vec<_>>(), "{what}: each step once");
+            for (ours, expected) in record.values("train/loss").iter().zip(&losses) {
+                assert!((ours - expected).abs() < 1e-4, "{what}: {ours} and not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_has_the_vectors_and_the_scores_of_its_tokens() {
+    let corpus = Corpus::with_layers(8, 4, 1);
+    let model = MaskedLm::new(&corpus.config, &Device::flex().autodiff());
+    let whole = corpus.config.vocab_size;
+    let tokens = on_ranks(2, |group| {
+        let part = model.clone().divided(&TensorGroup::new(&group)).unwrap();
+        part.vocabulary().unwrap().weight.dims()[0]
+    });
+    assert_eq!(tokens, [whole.div_ceil(2), whole / 2]);
 }
 
 #[test]
