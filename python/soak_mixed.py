@@ -250,11 +250,17 @@ def own_threads():
 
 def wait_until(what, look):
     """Returns when `look()` is false, which says what is still there."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONGEST / 2
     while left := look():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: {left}")
         time.sleep(0.005)
+
+
+def all_are_here(mark, rank, ranks):
+    """A barrier without a group."""
+    open(f"{mark}-{rank}", "w").close()
+    wait_until("ranks do not come", lambda: [one for one in range(ranks) if not os.path.exists(f"{mark}-{one}")])
 
 
 def one_round(number, rank, ranks, folder, seed):
@@ -272,6 +278,8 @@ def one_round(number, rank, ranks, folder, seed):
     mine = [Ranks(group, f"{seed} {number} {place}") for place, group in enumerate(groups) if dist.get_rank(group) >= 0]
     whole = mine[:THREADS]
     on_threads([lambda one=one: one.some(12) for one in [*mine, world]])
+    # Nobody ends a group in which another rank still waits for a random call.
+    all_are_here(f"{folder}/done-{number}", rank, ranks)
     culprit, chosen = shared.randrange(ranks), shared.randrange(THREADS)
     group = whole[chosen]
     if end == "aborted":
@@ -298,13 +306,12 @@ def one_round(number, rank, ranks, folder, seed):
                 raise AssertionError("a time-out was expected") from error
         open(mark, "w").close()
     elif end == "killed":
-        # The last rank, which is no longer measured, and which soak.py starts again.
-        dist.barrier()
+        # The last rank, which is not measured, and which soak.py starts again.
         if rank == ranks - 1:
             with open(f"{folder}/killed-{number}", "w"):
                 os.kill(os.getpid(), signal.SIGKILL)
         on_threads([lambda one=one: one.until_it_fails("peer_failed", ranks - 1) for one in [*whole, world]])
-    if end not in ("killed", "aborted", "different calls", "late"):
+    if end == "destroyed":
         # One group by itself, before the others.
         dist.destroy_process_group(group.group)
         world.some(2)

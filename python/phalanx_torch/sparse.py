@@ -23,7 +23,7 @@ def all_reduce_sparse(group, tensor, op, how):
     native.all_gather(all_indices, indices.t().contiguous(), how)
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
     native.all_gather(all_values, values, how)
-    total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape).coalesce()
+    total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, check_invariants=True).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
     group._sequence += 1
