@@ -39,7 +39,12 @@ impl Call {
             Self::AllGather { output, .. }
             | Self::ReduceScatter { output, .. }
             | Self::AllToAll { output, .. } => output,
-            _ => memory,
+            Self::AllReduce { .. }
+            | Self::Broadcast { .. }
+            | Self::Reduce { .. }
+            | Self::Send { .. }
+            | Self::Recv { .. }
+            | Self::Barrier { .. } => memory,
         };
         if let Some(span) = [memory, output].into_iter().find(|span| span.device != device) {
             return Err(Error::invalid_argument(format!(
@@ -52,7 +57,12 @@ impl Call {
             Self::AllGather { .. } => from.checked_mul(ranks) == Some(to),
             Self::ReduceScatter { .. } => to.checked_mul(ranks) == Some(from),
             Self::AllToAll { .. } => from == to && from.is_multiple_of(ranks),
-            _ => true,
+            Self::AllReduce { .. }
+            | Self::Broadcast { .. }
+            | Self::Reduce { .. }
+            | Self::Send { .. }
+            | Self::Recv { .. }
+            | Self::Barrier { .. } => true,
         };
         if !fits {
             return Err(Error::invalid_argument(format!(
@@ -63,7 +73,12 @@ impl Call {
             Self::AllReduce { op, .. } | Self::Reduce { op, .. } | Self::ReduceScatter { op, .. } => {
                 op_code(*op)?;
             }
-            _ => {}
+            Self::Broadcast { .. }
+            | Self::AllGather { .. }
+            | Self::AllToAll { .. }
+            | Self::Send { .. }
+            | Self::Recv { .. }
+            | Self::Barrier { .. } => {}
         }
         if let Self::Broadcast { root: rank, .. }
         | Self::Reduce { root: rank, .. }
@@ -79,7 +94,13 @@ impl Call {
     pub(super) fn needs(&self, rank: Rank) -> bool {
         match self {
             Self::Send { peer, .. } | Self::Recv { peer, .. } => *peer == rank,
-            _ => true,
+            Self::AllReduce { .. }
+            | Self::Broadcast { .. }
+            | Self::Reduce { .. }
+            | Self::AllGather { .. }
+            | Self::ReduceScatter { .. }
+            | Self::AllToAll { .. }
+            | Self::Barrier { .. } => true,
         }
     }
 

@@ -271,7 +271,7 @@ impl Shared {
         }
         match looked {
             Err(Some(error)) => Err(error),
-            _ => Ok(()),
+            Ok(()) | Err(None) => Ok(()),
         }
     }
 
