@@ -260,7 +260,14 @@ impl<M: Module> Ddp<M> {
     }
 
     fn total(&self, value: impl Scalar, caller: Caller) -> Result<f64> {
-        let (buffer, group) = (Buffer::from_slice(&[value.number()?]), self.group().in_call(caller));
+        let group = self.group().in_call(caller);
+        // A shape is as wrong on the others; a device fails on this rank alone, and the others wait for its number.
+        let number = value.number().inspect_err(|error| {
+            if !error.is_invalid_argument() {
+                group.abort(error.clone());
+            }
+        })?;
+        let buffer = Buffer::from_slice(&[number]);
         let sum = group.all_reduce_async(buffer, ReduceOp::Sum)?.wait()?;
         Ok(sum.as_slice::<f64>()?.iter().sum())
     }
@@ -272,7 +279,7 @@ pub trait Scalar {
     /// The number.
     ///
     /// # Errors
-    /// If a tensor has not exactly one element.
+    /// If a tensor has not exactly one element, or its device cannot give it.
     fn number(&self) -> Result<f64>;
 }
 
@@ -289,7 +296,7 @@ scalars!(f64, f32, i64, i32, u64, u32, usize);
 
 impl<const D: usize, K: Basic> Scalar for Tensor<D, K> {
     fn number(&self) -> Result<f64> {
-        let data = self.to_data();
+        let data = read_back::data(self.clone())?;
         let mut numbers = data.iter::<f64>();
         match (numbers.next(), numbers.next()) {
             (Some(number), None) => Ok(number),

@@ -24,6 +24,8 @@ use burn::tensor::Device;
 use burn::tensor::DeviceKind;
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
 use burn::tensor::DeviceType;
+#[cfg(feature = "cube")]
+use burn_cubecl::cubecl::RuntimeId;
 use phalanx::env::LaunchEnv;
 use phalanx::{Error, Result};
 
@@ -128,11 +130,26 @@ fn choose(kind: Kind, devices: Vec<Device>, local_rank: usize) -> Result<Device>
 
 /// Refuses devices whose memory this build cannot read.
 pub(crate) fn check(device: &Device) -> Result<()> {
+    kind_of(device).map(drop)
+}
+
+/// The name of the kind of `device`, as that of a [`Kind`].
+///
+/// # Errors
+/// If this build cannot read its memory.
+pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
     let inner = device.clone().inner();
     match inner.as_dispatch() {
-        DispatchDevice::Flex(_) => Ok(()),
+        DispatchDevice::Flex(_) => Ok(Kind::Flex.name()),
         #[cfg(feature = "cube")]
-        DispatchDevice::Cube(_) => Ok(()),
+        DispatchDevice::Cube(device) => Ok(match device.runtime() {
+            RuntimeId::Cuda => Kind::Cuda.name(),
+            RuntimeId::Wgpu => Kind::Wgpu.name(),
+            // The program's own choice, by features of Burn's.
+            RuntimeId::Hip => "rocm",
+            RuntimeId::Metal => "metal",
+            RuntimeId::Cpu => "cpu",
+        }),
         #[allow(unreachable_patterns)]
         _ => Err(Error::invalid_argument(format!("this build of phalanx-burn does not know {device:?}"))
             .with_remedy(

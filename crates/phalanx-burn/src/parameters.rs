@@ -3,11 +3,12 @@
 use std::collections::{HashMap, HashSet};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
-use crate::device;
 use crate::tensor_bytes::{self, TensorBytes};
+use crate::{device, read_back};
 
 /// A tensor of a module.
 #[derive(Clone)]
@@ -87,8 +88,11 @@ impl Select<'_> {
 }
 
 /// The selected tensors' data, in module order.
-pub(crate) fn read<M: Module>(module: &M, select: Select<'_>) -> Vec<TensorData> {
-    let mut reader = Reader { select, data: Vec::new() };
+///
+/// # Errors
+/// If a device cannot give one; the error names it.
+pub(crate) fn read<M: Module>(module: &M, select: Select<'_>) -> Result<Vec<TensorData>> {
+    let mut reader = Reader { select, path: Vec::new(), data: Ok(Vec::new()) };
     module.visit(&mut reader);
     reader.data
 }
@@ -166,25 +170,44 @@ impl ModuleVisitor for Untrainable {
 
 struct Reader<'a> {
     select: Select<'a>,
-    data: Vec<TensorData>,
+    path: Vec<String>,
+    data: Result<Vec<TensorData>>,
+}
+
+impl Reader<'_> {
+    fn read<const D: usize, K: Basic>(&mut self, tensor: Tensor<D, K>) {
+        let Ok(data) = &mut self.data else { return };
+        match read_back::named(tensor, &self.path.join(".")) {
+            Ok(tensor) => data.push(tensor),
+            Err(error) => self.data = Err(error),
+        }
+    }
 }
 
 impl ModuleVisitor for Reader<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.select.float(param.id) {
-            self.data.push(param.base().into_data());
+            self.read(param.base());
         }
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         if self.select.other() {
-            self.data.push(param.base().into_data());
+            self.read(param.base());
         }
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         if self.select.other() {
-            self.data.push(param.base().into_data());
+            self.read(param.base());
         }
     }
 }

@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bytes, DType, Tensor, TensorData, read_sync};
+use burn_std::Reader;
 use phalanx::Result;
 use phalanx::trace::{Trace, Track};
 
@@ -58,15 +59,35 @@ impl ReadBack {
 
 /// The elements of a tensor of any kind, when its device has computed them.
 pub(crate) fn data<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<TensorData> {
-    tensor.try_into_data().map_err(failed)
+    arrived(tensor.try_into_data(), "a tensor")
+}
+
+/// As [`data`], with an error that names the tensor.
+pub(crate) fn named<const D: usize, K: Basic>(tensor: Tensor<D, K>, name: &str) -> Result<TensorData> {
+    arrived(tensor.try_into_data(), &format!("`{name}`"))
+}
+
+/// `data` that have been copied, of what `what` names. Burn copies from a device only when elements are first looked at, and panics if
+/// that fails.
+pub(crate) fn arrived<E: fmt::Debug>(
+    data: std::result::Result<TensorData, E>,
+    what: &str,
+) -> Result<TensorData> {
+    let (bytes, shape, dtype) = data.map_err(|cause| failed_of(what, cause))?.into_parts();
+    bytes.read(Reader::default()).map_err(|cause| failed_of(what, cause))?;
+    Ok(TensorData::from_bytes(bytes, shape, dtype))
 }
 
 /// The error of a copy that a device could not make, or of the work before it.
+#[cfg(any(feature = "cube", test))]
 fn failed(cause: impl fmt::Debug) -> phalanx::Error {
-    phalanx::Error::aborted(format!("a tensor could not be read back from its device: {cause:?}"))
-        .with_remedy(
-            "see the device's own messages; it may have run out of memory, or its driver may have failed",
-        )
+    failed_of("a tensor", cause)
+}
+
+fn failed_of(what: &str, cause: impl fmt::Debug) -> phalanx::Error {
+    phalanx::Error::aborted(format!("{what} could not be read back from its device: {cause:?}")).with_remedy(
+        "see the device's own messages; it may have run out of memory, or its driver may have failed",
+    )
 }
 
 /// Copies that are under way, in the order in which they began.

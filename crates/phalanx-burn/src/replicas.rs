@@ -15,8 +15,7 @@ pub(crate) fn from_rank<M: Module>(
     root: Rank,
     select: Select<'_>,
 ) -> Result<M> {
-    let mut parts: Vec<_> =
-        parameters::read(&model, select).into_iter().map(TensorData::into_parts).collect();
+    let mut parts: Vec<_> = read(&model, group, select)?.into_iter().map(TensorData::into_parts).collect();
     let tensors = parts
         .iter_mut()
         .map(|(bytes, _, dtype)| Ok(StateTensor { dtype: tensor_bytes::dtype(*dtype)?, bytes }));
@@ -30,5 +29,10 @@ pub(crate) fn from_rank<M: Module>(
 
 /// Are the selected tensors the same bits on every rank?
 pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<bool> {
-    states_identical(group, parameters::read(model, select).iter().map(TensorData::as_bytes))
+    states_identical(group, read(model, group, select)?.iter().map(TensorData::as_bytes))
+}
+
+/// The selected tensors. The others wait for them: if this rank's device cannot give them, the group ends.
+fn read<M: Module>(model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<Vec<TensorData>> {
+    parameters::read(model, select).inspect_err(|error| group.abort(error.clone()))
 }

@@ -140,6 +140,37 @@ mod tests {
         assert_eq!(changed.into_data().try_to_vec::<f32>().unwrap(), [2.0, 3.0]);
     }
 
+    /// Memory that is copied from a device when it is first looked at, and whose device has failed.
+    struct Lost;
+
+    impl AllocationController for Lost {
+        fn alloc_align(&self) -> usize {
+            4
+        }
+
+        fn property(&self) -> AllocationProperty {
+            AllocationProperty::Device
+        }
+
+        // SAFETY: nothing is given that could be written.
+        unsafe fn memory_mut(&mut self, _: AccessPolicy) -> Result<&mut [MaybeUninit<u8>], AccessError> {
+            Err(AccessError::Read("the device was lost".to_owned()))
+        }
+
+        fn memory(&self, _: AccessPolicy) -> Result<&[MaybeUninit<u8>], AccessError> {
+            Err(AccessError::Read("the device was lost".to_owned()))
+        }
+    }
+
+    #[test]
+    fn what_a_device_cannot_give_is_an_error_with_its_name() {
+        // SAFETY: the controller never gives any bytes.
+        let bytes = unsafe { Bytes::from_controller(Box::new(Lost), 8) };
+        let data = TensorData::from_bytes(bytes, vec![2], DType::F32);
+        let error = crate::read_back::arrived(Ok::<_, ()>(data), "`layers.0.bias`").unwrap_err().to_string();
+        assert!(error.contains("`layers.0.bias`") && error.contains("the device was lost"), "{error}");
+    }
+
     #[test]
     fn data_leaves_its_part_by_a_copy() {
         let data = tensor_data(part(&[1.0, 2.0]), &[2], DType::F32);

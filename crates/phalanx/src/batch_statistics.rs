@@ -28,6 +28,11 @@ impl Moments {
         Self { values: 0.0, mean: vec![0.0; channels], variance: vec![0.0; channels] }
     }
 
+    /// Those of values that could not be had: all are NaN.
+    pub fn unknown(channels: usize) -> Self {
+        Self { values: f64::NAN, mean: vec![f64::NAN; channels], variance: vec![f64::NAN; channels] }
+    }
+
     /// The number of values; then of each channel the sum, and the sum of squares.
     pub fn sums(&self) -> Vec<f64> {
         let mut sums = Vec::with_capacity(1 + 2 * self.mean.len());
@@ -124,7 +129,7 @@ impl Exchange {
         self.line.group().failure()
     }
 
-    /// The statistics of all ranks' values together.
+    /// The statistics of all ranks' values together; NaN if that failed, and then the group has ended with the cause.
     pub fn moments(&self, own: Moments) -> Moments {
         if self.line.group().world_size() == WorldSize::ONE {
             return own;
@@ -142,11 +147,16 @@ impl Exchange {
         }
         if let Err(cause) = self.line.sum(values) {
             values.fill(f64::NAN);
-            if let Some(guarded) = &self.guarded {
-                guarded.abort(cause.clone());
-            }
-            group.abort(cause);
+            self.abort(cause);
         }
+    }
+
+    /// Ends the group with `cause`: this rank has no statistics, and the others would wait for them.
+    pub fn abort(&self, cause: Error) {
+        if let Some(guarded) = &self.guarded {
+            guarded.abort(cause.clone());
+        }
+        self.line.group().abort(cause);
     }
 }
 
@@ -183,6 +193,29 @@ mod tests {
         assert_eq!(merged.values, 97.0);
         assert!((merged.mean[0] / whole.mean[0] - 1.0).abs() < 1e-14);
         assert!((merged.variance[0] / whole.variance[0] - 1.0).abs() < 1e-6, "{merged:?} {whole:?}");
+    }
+
+    #[test]
+    fn a_rank_without_statistics_ends_both_groups_and_the_others_get_no_numbers() {
+        use crate::testing::{Fabric, run};
+        use std::sync::Barrier;
+        let made = Barrier::new(2);
+        let outcomes = run(2, Fabric::InProcess, |group| {
+            let statistics = group.split(Some(0), 0).unwrap().unwrap();
+            let exchange = Exchange::new(&group).over(&statistics);
+            made.wait();
+            if group.rank().is_main() {
+                exchange.abort(Error::aborted("the device has failed"));
+                assert!(Moments::unknown(1).mean[0].is_nan());
+            } else {
+                assert!(exchange.moments(of(&[1.0, 2.0])).mean[0].is_nan());
+            }
+            [exchange.failure(), group.failure()].map(|error| error.unwrap().to_string())
+        });
+        assert!(
+            outcomes.iter().flatten().all(|error| error.contains("the device has failed")),
+            "{outcomes:?}"
+        );
     }
 
     #[test]

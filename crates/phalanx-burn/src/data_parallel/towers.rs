@@ -11,6 +11,7 @@ use phalanx::{Error, Result};
 use super::replicas::Replicas;
 use super::{Scatter, Transfers};
 use crate::gradients::{Synced, SyncedGradients};
+use crate::read_back;
 
 /// Towers: each replica computes the loss of its part of the batch and runs backward from it, and the gradients are
 /// averaged on the main device.
@@ -77,12 +78,16 @@ impl<M: Module> TowerGradients<M> {
         let parts = self.replicas.run(parts, |replica, (input, share)| {
             let loss = loss(replica, input) * share;
             let gradients = loss.is_tracked().then(|| GradientsParams::from_grads(loss.backward(), replica));
-            (loss.into_scalar::<f64>(), gradients)
+            (read_back::data(loss), gradients)
         });
         self.replicas.settle();
-        let mean = parts.iter().map(|(_, (loss, _))| loss).sum();
-        let gradients = parts.into_iter().map(|(replica, (_, gradients))| Some((replica, gradients?)));
-        let Some(gradients) = gradients.collect() else {
+        let mut mean = 0.0;
+        let mut gradients = Vec::with_capacity(parts.len());
+        for (replica, (loss, own)) in parts {
+            mean += loss?.iter::<f64>().sum::<f64>();
+            gradients.push(own.map(|own| (replica, own)));
+        }
+        let Some(gradients) = gradients.into_iter().collect() else {
             return Err(Error::invalid_argument(
                 "the loss does not depend on any parameter that needs a gradient",
             ));

@@ -6,11 +6,12 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Tensor};
-use phalanx::reducer::{ParameterSpec, Reducer, verify_state};
+use phalanx::reducer::{ParameterSpec, Reducer, verify_state_on};
 use phalanx::trace::Track;
 use phalanx::{Caller, Communicator, Error, Result, WorldSize};
 
 use super::DdpOptions;
+use crate::device;
 use crate::parameters::{Inventory, Parameter};
 use crate::sink::{Delivery, Pass, Sink};
 use crate::tensor_bytes;
@@ -28,7 +29,7 @@ impl<M> Engine<M> {
             return Ok(Self::Alone { held: None });
         }
         let state = inventory.state.iter().map(spec).collect::<Result<_>>()?;
-        verify_state(&*group.in_call(Caller::DdpNew), state)?;
+        verify_state_on(&*group.in_call(Caller::DdpNew), device::kind_of(&inventory.device)?, state)?;
         let parameters = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
         let reducer = Reducer::new(group, parameters, options.reducer.clone())?;
         Ok(Self::Together { sink: Arc::new(Sink::new(reducer)), passes: Vec::new() })

@@ -22,7 +22,7 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
     let names = Inventory::of(&model)?.state;
     let mut flying = Vec::with_capacity(names.len());
-    for (index, (parameter, data)) in names.iter().zip(parameters::read(&model, Select::All)).enumerate() {
+    for (index, (parameter, data)) in names.iter().zip(parameters::read(&model, Select::All)?).enumerate() {
         // One that stands in several places has several names.
         let name = format!("broadcast.{index}.{}", parameter.name);
         let tensor = named(data.as_bytes(), &parameter.shape, tensor_bytes::dtype(parameter.dtype)?)?;

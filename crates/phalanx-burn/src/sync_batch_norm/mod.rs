@@ -7,9 +7,10 @@ use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param,
 use burn::nn::BatchNorm;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::batch_statistics::{Exchange, Moments};
-use phalanx::{Communicator, Error};
+use phalanx::{Communicator, Error, Result};
 
 use self::op::{Layer, SyncBatchNormOp};
+use crate::read_back;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
 ///
@@ -179,7 +180,13 @@ impl SyncBatchNorm {
         let length = shape.as_slice()[2..].iter().product();
         let x = input.reshape([samples, channels, length]);
 
-        let moments = self.exchange.moments(local_moments(x.clone().inner()));
+        let moments = match local_moments(x.clone().inner()) {
+            Ok(own) => self.exchange.moments(own),
+            Err(cause) => {
+                self.exchange.abort(cause);
+                Moments::unknown(channels)
+            }
+        };
         let (device, dtype) = (x.device(), x.dtype());
         let mean = per_channel(&moments.mean, &device, dtype);
         let variance = per_channel(&moments.variance, &device, dtype);
@@ -225,18 +232,18 @@ impl ModuleDisplay for SyncBatchNorm {
 }
 
 /// This rank's statistics of `x`, of shape `[samples, channels, length]`, without a graph.
-fn local_moments(x: Tensor<3>) -> Moments {
+fn local_moments(x: Tensor<3>) -> Result<Moments> {
     let [samples, channels, length] = x.dims();
     if samples * length == 0 {
-        return Moments::none(channels);
+        return Ok(Moments::none(channels));
     }
     // Means of equally long rows: nothing is moved, and half precision does not overflow.
     let mean_of = |x: Tensor<3>| x.mean_dim(2).mean_dim(0);
     let mean = mean_of(x.clone());
     let centred = x - mean.clone();
     let variance = mean_of(centred.clone() * centred);
-    let read = |tensor: Tensor<3>| tensor.into_data().iter::<f64>().collect();
-    Moments { values: (samples * length) as f64, mean: read(mean), variance: read(variance) }
+    let read = |tensor: Tensor<3>| -> Result<Vec<f64>> { Ok(read_back::data(tensor)?.iter().collect()) };
+    Ok(Moments { values: (samples * length) as f64, mean: read(mean)?, variance: read(variance)? })
 }
 
 fn per_channel(values: &[f64], device: &Device, dtype: DType) -> Tensor<1> {

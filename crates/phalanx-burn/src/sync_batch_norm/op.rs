@@ -10,7 +10,10 @@ use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_autodiff::{Autodiff, NodeId};
+use phalanx::Result;
 use phalanx::batch_statistics::Exchange;
+
+use crate::read_back;
 
 /// What one forward pass of one layer keeps for its backward pass, besides tensors.
 #[derive(Clone, Debug)]
@@ -109,7 +112,12 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let inverse = wide(B::float_recip(deviation));
         let normalised = B::float_mul(B::float_sub(x, wide(mean)), inverse.clone());
 
-        let own = channel_sums::<B>([dy.clone(), B::float_mul(dy.clone(), normalised.clone())]);
+        let own = [dy.clone(), B::float_mul(dy.clone(), normalised.clone())];
+        let own = channel_sums::<B>(own).unwrap_or_else(|cause| {
+            // This rank's device has failed. No other rank averages the NaN: the group has ended with the cause.
+            layer.exchange.abort(cause);
+            vec![f64::NAN; 2 * channels]
+        });
         let vector = |values: &[f64]| {
             let data = TensorData::from(values).convert_dtype(gamma.dtype());
             B::float_from_data(data, &gamma.device())
@@ -133,7 +141,7 @@ impl<B: Backend> Backward<B, 3> for Normalise {
 }
 
 /// The sums of each channel, one tensor's after the other's. Through means, because sums of half precision overflow.
-fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Vec<f64> {
+fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Result<Vec<f64>> {
     let mut sums = Vec::new();
     for tensor in tensors {
         let shape = tensor.shape();
@@ -143,11 +151,8 @@ fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Vec<f64> {
             continue;
         }
         let means = B::float_mean_dim(B::float_mean_dim(tensor, 2), 0);
-        match read_sync(B::float_into_data(means)) {
-            Ok(means) => sums.extend(means.iter::<f64>().map(|mean| mean * values)),
-            // The device has failed. NaN stays NaN on every rank.
-            Err(_) => sums.resize(sums.len() + shape[1], f64::NAN),
-        }
+        let means = read_back::arrived(read_sync(B::float_into_data(means)), "a batch norm's sums")?;
+        sums.extend(means.iter::<f64>().map(|mean| mean * values));
     }
-    sums
+    Ok(sums)
 }

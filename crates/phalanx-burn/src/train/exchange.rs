@@ -38,7 +38,7 @@ pub(super) fn gather<T: Outputs>(group: &ProcessGroup, own: Option<T>, device: &
     if group.world_size() == WorldSize::ONE {
         return Ok(own);
     }
-    let own: Vec<TensorData> = own.map(Outputs::into_tensors).unwrap_or_default();
+    let own: Vec<TensorData> = own.map(Outputs::into_tensors).transpose()?.unwrap_or_default();
     let Some(outputs) = group.gather_object(&own, Rank::MAIN)? else { return Ok(None) };
     let outputs: Vec<_> = outputs.into_iter().filter(|tensors| !tensors.is_empty()).collect();
     if outputs.is_empty() { Ok(None) } else { T::together(outputs, device).map(Some) }
@@ -64,7 +64,7 @@ mod tests {
                 let own =
                     RegressionOutput::new(Tensor::full([1], f64::from(rank.get()), &device), rows(), rows());
                 if rank.get() == by_hand {
-                    group.gather_object(&own.into_tensors(), Rank::MAIN).unwrap();
+                    group.gather_object(&own.into_tensors().unwrap(), Rank::MAIN).unwrap();
                     return None;
                 }
                 let together = gather(&group, Some(own), &device).unwrap()?;

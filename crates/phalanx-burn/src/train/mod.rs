@@ -43,7 +43,7 @@ use parking_lot::Mutex;
 use phalanx::reducer::hooks::CommHook;
 use phalanx::{Caller, ProcessGroup};
 
-pub use self::outputs::{Outputs, concatenated, mean_of};
+pub use self::outputs::{Outputs, concatenated, mean_of, read};
 pub use self::samples::Sampled;
 use self::samples::Shard;
 use self::session::Session;

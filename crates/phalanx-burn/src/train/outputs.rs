@@ -1,14 +1,17 @@
 //! Outputs of steps, merged from those of all ranks.
 
+use burn::tensor::kind::Basic;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn::train::{ClassificationOutput, MultiLabelClassificationOutput, RegressionOutput, SequenceOutput};
 use phalanx::{Error, Result};
+
+use crate::read_back;
 
 /// The output of a step, in a form from which metrics of all ranks can be computed.
 ///
 /// ```
 /// # use burn::tensor::{Device, Tensor, TensorData};
-/// use phalanx_burn::train::{Outputs, concatenated, mean_of};
+/// use phalanx_burn::train::{Outputs, concatenated, mean_of, read};
 ///
 /// struct Embeddings {
 ///     loss: Tensor<1>,
@@ -16,8 +19,8 @@ use phalanx::{Error, Result};
 /// }
 ///
 /// impl Outputs for Embeddings {
-///     fn into_tensors(self) -> Vec<TensorData> {
-///         vec![self.loss.into_data(), self.vectors.into_data()]
+///     fn into_tensors(self) -> phalanx::Result<Vec<TensorData>> {
+///         Ok(vec![read(self.loss)?, read(self.vectors)?])
 ///     }
 ///
 ///     fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> phalanx::Result<Self> {
@@ -27,13 +30,24 @@ use phalanx::{Error, Result};
 /// ```
 pub trait Outputs: Sized {
     /// Its tensors: always the same number, in the same order.
-    fn into_tensors(self) -> Vec<TensorData>;
+    ///
+    /// # Errors
+    /// If a device cannot give one: see [`read`].
+    fn into_tensors(self) -> Result<Vec<TensorData>>;
 
     /// One output made of several ranks' tensors, each as [`into_tensors`](Self::into_tensors) returned them.
     ///
     /// # Errors
     /// If tensors are missing or do not fit together.
     fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self>;
+}
+
+/// The elements of `tensor`, when its device has computed them.
+///
+/// # Errors
+/// If the device cannot give them. Burn's `into_data` panics then.
+pub fn read<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Result<TensorData> {
+    read_back::data(tensor)
 }
 
 /// All ranks' tensors number `index`, concatenated along the first dimension.
@@ -110,8 +124,8 @@ fn missing(index: usize) -> Error {
 macro_rules! outputs {
     ($($output:ty => $targets:ident),*) => {$(
         impl Outputs for $output {
-            fn into_tensors(self) -> Vec<TensorData> {
-                vec![self.loss.into_data(), self.output.into_data(), self.targets.into_data()]
+            fn into_tensors(self) -> Result<Vec<TensorData>> {
+                Ok(vec![read(self.loss)?, read(self.output)?, read(self.targets)?])
             }
 
             fn together(ranks: Vec<Vec<TensorData>>, device: &Device) -> Result<Self> {
@@ -131,10 +145,10 @@ outputs!(
 );
 
 impl Outputs for SequenceOutput {
-    fn into_tensors(self) -> Vec<TensorData> {
-        let mut tensors = vec![self.loss.into_data(), self.logits.into_data(), self.targets.into_data()];
-        tensors.extend(self.predictions.map(Tensor::into_data));
-        tensors
+    fn into_tensors(self) -> Result<Vec<TensorData>> {
+        let mut tensors = vec![read(self.loss)?, read(self.logits)?, read(self.targets)?];
+        tensors.extend(self.predictions.map(read).transpose()?);
+        Ok(tensors)
     }
 
     /// Sequences of all ranks must be padded to the same length.

@@ -55,7 +55,7 @@ pub use identical::states_identical;
 pub use options::{ParameterSpec, ReducerOptions};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
-pub use verify::{broadcast_bytes, verify_state};
+pub use verify::{broadcast_bytes, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, Metered};
@@ -114,7 +114,7 @@ impl Reducer {
         let usable = options.limits().and_then(|limits| check(&parameters).map(|()| limits));
         let state = usable.map(|limits| ReducerState::new(place, parameters.clone(), &options, limits));
         let plan_hash = state.as_ref().map_or(0, |state| state.plan().hash());
-        let contract = Contract { options: options.describe(), plan_hash, parameters };
+        let contract = Contract { options: options.describe(), device: None, plan_hash, parameters };
         // A rank whose own model is unusable still takes part, so that the others learn of it.
         verify::verify(&*group.in_call(Caller::DdpNew), &contract)?;
         let state = state?;
@@ -174,7 +174,7 @@ impl Reducer {
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
         let description = vec![("communication hook".to_owned(), hook.describe())];
-        let contract = Contract { parameters: Vec::new(), options: description, plan_hash: 0 };
+        let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
         self.hook = hook;

@@ -20,6 +20,8 @@ const MAX_MESSAGE_BYTES: usize = 64 << 20;
 pub(crate) struct Contract {
     pub(crate) parameters: Vec<ParameterSpec>,
     pub(crate) options: Vec<(String, String)>,
+    /// The kind of device on which the model is, if its adapter knows several.
+    pub(crate) device: Option<String>,
     pub(crate) plan_hash: u64,
 }
 
@@ -35,6 +37,9 @@ enum Difference {
     Option {
         name: String,
         mine: String,
+    },
+    Device {
+        mine: Option<String>,
     },
     Plan {
         hash: u64,
@@ -65,7 +70,18 @@ pub(crate) fn verify(group: &dyn Communicator, mine: &Contract) -> Result<()> {
 /// # Errors
 /// On every rank, if one differs: it names the first tensor that does, with both sides.
 pub fn verify_state(group: &dyn Communicator, tensors: Vec<ParameterSpec>) -> Result<()> {
-    verify(group, &Contract { parameters: tensors, options: Vec::new(), plan_hash: 0 })
+    verify(group, &Contract { parameters: tensors, options: Vec::new(), device: None, plan_hash: 0 })
+}
+
+/// As [`verify_state`], and compares the kind of `device` on which the models are, such as `cuda`: an adapter whose gradients come
+/// from one kind in another order than from another calls it, or they would be averaged with others' gradients.
+///
+/// # Errors
+/// On every rank, if a kind differs or a tensor does, with both sides. A difference in kind is named before one in tensors, of
+/// which it may be the cause.
+pub fn verify_state_on(group: &dyn Communicator, device: &str, tensors: Vec<ParameterSpec>) -> Result<()> {
+    let device = Some(device.to_owned());
+    verify(group, &Contract { parameters: tensors, options: Vec::new(), device, plan_hash: 0 })
 }
 
 /// Checks that every rank has the same `hash`.
@@ -131,6 +147,9 @@ fn all_reduce_min(group: &dyn Communicator, numbers: &[i64]) -> Result<Vec<i64>>
 
 impl Contract {
     fn difference(&self, main: &Self) -> Option<Difference> {
+        if self.device != main.device {
+            return Some(Difference::Device { mine: self.device.clone() });
+        }
         let count = self.parameters.len().max(main.parameters.len());
         let index = (0..count).find(|&index| self.parameters.get(index) != main.parameters.get(index));
         if let Some(index) = index {
@@ -168,6 +187,17 @@ impl Difference {
                 let theirs = main.options.iter().find(|(other, _)| other == name);
                 let theirs = theirs.map_or("unset", |(_, value)| value);
                 format!("the reducer's option {name} is {theirs} on rank 0 and {mine} on rank {rank}")
+            }
+            Self::Device { mine } => {
+                let kind = |device: &Option<String>| device.clone().unwrap_or_else(|| "unknown".to_owned());
+                let cause = format!(
+                    "the models are on different kinds of devices: {} on rank 0 and {} on rank {rank}",
+                    kind(&main.device),
+                    kind(mine)
+                );
+                return Error::mismatch(cause)
+                    .with_peer(rank)
+                    .with_remedy("choose the same kind of device on every rank");
             }
             Self::Plan { hash } => format!(
                 "the bucket plans differ: {:016x} on rank 0 and {hash:016x} on rank {rank}",

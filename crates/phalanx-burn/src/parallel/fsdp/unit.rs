@@ -129,7 +129,7 @@ impl<M: Module + 'static> FullySharded<M> {
         let module = replicas::from_rank(module, &exchanges.replicas, Rank::MAIN, Select::All)?;
         let module = replicas::from_rank(module, &exchanges.group, Rank::MAIN, Select::All)?;
 
-        layout.frozen = frozen(&module, &layout);
+        layout.frozen = frozen(&module, &layout)?;
         let size = layout.dtype.size();
         let own = layout.shard_bytes(exchanges.rank());
         let mut shard = vec![0; layout.shard * size];
@@ -277,15 +277,15 @@ fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Resu
 }
 
 /// A hash of what is not sharded.
-fn frozen<M: Module>(module: &M, layout: &FlatLayout) -> u64 {
+fn frozen<M: Module>(module: &M, layout: &FlatLayout) -> Result<u64> {
     let sharded = layout.indices.keys().copied().collect();
-    let tensors = parameters::read(module, Select::Except(&sharded));
+    let tensors = parameters::read(module, Select::Except(&sharded))?;
     let words = tensors.iter().flat_map(|tensor| tensor.as_bytes().chunks(size_of::<u64>()));
-    mixed(words.map(|word| {
+    Ok(mixed(words.map(|word| {
         let mut bytes = [0; size_of::<u64>()];
         bytes[..word.len()].copy_from_slice(word);
         u64::from_le_bytes(bytes)
-    }))
+    })))
 }
 
 /// An error if `module` has a unit in it: each rank's shard would be taken for a parameter that all ranks have.

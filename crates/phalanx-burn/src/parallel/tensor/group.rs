@@ -14,7 +14,7 @@ use super::super::op::ParallelOp;
 use super::TensorPlan;
 use crate::parameters::Select;
 use crate::replicas;
-use crate::{Collectives, device};
+use crate::{Collectives, device, read_back};
 
 /// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
 /// from.
@@ -186,7 +186,7 @@ impl TensorGroup {
             .with_remedy("divide another dimension, or among fewer ranks"));
         }
         let (from, length) = part(total, self.ranks(), self.rank());
-        let part = changed(parameter, |tensor| tensor.narrow(dim, from, length));
+        let part = changed(parameter, |tensor| tensor.narrow(dim, from, length))?;
         Ok(Division { group: self.clone(), span: Span { dim, total } }.attach(part))
     }
 
@@ -198,7 +198,7 @@ impl TensorGroup {
     ) -> Result<Param<Tensor<D>>> {
         let first = parameter.base().clone().detach().swap_dims(0, dim);
         let whole = first.all_gather(&self.0)?.swap_dims(0, dim);
-        Ok(changed(parameter.clone(), |_| whole))
+        changed(parameter.clone(), |_| whole)
     }
 
     /// An error unless `size`, of what `what` names, is a multiple of the number of ranks.
@@ -250,13 +250,11 @@ pub(in crate::parallel) fn part(total: usize, ranks: usize, rank: usize) -> (usi
 fn changed<const D: usize>(
     parameter: Param<Tensor<D>>,
     change: impl FnOnce(Tensor<D>) -> Tensor<D>,
-) -> Param<Tensor<D>> {
-    parameter.map(|old| {
-        let needs_gradient = old.is_require_grad();
-        let (device, dtype) = (old.device(), old.dtype());
-        let data = change(old.detach()).into_data();
-        Tensor::from_data(data, (&device, dtype)).set_require_grad(needs_gradient)
-    })
+) -> Result<Param<Tensor<D>>> {
+    let data = read_back::data(change(parameter.base().clone().detach()))?;
+    Ok(parameter.map(|old| {
+        Tensor::from_data(data, (&old.device(), old.dtype())).set_require_grad(old.is_require_grad())
+    }))
 }
 
 #[cfg(test)]
