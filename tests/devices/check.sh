@@ -4,14 +4,33 @@
 #     tests/devices/check.sh               on wgpu, which is Vulkan in software where there is no GPU
 #     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu
 #
-# Without Burn's fusion and autotuning: ranks are threads here, which fusion does not support, and tuning compiles each kernel many times.
+# First all tests, with ranks that are threads, without Burn's fusion, which does not support that; then those of ranks that are
+# processes, without fusion and with it. Without autotuning, which compiles each kernel many times.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 devices=("$@")
 [ $# != 0 ] || devices=(wgpu)
 
-# That a tensor is changed where it lies is true only of devices that have the process's memory.
-skipped=(--skip fused::parameters_are_updated_in_place)
+# Tests of what a kind of device does not have. They fail on it, and no test passes without looking.
+without() {
+    # That a tensor is changed where it lies is true only of devices that have the process's memory.
+    echo fused::parameters_are_updated_in_place
+    case $1 in
+        # WGSL has no integers of a byte.
+        wgpu) echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted ;;
+    esac
+}
+
+# Only what computes on the processors is optimised, and that little: the build is most of the time. Devices' kernels are compiled
+# when they run, by the driver.
+export CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=false
+lightly=()
+for package in burn burn-{autodiff,backend,core,dispatch,nn,optim,std,tensor}; do
+    lightly+=(--config "profile.dev.package.$package.opt-level=0")
+done
+for package in burn-flex gemm gemm-{c32,c64,common,f16,f32,f64} macerator; do
+    lightly+=(--config "profile.dev.package.$package.opt-level=1")
+done
 
 # cuda links LLVM, which a build script downloads from GitHub. Where GitHub cannot be reached, PyPI's static libraries of the same
 # version take its place; the script looks for them in the user's folder of data.
@@ -35,8 +54,22 @@ esac
 
 # A folder of its own: Burn is built with other features than for all other tests.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/devices
+features=$(IFS=,; echo "${devices[*]}")
+tests() { cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$@"; }
 for device in "${devices[@]}"; do
+    export PHALANX_TEST_DEVICE=$device
     printf '\n== the tests of phalanx-burn on %s\n' "$device"
-    PHALANX_TEST_DEVICE=$device cargo test --locked -p phalanx-burn --features "$(IFS=,; echo "${devices[*]}")" --test it -- \
-        --test-threads 2 "${skipped[@]}"
+    skipped=()
+    for test in $(without "$device"); do
+        printf 'not on %s: %s\n' "$device" "$test"
+        skipped+=(--skip "$test")
+    done
+    tests "$features" --test it -- --test-threads 2 "${skipped[@]}"
+    printf '\n== ranks that are processes, on %s\n' "$device"
+    tests "$features" --test jobs -- devices::
+done
+for device in "${devices[@]}"; do
+    export PHALANX_TEST_DEVICE=$device
+    printf '\n== ranks that are processes, on %s with fusion\n' "$device"
+    tests "$features,burn/fusion" --test jobs -- devices::
 done

@@ -4,7 +4,7 @@
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
@@ -57,6 +57,25 @@ impl Mlp {
 
     pub fn loss(&self, (x, y): (Tensor<2>, Tensor<2>)) -> Tensor<1> {
         (self.forward(x) - y).powi_scalar(2).mean()
+    }
+}
+
+/// The same parameters in every run: how far rounding errors grow in training depends on them.
+#[derive(Default)]
+pub struct Waves(usize);
+
+impl ModuleMapper for Waves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !param.is_require_grad() {
+            return param;
+        }
+        self.0 += 1;
+        let phase = self.0 as f32;
+        param.map(|old| {
+            let wave: Vec<f32> =
+                (0..old.shape().num_elements()).map(|i| 0.4 * (1.7 * i as f32 + phase).sin() + 0.2).collect();
+            Tensor::from_data(TensorData::new(wave, old.shape()), &device()).require_grad()
+        })
     }
 }
 

@@ -2,8 +2,8 @@
 
 use std::sync::Barrier;
 
-use crate::common::{device, distance, floats, run};
-use burn::module::{Module, ModuleDisplay, ModuleMapper, Param};
+use crate::common::{Waves, device, distance, floats, run};
+use burn::module::{Module, ModuleDisplay};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::optim::momentum::MomentumConfig;
@@ -252,7 +252,7 @@ impl<N: Norm> Net<N> {
         let (norm1, norm2) = (norm(4), norm(6));
         let head = LinearConfig::new(6, 3).init(&device);
         let net = Self { conv1: conv(2, 4), norm1, conv2: conv(4, 6), norm2, head, relu: Relu::new() };
-        net.map(&mut Waves(0))
+        net.map(&mut Waves::default())
     }
 
     fn loss(&self, x: Tensor<4>) -> Tensor<1> {
@@ -276,24 +276,6 @@ impl Net<BatchNorm> {
     /// A copy with running statistics of its own, which clones would share.
     fn twin(&self) -> Self {
         Self::new(|norm| norm).load_record(self.clone().into_record())
-    }
-}
-
-/// The same parameters in every run: how far rounding errors grow in training depends on them.
-struct Waves(usize);
-
-impl ModuleMapper for Waves {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !param.is_require_grad() {
-            return param;
-        }
-        self.0 += 1;
-        let phase = self.0 as f32;
-        param.map(|old| {
-            let wave: Vec<f32> =
-                (0..old.shape().num_elements()).map(|i| 0.4 * (1.7 * i as f32 + phase).sin() + 0.2).collect();
-            Tensor::from_data(TensorData::new(wave, old.shape()), &device()).require_grad()
-        })
     }
 }
 

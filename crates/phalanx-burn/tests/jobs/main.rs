@@ -4,6 +4,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod devices;
 mod elastic;
 mod meshes;
 mod sharded;
@@ -17,6 +18,7 @@ const ROLE: &str = "PHALANX_TEST_ROLE";
 
 fn main() {
     match std::env::var(ROLE).as_deref() {
+        Ok("devices") => return devices::play(),
         Ok("elastic") => return elastic::play(),
         Ok("stages") => return stages::play(),
         Ok("sharded") => return sharded::play(),
@@ -37,6 +39,7 @@ fn main() {
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     let files = [
+        ("devices", devices::TESTS),
         ("elastic", elastic::TESTS),
         ("stages", stages::TESTS),
         ("sharded", sharded::TESTS),
