@@ -129,7 +129,7 @@ fn buckets_are_averaged_while_backward_goes_on() {
     job(folder.path(), &[("PHALANX_TRACE", path.to_str().unwrap())]);
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
-    // On Flex a gradient is ready when backward comes to it; elsewhere its copy begins then.
+    // On Flex a bucket is ready when backward comes to its last gradient; elsewhere a gradient's copy begins when backward comes to it.
     let hooked = if plain() == Device::flex() { "ready" } else { "copy begins" };
     for rank in 0..RANKS as u64 {
         let times = |name: &str| -> Vec<f64> {
@@ -137,7 +137,7 @@ fn buckets_are_averaged_while_backward_goes_on() {
             of_rank.map(|event| event["ts"].as_f64().unwrap()).collect()
         };
         let (hooks, launches) = (times(hooked), times("launched"));
-        assert!(hooks.len() >= STEPS * 2 * LAYERS && launches.len() >= STEPS * 4, "{hooks:?} {launches:?}");
+        assert!(hooks.len() >= launches.len() && launches.len() >= STEPS * 4, "{hooks:?} {launches:?}");
         let backward = times("backward");
         assert_eq!(backward.len(), STEPS);
         for (step, begin) in backward.iter().enumerate() {
