@@ -1,5 +1,6 @@
 //! What Ddp promises besides the right average.
 
+use std::path::Path;
 use std::sync::Barrier;
 use std::time::Duration;
 
@@ -398,23 +399,28 @@ fn a_gradient_is_taken_as_it_was_when_it_was_ready() {
     });
 }
 
+/// What the trace of this rank shows of so many passes of a model that has many buckets.
+fn traced(group: phalanx::ProcessGroup, folder: &Path, passes: usize) -> Vec<serde_json::Value> {
+    let path = folder.join(format!("{}.json", group.rank()));
+    let mut watched = Watched::new(group);
+    watched.trace = Trace::to_file(&path, watched.group.rank());
+    let reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
+    let mut ddp =
+        Ddp::with_options(Mlp::new(&[8; 13]), JoinGroup::new(watched.clone()), options(reducer)).unwrap();
+    for _ in 0..passes {
+        let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
+        ddp.backward(&loss).unwrap();
+    }
+    watched.trace.flush();
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    trace["traceEvents"].as_array().unwrap().clone()
+}
+
 #[test]
 fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {
-        let path = folder.path().join(format!("{}.json", group.rank()));
-        let mut watched = Watched::new(group);
-        watched.trace = Trace::to_file(&path, watched.group.rank());
-        let reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
-        let mut ddp =
-            Ddp::with_options(Mlp::new(&[8; 13]), JoinGroup::new(watched.clone()), options(reducer)).unwrap();
-        for _ in 0..2 {
-            let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
-            ddp.backward(&loss).unwrap();
-        }
-        watched.trace.flush();
-        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        let events = trace["traceEvents"].as_array().unwrap();
+        let events = traced(group, folder.path(), 2);
         let named = |name: &str| events.iter().filter(|event| event["name"] == name).collect::<Vec<_>>();
         let at = |event: &serde_json::Value| event["ts"].as_f64().unwrap();
         if plain() == Device::flex() {
@@ -443,17 +449,7 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
 fn gradients_are_copied_from_a_device_while_backward_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {
-        let path = folder.path().join(format!("{}.json", group.rank()));
-        let mut watched = Watched::new(group);
-        watched.trace = Trace::to_file(&path, watched.group.rank());
-        let reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
-        let mut ddp =
-            Ddp::with_options(Mlp::new(&[8; 13]), JoinGroup::new(watched.clone()), options(reducer)).unwrap();
-        let loss = ddp.forward(|model| model.forward(samples(0, 4).0).powi_scalar(2).mean()).unwrap();
-        ddp.backward(&loss).unwrap();
-        watched.trace.flush();
-        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        let events = trace["traceEvents"].as_array().unwrap();
+        let events = traced(group, folder.path(), 1);
         // Which parameter's, and when.
         let copies = |name: &str| -> Vec<(i64, usize)> {
             let events = events.iter().enumerate().filter(|(_, event)| event["name"] == name);
