@@ -129,6 +129,13 @@ def median(values: list[float]) -> float:
     return sorted(values[WARM_UP:])[(len(values) - WARM_UP) // 2]
 
 
+def slower(times: list[float]) -> list[float]:
+    """Of the ranks, in each step."""
+    longest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.tolist()
+
+
 def mean(value: float) -> float:
     """Over the ranks."""
     total = torch.tensor([value], dtype=torch.float64)
@@ -154,13 +161,14 @@ def worker(rank: int, ranks: int, port: int, models: list[str], steps: int, view
             if rank == 0:
                 alone.append(apart.step())
         dist.barrier()
-        step_ms, independent_ms = mean(median(step)), mean(median(independent))
+        step_ms, independent_ms, slower_ms = mean(median(step)), mean(median(independent)), median(slower(independent))
         if rank == 0:
             figures = {
                 "model": name,
                 "parameters": sum(parameter.numel() for parameter in apart.bare.parameters()),
                 "alone_ms": median(alone),
                 "independent_ms": independent_ms,
+                "slower_ms": slower_ms,
                 "step_ms": step_ms,
                 "ratio": step_ms / independent_ms,
                 "samples_per_s": 1e3 * ranks * apart.bare.BATCH / step_ms,

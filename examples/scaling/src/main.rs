@@ -32,7 +32,7 @@ use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
 use common::median;
 use common::overlap::{self, Overlap};
-use phalanx::ProcessGroup;
+use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::device::Kind;
 use phalanx_burn::{Ddp, DdpOptions};
 use serde::{Deserialize, Serialize};
@@ -110,6 +110,8 @@ struct Figures {
     alone_ms: f64,
     /// Two processes side by side that never speak.
     independent_ms: f64,
+    /// The slower of these two in each step. Ranks that wait for each other cannot be faster.
+    slower_ms: f64,
     /// Two ranks.
     step_ms: f64,
     /// `step_ms / independent_ms`: 1 if communication cost nothing.
@@ -228,12 +230,15 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         Ok(medians.iter().sum::<f64>() / medians.len() as f64)
     };
     let horovod_ms = if by_name.is_some() { Some(mean(named.split_off(WARM_UP))?) } else { None };
-    let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(independent.split_off(WARM_UP))?);
+    let mut slower = independent.split_off(WARM_UP);
+    let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(slower.clone())?);
+    group.all_reduce(&mut slower, ReduceOp::Max)?;
     Ok(Figures {
         model: model.text().to_owned(),
         parameters: together.ddp.model().num_params(),
         alone_ms: if alone.is_empty() { 0.0 } else { median(alone.split_off(WARM_UP)) },
         independent_ms,
+        slower_ms: median(slower),
         step_ms,
         ratio: step_ms / independent_ms,
         samples_per_s: 1e3 * f64::from(RANKS) * M::BATCH as f64 / step_ms,
@@ -251,14 +256,16 @@ fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
     }
     if first {
         println!(
-            "one step          parameters     alone   2 apart   2 ranks   ratio   samples/s   launch   hidden"
+            "one step          parameters     alone   2 apart    slower   2 ranks   ratio   samples/s   launch   hidden"
         );
     }
-    let Figures { model, parameters, alone_ms, independent_ms, step_ms, ratio, samples_per_s, .. } = figures;
+    let Figures {
+        model, parameters, alone_ms, independent_ms, slower_ms, step_ms, ratio, samples_per_s, ..
+    } = figures;
     let millions = *parameters as f64 / 1e6;
     let model = format!("{model} {whose}");
     print!(
-        "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
+        "{model:16} {millions:>9.2} M {alone_ms:>6.0} ms {independent_ms:>6.0} ms {slower_ms:>6.0} ms {step_ms:>6.0} ms {ratio:>7.3} {samples_per_s:>11.0}"
     );
     match &figures.overlap {
         Some(overlap) => {
