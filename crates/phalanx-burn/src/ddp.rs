@@ -431,15 +431,16 @@ impl<M> fmt::Debug for Ddp<M> {
     }
 }
 
-fn held<M>(model: &Option<M>) -> &M {
+/// The model, which an optimizer takes and gives back.
+pub(crate) fn held<M>(model: &Option<M>) -> &M {
     match model {
         Some(model) => model,
         None => missing(),
     }
 }
 
-/// Only an optimizer's panic that the program catches can leave a `Ddp` without its model.
+/// Only an optimizer's panic that the program catches can take the model away.
 #[allow(clippy::panic)]
 fn missing() -> ! {
-    panic!("the optimizer panicked in Ddp::step and took the model with it")
+    panic!("the optimizer panicked in its step and took the model with it")
 }

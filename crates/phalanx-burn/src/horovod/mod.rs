@@ -33,13 +33,16 @@
 //! | `optimizer.synchronize()`, clipping, `optimizer.step()` | [`DistributedOptimizer::synchronize`], [`clip_grad_norm`](crate::clip_grad_norm), [`DistributedOptimizer::apply`] |
 //! | `hvd.broadcast_parameters`, `hvd.broadcast_optimizer_state` | [`broadcast_parameters`], [`broadcast_optimizer_state`] |
 //! | `hvd.allreduce(metric)`, `MetricAverageCallback` | [`Horovod::average`](phalanx_horovod::Horovod::average) |
+//! | `hvd.elastic.TorchState(model, optimizer, epoch=0)` | [`ModelState`] |
 //! | `LearningRateWarmupCallback` | [`ScaledLrScheduler`](crate::ScaledLrScheduler) with [`warmup_steps`](crate::ScaledLrScheduler::warmup_steps) |
 
+mod elastic;
 mod memory;
 mod optimizer;
 mod sink;
 mod state;
 
+pub use self::elastic::ModelState;
 pub(crate) use self::memory::Recycled;
 pub use self::optimizer::{DistributedOptimizer, DistributedOptions, Groups};
 pub use self::state::{allreduce, broadcast_optimizer_state, broadcast_parameters};

@@ -1,5 +1,6 @@
 //! A Burn model in elastic jobs with real processes, which are killed. This program starts itself as the workers.
 
+mod by_name;
 mod retry;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,14 +47,16 @@ pub const TESTS: &[(&str, fn())] = &[
     ("what_survivors_save_together_is_read_by_another_number_of_ranks", saved_together),
     ("a_step_that_a_death_cuts_off_is_averaged_again_by_the_others", retry::copies),
     ("a_step_that_a_death_cuts_off_is_averaged_again_in_bucket_views", retry::views),
+    ("averaged_by_name_model_and_optimizer_outlive_a_worker", by_name::model_and_optimizer_outlive_a_worker),
 ];
 
 /// What this program does as a worker.
 pub fn play() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
-    let outcome = match std::env::var(retry::VIEW) {
-        Ok(view) => retry::work(&folder, &view),
-        Err(_) => work(&folder),
+    let outcome = match (std::env::var(retry::VIEW), std::env::var(by_name::BY_NAME)) {
+        (Ok(view), _) => retry::work(&folder, &view),
+        (_, Ok(_)) => by_name::work(&folder),
+        _ => work(&folder),
     };
     if let Err(error) = outcome {
         eprintln!("{error}");

@@ -1,0 +1,213 @@
+//! A model and its optimizer in a job whose workers come and go.
+
+use std::fmt;
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::elastic::{Parts, State};
+use phalanx::state::{StateReader, StateWriter};
+use phalanx::{Error, ProcessGroup, Rank, Result};
+use phalanx_horovod::{Horovod, Op};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{DistributedOptimizer, DistributedOptions};
+use crate::ddp::held;
+use crate::optimizer::OptimizerState;
+use crate::parameters::{Inventory, Select};
+use crate::replicas;
+use crate::state::{model, moments};
+
+/// A model, its optimizer with its state, and other `progress` of the program, of any type that serde can serialize: what
+/// [`phalanx_horovod::elastic`] commits, goes back to, and gives to workers that are new. Horovod's
+/// `TorchState(model, optimizer, epoch=0)`.
+///
+/// ```no_run
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Distribution, Tensor};
+/// use phalanx_burn::horovod::{DistributedOptions, ModelState};
+/// use phalanx_horovod::Horovod;
+/// use phalanx_horovod::elastic::{self, ObjectState, State};
+///
+/// fn train(state: &mut State<'_, '_, ModelState<Linear, u64>>, hvd: &Horovod) -> phalanx::Result<()> {
+///     let mut optimizer = state.distributed_optimizer(hvd, DistributedOptions::default())?;
+///     while state.progress < 1000 {
+///         let x = Tensor::<2>::random([8, 4], Distribution::Default, &Device::flex().autodiff()); // this rank's part of the batch
+///         let loss = optimizer.forward(state.model(), |model| model.forward(x).mean());
+///         optimizer.backward(&loss)?; // gradients are submitted while it runs
+///         state.step(&mut optimizer, 0.01)?; // waits for their averages
+///         state.progress += 1;
+///         if state.progress.is_multiple_of(10) {
+///             state.commit()?;
+///         }
+///     }
+///     Ok(())
+/// }
+///
+/// fn main() -> phalanx::Result<()> {
+///     let model = LinearConfig::new(4, 1).init(&Device::flex().autodiff());
+///     elastic::run(&mut ObjectState::new(ModelState::new(model, AdamWConfig::new().init(), 0)?), train)
+/// }
+/// ```
+///
+/// Each tensor is a separate part, named by its path in the module: a worker that comes back receives only what has changed.
+/// Running statistics, such as those of batch norm, are those of rank 0 from each commit on.
+#[doc(alias("TorchState", "hvd.elastic.TorchState"))]
+pub struct ModelState<M, T = ()> {
+    /// Only a panic of the optimizer takes it.
+    model: Option<M>,
+    optimizer: ModuleOptimizer,
+    /// Other state of the program.
+    pub progress: T,
+    inventory: Inventory,
+    /// While the job trains.
+    group: Option<ProcessGroup>,
+}
+
+impl<M: Module, T> ModelState<M, T> {
+    /// A state of these.
+    ///
+    /// # Errors
+    /// If no parameter of the model needs a gradient, or it is on a device without autodiff, or on one that this build does not know.
+    pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
+        let inventory = Inventory::of(&model)?;
+        Ok(Self { model: Some(model), optimizer, progress, inventory, group: None })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        held(&self.model)
+    }
+
+    /// Burn's optimizer, with its state.
+    pub fn optimizer(&self) -> &ModuleOptimizer {
+        &self.optimizer
+    }
+
+    /// What averages the gradients of the [model](Self::model) over the workers of `hvd`, for [`step`](Self::step). Make it anew
+    /// for each handle. The optimizer's state stays here.
+    ///
+    /// # Errors
+    /// As [`DistributedOptimizer::with_options`]. With [`Op::Adasum`], where each rank's optimizer has a state of its own, which
+    /// would be lost with the rank.
+    pub fn distributed_optimizer(
+        &self,
+        hvd: &Horovod,
+        options: DistributedOptions,
+    ) -> Result<DistributedOptimizer> {
+        if options.op == Op::Adasum {
+            return Err(Error::invalid_argument(
+                "with Op::Adasum each rank's optimizer has a state of its own, which cannot outlive the rank",
+            )
+            .with_remedy("train an elastic job with Op::Average"));
+        }
+        let stateless = OptimizerState::empty().load(&self.optimizer, &self.inventory.state)?;
+        DistributedOptimizer::with_options(stateless, self.model(), hvd, options)
+    }
+
+    /// Waits for the gradients that `averaging` has submitted, and lets the optimizer change the model by them.
+    ///
+    /// # Errors
+    /// As [`DistributedOptimizer::synchronize`].
+    pub fn step(
+        &mut self,
+        averaging: &mut DistributedOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+    ) -> Result<()> {
+        let gradients = averaging.synchronize(self.model())?;
+        self.apply(learning_rate, gradients);
+        Ok(())
+    }
+
+    /// Lets the optimizer change the model by `gradients`, which [`DistributedOptimizer::synchronize`] gave and which may have been
+    /// clipped since.
+    pub fn apply(&mut self, learning_rate: impl Into<ModuleLearningRate>, gradients: GradientsParams) {
+        let optimizer = &mut self.optimizer;
+        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+    }
+}
+
+impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
+    /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
+    ///
+    /// # Errors
+    /// If a tensor or the progress cannot be written.
+    pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
+        self.write(snapshot)
+    }
+
+    /// Loads what [`save_to`](Self::save_to) has saved, on every rank.
+    ///
+    /// # Errors
+    /// If it is of another model ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`. The model is
+    /// then unchanged.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
+        self.read(saved)
+    }
+
+    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+        self.settle_buffers();
+        model::save((self.model(), Select::All), &self.inventory.state, writer, "model")?;
+        moments::save(&self.optimizer, &self.inventory.state, writer, ("optimizer", "optimizer"))?;
+        writer.value("progress", &self.progress)
+    }
+
+    fn read(&mut self, reader: &impl StateReader) -> Result<()> {
+        let progress = reader.value("progress")?;
+        let parts = (["optimizer".to_owned()], "optimizer");
+        let optimizer = moments::load(&self.optimizer, &self.inventory.state, reader, parts, |_| true)?;
+        let elements = model::read(&self.inventory.state, reader, "model")?;
+        self.settle_buffers();
+        self.model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
+        (self.optimizer, self.progress) = (optimizer, progress);
+        Ok(())
+    }
+
+    /// Burn updates running statistics late; such an update would overwrite what is loaded.
+    fn settle_buffers(&self) {
+        if !self.inventory.buffers.is_empty() {
+            drop(self.model().valid());
+        }
+    }
+}
+
+impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
+    fn save(&self, parts: &mut Parts) -> Result<()> {
+        self.write(parts)
+    }
+
+    fn load(&mut self, parts: &Parts) -> Result<()> {
+        self.read(parts)
+    }
+
+    fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
+        self.group = Some(group.clone());
+        Ok(())
+    }
+
+    fn leave(&mut self) {
+        self.group = None;
+    }
+
+    fn agree(&mut self) -> Result<()> {
+        let Some(group) = self.group.as_ref().filter(|_| !self.inventory.buffers.is_empty()) else {
+            return Ok(());
+        };
+        self.settle_buffers();
+        let buffers = Select::Only(&self.inventory.buffers);
+        self.model = Some(replicas::from_rank(self.model().clone(), group, Rank::MAIN, buffers)?);
+        Ok(())
+    }
+}
+
+impl<M, T: fmt::Debug> fmt::Debug for ModelState<M, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModelState")
+            .field("parameters", &self.inventory.parameters.len())
+            .field("progress", &self.progress)
+            .finish_non_exhaustive()
+    }
+}
