@@ -3,11 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, WorldSize};
 use phalanx_burn::parallel::tensor::TensorGroup;
 use phalanx_tracking::{Console, RunState, RunStatus};
+use rand_mt::Mt64;
 use roberta::data::Dataset;
 use roberta::loading::Loading;
 use roberta::mesh::micro_batches;
@@ -74,16 +76,47 @@ fn classification(corpus: &Corpus, dropout: f64) -> Arc<Classification> {
     })
 }
 
-/// The same model in every call: random numbers are the process's, and other tests draw them, too.
-fn classifier(config: &Config, folder: &Path) -> Classifier {
-    let (device, path) = (Device::flex().autodiff(), folder.join("start.safetensors"));
-    let mut model = Classifier::new(config, 2, &device);
-    if path.exists() {
-        weights::load(&mut model, config.model_type, &path).unwrap();
-    } else {
-        weights::save(&model, config.model_type, &path).unwrap();
+/// The same model in every call, and in every run.
+fn classifier(config: &Config) -> Classifier {
+    Classifier::new(config, 2, &Device::flex().autodiff()).map(&mut Seeded::new(config))
+}
+
+/// As [`classifier`].
+fn masked_lm(config: &Config) -> MaskedLm {
+    MaskedLm::new(config, &Device::flex().autodiff()).map(&mut Seeded::new(config))
+}
+
+/// Draws the weights again, which a new model has from the process's random numbers: other tests draw those, too. How well a model
+/// this small learns depends on its first weights.
+struct Seeded {
+    random: Mt64,
+    std: f32,
+}
+
+impl Seeded {
+    fn new(config: &Config) -> Self {
+        Self { random: Mt64::new(5), std: config.initializer_range as f32 }
     }
-    model
+
+    /// Normal, by Box and Muller.
+    fn draw(&mut self) -> f32 {
+        let mut uniform = || (self.random.next_u64() >> 40) as f32 / (1 << 24) as f32;
+        let (radius, angle) = ((-2.0 * (1.0 - uniform()).ln()).sqrt(), std::f32::consts::TAU * uniform());
+        self.std * radius * angle.cos()
+    }
+}
+
+impl ModuleMapper for Seeded {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // Biases and norms begin with zeros and ones.
+        if D < 2 {
+            return param;
+        }
+        param.map(|old| {
+            let weights: Vec<f32> = (0..old.shape().num_elements()).map(|_| self.draw()).collect();
+            Tensor::from_data(TensorData::new(weights, old.shape()), &old.device()).require_grad()
+        })
+    }
 }
 
 /// What each of `ranks` ranks gets from `work`.
@@ -100,7 +133,7 @@ fn two_ranks_learn_to_tell_texts_apart_and_write_the_best_model() {
     let corpus = Corpus::new(60, 21);
     let out = corpus.path("run");
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let options = TrainOptions { epochs: 8, ..options(&out) };
     let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     assert_eq!(epochs[0], epochs[1]);
@@ -143,7 +176,7 @@ fn assert_same(one: &Evaluation, other: &Evaluation) {
 fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
     let corpus = Corpus::new(32, 8);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let run = |strategy| {
         let devices = Devices::new(2, strategy, 1);
         let options = TrainOptions { save_every: 10, ..options(&corpus.path(devices.name())) };
@@ -256,7 +289,7 @@ fn assert_near(what: &str, ours: &[f32], expected: &[f32]) {
 fn a_classifier_on_a_mesh_is_one_process() {
     let corpus = Corpus::with_layers(32, 8, 3);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     meshes_are_one_process(&corpus, &task, &model, "classifier");
 }
 
@@ -268,7 +301,7 @@ fn a_masked_language_model_on_a_mesh_is_one_process() {
     (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (0.0, 0.0);
     let task = Arc::new(MaskedLanguage::new(config.clone(), text(&corpus), &data, 60));
     assert_eq!(task.examples(Part::Train).div_ceil(8), 4, "as many steps as the classifier's");
-    let model = MaskedLm::new(&config, &Device::flex().autodiff());
+    let model = masked_lm(&config);
     meshes_are_one_process(&corpus, &task, &model, "language");
 }
 
@@ -290,7 +323,7 @@ fn copy(from: &Path, to: &Path) {
 fn a_training_goes_on_with_another_strategy_and_other_numbers_of_ranks_and_parts() {
     let corpus = Corpus::with_layers(32, 8, 3);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let all = [
         (4, Strategy::Ddp, 1),
         (4, Strategy::Single, 1),
@@ -363,7 +396,7 @@ fn a_rank_has_the_vectors_and_the_scores_of_its_tokens() {
 fn what_cannot_be_divided_is_refused() {
     let corpus = Corpus::with_layers(32, 8, 2);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let refused = |count, strategy, parts| {
         let devices = Devices::new(count, strategy, parts);
         let options = options(&corpus.path("refused"));
@@ -416,7 +449,7 @@ fn micro_batches_have_as_many_texts_each_and_something_to_predict() {
 fn gradients_are_not_accumulated_on_replicas_of_one_process() {
     let corpus = Corpus::new(8, 4);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let group = ProcessGroup::alone().unwrap();
     let refused = |strategy, accumulate| {
         let options = TrainOptions { accumulate, ..options(&corpus.path("refused")) };
@@ -434,7 +467,7 @@ fn no_held_out_example_counts_twice_and_none_is_lost() {
     for held_out in [1, 2, 7] {
         let corpus = Corpus::new(8, held_out);
         let task = classification(&corpus, 0.1);
-        let model = classifier(&task.config, corpus.folder.path());
+        let model = classifier(&task.config);
         let alone = evaluate(&task, &model, &ProcessGroup::alone().unwrap(), batches_of(100)).unwrap();
         // Three ranks: with one or two examples some have none.
         for found in on_ranks(3, |group| evaluate(&task, &model, &group, batches_of(2)).unwrap()) {
@@ -447,7 +480,7 @@ fn no_held_out_example_counts_twice_and_none_is_lost() {
 fn workers_change_no_bit() {
     let corpus = Corpus::new(22, 7);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let run = |num_workers: usize| {
         let out = corpus.path(&format!("{num_workers} workers"));
         let options = TrainOptions { num_workers, accumulate: 2, ..options(&out) };
@@ -492,7 +525,7 @@ fn examples_come_in_the_order_of_the_distributed_sampler_padded_and_masked_anew_
 fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
     let corpus = Corpus::new(32, 8);
     let task = classification(&corpus, 0.0);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let run = |name: &str, ranks, batch_size, accumulate| {
         let options = TrainOptions { batch_size, accumulate, ..options(&corpus.path(name)) };
         on_ranks(ranks, |group| train(&task, &model, &group, &options).unwrap()).remove(0)
@@ -515,7 +548,7 @@ fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
 fn a_data_set_shorter_than_the_world_is_an_error_on_every_rank() {
     let corpus = Corpus::new(2, 1);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let options = options(&corpus.path("few"));
     let errors = |task: &Arc<Classification>| {
         on_ranks(3, |group| train(task, &model, &group, &options).unwrap_err().to_string())
@@ -537,7 +570,7 @@ fn a_label_out_of_range_is_an_error_that_names_the_example_and_no_panic() {
     let task = Arc::new(Classification { config, text: text(&corpus), data });
     let error = task.item(Part::HeldOut, 2, 0).unwrap_err().to_string();
     assert!(error.contains("example 2 was asked for, there are 2"), "{error}");
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     for num_workers in [0, 2] {
         let options = TrainOptions { num_workers, ..options(&corpus.path("range")) };
         let error = train(&task, &model, &ProcessGroup::alone().unwrap(), &options).unwrap_err();
@@ -553,7 +586,7 @@ fn a_label_out_of_range_is_an_error_that_names_the_example_and_no_panic() {
 fn training_ends_when_nothing_gets_better() {
     let corpus = Corpus::new(8, 4);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     // A rate that changes no f32: each epoch is as good as the first.
     let options = TrainOptions { epochs: 9, lr: 1e-30, patience: Some(2), ..options(&corpus.path("early")) };
     let epochs = on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
@@ -567,7 +600,7 @@ fn training_ends_when_nothing_gets_better() {
 fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
     let corpus = Corpus::new(8, 4);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
     on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
@@ -599,7 +632,7 @@ fn a_masked_language_model_learns_and_its_perplexity_falls() {
 fn a_full_disk_under_the_best_model_is_everybody_s_error_and_nothing_is_lost() {
     let corpus = Corpus::new(24, 8);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     // One after the other: ranks that are threads share the random numbers of dropout, so that only the model before is compared.
     let out = corpus.path("full");
     let one = TrainOptions { epochs: 1, ..options(&out) };
@@ -631,7 +664,7 @@ fn a_full_disk_under_the_best_model_is_everybody_s_error_and_nothing_is_lost() {
 fn a_full_disk_under_the_record_ends_no_training() {
     let corpus = Corpus::new(8, 4);
     let task = classification(&corpus, 0.1);
-    let model = classifier(&task.config, corpus.folder.path());
+    let model = classifier(&task.config);
     let out = corpus.path("full");
     std::fs::create_dir(&out).unwrap();
     std::os::unix::fs::symlink("/dev/full", out.join("metrics.jsonl")).unwrap();
