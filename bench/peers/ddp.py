@@ -152,11 +152,11 @@ def worker(rank: int, ranks: int, port: int, models: list[str], steps: int, view
         together, apart = Trainer(MODELS[name](), True, view), Trainer(MODELS[name](), False)
         step, independent, alone = [], [], []
         # They take turns, so that what slows the machine for a while slows all.
-        for _ in range(WARM_UP + steps):
-            dist.barrier()
-            step.append(together.step())
-            dist.barrier()
-            independent.append(apart.step())
+        for turn in range(WARM_UP + steps):
+            turns = [(step, together), (independent, apart)]
+            for times, trainer in turns if turn % 2 == 0 else reversed(turns):
+                dist.barrier()
+                times.append(trainer.step())
             dist.barrier()
             if rank == 0:
                 alone.append(apart.step())

@@ -208,15 +208,19 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
     let mut by_name = if options.horovod { Some(Named::<M>::new(group, device)?) } else { None };
     let began = overlap::now();
     let [mut step, mut independent, mut alone, mut named] = [const { Vec::new() }; 4];
-    for _ in 0..WARM_UP + options.steps {
-        group.barrier()?;
-        step.push(together.step()?);
+    for round in 0..WARM_UP + options.steps {
+        // What comes behind the step of one process alone, in which the other rank's processor was idle, is slower.
+        for is_together in [round % 2 == 0, round % 2 != 0] {
+            group.barrier()?;
+            match is_together {
+                true => step.push(together.step()?),
+                false => independent.push(apart.step()?),
+            }
+        }
         if let Some(by_name) = &mut by_name {
             group.barrier()?;
             named.push(by_name.step()?);
         }
-        group.barrier()?;
-        independent.push(apart.step()?);
         group.barrier()?;
         if group.rank().is_main() {
             alone.push(apart.step()?);

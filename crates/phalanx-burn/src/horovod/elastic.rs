@@ -54,7 +54,8 @@ use crate::state::{model, moments};
 /// ```
 ///
 /// Each tensor is a separate part, named by its path in the module: a worker that comes back receives only what has changed.
-/// Running statistics, such as those of batch norm, are those of rank 0 from each commit on.
+/// Running statistics, such as those of batch norm, are those of rank 0 from each commit on. Gradients of backward passes that no
+/// step has used yet are not included: commit after a step.
 #[doc(alias("TorchState", "hvd.elastic.TorchState"))]
 pub struct ModelState<M, T = ()> {
     /// Only a panic of the optimizer takes it.
