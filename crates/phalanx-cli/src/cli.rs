@@ -93,15 +93,15 @@ its replacement joins them. The prefix of a line is then the worker's slot, not 
 workers that are left have ended with 0, and there are at least --min-np.
   On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, so the job ends with it; the loss of another host ends that host's workers only. That host is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
 
-Several hosts:
+Several hosts, one command:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
 HOST true` must work), and on this machine directly. The same version of phalanx must be there, at the same path or in \
 PATH, and the folder in which this command is started. The hosts get this command's environment, except what belongs to a \
 login, through ssh's standard input. PHALANX_RSH names another program to call instead of ssh. This command shows all output. \
 When it gets a signal or ends, for any reason, the workers on all hosts end.
 
-Several nodes:
-  The same command is started on every node, with the same --nnodes, --master-addr and --master-port and its own \
+Several nodes, a command on each:
+  You, or a scheduler, start the same command on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store that the launchers use, on that address \
 only. A worker's failure, the end of a launcher, and a node without heartbeats for 5 s end the job on all nodes, or restart it \
 on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job goes on without the \
@@ -119,10 +119,12 @@ Environment of a worker:
   WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
   GROUP_RANK, GROUP_WORLD_SIZE the rank of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
+                               the role (--role), and rank and number of workers again
   MASTER_ADDR, MASTER_PORT     where the store is
-  TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE,
+  TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE
+                               as torchrun sets them
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
-                               of an elastic job: MIN:MAX workers, and how many new groups
+                               of an elastic job: the number of workers, MIN:MAX, and how often they may form a new group
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
                                the same under Horovod's names, with `phalanx horovodrun`

@@ -10,7 +10,7 @@ use phalanx::launch::{ElasticHosts, HostDiscovery, Job};
 use crate::cli::seconds;
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Elastic")]
+#[command(next_help_heading = "Elastic jobs")]
 pub(crate) struct ElasticOptions {
     /// Makes the job elastic, for a program that trains inside `phalanx::elastic::run`: the others go on when a worker fails,
     /// as long as at least N are left. Failed workers are replaced, at most --max-restarts times

@@ -18,7 +18,7 @@ const MARK: &str = "PHALANX_HOROVODRUN";
 const MANUAL: &str = "\
 This is `phalanx run` under horovodrun's options, also as a link to phalanx with the name horovodrun. Workers see HOROVOD_RANK, \
 HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE beside the variables of `phalanx run`, \
-whose manual (`phalanx run --help`) says the rest. Options of horovodrun that have no meaning here are refused, with what to do.
+whose manual (`phalanx run --help`) describes everything else. Options of horovodrun that have no meaning here are refused, with what to do.
 
 Examples:
   phalanx horovodrun -np 4 -H localhost:4 ./target/release/train
@@ -50,7 +50,7 @@ pub(crate) struct Horovodrun {
     #[arg(short = 'i', long, value_name = "FILE")]
     ssh_identity_file: Option<OsString>,
 
-    /// How long the hosts may take to answer, and then to come together
+    /// How long the hosts may take to answer, and then their launchers to find each other
     #[arg(long, value_name = "SECONDS")]
     start_timeout: Option<OsString>,
 
@@ -58,43 +58,43 @@ pub(crate) struct Horovodrun {
     #[arg(long, value_name = "FOLDER")]
     output_filename: Option<OsString>,
 
-    /// Megabytes of tensors that are reduced as one: HOROVOD_FUSION_THRESHOLD
+    /// Megabytes of tensors that are reduced in one operation (sets HOROVOD_FUSION_THRESHOLD)
     #[arg(long, value_name = "MB", value_parser = clap::value_parser!(u64).range(0..=1 << 20))]
     fusion_threshold_mb: Option<u64>,
 
-    /// Milliseconds from one cycle of negotiation to the next: HOROVOD_CYCLE_TIME
+    /// Milliseconds from one cycle of negotiation to the next (sets HOROVOD_CYCLE_TIME)
     #[arg(long, value_name = "MS")]
     cycle_time_ms: Option<f64>,
 
-    /// How many names are remembered: HOROVOD_CACHE_CAPACITY
+    /// How many tensor names are remembered (sets HOROVOD_CACHE_CAPACITY)
     #[arg(long, value_name = "N")]
     cache_capacity: Option<u64>,
 
-    /// Finds a fusion threshold and a cycle time by measurement: HOROVOD_AUTOTUNE
+    /// Find a good fusion threshold and cycle time by measurement (sets HOROVOD_AUTOTUNE)
     #[arg(long)]
     autotune: bool,
 
-    /// Whatever HOROVOD_AUTOTUNE says, it does not
+    /// Do not tune, also if HOROVOD_AUTOTUNE is set
     #[arg(long, conflicts_with = "autotune")]
     no_autotune: bool,
 
-    /// The file of a trace with the negotiation in it: HOROVOD_TIMELINE
+    /// The file of a trace that contains the negotiation (sets HOROVOD_TIMELINE)
     #[arg(long, value_name = "FILE")]
     timeline_filename: Option<PathBuf>,
 
-    /// Tensors that some ranks lack are not reported: HOROVOD_STALL_CHECK_DISABLE
+    /// Do not report tensors that some ranks have not submitted (sets HOROVOD_STALL_CHECK_DISABLE)
     #[arg(long, conflicts_with = "stall_check_warning_time_seconds")]
     no_stall_check: bool,
 
-    /// They are, whatever HOROVOD_STALL_CHECK_DISABLE says
+    /// Report them, also if HOROVOD_STALL_CHECK_DISABLE is set
     #[arg(long, conflicts_with = "no_stall_check")]
     stall_check: bool,
 
-    /// After how long they are: HOROVOD_STALL_CHECK_TIME_SECONDS
+    /// After how long they are reported (sets HOROVOD_STALL_CHECK_TIME_SECONDS)
     #[arg(long, value_name = "SECONDS")]
     stall_check_warning_time_seconds: Option<f64>,
 
-    /// After how long they end the job: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS
+    /// After how long they end the job (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
     #[arg(long, value_name = "SECONDS")]
     stall_check_shutdown_time_seconds: Option<f64>,
 
@@ -106,19 +106,19 @@ pub(crate) struct Horovodrun {
     #[arg(long, alias = "max-num-proc", value_name = "N")]
     max_np: Option<OsString>,
 
-    /// How often its workers may form a new group
+    /// How often the workers of an elastic job may form a new group
     #[arg(long, value_name = "N")]
     reset_limit: Option<OsString>,
 
-    /// A program that prints the hosts which there are now
+    /// A program that prints the available hosts
     #[arg(long, value_name = "PROGRAM")]
     host_discovery_script: Option<OsString>,
 
-    /// How many workers a host takes that it prints without a number
+    /// The slots of hosts that --host-discovery-script prints without a number
     #[arg(long, alias = "slots-per-host", value_name = "N")]
     slots: Option<OsString>,
 
-    /// How long there may be fewer workers than --min-np
+    /// How long the job may have fewer workers than --min-np while it waits for new ones
     #[arg(long, value_name = "SECONDS")]
     elastic_timeout: Option<OsString>,
 
@@ -287,7 +287,7 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
 
 /// The command line as clap understands it: a link with the name horovodrun is the subcommand, and the short options of several
 /// letters that Horovod has are long ones.
-pub(crate) fn words(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
+pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut given: Vec<OsString> = given.collect();
     let called = given.first().and_then(|program| Path::new(program).file_name()).unwrap_or_default();
     if called == OsStr::new(NAME) {
@@ -341,7 +341,7 @@ mod tests {
     use crate::cli;
 
     fn parse(line: &str) -> Result<Horovodrun, String> {
-        let line = words(line.split_whitespace().map(OsString::from));
+        let line = command_line(line.split_whitespace().map(OsString::from));
         match Cli::try_parse_from(line).map_err(|error| error.to_string())?.command {
             cli::Command::Horovodrun(options) => Ok(*options),
             _ => Err("not horovodrun".to_owned()),
@@ -425,6 +425,6 @@ mod tests {
     #[test]
     fn other_commands_are_left_alone() {
         let line = ["phalanx", "run", "-np", "3", "x"].map(OsString::from);
-        assert_eq!(words(line.iter().cloned()), line);
+        assert_eq!(command_line(line.iter().cloned()), line);
     }
 }

@@ -14,7 +14,7 @@ const ELSEWHERE: [&str; 6] =
     ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Several hosts, over ssh")]
+#[command(next_help_heading = "Several hosts, one command")]
 pub(crate) struct HostOptions {
     /// The hosts, and how many workers each takes: a launcher is started on each, over ssh. Ranks fill them in order
     #[arg(short = 'H', long, value_name = "HOST:SLOTS,..", conflicts_with_all = ELSEWHERE)]

@@ -26,7 +26,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
-    match cli::Cli::parse_from(horovodrun::words(std::env::args_os())).command {
+    match cli::Cli::parse_from(horovodrun::command_line(std::env::args_os())).command {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Horovodrun(options) => horovodrun::run(*options),
         cli::Command::Node(options) => node::run(&options),

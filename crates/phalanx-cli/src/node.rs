@@ -18,7 +18,7 @@ const LAST_MESSAGE: Duration = Duration::from_secs(10);
 /// Started by `phalanx run -H`
 #[derive(Args, Debug)]
 pub(crate) struct Node {
-    /// It stands where it is to work
+    /// The working directory and the environment are set
     #[arg(long, hide = true)]
     ready: bool,
 }

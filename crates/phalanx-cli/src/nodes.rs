@@ -12,7 +12,7 @@ const STATIC_PORT: u16 = 29500;
 const C10D_PORT: u16 = 29400;
 
 #[derive(Args, Debug)]
-#[command(next_help_heading = "Several nodes")]
+#[command(next_help_heading = "Several nodes, a command on each")]
 pub(crate) struct NodeOptions {
     /// The number of machines, or MIN:MAX: nodes may then come and go within these limits
     #[arg(long, value_name = "N", env = "PET_NNODES", hide_env_values = true, default_value = "1")]

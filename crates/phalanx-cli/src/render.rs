@@ -97,7 +97,7 @@ pub(crate) struct Renderer {
     format: Format,
     /// The user's prefix.
     prefix: Option<Prefix>,
-    /// The number of workers that were started.
+    /// The local rank of each worker that was started, by rank.
     local_ranks: HashMap<Rank, u32>,
     colour_out: bool,
     colour_err: bool,
@@ -131,10 +131,10 @@ impl Renderer {
         self.output.reader_is_gone()
     }
 
-    /// Prints `summary` on standard error, and waits, at most `patience`, until everything has been shown.
-    pub(crate) fn finish(self, summary: Vec<u8>, patience: Duration) {
+    /// Prints `summary` on standard error, and waits, at most `timeout`, until everything has been shown.
+    pub(crate) fn finish(self, summary: Vec<u8>, timeout: Duration) {
         self.output.push(Stream::Stderr, summary);
-        self.output.finish(patience);
+        self.output.finish(timeout);
     }
 
     fn line(&self, rank: Rank, stream: Stream, text: &[u8]) {

@@ -135,7 +135,7 @@ fn repeats(line: &[u8], message: &str) -> bool {
 /// The node that was lost, in the same way.
 pub(crate) fn node_failure(failure: &NodeFailure, look: Look) -> Vec<u8> {
     let mut rows = Rows::new(look);
-    let node = failure.node.map_or_else(|| "without a place".to_owned(), |node| node.to_string());
+    let node = failure.node.map_or_else(|| "without a rank".to_owned(), |node| node.to_string());
     for (label, value) in [("node", &node), ("host", &failure.host), ("ended", &failure.why)] {
         rows.row(label, value);
     }

@@ -88,7 +88,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         _ if renderer.reader_is_gone() => 128 + Signal::PIPE.number(),
         _ => 1,
     };
-    let patience = match &report.outcome {
+    let timeout = match &report.outcome {
         Outcome::Interrupted(_) => AFTER_A_SIGNAL,
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
@@ -97,7 +97,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         Format::Text => summary(report),
         Format::Json => json::ended(report, code),
     };
-    renderer.finish(summary, patience);
+    renderer.finish(summary, timeout);
     exit_code(code)
 }
 
@@ -125,7 +125,7 @@ fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
 fn refuse_open_tls(options: &Run) -> Result<(), String> {
     match options.open_store && options.tls.is_given() {
         true => {
-            Err("--open-store would let programs in that do not speak TLS: leave out it, or --tls-ca"
+            Err("--open-store would admit programs that do not use TLS: leave out --open-store, or --tls-ca, --tls-cert and --tls-key"
                 .to_owned())
         }
         false => Ok(()),

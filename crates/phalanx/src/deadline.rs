@@ -75,12 +75,12 @@ impl Backoff {
 /// A time-out that counts from the first wait: most operations of one host end before it is worth
 /// reading a clock.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct Timeout {
     timeout: Duration,
     deadline: Cell<Option<Deadline>>,
 }
 
-impl Patience {
+impl Timeout {
     pub(crate) fn new(timeout: Duration) -> Self {
         Self { timeout, deadline: Cell::new(None) }
     }
@@ -93,7 +93,7 @@ impl Patience {
     }
 }
 
-impl From<Deadline> for Patience {
+impl From<Deadline> for Timeout {
     fn from(deadline: Deadline) -> Self {
         Self { timeout: Duration::ZERO, deadline: Cell::new(Some(deadline)) }
     }

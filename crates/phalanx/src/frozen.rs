@@ -3,23 +3,23 @@
 use std::time::{Duration, Instant};
 
 /// How long a process that others wait for may be stopped by a signal.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+pub(crate) const STOPPED_LIMIT: Duration = Duration::from_secs(5);
 /// How often to check.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// Some processes, as seen by a process that waits for them.
 #[derive(Debug)]
 pub(crate) struct Frozen {
-    patience: Duration,
+    limit: Duration,
     /// For each process, the number of its current stop, and how long the stop has been seen.
     stops: Vec<Option<(u64, Duration)>>,
     looked: Option<Instant>,
 }
 
 impl Frozen {
-    /// `count` processes, each of which may be stopped for `patience`.
-    pub(crate) fn new(count: usize, patience: Duration) -> Self {
-        Self { patience, stops: vec![None; count], looked: None }
+    /// `count` processes, each of which may be stopped for `limit`.
+    pub(crate) fn new(count: usize, limit: Duration) -> Self {
+        Self { limit, stops: vec![None; count], looked: None }
     }
 
     /// The time of the next check; None before the first, which is due at once.
@@ -40,7 +40,7 @@ impl Frozen {
                 (Some((before, seen)), Some(stop)) if before == stop => Some((stop, seen + passed)),
                 (_, stop) => stop.map(|stop| (stop, Duration::ZERO)),
             };
-            if known.is_some_and(|(_, seen)| seen >= self.patience) {
+            if known.is_some_and(|(_, seen)| seen >= self.limit) {
                 *known = None;
                 frozen.push(worker);
             }
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn who_is_stopped_for_five_seconds_is_frozen_and_nobody_else() {
-        let (mut frozen, start) = (Frozen::new(4, PATIENCE), Instant::now());
+        let (mut frozen, start) = (Frozen::new(4, STOPPED_LIMIT), Instant::now());
         assert_eq!(frozen.look_at(), None);
         for look in 0..10 {
             let now = start + LOOK * look;
@@ -79,14 +79,14 @@ mod tests {
         fn who_was_stopped_itself_gives_the_others_their_time(
             pauses in prop::collection::vec(1_u64..20_000, 1..60)
         ) {
-            let (mut frozen, mut now, mut awake) = (Frozen::new(1, PATIENCE), Instant::now(), Duration::ZERO);
+            let (mut frozen, mut now, mut awake) = (Frozen::new(1, STOPPED_LIMIT), Instant::now(), Duration::ZERO);
             prop_assert!(frozen.look([Some(1)], now).is_empty());
             for pause in pauses {
                 let pause = Duration::from_millis(pause);
                 now += pause;
                 awake += pause.min(LOOK * 2);
                 let found = !frozen.look([Some(1)], now).is_empty();
-                prop_assert_eq!(found, awake >= PATIENCE);
+                prop_assert_eq!(found, awake >= STOPPED_LIMIT);
                 if found {
                     break;
                 }

@@ -14,7 +14,7 @@ use crate::wire::auth::NONCE;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 use crate::wire::frame::{HEADER, Header};
 use crate::wire::greeting::{self, StoreSecret};
-use crate::wire::handshake::{ANSWER, Answerer, Caller, GroupSecret};
+use crate::wire::handshake::{ANSWER, GroupSecret, Initiator, Responder};
 use crate::wire::hello::{Channel, HELLO, Hello};
 use crate::wire::rpc;
 use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
@@ -151,19 +151,19 @@ pub fn handshake(bytes: &[u8]) -> bool {
         Some((0, bytes)) => {
             let Some((said, proof)) = bytes.split_first_chunk::<HELLO>() else { return false };
             let (Ok(hello), Some(proof)) = (Hello::decode(said), proof.first_chunk()) else { return false };
-            let answerer = Answerer::new(&secret, &rank_saying_hello(0, 1), hello, *said);
-            let Ok((peer, _)) = answerer.and_then(|answerer| answerer.proven(&secret, proof)) else {
+            let responder = Responder::new(&secret, &rank_saying_hello(0, 1), hello, *said);
+            let Ok((peer, _)) = responder.and_then(|responder| responder.proven(&secret, proof)) else {
                 return false;
             };
             assert_eq!(peer, Hello { nonce: peer.nonce, ..rank_saying_hello(1, 0) });
         }
         Some((1, bytes)) => {
             let Some((answer, welcome)) = bytes.split_first_chunk::<ANSWER>() else { return false };
-            let (caller, Some(welcome)) = (Caller::new(rank_saying_hello(1, 0)), welcome.first_chunk())
+            let (initiator, Some(welcome)) = (Initiator::new(rank_saying_hello(1, 0)), welcome.first_chunk())
             else {
                 return false;
             };
-            let answered = caller.answered(&secret, *answer);
+            let answered = initiator.answered(&secret, *answer);
             let Ok(peer) = answered.and_then(|answered| answered.welcomed(&secret, welcome)) else {
                 return false;
             };
@@ -181,13 +181,13 @@ pub fn greeting(bytes: &[u8]) -> bool {
     match bytes.split_first() {
         Some((0, bytes)) => {
             let Some((call, proof)) = bytes.split_first_chunk() else { return false };
-            let answerer = greeting::Answerer::new(&secret, *call, [2; NONCE]);
-            let (Some(answerer), Some(proof)) = (answerer, proof.first_chunk()) else { return false };
-            answerer.proven(&secret, proof)
+            let responder = greeting::Responder::new(&secret, *call, [2; NONCE]);
+            let (Some(responder), Some(proof)) = (responder, proof.first_chunk()) else { return false };
+            responder.proven(&secret, proof)
         }
         Some((1, bytes)) => {
             let Some(answer) = bytes.first_chunk() else { return false };
-            greeting::Caller::new([1; NONCE]).answered(&secret, answer).is_some()
+            greeting::Initiator::new([1; NONCE]).answered(&secret, answer).is_some()
         }
         _ => false,
     }
@@ -294,12 +294,12 @@ mod tests {
         let (secret, zero, one) = (group_secret(), rank_saying_hello(0, 1), rank_saying_hello(1, 0));
         let stranger = Hello { group: [7; 16], generation: Generation(3), world: 9, ..one };
         let hello = |hello: Hello, channel| hello.on(channel, hello.to).encode().to_vec();
-        let caller = Caller::new(one);
-        let said = *caller.hello();
-        let answerer = Answerer::new(&secret, &zero, one, said).unwrap();
-        let answer = *answerer.answer();
-        let answered = caller.answered(&secret, answer).unwrap();
-        let (_, welcome) = answerer.proven(&secret, answered.proof()).unwrap();
+        let initiator = Initiator::new(one);
+        let said = *initiator.hello();
+        let responder = Responder::new(&secret, &zero, one, said).unwrap();
+        let answer = *responder.answer();
+        let answered = initiator.answered(&secret, answer).unwrap();
+        let (_, welcome) = responder.proven(&secret, answered.proof()).unwrap();
         let connects = |proof: &[u8; TAG]| [&[0][..], &said, proof].concat();
         let accepts = |welcome: &[u8; TAG]| [&[1][..], &answer, welcome].concat();
         vec![

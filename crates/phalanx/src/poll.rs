@@ -1,10 +1,10 @@
 //! Polling of descriptors.
 
-use std::io::{self, PipeReader, PipeWriter};
-use std::os::fd::AsFd;
+use std::io::{self, PipeReader, PipeWriter, Read};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use rustix::event::{PollFd, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 
@@ -18,6 +18,15 @@ pub(crate) fn poll(descriptors: &mut [PollFd<'_>], timeout: Option<Duration>) ->
     }
 }
 
+/// Waits until one of `descriptors` can be read, as [`poll`] does.
+pub(crate) fn poll_readable<'a>(
+    descriptors: impl Iterator<Item = BorrowedFd<'a>>,
+    timeout: Option<Duration>,
+) -> io::Result<()> {
+    let readable = |descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN);
+    poll(&mut descriptors.map(readable).collect::<Vec<_>>(), timeout).map(drop)
+}
+
 /// A pipe with which one thread ends another's wait. Neither end blocks: if the pipe is full, the reader is awake
 /// already.
 pub(crate) fn wake_pipe() -> io::Result<(PipeReader, PipeWriter)> {
@@ -26,4 +35,9 @@ pub(crate) fn wake_pipe() -> io::Result<(PipeReader, PipeWriter)> {
         fcntl_setfl(end, fcntl_getfl(end)? | OFlags::NONBLOCK)?;
     }
     Ok((reader, writer))
+}
+
+/// Empties a [`wake_pipe`].
+pub(crate) fn drain(mut pipe: &PipeReader) {
+    while matches!(pipe.read(&mut [0; 64]), Ok(1..)) {}
 }

@@ -20,7 +20,7 @@ const LAUNCHERS: [(&str, &[&str]); 7] = [
     ("Horovod", &["HOROVOD_"]),
 ];
 /// How long a store may take to answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// This process's rank and world, according to the variables.
 pub(super) struct Place(Result<Option<LaunchEnv>>);
@@ -97,7 +97,7 @@ pub(super) fn reach(report: &mut Report, address: &str) {
 
 /// The shortest of several measurements.
 fn round_trip(address: &str) -> Result<Duration> {
-    let deadline = Deadline::after(PATIENCE);
+    let deadline = Deadline::after(TIMEOUT);
     let store = TcpStore::connect_with(address, &Credentials::from_env()?, deadline)?;
     let mut shortest = Duration::MAX;
     for _ in 0..10 {

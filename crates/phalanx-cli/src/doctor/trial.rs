@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::finding::Report;
 
 /// A trial takes some tenths of a second.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// The elements (f32) of the calls that measure latency and bandwidth: 4 B and 1 MiB.
 const SMALL: usize = 1;
 const LARGE: usize = 1 << 18;
@@ -56,7 +56,7 @@ fn measure(transport: &str) -> Result<String, String> {
 
 /// Its output, or why there is none.
 fn finish(mut child: Child) -> Result<String, String> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,
@@ -64,7 +64,7 @@ fn finish(mut child: Child) -> Result<String, String> {
             Ok(None) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                return Err(format!("two processes were not done within {} s", PATIENCE.as_secs()));
+                return Err(format!("two processes were not done within {} s", TIMEOUT.as_secs()));
             }
             Err(error) => return Err(error.to_string()),
         }

@@ -18,7 +18,7 @@ use crate::support::stand_in::Hosts;
 use crate::support::{exit_code, is_gone};
 
 const FOLDER: &str = "TEST_FOLDER";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_host_whose_launcher_is_killed_costs_its_workers_only_and_comes_back", a_host_comes_back),
@@ -98,7 +98,7 @@ impl Job {
 
     /// Reads on until so many lines have come since `mark` that contain `words`; gives them.
     fn wait_for(&mut self, mark: usize, count: usize, words: &str) -> Vec<String> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let found: Vec<String> =
                 self.seen[mark..].iter().filter(|line| line.contains(words)).cloned().collect();
@@ -137,7 +137,7 @@ impl Job {
     }
 
     fn wait_for_err(&mut self, words: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.err.contains(words) {
             match self.errors.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) => self.err += &(line + "\n"),
@@ -225,7 +225,7 @@ fn hosts_come_and_go_as_a_script_says() {
     job.hosts.name("far2:2");
     let rest = pids(&job.wait_for(mark, 2, "world 2"));
     assert!(rest.is_disjoint(&first));
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !first.iter().all(|pid| is_gone(pid)) {
         assert!(Instant::now() < deadline, "{first:?} are still there");
         std::thread::sleep(Duration::from_millis(5));
@@ -285,7 +285,7 @@ fn a_signal_ends_all_hosts() {
     let pids = pids(&job.wait_for(0, 2, "world 2"));
     crate::support::send(&job.child, Signal::TERM);
     assert_eq!(exit_code(&mut job.child), Some(143));
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !pids.iter().all(|pid| is_gone(pid)) {
         assert!(Instant::now() < deadline, "{pids:?} are still there");
         std::thread::sleep(Duration::from_millis(5));

@@ -202,7 +202,7 @@ impl Checkpoints {
         fill(&mut snapshot)?;
         snapshot.check_whole()?;
         let before = self.writer.write(self.job(step, snapshot, None), Deadline::after(self.timeout))?;
-        before.map_or(Ok(()), |before| Err(self.told(before)))
+        before.map_or(Ok(()), |before| Err(self.note_remote_error(before)))
     }
 
     /// Saves a state after `step` of which each rank has a part. All ranks call this together. On every rank `fill`
@@ -268,8 +268,8 @@ impl Checkpoints {
         let mut threads = self.threads.lock();
         let group = self.patient(Caller::CheckpointsSaveSharded);
         let connected = threads.as_ref().is_some_and(|threads| threads.failure().is_none());
-        let agreed =
-            sharded::agree(&group, step, &snapshot, ready, connected).map_err(|error| self.told(error))?;
+        let agreed = sharded::agree(&group, step, &snapshot, ready, connected)
+            .map_err(|error| self.note_remote_error(error))?;
         let current = match threads.take().filter(|_| agreed.connected) {
             Some(current) => current,
             None => group.aside(Caller::CheckpointsSaveSharded, self.timeout)?,
@@ -282,7 +282,7 @@ impl Checkpoints {
             current.abort(error.clone());
             return Err(error);
         }
-        agreed.before.map_or(Ok(()), |before| Err(self.told(before)))
+        agreed.before.map_or(Ok(()), |before| Err(self.note_remote_error(before)))
     }
 
     /// The group with a longer time-out, for a call in which a rank may wait for a disk: a slow disk is an error of the
@@ -297,10 +297,10 @@ impl Checkpoints {
     }
 
     /// An error that may come from another rank, as this rank returns it.
-    fn told(&self, error: Error) -> Error {
+    fn note_remote_error(&self, error: Error) -> Error {
         match error.peer() {
             Some(peer) if peer != self.group.rank() && self.group.failure().is_none() => {
-                self.group.told(error)
+                self.group.note_remote_error(error)
             }
             _ => error,
         }
@@ -313,7 +313,7 @@ impl Checkpoints {
     /// If the last write failed and no call has returned that yet, or it has not ended when the time-out passes. For a
     /// sharded write the result is the same on every rank.
     pub fn finish(&self) -> Result<()> {
-        self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.told(error))
+        self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.note_remote_error(error))
     }
 
     /// The group whose ranks save and read together.

@@ -156,7 +156,7 @@ pub(super) fn share(
     loop {
         let found = match failure.take() {
             Some(error) => Some(Err(error)),
-            None => search.as_mut().map(|search| search.next(patience(group))),
+            None => search.as_mut().map(|search| search.next(search_deadline(group))),
         };
         let (own, outcome) = match found {
             Some(Ok(found)) => {
@@ -197,7 +197,7 @@ pub(super) fn share(
 }
 
 /// How long a rank may read. The others wait for its result, or for its time-out.
-fn patience(group: &ProcessGroup) -> Deadline {
+fn search_deadline(group: &ProcessGroup) -> Deadline {
     Deadline::after(group.timeout().saturating_sub(MARGIN))
 }
 
@@ -217,7 +217,7 @@ enum Finding {
 /// the same on every rank. Rank 0 has `sent` the manifest's bytes.
 fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
-    let deadline = patience(group);
+    let deadline = search_deadline(group);
     let mut own = manifest.tensor_files().iter().skip(rank.index()).step_by(world);
     let verified = see(place, manifest, sent, rank)
         .and_then(|()| own.try_for_each(|file| verify_file(place, file, rank, deadline)));
@@ -238,7 +238,7 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
             Finding::Unread { host, cause } => {
                 let cause = format!("cannot read the checkpoint {}: {cause}", place.display());
                 let error = Error::environment(cause).at(finder, host).with_peer(finder).with_remedy(SHARE);
-                return Err(if finder == rank { error } else { group.told(error) });
+                return Err(if finder == rank { error } else { group.note_remote_error(error) });
             }
         }
     }
@@ -294,7 +294,7 @@ where
     let told: Result<T, (String, String)> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
     told.map_err(|(host, cause)| match own {
         Some(own) => own,
-        None => group.told(Error::aborted(cause).at(Rank::MAIN, host).with_peer(Rank::MAIN)),
+        None => group.note_remote_error(Error::aborted(cause).at(Rank::MAIN, host).with_peer(Rank::MAIN)),
     })
 }
 
@@ -309,7 +309,7 @@ fn receive(group: &ProcessGroup, own: Option<Contents>, files: &[(String, u64)])
         None => Ok(memory),
         Some(rank) => {
             let cause = format!("rank {rank} has no memory for the checkpoint");
-            Err(group.told(Error::out_of_memory(cause).with_peer(Rank::new(rank))))
+            Err(group.note_remote_error(Error::out_of_memory(cause).with_peer(Rank::new(rank))))
         }
     }
 }

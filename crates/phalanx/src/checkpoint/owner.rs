@@ -28,7 +28,7 @@ use crate::notice::warn;
 /// The prefix of the number of a claim.
 const NAME: &str = ".owner-";
 /// A process that has just been killed may hold its lock for another moment.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(20);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
@@ -86,7 +86,7 @@ impl Owner {
             Error::io(format!("cannot claim {}", folder.display()), error)
                 .with_remedy("may rank 0 write there?")
         };
-        let deadline = Deadline::after(PATIENCE);
+        let deadline = Deadline::after(TIMEOUT);
         loop {
             let newest = newest(folder).map_err(unusable)?;
             let free = match newest {
@@ -296,7 +296,7 @@ mod tests {
         let error = Owner::claim(root.path(), &of(Some("a"), 4), None).unwrap_err();
         assert!(error.is_aborted() && error.to_string().contains("in round 5"), "{error}");
         // None of these had to be waited for.
-        assert!(start.elapsed() < PATIENCE);
+        assert!(start.elapsed() < TIMEOUT);
         // A new job, once this one has given it back, whatever the round.
         drop(second);
         let third = Owner::claim(root.path(), &of(Some("b"), 1), None).unwrap();
@@ -354,7 +354,7 @@ mod tests {
         let second = Owner::claim(root.path(), &of(Some("a"), 3), None).unwrap();
         let third = Owner::claim(root.path(), &of(Some("a"), 4), None).unwrap();
         // It looked when there was only the first; the second has gone.
-        let late = Owner::make(root.path(), first.number(), &of(Some("a"), 2), Deadline::after(PATIENCE));
+        let late = Owner::make(root.path(), first.number(), &of(Some("a"), 2), Deadline::after(TIMEOUT));
         assert!(late.unwrap().is_none());
         assert_eq!(claims(root.path()).unwrap(), [third.number()]);
         third.check().unwrap();

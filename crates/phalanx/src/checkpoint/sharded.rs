@@ -21,7 +21,7 @@ use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
-use crate::group::{ProcessGroup, Told};
+use crate::group::{ProcessGroup, RemoteError};
 use crate::host;
 use crate::rank::Rank;
 
@@ -48,9 +48,9 @@ pub(super) struct Together {
 struct Proposal {
     step: u64,
     /// Its tensors and the names of its parts, or why it can save nothing.
-    state: Result<(Vec<Proposed>, Vec<String>), Told>,
+    state: Result<(Vec<Proposed>, Vec<String>), RemoteError>,
     /// The failure of the previous write.
-    before: Option<Told>,
+    before: Option<RemoteError>,
     /// Does it have a working group for the threads?
     connected: bool,
 }
@@ -58,7 +58,7 @@ struct Proposal {
 /// Rank 0's decision.
 #[derive(Serialize, Deserialize)]
 struct Verdict {
-    before: Option<Told>,
+    before: Option<RemoteError>,
     connected: bool,
 }
 
@@ -66,7 +66,7 @@ struct Verdict {
 #[derive(Serialize, Deserialize)]
 enum Refusal {
     /// A rank can save nothing.
-    Rank(Told),
+    Rank(RemoteError),
     /// The contributions do not make a checkpoint.
     Together(String),
 }
@@ -102,8 +102,8 @@ pub(super) fn agree(
     let own = state.as_ref().err().cloned();
     let proposal = Proposal {
         step,
-        state: state.map_err(|error| Told::of(&error, me)),
-        before: before.as_ref().map(|error| Told::of(error, me)),
+        state: state.map_err(|error| RemoteError::of(&error, me)),
+        before: before.as_ref().map(|error| RemoteError::of(error, me)),
         connected,
     };
     let all = group.gather_object(&proposal, Rank::MAIN)?;
@@ -119,7 +119,7 @@ pub(super) fn agree(
     let verdict: Result<Verdict, Refusal> = group.broadcast_object(verdict.as_ref(), Rank::MAIN)?;
     match verdict {
         Ok(Verdict { before: told, connected }) => {
-            Ok(Agreement { tensors, before: before.or_else(|| told.map(Told::error)), connected })
+            Ok(Agreement { tensors, before: before.or_else(|| told.map(RemoteError::error)), connected })
         }
         Err(Refusal::Rank(told)) => Err(own.unwrap_or_else(|| told.error())),
         Err(Refusal::Together(cause)) => Err(Error::mismatch(cause)),
@@ -300,17 +300,17 @@ impl<'a> Threads<'a> {
     /// Gives every rank rank 0's result; the others pass `None`.
     fn tell<T: Serialize + DeserializeOwned>(&self, outcome: Option<Result<T>>) -> Result<T> {
         let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
-        let told = outcome.map(|outcome| outcome.map_err(|error| Told::of(&error, self.0.rank())));
-        let told: Result<T, Told> = self.heard(self.0.broadcast_object(told.as_ref(), Rank::MAIN))?;
+        let told = outcome.map(|outcome| outcome.map_err(|error| RemoteError::of(&error, self.0.rank())));
+        let told: Result<T, RemoteError> = self.heard(self.0.broadcast_object(told.as_ref(), Rank::MAIN))?;
         told.map_err(|told| own.unwrap_or_else(|| told.error()))
     }
 
     /// Gives rank 0 what each rank has written, or the first error; the others get nothing.
     fn gather(&self, own: Result<Vec<FileEntry>>) -> Result<Result<Vec<Vec<FileEntry>>>> {
-        let told = own.as_ref().map_err(|error| Told::of(error, self.0.rank()));
-        let told: Result<Vec<FileEntry>, Told> = told.cloned();
+        let told = own.as_ref().map_err(|error| RemoteError::of(error, self.0.rank()));
+        let told: Result<Vec<FileEntry>, RemoteError> = told.cloned();
         let all = self.heard(self.0.gather_object(&told, Rank::MAIN))?.unwrap_or_default();
-        let all: Result<Vec<_>, Told> = all.into_iter().collect();
+        let all: Result<Vec<_>, RemoteError> = all.into_iter().collect();
         Ok(all.map_err(|told| own.err().unwrap_or_else(|| told.error())))
     }
 

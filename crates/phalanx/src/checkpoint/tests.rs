@@ -522,10 +522,10 @@ fn the_newest_whole_one_is_never_removed() {
 #[test]
 fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
     let group = ProcessGroup::alone().unwrap();
-    let cause = group.told(Error::aborted("its disk is full").with_peer(Rank::new(1)));
-    assert_eq!(group.was_told().map(|told| told.to_string()), Some(cause.to_string()));
+    let cause = group.note_remote_error(Error::aborted("its disk is full").with_peer(Rank::new(1)));
+    assert_eq!(group.remote_error().map(|told| told.to_string()), Some(cause.to_string()));
     group.barrier().unwrap();
-    assert!(group.was_told().is_none());
+    assert!(group.remote_error().is_none());
 }
 
 #[test]

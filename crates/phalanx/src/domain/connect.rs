@@ -7,7 +7,7 @@ use phalanx_sys::arena::{Arena, Mapping, total_memory};
 use phalanx_sys::control_block::ControlBlock;
 use serde::{Deserialize, Serialize};
 
-use super::{Domain, Partition};
+use super::{Domain, Partition, Peers};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -43,9 +43,9 @@ type Mapped = Vec<Result<Arc<Mapping>, String>>;
 
 /// Tells the others that this rank was configured to use TCP. Then no rank uses shared memory, since all must plan
 /// alike.
-pub(crate) fn decline(place: &MeshConfig<'_>, deadline: Deadline) -> Result<()> {
-    bootstrap::publish::<Lent>(place, ARENA, &Ok(None), deadline)?;
-    bootstrap::publish::<Reach>(place, REACH, &Vec::new(), deadline)
+pub(crate) fn decline(config: &MeshConfig<'_>, deadline: Deadline) -> Result<()> {
+    bootstrap::publish::<Lent>(config, ARENA, &Ok(None), deadline)?;
+    bootstrap::publish::<Reach>(config, REACH, &Vec::new(), deadline)
 }
 
 /// What this rank knows about the memory of all ranks.
@@ -60,19 +60,19 @@ pub(crate) struct Joined {
 
 /// Lends this rank's memory to the others, and maps theirs.
 pub(crate) fn join(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: Option<&str>,
     health: &Arc<Health>,
     deadline: Deadline,
 ) -> Result<Joined> {
-    let (rank, world) = (place.rank, place.world);
+    let (rank, world) = (config.rank, config.world);
     let own = lend(host, world.count());
     let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
-    let lent: Vec<Lent> = bootstrap::exchange(place, health, ARENA, &lent, deadline)?;
+    let lent: Vec<Lent> = bootstrap::exchange(config, health, ARENA, &lent, deadline)?;
     let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
     let reach: Reach =
         mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
-    let reach: Vec<Reach> = bootstrap::exchange(place, health, REACH, &reach, deadline)?;
+    let reach: Vec<Reach> = bootstrap::exchange(config, health, REACH, &reach, deadline)?;
 
     if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
         let reason = Some(format!("rank {declined}: it was told to use TCP"));
@@ -97,14 +97,9 @@ pub(crate) fn join(
             (control_block.members() == members.len()).then_some((arena, control_block))
         });
     let (members, health) = (members.to_vec(), health.clone());
-    let domain = control_block.map(|(arena, control_block)| Domain {
-        rank,
-        members,
-        is_world: partition.is_one(),
-        arena,
-        control_block,
-        health,
-    });
+    let peers = Peers { rank, members, health };
+    let is_world = partition.is_one();
+    let domain = control_block.map(|(arena, control_block)| Domain { peers, is_world, arena, control_block });
     Ok(Joined { partition, domain, reason })
 }
 

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Protocol, SharedOperation};
 
-use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
+use super::{Domain, Job, LINE, Peers, direct, staged};
 use crate::collective::Counts;
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::rank::Sequence;
 use crate::wire::frame::{Call, Operation};
@@ -21,28 +21,28 @@ impl Domain {
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
         counts: &Counts,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        self.compare_counts(call, sequence, counts, patience)?;
+        self.compare_counts(call, sequence, counts, timeout)?;
         let (bytes, size) = (data.len(), call.dtype.size());
-        let part = |place: usize| {
-            let range = counts.of(place);
+        let part = |index: usize| {
+            let range = counts.of(index);
             range.start * size..range.end * size
         };
         let gathers = call.operation == Operation::AllGatherVInPlace;
-        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => {
                 let own = Self::chunk(bytes, job.ranks, job.me);
                 direct_parts(
                     operation,
                     job,
-                    |place| within(&own, &part(place)),
-                    |slices, place| {
+                    |index| within(&own, &part(index)),
+                    |slices, index| {
                         if gathers {
-                            direct::spread(slices, place);
+                            direct::spread(slices, index);
                             return Ok(());
                         }
-                        direct::reduce(job, slices, place)
+                        direct::reduce(job, slices, index)
                     },
                 )
             }
@@ -57,25 +57,23 @@ impl Domain {
         call: Call,
         sequence: Sequence,
         counts: &Counts,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
+        let (Peers { rank, members, .. }, same) = (&self.peers, self.peers.call(call, sequence, timeout));
         let fingerprint = counts.fingerprint().to_le_bytes();
-        let slots = self
-            .control_block
-            .small(encoded, &fingerprint, &mut |missing| watch(health, members[missing], patience))?;
-        (0..members.len()).try_for_each(|index| {
-            compare(rank, call, sequence, members[index], &encoded, slots.call(index))?;
-            if slots.bytes(index) == fingerprint {
-                return Ok(());
+        let slots =
+            self.control_block.small(same.encoded, &fingerprint, &mut |missing| same.watch(missing))?;
+        same.check(|index| slots.call(index))?;
+        match (0..members.len()).find(|index| slots.bytes(*index) != fingerprint) {
+            None => Ok(()),
+            Some(index) => {
+                let peer = members[index];
+                let cause = format!("in {call} {sequence} ranks {rank} and {peer} have different counts");
+                Err(Error::mismatch(cause)
+                    .with_remedy("give every rank the same count for each rank")
+                    .with_peer(peer))
             }
-            let peer = members[index];
-            let cause = format!("in {call} {sequence} ranks {rank} and {peer} have different counts");
-            Err(Error::mismatch(cause)
-                .with_remedy("give every rank the same count for each rank")
-                .with_peer(peer))
-        })
+        }
     }
 }
 
@@ -87,14 +85,14 @@ fn direct_parts(
     mut work: impl FnMut(&mut [&mut [u8]], usize) -> Result<()>,
 ) -> Result<()> {
     operation.combine(job.ranks, LINE, |chunks| {
-        (0..job.ranks).try_for_each(|place| {
-            let part = part(place);
+        (0..job.ranks).try_for_each(|index| {
+            let part = part(index);
             if part.is_empty() {
                 return Ok(());
             }
             let mut slices: Vec<&mut [u8]> =
                 chunks.iter_mut().map(|chunk| &mut chunk[part.clone()]).collect();
-            work(&mut slices, place)
+            work(&mut slices, index)
         })
     })
 }

@@ -41,7 +41,7 @@ use self::routes::{Routes, Uneven};
 use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::collective::kernel::Fold;
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::notice::warn;
@@ -54,13 +54,27 @@ const LINE: usize = 64;
 
 /// A rank's membership in its domain: the ranks with which it shares memory.
 pub(crate) struct Domain {
-    rank: Rank,
-    /// The ranks of this domain, in order. A rank's index here is its index in the control block.
-    members: Vec<Rank>,
+    peers: Peers,
     is_world: bool,
     arena: Arc<Arena>,
     control_block: ControlBlock,
+}
+
+/// The ranks of a domain, as one of them sees them.
+struct Peers {
+    rank: Rank,
+    /// In order. A rank's index here is its index in the control block.
+    members: Vec<Rank>,
     health: Arc<Health>,
+}
+
+/// A call of the ranks of a domain.
+struct DomainCall<'a> {
+    peers: &'a Peers,
+    call: Call,
+    sequence: Sequence,
+    encoded: EncodedCall,
+    timeout: &'a Timeout,
 }
 
 /// A collective in place whose counts are equal.
@@ -126,19 +140,19 @@ impl Domain {
         call: Call,
         sequence: Sequence,
         memory: Memory<'_>,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        let members = &*self.members;
+        let members = &*self.peers.members;
         let root = call.root.and_then(|root| members.iter().position(|member| *member == root));
         let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let outcome = match memory {
-            Memory::InPlace(data) => self.in_place(job, sequence, data, patience),
-            Memory::InPlaceV { data, counts } => self.in_place_v((call, sequence), data, counts, patience),
+            Memory::InPlace(data) => self.in_place(job, sequence, data, timeout),
+            Memory::InPlaceV { data, counts } => self.in_place_v((call, sequence), data, counts, timeout),
             Memory::OutOfPlace { input, output } => {
-                self.out_of_place(job, sequence, (input, output), None, patience)
+                self.out_of_place(job, sequence, (input, output), None, timeout)
             }
             Memory::OutOfPlaceV { input, output, sent, received } => {
-                self.out_of_place(job, sequence, (input, output), Some((sent, received)), patience)
+                self.out_of_place(job, sequence, (input, output), Some((sent, received)), timeout)
             }
         };
         if let Some(reason) = self.control_block.still_lent() {
@@ -151,17 +165,14 @@ impl Domain {
         outcome
     }
 
-    fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], patience: &Patience) -> Result<()> {
+    fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], timeout: &Timeout) -> Result<()> {
         let kind = InPlace::of(job.call.operation)?;
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&job.call));
-        let mut watch = |missing: usize| watch(health, members[missing], patience);
-        let check =
-            |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
+        let call = self.peers.call(job.call, sequence, timeout);
+        let mut watch = |missing| call.watch(missing);
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
-            let slots = self.control_block.small(encoded, &data[own], &mut watch)?;
-            (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
+            let slots = self.control_block.small(call.encoded, &data[own], &mut watch)?;
+            call.check(|index| slots.call(index))?;
             return small::in_place(job, kind, &slots, data);
         }
         let ahead = |memory: &[u8], window: &mut [u8]| {
@@ -169,8 +180,8 @@ impl Domain {
             Ok(())
         };
         let unregistered = small.map_or(Unregistered::InWindow(&ahead), Unregistered::InSlot);
-        self.control_block.in_place(encoded, data, unregistered, &mut watch, |operation| {
-            (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
+        self.control_block.in_place(call.encoded, data, unregistered, &mut watch, |operation| {
+            call.check(|index| operation.call(index))?;
             match operation.protocol() {
                 Protocol::Direct => direct::in_place(operation, job, kind),
                 Protocol::Small => operation.slots(|slots, data| small::in_place(job, kind, slots, data)),
@@ -185,13 +196,10 @@ impl Domain {
         sequence: Sequence,
         (input, output): (&[u8], &mut [u8]),
         uneven: Uneven<'_>,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&job.call));
-        let mut watch = |missing: usize| watch(health, members[missing], patience);
-        let check =
-            |index: usize, theirs| compare(rank, job.call, sequence, members[index], &encoded, theirs);
+        let (members, call) = (&*self.peers.members, self.peers.call(job.call, sequence, timeout));
+        let mut watch = |missing| call.watch(missing);
         // A reduce_scatter combines; the others copy.
         let combines = job.call.operation == Operation::ReduceScatter;
         let copying = if combines { None } else { Some(Copying::of(job.call.operation)?) };
@@ -204,16 +212,16 @@ impl Domain {
         let note = copying.map_or_else(Vec::new, |copying| routes::note(job, copying, uneven));
         let small = small::part(job, brought.len(), note.len());
         if small::always(job) {
-            let slots = self.control_block.small(encoded, brought, &mut watch)?;
-            (0..job.ranks).try_for_each(|index| check(index, slots.call(index)))?;
+            let slots = self.control_block.small(call.encoded, brought, &mut watch)?;
+            call.check(|index| slots.call(index))?;
             let Some(copying) = copying else {
                 return small::fold(job, &slots, job.chunk(job.me), input.len(), output);
             };
             let routes = Routes::new((job, copying), None, members, |_| &[])?;
             return routes.copy(input, |from| slots.bytes(from), output);
         }
-        self.control_block.apart(encoded, &note, brought, small, &mut watch, |operation| {
-            (0..job.ranks).try_for_each(|index| check(index, operation.call(index)))?;
+        self.control_block.apart(call.encoded, &note, brought, small, &mut watch, |operation| {
+            call.check(|index| operation.call(index))?;
             let Some(copying) = copying else {
                 return match operation.protocol() {
                     Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
@@ -234,6 +242,43 @@ impl Domain {
     }
 }
 
+impl Peers {
+    fn call<'a>(&'a self, call: Call, sequence: Sequence, timeout: &'a Timeout) -> DomainCall<'a> {
+        DomainCall { peers: self, call, sequence, encoded: encoded_call::encode(&call), timeout }
+    }
+}
+
+impl DomainCall<'_> {
+    /// An error if waiting for the rank with the index `missing` is useless.
+    fn watch(&self, missing: usize) -> Result<()> {
+        let (health, peer) = (&*self.peers.health, self.peers.members[missing]);
+        if health.has_failed() || health.has_left(peer) {
+            return Err(health.peer_failed(peer, "it has dropped out of the group"));
+        }
+        if self.timeout.deadline().has_passed() {
+            return Err(late(peer, health.host(peer)));
+        }
+        Ok(())
+    }
+
+    /// An error with both calls, if a rank makes another one. `theirs` is what the rank with an index calls.
+    fn check(&self, theirs: impl Fn(usize) -> EncodedCall) -> Result<()> {
+        let Peers { rank, members, .. } = self.peers;
+        // The memory is of this job and generation, and both ranks have made the same number of calls. The encoded call
+        // has no field for the tuning; only frames compare that.
+        let header =
+            |call| Header { call, sequence: self.sequence, generation: Generation::default(), payload: 0 };
+        for (index, peer) in members.iter().enumerate() {
+            let theirs = theirs(index);
+            if theirs != self.encoded {
+                let own = header(Call { tuning: 0, ..self.call });
+                own.check(&header(encoded_call::decode(&theirs)?), *rank, *peer)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A buffer for a result that replaces one of its operands; it stays in the L1 cache.
 #[repr(align(64))]
 struct Block([u8; 8 << 10]);
@@ -250,11 +295,11 @@ impl Job {
         self.call.elements as usize * self.call.dtype.size()
     }
 
-    /// The range that the rank at index `place` contributes to an `all_gather`, or receives from a `reduce_scatter`.
-    fn chunk(&self, place: usize) -> Range<usize> {
+    /// The range that the rank with this `index` contributes to an `all_gather`, or receives from a `reduce_scatter`.
+    fn chunk(&self, index: usize) -> Range<usize> {
         let scatters = self.call.operation == Operation::ReduceScatter;
         let bytes = if scatters { self.bytes() / self.ranks } else { self.bytes() };
-        place * bytes..(place + 1) * bytes
+        index * bytes..(index + 1) * bytes
     }
 
     fn fold(&self) -> Fold {
@@ -264,37 +309,8 @@ impl Job {
     }
 }
 
-/// An error if waiting for `peer` is useless.
-fn watch(health: &Health, peer: Rank, patience: &Patience) -> Result<()> {
-    if health.has_failed() || health.has_left(peer) {
-        return Err(health.peer_failed(peer, "it has dropped out of the group"));
-    }
-    if patience.deadline().has_passed() {
-        return Err(late(peer, health.host(peer)));
-    }
-    Ok(())
-}
-
 fn short() -> Error {
     Error::protocol("a rank of this host gave data of another length than its call says")
-}
-
-/// An error with both calls, if `peer` makes another one.
-fn compare(
-    rank: Rank,
-    call: Call,
-    sequence: Sequence,
-    peer: Rank,
-    own: &EncodedCall,
-    theirs: EncodedCall,
-) -> Result<()> {
-    if *own == theirs {
-        return Ok(());
-    }
-    // The memory is of this job and generation, and both ranks have made the same number of calls.
-    let header = |call| Header { call, sequence, generation: Generation::default(), payload: 0 };
-    // The encoded call has no field for the tuning; only frames compare that.
-    header(Call { tuning: 0, ..call }).check(&header(encoded_call::decode(&theirs)?), rank, peer)
 }
 
 #[cfg(test)]

@@ -1,36 +1,32 @@
 //! A barrier that reports which ranks are missing.
 
-use super::{Domain, compare, encoded_call, watch};
-use crate::deadline::{Deadline, Patience};
+use super::{Domain, Peers};
+use crate::deadline::{Deadline, Timeout};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Call;
 
 impl Domain {
     /// Two barriers. Rank 0 waits for the first until `deadline`. If ranks are missing, it does not enter the second,
-    /// and tells all which are missing. The others wait until `patience`.
+    /// and tells all which are missing. The others wait until `others_deadline`.
     pub(crate) fn monitored_barrier(
         &mut self,
         call: Call,
         sequence: Sequence,
         deadline: Deadline,
-        patience: Deadline,
+        others_deadline: Deadline,
     ) -> Result<()> {
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
-        for deadline in [if rank.is_main() { deadline } else { patience }, patience] {
-            let patience = Patience::from(deadline);
-            let mut watch = |missing: usize| watch(health, members[missing], &patience);
-            let met = self.control_block.small(encoded, &[], &mut watch).and_then(|slots| {
-                let check =
-                    |index| compare(rank, call, sequence, members[index], &encoded, slots.call(index));
-                (0..members.len()).try_for_each(check)
-            });
-            if met.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {
+        let Peers { rank, members, health } = &self.peers;
+        for deadline in [if rank.is_main() { deadline } else { others_deadline }, others_deadline] {
+            let timeout = Timeout::from(deadline);
+            let call = self.peers.call(call, sequence, &timeout);
+            let slots = self.control_block.small(call.encoded, &[], &mut |missing| call.watch(missing));
+            let outcome = slots.and_then(|slots| call.check(|index| slots.call(index)));
+            if outcome.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {
                 let missing: Vec<_> = self.control_block.missing().map(|index| members[index]).collect();
-                return absent(&missing, members.len()).map_or(met, Err);
+                return absent(&missing, members.len()).map_or(outcome, Err);
             }
-            met?;
+            outcome?;
         }
         Ok(())
     }

@@ -7,23 +7,23 @@ use crate::rank::Rank;
 pub(crate) struct Partition {
     domains: Vec<Vec<Rank>>,
     /// The index of each rank's domain.
-    places: Vec<usize>,
+    domain_of: Vec<usize>,
 }
 
 impl Partition {
     /// Puts each rank into the first domain with whose members, all of them, it can share memory.
     pub(super) fn of(ranks: usize, can_share: impl Fn(usize, usize) -> bool) -> Self {
-        let (mut domains, mut places) = (Vec::<Vec<Rank>>::new(), Vec::new());
+        let (mut domains, mut domain_of) = (Vec::<Vec<Rank>>::new(), Vec::new());
         for rank in 0..ranks {
             let fits = |domain: &Vec<Rank>| domain.iter().all(|member| can_share(member.index(), rank));
-            let place = domains.iter().position(fits).unwrap_or(domains.len());
-            if place == domains.len() {
+            let domain = domains.iter().position(fits).unwrap_or(domains.len());
+            if domain == domains.len() {
                 domains.push(Vec::new());
             }
-            domains[place].push(Rank::new(rank as u32));
-            places.push(place);
+            domains[domain].push(Rank::new(rank as u32));
+            domain_of.push(domain);
         }
-        Self { domains, places }
+        Self { domains, domain_of }
     }
 
     /// Each of `ranks` in a domain of its own.
@@ -43,7 +43,7 @@ impl Partition {
 
     /// The members of `rank`'s domain, in order.
     pub(crate) fn domain_of(&self, rank: Rank) -> &[Rank] {
-        self.places.get(rank.index()).map_or(&[], |place| &self.domains[*place])
+        self.domain_of.get(rank.index()).map_or(&[], |domain| &self.domains[*domain])
     }
 }
 

@@ -5,28 +5,24 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Protocol, SharedOperation, Unregistered, share};
 
-use super::{Domain, Job, LINE, compare, direct, encoded_call, staged, watch};
+use super::{Domain, Job, LINE, direct, staged};
 use crate::collective::kernel::Fold;
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::rank::Sequence;
 use crate::wire::frame::Call;
 
 impl Domain {
     /// Checks that all members make the same call, before it runs between ranks over the transport.
-    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, patience: &Patience) -> Result<()> {
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
-        let slots = self
-            .control_block
-            .small(encoded, &[], &mut |missing| watch(health, members[missing], patience))?;
-        (0..members.len())
-            .try_for_each(|index| compare(rank, call, sequence, members[index], &encoded, slots.call(index)))
+    pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, timeout: &Timeout) -> Result<()> {
+        let call = self.peers.call(call, sequence, timeout);
+        let slots = self.control_block.small(call.encoded, &[], &mut |missing| call.watch(missing))?;
+        call.check(|index| slots.call(index))
     }
 
-    /// The chunk of `bytes` that the member at index `place` owns, if the first `owners` members own all of them.
-    pub(crate) fn chunk(bytes: usize, owners: usize, place: usize) -> Range<usize> {
-        share(bytes, LINE, owners, place)
+    /// The chunk of `bytes` that the member with this `index` owns, if the first `owners` members own all of them.
+    pub(crate) fn chunk(bytes: usize, owners: usize, index: usize) -> Range<usize> {
+        share(bytes, LINE, owners, index)
     }
 
     /// Combines the members' `data`. Afterwards each of the first `owners` members has the result in its
@@ -40,13 +36,13 @@ impl Domain {
         data: &mut [u8],
         owners: usize,
         fold: Fold,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => operation.combine(owners, LINE, |chunks| fold.apply(chunks)),
             Protocol::Small | Protocol::Staged => {
-                staged::reduce(operation, job, fold, |place| Self::chunk(bytes, owners, place))
+                staged::reduce(operation, job, fold, |index| Self::chunk(bytes, owners, index))
             }
         })
     }
@@ -57,16 +53,16 @@ impl Domain {
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
         owners: usize,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, patience, |operation, job| match operation.protocol() {
+        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => {
                 operation.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
             Protocol::Small | Protocol::Staged => {
-                staged::collect(operation, job, |place| Self::chunk(bytes, owners, place))
+                staged::collect(operation, job, |index| Self::chunk(bytes, owners, index))
             }
         })
     }
@@ -75,17 +71,14 @@ impl Domain {
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
         work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job) -> Result<()>,
     ) -> Result<()> {
-        let (members, rank, health, encoded) =
-            (&*self.members, self.rank, &*self.health, encoded_call::encode(&call));
-        let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: 0 };
-        let mut watch = |missing: usize| watch(health, members[missing], patience);
-        self.control_block.in_place(encoded, data, Unregistered::Later, &mut watch, |operation| {
-            (0..job.ranks).try_for_each(|index| {
-                compare(rank, call, sequence, members[index], &encoded, operation.call(index))
-            })?;
+        let job = Job { call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
+        let call = self.peers.call(call, sequence, timeout);
+        let mut watch = |missing| call.watch(missing);
+        self.control_block.in_place(call.encoded, data, Unregistered::Later, &mut watch, |operation| {
+            call.check(|index| operation.call(index))?;
             work(operation, job)
         })
     }

@@ -94,8 +94,8 @@ impl<'a> Routes<'a> {
         }
     }
 
-    /// The place of the block from `from` in this rank's output.
-    pub(super) fn place(&self, from: usize) -> Range<usize> {
+    /// The range of the block from `from` in this rank's output.
+    pub(super) fn output_range(&self, from: usize) -> Range<usize> {
         if let Some((_, received)) = self.uneven {
             return self.bytes(received.of(from));
         }
@@ -117,13 +117,13 @@ impl<'a> Routes<'a> {
         output: &mut [u8],
     ) -> Result<()> {
         for from in 0..self.job.ranks {
-            let place = &mut output[self.place(from)];
-            if place.is_empty() {
+            let into = &mut output[self.output_range(from)];
+            if into.is_empty() {
                 continue;
             }
             let (start, input) = (self.taken(from), if from == self.job.me { own } else { others(from) });
-            let block = start.checked_add(place.len()).and_then(|end| input.get(start..end));
-            place.copy_from_slice(block.ok_or_else(short)?);
+            let block = start.checked_add(into.len()).and_then(|end| input.get(start..end));
+            into.copy_from_slice(block.ok_or_else(short)?);
         }
         Ok(())
     }

@@ -165,8 +165,8 @@ fn with_all<'a, R>(
     if ranks > few.len() {
         return f(&(0..ranks).map(bytes).collect::<Result<Vec<_>>>()?);
     }
-    for (index, place) in few[..ranks].iter_mut().enumerate() {
-        *place = bytes(index)?;
+    for (index, bytes_of_rank) in few[..ranks].iter_mut().enumerate() {
+        *bytes_of_rank = bytes(index)?;
     }
     f(&few[..ranks])
 }

@@ -38,7 +38,7 @@ enum Pattern {
 }
 
 pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
-    let given = |place| given(job, kind, place);
+    let given = |index| given(job, kind, index);
     match pattern(job, kind) {
         Pattern::Combine => combine(operation, job, kind),
         Pattern::Reduce => reduce(operation, job, job.fold(), given),
@@ -49,7 +49,7 @@ pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace)
 
 /// Copies the first window of an operation in place into `window`.
 pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
-    let given = |place| given(job, kind, place);
+    let given = |index| given(job, kind, index);
     match pattern(job, kind) {
         Pattern::Combine | Pattern::Reduce => {
             WindowLayout::new(job.ranks, given).fill(job.me, 0, memory, window);
@@ -71,12 +71,12 @@ fn pattern(job: Job, kind: InPlace) -> Pattern {
     }
 }
 
-/// The part of all ranks' memory that the rank at index `place` combines, or gives to all.
-fn given(job: Job, kind: InPlace, place: usize) -> Range<usize> {
+/// The part of all ranks' memory that the rank with this `index` combines, or gives to all.
+fn given(job: Job, kind: InPlace, index: usize) -> Range<usize> {
     match (kind, pattern(job, kind)) {
-        (InPlace::ReduceScatter | InPlace::AllGather, _) => job.chunk(place),
-        (_, Pattern::Combine) => share(job.bytes(), LINE, job.ranks, place),
-        _ if place == job.root => 0..job.bytes(),
+        (InPlace::ReduceScatter | InPlace::AllGather, _) => job.chunk(index),
+        (_, Pattern::Combine) => share(job.bytes(), LINE, job.ranks, index),
+        _ if index == job.root => 0..job.bytes(),
         _ => 0..0,
     }
 }
@@ -95,12 +95,12 @@ pub(super) fn reduce(
         let sources = layout.sources(job.me, own.len(), windows);
         for start in (0..own.len()).step_by(block.0.len()) {
             let part = start..own.len().min(start + block.0.len());
-            let place = own.start + part.start..own.start + part.end;
+            let range = own.start + part.start..own.start + part.end;
             let result = &mut block.0[..part.len()];
             let mut sources: Vec<_> = sources.iter().map(|source| &source[part.clone()]).collect();
-            sources[job.me] = &memory[place.clone()];
+            sources[job.me] = &memory[range.clone()];
             fold.apply_to(&sources, result)?;
-            memory[place].copy_from_slice(result);
+            memory[range].copy_from_slice(result);
         }
         Ok(())
     })
@@ -113,12 +113,12 @@ pub(super) fn collect(
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = for_all(job, &share);
-    layout.copy(operation, job.me, &share, |memory, place, bytes| memory[place].copy_from_slice(bytes))
+    layout.copy(operation, job.me, &share, |memory, range, bytes| memory[range].copy_from_slice(bytes))
 }
 
 /// This rank's share in one block for all others.
 fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<impl Fn(usize) -> Range<usize>> {
-    let longest = (0..job.ranks).map(|place| share(place).len()).max().unwrap_or(0);
+    let longest = (0..job.ranks).map(|index| share(index).len()).max().unwrap_or(0);
     WindowLayout::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
 }
 
@@ -129,7 +129,7 @@ pub(super) fn reduce_out_of_place(
     input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
-    let layout = WindowLayout::new(job.ranks, move |place| job.chunk(place));
+    let layout = WindowLayout::new(job.ranks, move |index| job.chunk(index));
     let start = job.chunk(job.me).start;
     layout.inputs(operation, job.me, |windows, _, number| {
         let own = layout.piece(job.me, number);
@@ -148,26 +148,26 @@ pub(super) fn copy(
     input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
-    output[routes.place(job.me)].copy_from_slice(&input[routes.given(job.me)]);
+    output[routes.output_range(job.me)].copy_from_slice(&input[routes.given(job.me)]);
     let layout =
         WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
-    let place = |from| routes.place(from);
-    layout.copy(operation, job.me, place, |_, place, bytes| output[place].copy_from_slice(bytes))
+    let destination = |from| routes.output_range(from);
+    layout.copy(operation, job.me, destination, |_, range, bytes| output[range].copy_from_slice(bytes))
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows. Ranks that need the results read them there.
 fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
     let (me, for_all) = (job.me, kind != InPlace::Reduce);
-    let layout = WindowLayout::new(job.ranks, |place| given(job, kind, place));
+    let layout = WindowLayout::new(job.ranks, |index| given(job, kind, index));
     let take_back = |operation: &mut Staging<'_, '_>, number| {
         if !for_all && me != job.root {
             return Ok(());
         }
         operation.take_back(|window, memory| {
-            for place in (0..job.ranks).filter(|place| *place != me) {
-                let piece = layout.piece(place, number);
+            for index in (0..job.ranks).filter(|index| *index != me) {
+                let piece = layout.piece(index, number);
                 let length = piece.len();
-                memory[piece].copy_from_slice(&window[layout.start(place)..][..length]);
+                memory[piece].copy_from_slice(&window[layout.start(index)..][..length]);
             }
             Ok(())
         })
@@ -175,7 +175,7 @@ fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<(
     layout.stage(operation, me, 0)?;
     for number in 0..layout.count {
         if number + 1 < layout.count {
-            // There are two buffers: the next window takes the place of the one before this.
+            // There are two buffers: the next window replaces the one before this.
             if number > 0 {
                 take_back(operation, number - 1)?;
             }
@@ -207,7 +207,7 @@ struct WindowLayout<F> {
 impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
     /// A buffer of which each rank has a share.
     fn new(ranks: usize, share: F) -> Self {
-        let longest = (0..ranks).map(|place| share(place).len()).max().unwrap_or(0);
+        let longest = (0..ranks).map(|index| share(index).len()).max().unwrap_or(0);
         Self::of_blocks((ranks, ranks), longest, share)
     }
 
@@ -217,9 +217,9 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         Self { given, ranks, blocks, bytes, count: longest.div_ceil(bytes).max(1) }
     }
 
-    /// The part of the block for `place` that is in window `number`.
-    fn piece(&self, place: usize, number: usize) -> Range<usize> {
-        self.cut((self.given)(place), number)
+    /// The part of the block for `index` that is in window `number`.
+    fn piece(&self, index: usize, number: usize) -> Range<usize> {
+        self.cut((self.given)(index), number)
     }
 
     fn cut(&self, block: Range<usize>, number: usize) -> Range<usize> {
@@ -227,17 +227,17 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         at(number)..at(number + 1)
     }
 
-    /// The offset in a window of the block for `place`.
-    fn start(&self, place: usize) -> usize {
-        place % self.blocks * self.bytes
+    /// The offset in a window of the block for `index`.
+    fn start(&self, index: usize) -> usize {
+        index % self.blocks * self.bytes
     }
 
     /// Copies the parts of this rank's input for the others into a window.
     fn fill(&self, me: usize, number: usize, memory: &[u8], window: &mut [u8]) {
-        let others = (0..self.ranks).filter(|place| *place != me);
-        let pieces = others.map(|place| (place, self.piece(place, number)));
-        for (place, piece) in pieces.filter(|(_, piece)| !piece.is_empty()).take(self.blocks) {
-            window[self.start(place)..][..piece.len()].copy_from_slice(&memory[piece]);
+        let others = (0..self.ranks).filter(|index| *index != me);
+        let pieces = others.map(|index| (index, self.piece(index, number)));
+        for (index, piece) in pieces.filter(|(_, piece)| !piece.is_empty()).take(self.blocks) {
+            window[self.start(index)..][..piece.len()].copy_from_slice(&memory[piece]);
         }
     }
 
@@ -265,20 +265,21 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         Ok(())
     }
 
-    /// Stages all windows, and calls `put` with each piece for this rank and its destination. `place` returns the
+    /// Stages all windows, and calls `put` with each piece for this rank and its destination. `destination`
+    /// returns the
     /// destination of a rank's whole block.
     fn copy(
         &self,
         operation: &mut Staging<'_, '_>,
         me: usize,
-        place: impl Fn(usize) -> Range<usize>,
+        destination: impl Fn(usize) -> Range<usize>,
         mut put: impl FnMut(&mut [u8], Range<usize>, &[u8]),
     ) -> Result<()> {
         self.inputs(operation, me, |windows, memory, number| {
             for (from, window) in windows.iter().enumerate().filter(|(from, _)| *from != me) {
-                let place = self.cut(place(from), number);
-                let bytes = &window[self.start(me)..][..place.len()];
-                put(memory, place, bytes);
+                let range = self.cut(destination(from), number);
+                let bytes = &window[self.start(me)..][..range.len()];
+                put(memory, range, bytes);
             }
             Ok(())
         })

@@ -6,7 +6,7 @@ use super::*;
 use crate::ProcessGroup;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::group::{Connected, Wishes, connect};
+use crate::group::{Connected, TransportOptions, connect};
 use crate::health::Heartbeat;
 use crate::store::MemoryStore;
 use crate::testing::{Fabric, run};
@@ -25,7 +25,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
                     let interface = Ipv4Addr::LOCALHOST.into();
-                    let place = MeshConfig {
+                    let config = MeshConfig {
                         store,
                         rank,
                         world,
@@ -34,7 +34,11 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),
                     };
-                    connect(&place, Wishes { kind, host, ..Wishes::default() }, Deadline::after(LIMIT))
+                    connect(
+                        &config,
+                        TransportOptions { kind, host, ..TransportOptions::default() },
+                        Deadline::after(LIMIT),
+                    )
                 })
             })
             .collect();
@@ -50,7 +54,8 @@ fn all_ranks_see_the_same_domains() {
         assert_eq!(rank.partition.domains(), [of(&[0, 2]), of(&[1, 3]), of(&[4])]);
         assert_eq!(rank.kind, Some(TransportKind::Tcp));
     }
-    let members = ranks.iter().map(|rank| rank.domain.as_ref().map_or(0, |domain| domain.members.len()));
+    let members =
+        ranks.iter().map(|rank| rank.domain.as_ref().map_or(0, |domain| domain.peers.members.len()));
     assert_eq!(members.collect::<Vec<_>>(), [2, 2, 2, 2, 0]);
     assert!(ranks.iter().flat_map(|rank| &rank.domain).all(|domain| !domain.is_world()));
 }
@@ -123,7 +128,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
             scope.spawn(move || {
                 let Connected { domain, transport: _transport, .. } = connected;
                 let mut domain = domain.unwrap();
-                let (count, me) = (domain.members.len(), domain.control_block.me());
+                let (count, me) = (domain.peers.members.len(), domain.control_block.me());
                 let bytes = LENGTH * size_of::<i32>();
                 let mut region = domain.arena().alloc(bytes).unwrap();
                 let mut ordinary = vec![0i32; LENGTH];
@@ -138,9 +143,9 @@ fn a_domain_reduces_into_shares_and_collects_them() {
                             .iter_mut()
                             .enumerate()
                             .for_each(|(index, value)| *value = (index * (me + 1)) as i32);
-                        let patience = Patience::new(LIMIT);
+                        let timeout = Timeout::new(LIMIT);
                         let reduce = (call, Sequence(number));
-                        domain.reduce_scatter(reduce, data, owners, fold, &patience).unwrap();
+                        domain.reduce_scatter(reduce, data, owners, fold, &timeout).unwrap();
                         let own = Domain::chunk(bytes, owners, me);
                         let sum = (1..=count).sum::<usize>();
                         let start = own.start / 4;
@@ -149,7 +154,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
                             assert_eq!(*value, ((start + index) * sum) as i32);
                             *value += 1; // What other hosts bring.
                         }
-                        domain.all_gather((call, Sequence(number + 1)), data, owners, &patience).unwrap();
+                        domain.all_gather((call, Sequence(number + 1)), data, owners, &timeout).unwrap();
                         let values: &[i32] = bytemuck::cast_slice(data);
                         assert!(
                             values

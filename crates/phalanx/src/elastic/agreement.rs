@@ -16,7 +16,7 @@ const NAMED: usize = 8;
 /// round of the last commit, and the digest of its snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct CommitReport {
-    awaited: bool,
+    workers_wait: bool,
     commits: u64,
     round: u64,
     digest: u64,
@@ -25,9 +25,9 @@ struct CommitReport {
 const NUMBERS: usize = 4;
 
 impl CommitReport {
-    fn of(snapshot: &mut Snapshot, awaited: bool, drift: Drift) -> Self {
+    fn of(snapshot: &mut Snapshot, workers_wait: bool, drift: Drift) -> Self {
         let (commits, round) = (snapshot.commits, snapshot.round);
-        Self { awaited, commits, round, digest: snapshot.digest(drift) }
+        Self { workers_wait, commits, round, digest: snapshot.digest(drift) }
     }
 
     /// The order of commits: the later one is greater. If two ranks have the same number of commits, the commit of the
@@ -42,7 +42,7 @@ impl CommitReport {
 #[derive(Debug)]
 pub(super) struct Committed {
     /// Do workers wait, so that a new group must be formed? The same on every rank.
-    pub(super) awaited: bool,
+    pub(super) workers_wait: bool,
     /// Was the snapshot of this rank replaced, because it had drifted?
     pub(super) repaired: bool,
 }
@@ -51,19 +51,19 @@ pub(super) struct Committed {
 pub(super) fn commit(
     group: &ProcessGroup,
     snapshot: &mut Snapshot,
-    awaited: bool,
+    workers_wait: bool,
     drift: Drift,
 ) -> Result<Committed> {
-    let own = CommitReport::of(snapshot, awaited, drift);
+    let own = CommitReport::of(snapshot, workers_wait, drift);
     let reports = exchange(group, own)?;
-    let awaited = reports.iter().any(|report| report.awaited);
+    let workers_wait = reports.iter().any(|report| report.workers_wait);
     if reports.iter().any(|report| report.commits != own.commits) {
         let commits: Vec<u64> = reports.iter().map(|report| report.commits).collect();
         return Err(Error::mismatch(format!("ranks are at different commits: {commits:?}"))
             .with_remedy("every rank must call commit equally often"));
     }
     if reports.iter().all(|report| report.digest == reports[0].digest) {
-        return Ok(Committed { awaited, repaired: false });
+        return Ok(Committed { workers_wait, repaired: false });
     }
     if drift == Drift::Repair {
         let all: Vec<usize> = (0..reports.len()).collect();
@@ -78,7 +78,7 @@ pub(super) fn commit(
         // A commit that has returned is on every rank: no rank returns before all snapshots are repaired. Otherwise,
         // after a failure now, only the ranks of the majority would have it.
         group.barrier()?;
-        return Ok(Committed { awaited, repaired });
+        return Ok(Committed { workers_wait, repaired });
     }
     let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
     Err(drifted(summaries.into_iter().enumerate().collect(), own.commits))
@@ -140,11 +140,11 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
 
 fn exchange(group: &ProcessGroup, report: CommitReport) -> Result<Vec<CommitReport>> {
     let numbers = [report.commits, report.round, report.digest].map(u64::cast_signed);
-    let sent = [i64::from(report.awaited), numbers[0], numbers[1], numbers[2]];
+    let sent = [i64::from(report.workers_wait), numbers[0], numbers[1], numbers[2]];
     let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
     group.all_gather(&sent, &mut received)?;
     let decode = |numbers: &[i64]| CommitReport {
-        awaited: numbers[0] != 0,
+        workers_wait: numbers[0] != 0,
         commits: numbers[1].cast_unsigned(),
         round: numbers[2].cast_unsigned(),
         digest: numbers[3].cast_unsigned(),
@@ -384,7 +384,7 @@ mod tests {
         let states = [(1, named(b"x", 1)), (1, named(b"x", 1))];
         let outcomes = on_ranks(&states, |group, snapshot, _| {
             let knows = group.rank().get() == 1;
-            commit(group, snapshot, knows, Drift::Fail).unwrap().awaited
+            commit(group, snapshot, knows, Drift::Fail).unwrap().workers_wait
         });
         assert!(outcomes.iter().all(|outcome| outcome.0));
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::retry::Course;
+use super::retry::StepProgress;
 use super::rounds::Rounds;
 use super::snapshot::Snapshot;
 use super::{Drift, State, agreement};
@@ -23,9 +23,9 @@ pub struct Context<'a, S: State> {
     pub(super) rounds: Option<&'a mut Rounds>,
     /// The round of the group.
     pub(super) round: u64,
-    pub(super) course: Course,
+    pub(super) progress: StepProgress,
     /// The rank and the world size by which the data of this step are distributed.
-    pub(super) place: (Rank, WorldSize),
+    pub(super) data_rank: (Rank, WorldSize),
     pub(super) ended: Option<Ended>,
     /// The number of the group's calls at the end of the last step.
     pub(super) calls: u64,
@@ -39,7 +39,7 @@ pub struct Context<'a, S: State> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ended {
     /// A commit has reported that a new group is to be formed.
-    Awaited,
+    WorkersWait,
     /// There is a new group already, and all go back to the last commit.
     GoneBack,
 }
@@ -47,7 +47,7 @@ pub(super) enum Ended {
 impl Ended {
     pub(super) fn error(self) -> Error {
         Error::regrouping(match self {
-            Self::Awaited => "workers have come, and all form a new group",
+            Self::WorkersWait => "workers have come, and all form a new group",
             Self::GoneBack => "a step was cut off, and all go back to the last commit",
         })
     }
@@ -79,8 +79,8 @@ impl<'a, S: State> Context<'a, S> {
             drift,
             rounds,
             round,
-            course: Course::new(round),
-            place: (group.rank(), group.world_size()),
+            progress: StepProgress::new(round),
+            data_rank: (group.rank(), group.world_size()),
             ended: None,
             calls: 0,
             followed: false,
@@ -113,15 +113,15 @@ impl<S: State> Context<'_, S> {
         // Counted before the collective: a rank that completes it knows that all have the commit, and may die before it
         // counts.
         self.snapshot.count(self.round);
-        let awaited = self.rounds.as_ref().is_some_and(|rounds| rounds.is_awaited());
+        let workers_wait = self.rounds.as_ref().is_some_and(|rounds| rounds.workers_wait());
         let group = self.group.in_call(Caller::ElasticCommit);
-        let committed = agreement::commit(&group, self.snapshot, awaited, self.drift)?;
+        let committed = agreement::commit(&group, self.snapshot, workers_wait, self.drift)?;
         if committed.repaired {
             self.state.load(&self.snapshot.parts)?;
         }
-        if committed.awaited {
-            self.ended = Some(Ended::Awaited);
-            return Err(Ended::Awaited.error());
+        if committed.workers_wait {
+            self.ended = Some(Ended::WorkersWait);
+            return Err(Ended::WorkersWait.error());
         }
         Ok(())
     }
@@ -158,12 +158,12 @@ impl<S: State> Context<'_, S> {
     /// This worker's rank for the data of the next step. It is the group's rank, except in the step after a failure:
     /// see [`step`](Self::step).
     pub fn rank(&self) -> Rank {
-        self.place.0
+        self.data_rank.0
     }
 
     /// The number of ranks for the data of the next step.
     pub fn world_size(&self) -> WorldSize {
-        self.place.1
+        self.data_rank.1
     }
 
     /// How many commits have led to this state, on this worker or others.
@@ -223,7 +223,7 @@ mod tests {
         let group = ProcessGroup::alone().unwrap();
         let (mut state, mut snapshot) = (Plain(1), Snapshot::default());
         let mut context = context(&mut state, &mut snapshot, &group);
-        for ended in [Ended::Awaited, Ended::GoneBack] {
+        for ended in [Ended::WorkersWait, Ended::GoneBack] {
             context.ended = Some(ended);
             assert!(context.commit().unwrap_err().is_regrouping());
             assert!(context.step(|_, _| Ok(())).unwrap_err().is_regrouping());

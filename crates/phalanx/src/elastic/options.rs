@@ -72,12 +72,12 @@ impl Options {
 
 /// An elastic job, as its launcher describes it to a worker.
 #[derive(Clone, Debug)]
-pub(super) struct Launched {
+pub(super) struct ElasticEnv {
     pub(super) env: LaunchEnv,
     pub(super) settings: Settings,
 }
 
-impl Launched {
+impl ElasticEnv {
     /// None if no launcher has started an elastic job.
     pub(super) fn from_process() -> Result<Option<Self>> {
         let settings = settings(|name| std::env::var(name).ok())?;
@@ -97,7 +97,7 @@ impl Launched {
 /// A name of this elastic job that all its workers compute, and no other job has; none if the job is not elastic. It
 /// may be written to disk: the key cannot be derived from it.
 pub(crate) fn job_name() -> Result<Option<String>> {
-    let Some(Launched { env, .. }) = Launched::from_process()? else { return Ok(None) };
+    let Some(ElasticEnv { env, .. }) = ElasticEnv::from_process()? else { return Ok(None) };
     let known = format!("{:?} {:?}", env.run_id, env.rendezvous);
     let secret = Secret::new(JobKey::from_env()?.as_ref(), "phalanx job name", known.as_bytes());
     Ok(Some(secret.tag("name", &[])[..16].iter().map(|byte| format!("{byte:02x}")).collect()))

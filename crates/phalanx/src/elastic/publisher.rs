@@ -15,19 +15,19 @@ use crate::random;
 use crate::store::{PrefixStore, TcpStore};
 
 /// How long the launcher's own store may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Appends in its own thread, so that the launcher, which watches workers, does not wait for the store.
 #[derive(Debug)]
 pub(crate) struct Publisher {
-    news: Sender<Entry>,
+    entries: Sender<Entry>,
     changes: u64,
 }
 
 impl Publisher {
     /// Starts the thread, for the workers of `run_id` whose rendezvous is in `store`.
     pub(crate) fn start(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Self> {
-        let (news, inbox) = channel();
+        let (entries, inbox) = channel();
         let (credentials, run_id) = (credentials.clone(), run_id.to_owned());
         std::thread::Builder::new()
             .name("phalanx-publish".into())
@@ -35,14 +35,14 @@ impl Publisher {
             .map_err(|error| {
                 Error::not_started("cannot start the thread that tells workers about failures", error)
             })?;
-        Ok(Self { news, changes: 0 })
+        Ok(Self { entries, changes: 0 })
     }
 
     /// Publishes that the process in this slot has ended. Ranks of its group know already; workers that wait for the next group
     /// would otherwise wait for its heartbeats to time out.
-    pub(crate) fn exited(&self, place: u32, process: u32) {
+    pub(crate) fn exited(&self, slot: u32, process: u32) {
         match random::number() {
-            Ok(nonce) => self.tell(Entry::Exited { place, process, nonce }),
+            Ok(nonce) => self.tell(Entry::Exited { slot, process, nonce }),
             Err(error) => {
                 tracing::debug!(%error, "the workers could not be told that one has ended, and must notice it themselves")
             }
@@ -57,12 +57,12 @@ impl Publisher {
 
     fn tell(&self, entry: Entry) {
         // The thread ends with this.
-        let _ = self.news.send(entry);
+        let _ = self.entries.send(entry);
     }
 }
 
 fn connect(store: SocketAddr, credentials: &Credentials, run_id: &str) -> Result<Log<MembersState>> {
-    let client = TcpStore::join(store, credentials, Deadline::after(PATIENCE))?;
+    let client = TcpStore::connect_with(store, credentials, Deadline::after(TIMEOUT))?;
     Ok(Log::new(Arc::new(PrefixStore::new(scope(run_id), Arc::new(client))), Mac::none()))
 }
 
@@ -74,7 +74,7 @@ fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log<MembersState>>
                 Some(log) => log,
                 none => none.insert(connect()?),
             };
-            log.append(&entry, Deadline::after(PATIENCE))
+            log.append(&entry, Deadline::after(TIMEOUT))
         };
         if let Err(error) = append() {
             tracing::debug!(%error, "the workers could not be told what their launcher has seen, and must notice it themselves");

@@ -23,7 +23,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
     /// The round in which its loop was called.
-    pub(super) origin: u64,
+    pub(super) loop_round: u64,
     /// How many commits have led to its state.
     pub(super) commits: u64,
     /// How many steps it has completed since its loop was called; the next one is in progress.
@@ -43,16 +43,16 @@ pub(super) const NUMBERS: usize = 6;
 impl Position {
     /// The position as numbers; all 0 for a rank that cannot go on.
     pub(super) fn encode(position: Option<Self>) -> [i64; NUMBERS] {
-        let numbers = |Self { origin, commits, step, data_round, reduced, called }: Self| {
-            [origin, commits, step, data_round, reduced, u64::from(called)]
+        let numbers = |Self { loop_round, commits, step, data_round, reduced, called }: Self| {
+            [loop_round, commits, step, data_round, reduced, u64::from(called)]
         };
         position.map_or([0; NUMBERS], |position| numbers(position).map(u64::cast_signed))
     }
 
     pub(super) fn decode(numbers: [i64; NUMBERS]) -> Option<Self> {
-        let [origin, commits, step, data_round, reduced, called] = numbers.map(i64::cast_unsigned);
+        let [loop_round, commits, step, data_round, reduced, called] = numbers.map(i64::cast_unsigned);
         let called = called != 0;
-        (origin > 0).then_some(Self { origin, commits, step, data_round, reduced, called })
+        (loop_round > 0).then_some(Self { loop_round, commits, step, data_round, reduced, called })
     }
 }
 
@@ -83,7 +83,8 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
         return Decision::GoBack;
     };
     let Some(first) = positions.first() else { return Decision::GoBack };
-    let alike = |position: &Position| (position.origin, position.commits) == (first.origin, first.commits);
+    let alike =
+        |position: &Position| (position.loop_round, position.commits) == (first.loop_round, first.commits);
     let behind = positions.iter().map(|position| position.step).min().unwrap_or(0);
     let ahead = positions.iter().map(|position| position.step).max().unwrap_or(0);
     let at = |step: u64| positions.iter().filter(move |position| position.step == step);
@@ -101,14 +102,14 @@ pub(super) fn decide(positions: &[Option<Position>]) -> Decision {
 
 /// A rank's progress through the steps since its loop was called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Course {
-    origin: u64,
+pub(super) struct StepProgress {
+    loop_round: u64,
     step: u64,
     data_round: u64,
     reduced: u64,
     called: bool,
     /// After which step the data's world changes, and to which round's.
-    turn: Option<(u64, u64)>,
+    change: Option<(u64, u64)>,
 }
 
 /// What this rank does with the step in progress.
@@ -120,10 +121,10 @@ pub(super) enum Resumed {
     Replay,
 }
 
-impl Course {
+impl StepProgress {
     /// The loop is called in `round`.
     pub(super) fn new(round: u64) -> Self {
-        Self { origin: round, step: 0, data_round: round, reduced: 0, called: false, turn: None }
+        Self { loop_round: round, step: 0, data_round: round, reduced: 0, called: false, change: None }
     }
 
     /// The round whose ranks have the data of the step in hand.
@@ -137,8 +138,8 @@ impl Course {
     }
 
     pub(super) fn position(&self, commits: u64) -> Position {
-        let Self { origin, step, data_round, reduced, called, .. } = *self;
-        Position { origin, commits, step, data_round, reduced, called }
+        let Self { loop_round, step, data_round, reduced, called, .. } = *self;
+        Position { loop_round, commits, step, data_round, reduced, called }
     }
 
     /// The next step begins. `called`: has this rank called other collectives of its group since the last one?
@@ -153,10 +154,10 @@ impl Course {
 
     /// Every rank has the result.
     pub(super) fn done(&mut self) {
-        if let Some((step, round)) = self.turn
+        if let Some((step, round)) = self.change
             && step <= self.step
         {
-            (self.data_round, self.turn) = (round, None);
+            (self.data_round, self.change) = (round, None);
         }
         self.step += 1;
         self.reduced = 0;
@@ -164,7 +165,7 @@ impl Course {
 
     /// The new group of `round` goes on by `plan`.
     pub(super) fn resume(&mut self, plan: Plan, round: u64) -> Resumed {
-        self.turn = Some((plan.ahead, round));
+        self.change = Some((plan.ahead, round));
         if self.step == plan.behind && plan.counts {
             self.done();
             if plan.behind < plan.ahead {

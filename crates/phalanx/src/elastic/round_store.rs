@@ -19,7 +19,7 @@ use crate::store::{PrefixStore, SharedStore, Store};
 const SWEPT: &str = "swept";
 /// How many rounds before the removed ones are checked again: a process that was stopped in one of them may have
 /// written something afterwards.
-const AGAIN: u64 = 8;
+const RECHECKED: u64 = 8;
 
 /// The store of one round. It records each key before it writes the key.
 pub(super) struct RoundStore {
@@ -114,7 +114,7 @@ pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<(
     if over <= swept {
         return Ok(());
     }
-    for round in swept.saturating_sub(AGAIN) + 1..=over {
+    for round in swept.saturating_sub(RECHECKED) + 1..=over {
         let list = list(round);
         if !store.check(&[&list], deadline)? {
             continue;

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::members::{Verdict, WorkerId};
-use super::options::{Launched, Options};
+use super::members::{JobEnd, WorkerId};
+use super::options::{ElasticEnv, Options};
 use super::retry::{Decision, NUMBERS, Plan, Position, decide};
-use super::session::{Met, Round, Session};
+use super::session::{NextRound, Round, Session};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -14,16 +14,16 @@ use crate::rank::Rank;
 use crate::rendezvous::Rendezvous;
 use crate::world_size::WorldSize;
 
-/// How long a group may take to learn of a failure that its sub-group has seen.
-const HEARSAY: Duration = Duration::from_millis(200);
+/// How long the failure of a sub-group may take to reach its group.
+const PROPAGATION: Duration = Duration::from_millis(200);
 
 /// How the job goes on.
 pub(super) enum Next {
     /// In a new group, from the last commit.
-    Anew,
+    FromCommit,
     /// In a new group, with the step that was cut off.
-    GoOn(Plan),
-    Over(Verdict),
+    Resume(Plan),
+    Over(JobEnd),
 }
 
 pub(super) struct Rounds {
@@ -47,9 +47,9 @@ struct Current {
 }
 
 impl Rounds {
-    pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
-        let session = Session::start(launched, options)?;
-        let reset_limit = launched.settings.reset_limit;
+    pub(super) fn start(env: &ElasticEnv, options: &Options) -> Result<Self> {
+        let session = Session::start(env, options)?;
+        let reset_limit = env.settings.reset_limit;
         let (options, worlds) = (options.clone(), Vec::new());
         Ok(Self { session, options, reset_limit, current: None, left: 0, worlds, lost: None })
     }
@@ -65,9 +65,9 @@ impl Rounds {
 
     fn find(&mut self, mut position: Option<Position>) -> Result<Next> {
         loop {
-            let round = match self.session.meet(self.left, position.is_some())? {
-                Met::Round(round) => round,
-                Met::Over(verdict) => return Ok(Next::Over(verdict)),
+            let round = match self.session.wait_for_round(self.left, position.is_some())? {
+                NextRound::Round(round) => round,
+                NextRound::Over(job_end) => return Ok(Next::Over(job_end)),
             };
             let Round { number, rendezvous, members, rejoined } = *round;
             self.left = number;
@@ -99,8 +99,8 @@ impl Rounds {
                     self.worlds.retain(|(round, _)| *round >= oldest);
                     self.worlds.push((number, members));
                     return Ok(match decision {
-                        Decision::GoBack => Next::Anew,
-                        Decision::GoOn(plan) => Next::GoOn(plan),
+                        Decision::GoBack => Next::FromCommit,
+                        Decision::GoOn(plan) => Next::Resume(plan),
                     });
                 }
                 Err(error) => match failure_of(&group).filter(|cause| cause.is_a_peers(rank)) {
@@ -122,8 +122,8 @@ impl Rounds {
     }
 
     /// Does a worker wait for a new group?
-    pub(super) fn is_awaited(&self) -> bool {
-        self.session.is_awaited()
+    pub(super) fn workers_wait(&self) -> bool {
+        self.session.workers_wait()
     }
 
     pub(super) fn reset_limit(&self) -> Option<u32> {
@@ -149,7 +149,7 @@ impl Rounds {
     }
 
     /// This worker's rank in the world of `round`.
-    pub(super) fn place(&self, round: u64) -> Result<(Rank, WorldSize)> {
+    pub(super) fn rank_in(&self, round: u64) -> Result<(Rank, WorldSize)> {
         let members = self.members(round)?;
         let me = self.session.id();
         let rank = members.iter().position(|member| *member == me).ok_or_else(|| unknown(round))?;
@@ -191,7 +191,7 @@ fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Opti
 
 /// Why the group has failed, if it has.
 pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
-    let deadline = Deadline::after(HEARSAY);
+    let deadline = Deadline::after(PROPAGATION);
     while group.failure().is_none() && !deadline.has_passed() {
         std::thread::sleep(Duration::from_millis(1));
     }

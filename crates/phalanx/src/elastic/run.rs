@@ -1,8 +1,8 @@
 //! The loop around a training loop.
 
 use super::context::Ended;
-use super::members::Verdict;
-use super::options::Launched;
+use super::members::JobEnd;
+use super::options::ElasticEnv;
 use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
 use super::{Context, Options, State, agreement};
@@ -45,21 +45,21 @@ pub fn run_with<S: State, T, E: From<Error>>(
     mut work: impl FnMut(&mut Context<'_, S>, &ProcessGroup) -> Result<T, E>,
 ) -> Result<T, E> {
     let mut snapshot = Snapshot::of(state)?;
-    let Some(launched) = Launched::from_process()? else {
+    let Some(env) = ElasticEnv::from_process()? else {
         return once(options, state, &mut snapshot, work);
     };
-    let mut rounds = Rounds::start(&launched, options)?;
+    let mut rounds = Rounds::start(&env, options)?;
     // The result of a call whose group failed at its last barrier.
     let mut finished = None;
     // Does the state differ from the snapshot?
     let mut dirty = false;
     loop {
         if rounds.current().is_none()
-            && let Next::Over(verdict) = rounds.next(None)?
+            && let Next::Over(job_end) = rounds.next(None)?
         {
             let limit = rounds.reset_limit();
             rounds.over();
-            return Ok(over(verdict, finished, limit)?);
+            return Ok(over(job_end, finished, limit)?);
         }
         let Some((round, group)) = rounds.current() else { continue };
         finished = None;
@@ -89,7 +89,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
                 }
                 Err(error) => return Err(error.into()),
             },
-            Err(error) => match (failure_of(&group), group.was_told()) {
+            Err(error) => match (failure_of(&group), group.remote_error()) {
                 (Some(cause), _) if cause.is_a_peers(rank) => Some(cause),
                 // The group works; a call has returned the failure of another rank.
                 (None, Some(told)) => Some(told),
@@ -158,12 +158,12 @@ fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()>
 }
 
 /// The end of the job for this worker: its result counts only if the others have succeeded too.
-fn over<T>(verdict: Verdict, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
-    match verdict {
-        Verdict::Done => {
+fn over<T>(job_end: JobEnd, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
+    match job_end {
+        JobEnd::Done => {
             finished.ok_or_else(|| Error::aborted("the job was over before this worker could take part"))
         }
-        Verdict::TooManyRounds => {
+        JobEnd::TooManyRounds => {
             let limit = reset_limit.unwrap_or(0);
             Err(Error::aborted(format!(
                 "the workers have changed more often than the reset limit, {limit}, allows"
@@ -219,9 +219,9 @@ mod tests {
 
     #[test]
     fn a_value_counts_only_if_the_job_is_done() {
-        assert_eq!(over(Verdict::Done, Some(1), None).unwrap(), 1);
-        assert!(over(Verdict::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
-        let error = over(Verdict::TooManyRounds, Some(1), Some(3)).unwrap_err();
+        assert_eq!(over(JobEnd::Done, Some(1), None).unwrap(), 1);
+        assert!(over(JobEnd::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
+        let error = over(JobEnd::TooManyRounds, Some(1), Some(3)).unwrap_err();
         assert!(error.to_string().contains("the reset limit, 3"), "{error}");
     }
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::members::{Clock, Departure, Entry, MembersState, Settings, Step, Verdict, Worker, WorkerId};
-use super::options::{Launched, Options};
+use super::members::{Clock, Departure, Entry, JobEnd, MembersState, Settings, Step, Worker, WorkerId};
+use super::options::{ElasticEnv, Options};
 use super::round_store::{self, RoundStore};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
@@ -35,9 +35,9 @@ const ANSWER: Duration = Duration::from_secs(30);
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// The result of waiting for a round.
-pub(super) enum Met {
+pub(super) enum NextRound {
     Round(Box<Round>),
-    Over(Verdict),
+    Over(JobEnd),
 }
 
 /// A round that this worker is a member of.
@@ -79,19 +79,19 @@ enum Phase {
 
 impl Session {
     /// Connects to the job's store, and asks to take part.
-    pub(super) fn start(launched: &Launched, options: &Options) -> Result<Self> {
-        let Launched { env, settings } = launched;
+    pub(super) fn start(env: &ElasticEnv, options: &Options) -> Result<Self> {
+        let ElasticEnv { env, settings } = env;
         let RendezvousEndpoint::Master { address, port } = &env.rendezvous else {
             return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
                 .with_remedy("start it with `phalanx run --min-np`"));
         };
         let (credentials, deadline) = (Credentials::from_env()?, Deadline::after(options.connect_timeout));
-        let client = TcpStore::join(host_port(address, *port), &credentials, deadline)?;
+        let client = TcpStore::connect_with(host_port(address, *port), &credentials, deadline)?;
         let interface = client.local_ip();
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
-        let (place, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));
-        let me = Worker { id: WorkerId(0), host: host::name(), place, process: std::process::id() };
+        let (slot, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));
+        let me = Worker { id: WorkerId(0), host: host::name(), slot, process: std::process::id() };
         let current = CurrentRound::new(Arc::clone(&store), &me.host);
         let participant = participate(&store, &current)?;
         let mut session = Self {
@@ -122,8 +122,8 @@ impl Session {
     }
 
     /// Does a worker wait for a new group?
-    pub(super) fn is_awaited(&self) -> bool {
-        self.replica().view().state.is_awaited()
+    pub(super) fn workers_wait(&self) -> bool {
+        self.replica().view().state.workers_wait()
     }
 
     /// The number under which this worker takes part now.
@@ -131,22 +131,22 @@ impl Session {
         self.me.id
     }
 
-    /// Waits for the next round. It begins when all members of this one have left it, or at once if all survivors hold
-    /// a step to replay.
-    pub(super) fn meet(&mut self, left: u64, holds: bool) -> Result<Met> {
+    /// Waits for the next round. It begins when all members of this one have left it, or at once if all survivors can
+    /// replay a step.
+    pub(super) fn wait_for_round(&mut self, left: u64, can_replay: bool) -> Result<NextRound> {
         let mut clock =
             Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
-        let (mut left, mut holds) = (left, holds);
+        let (mut left, mut can_replay) = (left, can_replay);
         let before = self.id();
-        self.ready(left, holds)?;
+        self.ready(left, can_replay)?;
         let mut reminders = Reminders::new();
         loop {
             let mut view = self.participant.replica().view();
             if let Some(error) = &view.lost {
                 return Err(error.clone());
             }
-            if let Some(verdict) = view.state.verdict() {
-                return Ok(Met::Over(verdict));
+            if let Some(job_end) = view.state.job_end() {
+                return Ok(NextRound::Over(job_end));
             }
             if let Some(why) = &view.refusal {
                 return Err(Error::mismatch(format!("this worker cannot take part: {why}"))
@@ -157,7 +157,7 @@ impl Session {
                 // It joins again under a new number.
                 drop(view);
                 warn("the other workers have gone on without this one; it joins them again");
-                holds = false;
+                can_replay = false;
                 self.join()?;
                 continue;
             }
@@ -167,12 +167,12 @@ impl Session {
                 if !view.state.is_gathering() {
                     return self
                         .round(&view.state, rank, me != before)
-                        .map(|round| Met::Round(Box::new(round)));
+                        .map(|round| NextRound::Round(Box::new(round)));
                 }
                 // A member has left it before its group was connected.
                 left = round;
                 drop(view);
-                self.ready(left, holds)?;
+                self.ready(left, can_replay)?;
                 continue;
             }
             let now = Instant::now();
@@ -248,19 +248,19 @@ impl Session {
     }
 
     /// Appends that the group of round `left` has been left, if it was this worker's.
-    fn ready(&self, left: u64, holds: bool) -> Result<()> {
+    fn ready(&self, left: u64, can_replay: bool) -> Result<()> {
         let worker = self.me.id;
         let is_member = {
             let view = self.replica().view();
             view.state.round() == left && view.state.rank(worker).is_some()
         };
-        if is_member { self.append(&Entry::Ready { round: left, worker, holds }) } else { Ok(()) }
+        if is_member { self.append(&Entry::Ready { round: left, worker, can_replay }) } else { Ok(()) }
     }
 
     /// Asks to take part, under a new number.
     fn join(&mut self) -> Result<()> {
         loop {
-            let id = next_id(&*self.current.store, self.me.place, Deadline::after(ANSWER))?;
+            let id = next_id(&*self.current.store, self.me.slot, Deadline::after(ANSWER))?;
             self.me.id = id;
             let join = Entry::Join { worker: self.me.clone(), settings: self.settings };
             let deadline = Deadline::after(ANSWER);
@@ -378,9 +378,9 @@ fn participate(store: &SharedStore, current: &Arc<CurrentRound>) -> Result<Parti
     Participant::start(log, Arc::new(replica), Deadline::after(ANSWER))
 }
 
-/// The number of a worker that joins now in `place`.
-fn next_id(store: &dyn Store, place: u32, deadline: Deadline) -> Result<WorkerId> {
-    let turn = store.add(&format!("stays/{place}"), 1, deadline)?;
+/// The number of a worker that joins now in `slot`.
+fn next_id(store: &dyn Store, slot: u32, deadline: Deadline) -> Result<WorkerId> {
+    let turn = store.add(&format!("stays/{slot}"), 1, deadline)?;
     Ok(WorkerId::new(random::number()?, u64::from_ne_bytes(turn.to_ne_bytes())))
 }
 

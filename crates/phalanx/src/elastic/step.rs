@@ -1,7 +1,7 @@
 //! Steps that the survivors of a failure replay.
 
 use super::context::Ended;
-use super::retry::{Course, Resumed};
+use super::retry::{Resumed, StepProgress};
 use super::rounds::{Next, failure_of};
 use super::{Context, State};
 use crate::caller::Caller;
@@ -64,15 +64,15 @@ impl<S: State> Context<'_, S> {
             return Ok(Step { value, missing: Vec::new(), regrouped: false, changed: false });
         }
         let round = self.round;
-        self.course.begin(self.group.calls() != self.calls);
+        self.progress.begin(self.group.calls() != self.calls);
         loop {
             let (held, error) = match reduce(self.state, &self.group) {
                 Ok(value) => {
-                    self.course.reduced(self.round);
+                    self.progress.reduced(self.round);
                     match self.group.in_call(Caller::ElasticStep).barrier() {
                         Ok(()) => {
-                            let before = self.course;
-                            self.course.done();
+                            let before = self.progress;
+                            self.progress.done();
                             return self.conclude(value, before, round);
                         }
                         Err(error) => (Some(value), error),
@@ -80,7 +80,7 @@ impl<S: State> Context<'_, S> {
                 }
                 Err(error) => (None, error),
             };
-            let before = self.course;
+            let before = self.progress;
             if let (Resumed::Done, Some(value)) = (self.go_on(error)?, held) {
                 return self.conclude(value, before, round);
             }
@@ -124,25 +124,25 @@ impl<S: State> Context<'_, S> {
         }
         tracing::warn!(round = self.round, %cause, "a step was cut off; this worker waits for the other survivors");
         rounds.leave(Some(&cause))?;
-        let next = rounds.next(Some(self.course.position(self.snapshot.commits)))?;
+        let next = rounds.next(Some(self.progress.position(self.snapshot.commits)))?;
         let Some((round, group)) = rounds.current() else { return Err(error) };
         (self.round, self.group) = (round, group);
-        let Next::GoOn(plan) = next else {
+        let Next::Resume(plan) = next else {
             warn("the step cannot be done again; all workers go back to the last commit");
             self.ended = Some(Ended::GoneBack);
             return Err(Ended::GoneBack.error());
         };
-        let resumed = self.course.resume(plan, round);
+        let resumed = self.progress.resume(plan, round);
         tracing::info!(round, ?resumed, "the survivors go on with the step");
         Ok(resumed)
     }
 
-    /// The step is complete. It began in `round`; `before` is the course before its end.
-    fn conclude<T>(&mut self, value: T, before: Course, round: u64) -> Result<Step<T>> {
-        let changed = self.course.data_round() != before.data_round();
+    /// The step is complete. It began in `round`; `before` is the progress before its end.
+    fn conclude<T>(&mut self, value: T, before: StepProgress, round: u64) -> Result<Step<T>> {
+        let changed = self.progress.data_round() != before.data_round();
         let missing = match self.rounds.as_ref() {
             Some(rounds) => {
-                self.place = rounds.place(self.course.data_round())?;
+                self.data_rank = rounds.rank_in(self.progress.data_round())?;
                 rounds.missing(before.data_round(), before.reduced_in())?
             }
             None => Vec::new(),

@@ -8,18 +8,18 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A rank's index among the ranks of its host, and their number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LocalPlace {
+pub(crate) struct LocalRank {
     pub rank: u32,
     pub world_size: u32,
 }
 
 /// Restricts the calling thread, and no other, to this rank's share of the processors it may use. If there are fewer
 /// processors than ranks, for example because a launcher has bound each rank to a few, nothing is changed.
-pub(super) fn keep_apart(place: LocalPlace) {
+pub(super) fn keep_apart(local: LocalRank) {
     let Ok(allowed) = sched_getaffinity(None) else { return };
     let processors: Vec<usize> =
         (0..CpuSet::MAX_CPU).filter(|processor| allowed.is_set(*processor)).collect();
-    let Some(share) = share(&processors, place) else { return };
+    let Some(share) = share(&processors, local) else { return };
     let mut own = CpuSet::new();
     share.iter().for_each(|processor| own.set(*processor));
     if let Err(error) = sched_setaffinity(None, &own) {
@@ -27,8 +27,8 @@ pub(super) fn keep_apart(place: LocalPlace) {
     }
 }
 
-fn share(processors: &[usize], place: LocalPlace) -> Option<&[usize]> {
-    let (rank, ranks) = (place.rank as usize, place.world_size as usize);
+fn share(processors: &[usize], local: LocalRank) -> Option<&[usize]> {
+    let (rank, ranks) = (local.rank as usize, local.world_size as usize);
     if ranks < 2 || rank >= ranks || processors.len() < ranks {
         return None;
     }
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     fn of(processors: &[usize], rank: u32, world_size: u32) -> Option<&[usize]> {
-        share(processors, LocalPlace { rank, world_size })
+        share(processors, LocalRank { rank, world_size })
     }
 
     #[test]

@@ -66,10 +66,10 @@ impl ProcessGroup {
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
         let mut output = Buffer::zeroed(buffer.dtype(), received.total());
         let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
-        self.start_with(call, move |engine, patience| {
+        self.start_with(call, move |engine, timeout| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::OutOfPlaceV { input, output: into, sent: &sent, received: &received };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok(output)
         })
     }

@@ -8,7 +8,7 @@ use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
 use crate::collective::{self, ReduceOp};
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::trace::Track;
@@ -79,16 +79,16 @@ impl ProcessGroup {
         mut buffer: Buffer,
         finish: impl FnOnce(Buffer) -> Buffer + Send + 'static,
     ) -> Result<Work> {
-        self.start_with(call, move |engine, patience| {
-            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
+        self.start_with(call, move |engine, timeout| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), timeout)?;
             Ok(finish(buffer))
         })
     }
 
     pub(super) fn start_out_of_place(&self, call: Call, input: Buffer, mut output: Buffer) -> Result<Work> {
-        self.start_with(call, move |engine, patience| {
+        self.start_with(call, move |engine, timeout| {
             let (input, into) = (input.as_bytes(), output.as_bytes_mut());
-            engine.collective(call, Memory::OutOfPlace { input, output: into }, patience)?;
+            engine.collective(call, Memory::OutOfPlace { input, output: into }, timeout)?;
             Ok(output)
         })
     }
@@ -97,11 +97,11 @@ impl ProcessGroup {
     pub(super) fn start_with(
         &self,
         call: Call,
-        work: impl FnOnce(&mut Engine, &Patience) -> Result<Buffer> + Send + 'static,
+        work: impl FnOnce(&mut Engine, &Timeout) -> Result<Buffer> + Send + 'static,
     ) -> Result<Work> {
         self.begin()?;
         // The deadline counts from now, not from the operation's turn.
-        let deadline = self.patience().deadline();
+        let deadline = self.operation_timeout().deadline();
         let (pending, completer) = Work::pending_in(self.inner.health.clone());
         let trace = self.trace();
         self.inner.queue.submit(

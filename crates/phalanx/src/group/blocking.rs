@@ -87,11 +87,11 @@ impl ProcessGroup {
 
     pub(super) fn run(&self, call: Call, memory: Memory<'_>) -> Result<()> {
         self.begin()?;
-        let patience = self.patience();
+        let timeout = self.operation_timeout();
         let trace = &self.inner.trace;
-        self.inner.queue.run(&patience, |engine| {
+        self.inner.queue.run(&timeout, |engine| {
             let begin = trace.is_enabled().then(Instant::now);
-            let outcome = engine.collective(call, memory, &patience);
+            let outcome = engine.collective(call, memory, &timeout);
             if let Some(begin) = begin {
                 trace.complete(Track::Communication, call.to_string(), begin, Instant::now(), &[]);
             }

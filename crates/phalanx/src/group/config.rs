@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU64;
 
 use parking_lot::Mutex;
 
-use super::LocalPlace;
-use super::connect::{Connected, Wishes, connect_among, connect_in_process};
+use super::LocalRank;
+use super::connect::{Connected, TransportOptions, connect_among, connect_in_process};
 use super::family::Family;
 use crate::collective::Tuning;
 use crate::credentials::Credentials;
@@ -24,7 +24,7 @@ use crate::world_size::WorldSize;
 #[derive(Clone)]
 pub(crate) struct GroupConfig {
     pub backend: Backend,
-    pub local: LocalPlace,
+    pub local: LocalRank,
     pub generation: Generation,
     /// The table by which the group and its sub-groups choose algorithms.
     pub tuning: Tuning,
@@ -102,7 +102,7 @@ impl Backend {
 
 impl GroupConfig {
     /// The configuration of a first group, with the default tuning.
-    pub(crate) fn new(backend: Backend, local: LocalPlace, generation: Generation) -> Self {
+    pub(crate) fn new(backend: Backend, local: LocalRank, generation: Generation) -> Self {
         Self {
             backend,
             local,
@@ -144,8 +144,9 @@ impl GroupConfig {
             }
             Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
                 let local_world_size = self.local.world_size;
-                let wishes = Wishes { kind: *transport, host: host_id.as_deref(), local_world_size };
-                let place = MeshConfig {
+                let options =
+                    TransportOptions { kind: *transport, host: host_id.as_deref(), local_world_size };
+                let mesh = MeshConfig {
                     store: &**store,
                     rank,
                     world,
@@ -154,7 +155,7 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                 };
-                connect_among(&place, self.members.clone(), wishes, deadline)
+                connect_among(&mesh, self.members.clone(), options, deadline)
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::world_size::WorldSize;
 
 /// The options with which a rank connects.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Wishes<'a> {
+pub(crate) struct TransportOptions<'a> {
     /// The transport of the data. If None: shared memory if all ranks can map each other's, else TCP.
     pub kind: Option<TransportKind>,
     /// The identity of this host. If None, it is determined from the kernel.
@@ -38,36 +38,40 @@ pub(crate) struct Connected {
 }
 
 /// Connects every rank with every other; returns when all of this rank's connections stand.
-pub(crate) fn connect(place: &MeshConfig<'_>, wishes: Wishes<'_>, deadline: Deadline) -> Result<Connected> {
-    connect_among(place, None, wishes, deadline)
+pub(crate) fn connect(
+    config: &MeshConfig<'_>,
+    options: TransportOptions<'_>,
+    deadline: Deadline,
+) -> Result<Connected> {
+    connect_among(config, None, options, deadline)
 }
 
 /// [`connect`] for a sub-group with these `members` of the first group.
 pub(crate) fn connect_among(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     members: Option<Arc<[Rank]>>,
-    wishes: Wishes<'_>,
+    options: TransportOptions<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let Wishes { kind, host, local_world_size } = wishes;
+    let TransportOptions { kind, host, local_world_size } = options;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that has already finished.
-        domain::decline(place, deadline)?;
+        domain::decline(config, deadline)?;
     }
-    let mesh = tcp::mesh(place, deadline).inspect_err(|error| {
-        if let Some(culprit) = error.culprit(place.rank) {
+    let mesh = tcp::mesh(config, deadline).inspect_err(|error| {
+        if let Some(culprit) = error.culprit(config.rank) {
             let member = members.as_ref().and_then(|members| members.get(culprit.index()));
             worker_error::blame(member.copied().unwrap_or(culprit));
         }
     })?;
-    let health = Health::among(place.rank, mesh.hosts, members);
+    let health = Health::among(config.rank, mesh.hosts, members);
     let connections = Arc::new(mesh.connections);
-    let identity = (place.rank, place.world);
-    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), place.heartbeat)?);
-    let mut joined = Joined { partition: Partition::alone(place.world.count()), domain: None, reason: None };
+    let identity = (config.rank, config.world);
+    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat)?);
+    let mut joined = Joined { partition: Partition::alone(config.world.count()), domain: None, reason: None };
     if kind != Some(TransportKind::Tcp) {
         // A rank that gives up here reports it, because the others may be waiting for its message.
-        joined = domain::join(place, host, &health, deadline).map_err(|error| health.fail(error))?;
+        joined = domain::join(config, host, &health, deadline).map_err(|error| health.fail(error))?;
     }
     let Joined { partition, domain, reason } = joined;
     let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
@@ -80,21 +84,21 @@ pub(crate) fn connect_among(
         }
         tracing::debug!(reason, "not all ranks share memory; data goes over TCP");
     }
-    if domain.is_none() && partition.domain_of(place.rank).len() > 1 {
+    if domain.is_none() && partition.domain_of(config.rank).len() > 1 {
         // The other ranks of its host would wait for it there.
         return Err(health.fail(domain::refused("this rank has no memory for it")));
     }
-    let rings = messages::rings(place, partition.domain_of(place.rank), &health, deadline);
+    let rings = messages::rings(config, partition.domain_of(config.rank), &health, deadline);
     let rings = rings.map_err(|error| health.fail(error))?;
-    let messages = Messages::over(place.rank, &connections, rings, &health, Box::new(monitor.clone()));
-    let transport = Box::new(Tcp::new(place.rank, connections, health.clone(), monitor, local_world_size));
+    let messages = Messages::over(config.rank, &connections, rings, &health, Box::new(monitor.clone()));
+    let transport = Box::new(Tcp::new(config.rank, connections, health.clone(), monitor, local_world_size));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
     Ok(Connected { transport, messages, kind, health, partition, domain })
 }
 
 /// Connects all ranks of a group of threads of this process, by rank.
 pub(crate) fn connect_in_process(world: WorldSize) -> Vec<Connected> {
-    let connected = |in_process::End { transport, messages, health }| Connected {
+    let connected = |in_process::InProcessRank { transport, messages, health }| Connected {
         transport: Box::new(transport),
         messages,
         kind: None,

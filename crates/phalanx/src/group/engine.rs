@@ -10,11 +10,11 @@ mod monitored_barrier;
 use std::ops::Range;
 use std::sync::Arc;
 
-use self::hosts::ByHosts;
+use self::hosts::Hierarchical;
 use crate::buffer::AlignedBytes;
 use crate::collective::kernel::Kernel;
 use crate::collective::{self, Choice, Counts, Hierarchy, Memory, Plan, ReduceOp, Step, Tuning, TuningRow};
-use crate::deadline::{Deadline, Patience};
+use crate::deadline::{Deadline, Timeout};
 use crate::domain::{Domain, Partition};
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -104,17 +104,17 @@ impl Engine {
     }
 
     /// A collective of all ranks, on this rank's memory.
-    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, patience: &Patience) -> Result<()> {
+    pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, timeout: &Timeout) -> Result<()> {
         let sequence = self.collectives.advance();
         let call = Call { tuning: self.choice.fingerprint, ..call };
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            let done = domain.collective(call, sequence, memory, patience);
+            let done = domain.collective(call, sequence, memory, timeout);
             return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }
         self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
-        let outcome = self.between_hosts(call, sequence, memory, patience);
+        let outcome = self.between_hosts(call, sequence, memory, timeout);
         self.health.calls.end();
         outcome
     }
@@ -125,23 +125,23 @@ impl Engine {
         call: Call,
         sequence: Sequence,
         mut memory: Memory<'_>,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         if let Some(hierarchy) = self.hierarchy.clone() {
-            memory = match (memory, ByHosts::of(call.operation)) {
+            memory = match (memory, Hierarchical::of(call.operation)) {
                 (Memory::InPlace(data), Some(kind)) => {
-                    return self.by_hosts(&hierarchy, kind, (call, sequence), data, patience);
+                    return self.by_hosts(&hierarchy, kind, (call, sequence), data, timeout);
                 }
                 (Memory::InPlaceV { data, counts }, _) => {
-                    return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, patience);
+                    return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
                 }
                 (from_rank_to_rank, _) => {
-                    self.agree_on_host(call, sequence, patience)?;
+                    self.agree_on_host(call, sequence, timeout)?;
                     from_rank_to_rank
                 }
             };
         }
-        let deadline = patience.deadline();
+        let deadline = timeout.deadline();
         match memory {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::InPlaceV { data, counts } => self.in_place_v(call, sequence, data, counts, deadline),
@@ -255,7 +255,7 @@ impl Engine {
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.map_err(|error| self.last_heard(error, sequence));
-            let done = done.map_err(|error| self.where_they_parted(error, sequence));
+            let done = done.map_err(|error| self.own_call_at(error, sequence));
             done.map_err(|error| self.health.fail_operation(error, call, sequence))?;
         }
         Ok(())
@@ -275,7 +275,7 @@ impl Engine {
     }
 
     /// A root does not wait for the others, and may have gone on before it receives a peer's different call.
-    fn where_they_parted(&self, error: Error, sequence: Sequence) -> Error {
+    fn own_call_at(&self, error: Error, sequence: Sequence) -> Error {
         let theirs = error.sequence().filter(|theirs| error.is_mismatch() && *theirs < sequence);
         let Some(theirs) = theirs else { return error };
         match self.called[theirs.0 as usize % REMEMBERED] {

@@ -104,10 +104,10 @@ impl ProcessGroup {
         self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
         let mut output = Buffer::zeroed(buffer.dtype(), counts.total());
         let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
-        self.start_with(call, move |engine, patience| {
+        self.start_with(call, move |engine, timeout| {
             let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
             let memory = Memory::OutOfPlaceV { input, output: into, sent: &counts, received: &counts };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok(output)
         })
     }
@@ -124,9 +124,9 @@ impl ProcessGroup {
     }
 
     pub(super) fn start_in_place_v(&self, call: Call, mut buffer: Buffer, counts: Counts) -> Result<Work> {
-        self.start_with(call, move |engine, patience| {
+        self.start_with(call, move |engine, timeout| {
             let memory = Memory::InPlaceV { data: buffer.as_bytes_mut(), counts: &counts };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok(buffer)
         })
     }

@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::connect::{Wishes, connect};
-use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalPlace, ProcessGroup};
+use super::connect::{TransportOptions, connect};
+use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalRank, ProcessGroup};
 use crate::caller::Caller;
 use crate::collective::{Tuning, TuningRow};
 use crate::deadline::Deadline;
@@ -133,7 +133,7 @@ impl ProcessGroup {
         if world_size == WorldSize::ONE {
             return Ok(Self::alone_in(generation, trace)?.with_timeout(timeout));
         }
-        let place = MeshConfig {
+        let mesh = MeshConfig {
             store: &*store,
             rank,
             world: world_size,
@@ -142,10 +142,10 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
         };
-        let wishes = Wishes { kind: transport, host: host_id.as_deref(), local_world_size };
-        let connected = connect(&place, wishes, Deadline::after(timeout))?;
+        let options = TransportOptions { kind: transport, host: host_id.as_deref(), local_world_size };
+        let connected = connect(&mesh, options, Deadline::after(timeout))?;
         let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
-        let local = LocalPlace { rank: local_rank, world_size: local_world_size };
+        let local = LocalRank { rank: local_rank, world_size: local_world_size };
         let config = GroupConfig {
             tuning: tuning.clone(),
             _keep_alive: Arc::new(keep_alive),
@@ -157,9 +157,9 @@ impl ProcessGroup {
 
     /// Before the first call: chooses algorithms by `tuning`, on every rank.
     pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
-        let patience = self.patience();
+        let timeout = self.operation_timeout();
         let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
-        self.inner.queue.run(&patience, |engine| engine.tune(tuning, call, patience.deadline()))??;
+        self.inner.queue.run(&timeout, |engine| engine.tune(tuning, call, timeout.deadline()))??;
         Ok(self)
     }
 
@@ -169,7 +169,7 @@ impl ProcessGroup {
     /// If the group's worker is gone.
     #[doc(hidden)]
     pub fn tuning_row(&self) -> Result<TuningRow> {
-        self.inner.queue.run(&self.patience(), |engine| engine.row().clone())
+        self.inner.queue.run(&self.operation_timeout(), |engine| engine.row().clone())
     }
 }
 

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::ProcessGroup;
 use super::config::Backend;
-use super::told::Told;
+use super::remote_error::RemoteError;
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::host;
@@ -60,12 +60,12 @@ impl ProcessGroup {
         let me = self.rank();
         let prepared = match &outcome {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(error)) => Err(Told::of(error, me)),
+            Ok(Err(error)) => Err(RemoteError::of(error, me)),
             Err(panic) => {
                 let said = panic.downcast_ref::<&str>().copied();
                 let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
                 let cause = format!("rank {me} panicked: {}", said.unwrap_or("without a message"));
-                Err(Told::of(&Error::aborted(cause), me))
+                Err(RemoteError::of(&Error::aborted(cause), me))
             }
         };
         let heard = self.prepared(prepared);
@@ -76,13 +76,13 @@ impl ProcessGroup {
     }
 
     /// Waits until all have come here, and hears whether all that came first are ready.
-    fn prepared(&self, own: Result<(), Told>) -> Result<()> {
-        let all: Vec<Result<(), Told>> = self.all_gather_object(&own)?;
+    fn prepared(&self, own: Result<(), RemoteError>) -> Result<()> {
+        let all: Vec<Result<(), RemoteError>> = self.all_gather_object(&own)?;
         match all.into_iter().find_map(Result::err) {
             None => Ok(()),
             Some(failed) => {
                 let operation = self.caller.map_or("main_process_first", Caller::name);
-                Err(self.told(failed.error().in_operation(operation, None)))
+                Err(self.note_remote_error(failed.error().in_operation(operation, None)))
             }
         }
     }

@@ -18,9 +18,9 @@ mod monitored_barrier;
 mod objects;
 mod point_to_point;
 mod reduce;
+mod remote_error;
 mod sampler;
 mod subgroup;
-mod told;
 mod work;
 mod work_queue;
 
@@ -31,19 +31,19 @@ use std::time::Duration;
 
 use phalanx_sys::arena::Arena;
 
-pub(crate) use self::affinity::LocalPlace;
+pub(crate) use self::affinity::LocalRank;
 pub(crate) use self::config::{Backend, GroupConfig};
 pub(crate) use self::connect::Connected;
 use self::connect::connect_in_process;
 #[cfg(any(test, feature = "testing"))]
-pub(crate) use self::connect::{Wishes, connect};
+pub(crate) use self::connect::{TransportOptions, connect};
 use self::engine::Engine;
 pub use self::handle::GroupHandle;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
 pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::point_to_point::P2pOp;
-pub(crate) use self::told::Told;
+pub(crate) use self::remote_error::RemoteError;
 pub(crate) use self::work::Completer;
 pub use self::work::Work;
 use self::work_queue::WorkQueue;
@@ -52,7 +52,7 @@ use parking_lot::Mutex;
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -171,7 +171,7 @@ struct Inner {
     /// The number of sub-groups made of this group.
     children: Mutex<u64>,
     /// Another rank's error that a call has returned on this rank, with the number of calls at that time.
-    told: Mutex<Option<(u64, Error)>>,
+    remote_error: Mutex<Option<(u64, Error)>>,
     /// Has this rank called [`ProcessGroup::abort`]?
     aborted: AtomicBool,
     /// Dropped last: it keeps the store alive.
@@ -223,7 +223,7 @@ impl ProcessGroup {
             .zip(connect_in_process(world))
             .map(|(rank, connected)| {
                 // Threads of one process, which may be tests: they are not bound to processors.
-                let local = LocalPlace { rank: rank.get(), world_size: 1 };
+                let local = LocalRank { rank: rank.get(), world_size: 1 };
                 let config = GroupConfig::new(backend.clone(), local, generation);
                 Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
             })
@@ -248,7 +248,7 @@ impl ProcessGroup {
             queue,
             messages,
             children: Mutex::new(0),
-            told: Mutex::default(),
+            remote_error: Mutex::default(),
             aborted: AtomicBool::new(false),
             config,
         };
@@ -364,18 +364,18 @@ impl ProcessGroup {
 
     /// Notes that a call has returned `cause` on this rank, the error of another rank, while the group stays usable.
     /// Returns it.
-    pub(crate) fn told(&self, cause: Error) -> Error {
+    pub(crate) fn note_remote_error(&self, cause: Error) -> Error {
         if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
             worker_error::blame(self.inner.config.global(culprit));
         }
-        *self.inner.told.lock() = Some((self.calls(), cause.clone()));
+        *self.inner.remote_error.lock() = Some((self.calls(), cause.clone()));
         cause
     }
 
     /// The error of another rank that the last call has returned on this one, if any. A program that has made another
     /// call since has gone on in spite of it.
-    pub(crate) fn was_told(&self) -> Option<Error> {
-        let told = self.inner.told.lock();
+    pub(crate) fn remote_error(&self) -> Option<Error> {
+        let told = self.inner.remote_error.lock();
         told.as_ref().filter(|(calls, _)| *calls == self.calls()).map(|(_, cause)| cause.clone())
     }
 
@@ -404,8 +404,8 @@ impl ProcessGroup {
         self.inner.trace.clone()
     }
 
-    fn patience(&self) -> Patience {
-        Patience::new(self.timeout)
+    fn operation_timeout(&self) -> Timeout {
+        Timeout::new(self.timeout)
     }
 
     /// Restricts the calling thread to this rank's share of its host's processors, as the group's own workers are. For

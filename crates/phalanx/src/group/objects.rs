@@ -8,7 +8,7 @@ use super::ProcessGroup;
 use super::engine::Engine;
 use crate::caller::Caller;
 use crate::collective::{Counts, Memory};
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -44,15 +44,15 @@ impl ProcessGroup {
         let group = self.in_call(Caller::BroadcastObject);
         let root = self.member(root)?;
         let own = if self.rank() == root { written(value) } else { Ok(Vec::new()) };
-        let bytes = group.on_queue(|engine, patience| {
+        let bytes = group.on_queue(|engine, timeout| {
             let mut length = [announced(&own)];
             let call = group.call(Operation::Broadcast, DType::I64, 1).rooted_at(root);
-            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), patience)?;
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), timeout)?;
             let length = checked(&length, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?[0];
             let mut bytes = own.clone().unwrap_or_default();
             bytes.resize(length, 0);
             let call = group.call(Operation::Broadcast, DType::U8, length).rooted_at(root);
-            engine.collective(call, Memory::InPlace(&mut bytes), patience)?;
+            engine.collective(call, Memory::InPlace(&mut bytes), timeout)?;
             Ok(bytes)
         })?;
         read(&bytes, root)
@@ -67,13 +67,13 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         let group = self.in_call(Caller::AllGatherObject);
         let own = written(Some(value));
-        let (bytes, counts) = group.on_queue(|engine, patience| {
-            let counts = group.lengths(engine, &own, patience)?;
+        let (bytes, counts) = group.on_queue(|engine, timeout| {
+            let counts = group.lengths(engine, &own, timeout)?;
             let mut bytes = vec![0; counts.total()];
             let input = own.as_deref().unwrap_or_default();
             let call = group.call(Operation::AllGatherV, DType::U8, counts.total());
             let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &counts, received: &counts };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok((bytes, counts))
         })?;
         self.read_all(&bytes, &counts)
@@ -91,16 +91,16 @@ impl ProcessGroup {
         let group = self.in_call(Caller::GatherObject);
         let root = self.member(root)?;
         let own = written(Some(value));
-        let (bytes, counts) = group.on_queue(|engine, patience| {
+        let (bytes, counts) = group.on_queue(|engine, timeout| {
             // All ranks get the lengths, so that all refuse if they are too long.
-            let counts = group.lengths(engine, &own, patience)?;
+            let counts = group.lengths(engine, &own, timeout)?;
             let received = if self.rank() == root { counts.clone() } else { self.nothing() };
             let sent = self.only(root, counts.of(self.rank().index()).len())?;
             let mut bytes = vec![0; received.total()];
             let input = own.as_deref().unwrap_or_default();
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
             let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &sent, received: &received };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok((bytes, counts))
         })?;
         if self.rank() == root { self.read_all(&bytes, &counts).map(Some) } else { Ok(None) }
@@ -127,13 +127,13 @@ impl ProcessGroup {
                 "scatter_object: the root must bring one value for each of {world} ranks"
             ))),
         };
-        let bytes = group.on_queue(|engine, patience| {
+        let bytes = group.on_queue(|engine, timeout| {
             let mut lengths = vec![UNWRITTEN; world.count()];
             if let Ok(own) = &own {
                 lengths.iter_mut().zip(own).for_each(|(length, bytes)| *length = bytes.len() as i64);
             }
             let call = group.call(Operation::Broadcast, DType::I64, lengths.len()).rooted_at(root);
-            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), patience)?;
+            engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut lengths)), timeout)?;
             let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
             let sent = if self.rank() == root { Counts::new(&lengths, world)? } else { self.nothing() };
             let received = self.only(root, lengths[self.rank().index()])?;
@@ -141,27 +141,27 @@ impl ProcessGroup {
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
             let memory =
                 Memory::OutOfPlaceV { input: &input, output: &mut bytes, sent: &sent, received: &received };
-            engine.collective(call, memory, patience)?;
+            engine.collective(call, memory, timeout)?;
             Ok(bytes)
         })?;
         read(&bytes, root)
     }
 
     /// Runs the collectives of one call, without any other in between.
-    fn on_queue<R>(&self, work: impl FnOnce(&mut Engine, &Patience) -> Result<R>) -> Result<R> {
+    fn on_queue<R>(&self, work: impl FnOnce(&mut Engine, &Timeout) -> Result<R>) -> Result<R> {
         self.begin()?;
-        let patience = self.patience();
-        self.inner.queue.run(&patience, |engine| work(engine, &patience))?
+        let timeout = self.operation_timeout();
+        self.inner.queue.run(&timeout, |engine| work(engine, &timeout))?
     }
 
     /// The lengths of all ranks' objects.
-    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, patience: &Patience) -> Result<Counts> {
+    fn lengths(&self, engine: &mut Engine, own: &Result<Vec<u8>>, timeout: &Timeout) -> Result<Counts> {
         let mut lengths = vec![0i64; self.world_size().count()];
         let memory = Memory::OutOfPlace {
             input: &announced(own).to_ne_bytes(),
             output: bytemuck::cast_slice_mut(&mut lengths),
         };
-        engine.collective(self.call(Operation::AllGather, DType::I64, 1), memory, patience)?;
+        engine.collective(self.call(Operation::AllGather, DType::I64, 1), memory, timeout)?;
         let lengths = checked(&lengths, |index| Rank::new(index as u32))
             .map_err(|error| own.clone().err().unwrap_or(error))?;
         Counts::new(&lengths, self.world_size())

@@ -69,7 +69,7 @@ impl ProcessGroup {
         let to = self.peer(to)?;
         self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.patience().deadline())
+        self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.operation_timeout().deadline())
     }
 
     /// Receives into `data` the next message from `from`.
@@ -80,7 +80,12 @@ impl ProcessGroup {
         let from = self.peer(from)?;
         self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), self.patience().deadline())
+        self.inner.messages.recv(
+            call,
+            from,
+            bytemuck::cast_slice_mut(data),
+            self.operation_timeout().deadline(),
+        )
     }
 
     /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
@@ -187,7 +192,7 @@ impl ProcessGroup {
         self.begin()?;
         match ops.is_empty() {
             true => Ok(Vec::new()),
-            false => self.inner.messages.start(ops, self.patience().deadline()),
+            false => self.inner.messages.start(ops, self.operation_timeout().deadline()),
         }
     }
 

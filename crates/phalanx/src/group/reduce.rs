@@ -40,8 +40,8 @@ impl ProcessGroup {
         let root = self.member(root)?;
         let call = self.call(Operation::Reduce, buffer.dtype(), buffer.len()).reducing(op).rooted_at(root);
         call.prepare(op, buffer.as_bytes_mut())?;
-        self.start_with(call, move |engine, patience| {
-            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), patience)?;
+        self.start_with(call, move |engine, timeout| {
+            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), timeout)?;
             Ok(buffer)
         })
     }
@@ -116,8 +116,8 @@ impl ProcessGroup {
         }
         let call = self.call(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
         call.prepare(op, packed.as_bytes_mut())?;
-        self.start_with(call, move |engine, patience| {
-            engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), patience)?;
+        self.start_with(call, move |engine, timeout| {
+            engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), timeout)?;
             Ok(packed)
         })
     }

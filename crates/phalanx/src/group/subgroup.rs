@@ -101,7 +101,7 @@ impl ProcessGroup {
         let own = color.map_or(NO_COLOR, i64::from);
         let mut number = self.inner.children.lock();
         self.begin()?;
-        let records = self.in_call(Caller::Split).tell([own, key])?;
+        let records = self.in_call(Caller::Split).exchange_records([own, key])?;
         *number += 1;
         let name = format!("group/{}/{own}", *number - 1);
         drop(number);
@@ -182,7 +182,7 @@ impl ProcessGroup {
         let mut number = self.inner.children.lock();
         self.begin()?;
         let group = self.in_call(Caller::NewGroup);
-        let records = group.tell([ranks.len() as i64, digest(ranks)])?;
+        let records = group.exchange_records([ranks.len() as i64, digest(ranks)])?;
         *number += 1;
         if let Some(other) = records.iter().position(|record| *record != records[0]) {
             return Err(group.differing_lists(ranks, &records, other)?);
@@ -191,7 +191,7 @@ impl ProcessGroup {
     }
 
     /// Sends the numbers of this call to every rank, and returns those of all, by rank.
-    fn tell(&self, own: [i64; RECORD]) -> Result<Vec<[i64; RECORD]>> {
+    fn exchange_records(&self, own: [i64; RECORD]) -> Result<Vec<[i64; RECORD]>> {
         let mut all = vec![0i64; RECORD * self.world_size().count()];
         self.all_gather(&own, &mut all)?;
         Ok(all.as_chunks().0.to_vec())
@@ -240,7 +240,7 @@ impl ProcessGroup {
         trace: Trace,
         caller: Caller,
     ) -> Result<Self> {
-        let connected = config.connect(rank, world, self.patience().deadline()).map_err(|error| match error.kind() {
+        let connected = config.connect(rank, world, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),
@@ -273,10 +273,10 @@ mod tests {
                 scope.spawn(move || {
                     let aside = group.new_group_aside(Trace::disabled()).unwrap();
                     let before = group.calls();
-                    let cause = aside.told(Error::mismatch("told before"));
+                    let cause = aside.note_remote_error(Error::mismatch("told before"));
                     (0..3).for_each(|_| aside.barrier().unwrap());
                     assert_eq!(group.calls(), before);
-                    assert!(aside.was_told().is_none(), "{cause}: it has calls of its own");
+                    assert!(aside.remote_error().is_none(), "{cause}: it has calls of its own");
                     assert_eq!((group.trace().is_enabled(), aside.trace().is_enabled()), (true, false));
                     let other = group.new_group(&[Rank::new(0), Rank::new(1)]).unwrap().unwrap();
                     other.barrier().unwrap();

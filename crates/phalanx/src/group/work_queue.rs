@@ -10,9 +10,9 @@ use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::affinity::{LocalPlace, keep_apart};
+use super::affinity::{LocalRank, keep_apart};
 use super::engine::Engine;
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
@@ -48,7 +48,7 @@ struct QueueState {
 }
 
 impl WorkQueue {
-    pub(super) fn new(rank: Rank, engine: Engine, place: LocalPlace) -> Result<Self> {
+    pub(super) fn new(rank: Rank, engine: Engine, local: LocalRank) -> Result<Self> {
         let health = engine.health();
         let state = QueueState {
             engine: Some(Box::new(engine)),
@@ -63,42 +63,42 @@ impl WorkQueue {
         let worker = std::thread::Builder::new()
             .name(format!("phalanx-comm-{rank}"))
             .spawn(move || {
-                keep_apart(place);
+                keep_apart(local);
                 served.serve();
             })
             .map_err(|error| Error::not_started("the communication worker could not be started", error))?;
         Ok(Self { health, shared, worker: Some(worker) })
     }
 
-    /// Runs `operation` here, after all operations called before it. If `patience` ends first, the group fails.
-    pub(super) fn run<R>(&self, patience: &Patience, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
+    /// Runs `operation` here, after all operations called before it. If `timeout` ends first, the group fails.
+    pub(super) fn run<R>(&self, timeout: &Timeout, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
         state.next_ticket += 1;
-        self.wait(&mut state, patience, |state| state.serving == ticket);
+        self.wait(&mut state, timeout, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)
     }
 
-    /// Queues `task` for the worker, as soon as there is room. If `patience` ends first, the group fails.
-    pub(super) fn submit(&self, patience: &Patience, task: Task) {
+    /// Queues `task` for the worker, as soon as there is room. If `timeout` ends first, the group fails.
+    pub(super) fn submit(&self, timeout: &Timeout, task: Task) {
         let mut state = self.shared.state.lock();
-        self.wait(&mut state, patience, |state| state.tasks.len() < CAPACITY);
+        self.wait(&mut state, timeout, |state| state.tasks.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.tasks.push_back((ticket, task));
         self.shared.wake_next(state);
     }
 
-    /// Waits until `ready`. An operation before this one may have a later deadline. If `patience` ends first, the group
+    /// Waits until `ready`. An operation before this one may have a later deadline. If `timeout` ends first, the group
     /// fails, which ends that operation and all waiting ones; this call returns when that is done.
     fn wait(
         &self,
         state: &mut MutexGuard<'_, QueueState>,
-        patience: &Patience,
+        timeout: &Timeout,
         mut ready: impl FnMut(&QueueState) -> bool,
     ) {
         while !ready(state) {
-            if self.shared.changed.wait_until(state, patience.deadline().instant()).timed_out()
+            if self.shared.changed.wait_until(state, timeout.deadline().instant()).timed_out()
                 && !ready(state)
             {
                 MutexGuard::unlocked(state, || {

@@ -7,7 +7,7 @@ use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
 /// How many times longer to wait for a process that is seen to run.
-const PATIENCE: u32 = 10;
+const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to all.
@@ -43,7 +43,7 @@ pub(crate) struct Silence {
 
 /// What the kernel shows about a silent process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sight {
+pub(crate) enum ProcessState {
     /// It is stopped, by a signal or a debugger.
     Stopped,
     /// It runs, or waits for something.
@@ -51,13 +51,13 @@ pub(crate) enum Sight {
     /// It has ended.
     Gone,
     /// Not visible: it is on another host, or in another container.
-    Nothing,
+    Unknown,
 }
 
 impl Silence {
     /// Has the peer failed? A peer that is seen to be alive is only slow.
-    pub(crate) fn is_failure(&self, sight: Sight) -> bool {
-        self.hopeless || sight != Sight::Alive
+    pub(crate) fn is_failure(&self, state: ProcessState) -> bool {
+        self.hopeless || state != ProcessState::Alive
     }
 }
 
@@ -105,7 +105,7 @@ impl Liveness {
             let Some(Peer { limit, silent, heard }) = peer else { continue };
             *silent = silent.saturating_add(listened);
             if *silent > *limit {
-                let hopeless = *silent > limit.saturating_mul(PATIENCE);
+                let hopeless = *silent > limit.saturating_mul(RUNNING_FACTOR);
                 let lasted = now.saturating_duration_since(*heard);
                 silences.push(Silence { peer: Rank::new(index as u32), lasted, hopeless });
             }
@@ -162,8 +162,8 @@ mod tests {
         let late = liveness.pass(start + STEP * 12);
         let expected = Silence { peer: A, lasted: STEP * 12, hopeless: false };
         assert_eq!(late, [expected]);
-        assert!(expected.is_failure(Sight::Stopped) && expected.is_failure(Sight::Nothing));
-        assert!(!expected.is_failure(Sight::Alive));
+        assert!(expected.is_failure(ProcessState::Stopped) && expected.is_failure(ProcessState::Unknown));
+        assert!(!expected.is_failure(ProcessState::Alive));
         liveness.heard(A, start + STEP * 13);
         assert!(liveness.pass(start + STEP * 13).is_empty());
     }

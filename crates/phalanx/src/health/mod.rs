@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 
 use self::calls::Calls;
 pub use self::heartbeat::Heartbeat;
-use self::liveness::Sight;
+use self::liveness::ProcessState;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
 use crate::rank::{Rank, Sequence};
@@ -179,19 +179,19 @@ impl Health {
         self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
     }
 
-    /// The connection to `peer` broke without a goodbye. `sight` is what has been seen of its process since.
-    pub(crate) fn lost(&self, peer: Rank, reason: &str, sight: Sight) -> Error {
-        let error = match sight {
-            Sight::Gone => {
+    /// The connection to `peer` broke without a goodbye. `state` is what has been seen of its process since.
+    pub(crate) fn lost(&self, peer: Rank, reason: &str, state: ProcessState) -> Error {
+        let error = match state {
+            ProcessState::Gone => {
                 let cause =
                     format!("rank {peer} ({}) died: its process has ended, {reason}", self.host(peer));
                 Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(see_output(peer))
             }
-            Sight::Nothing => {
+            ProcessState::Unknown => {
                 self.peer_failed(peer, &format!("{reason}; its process cannot be seen from here"))
             }
-            Sight::Alive | Sight::Stopped => {
-                let state = if sight == Sight::Alive { "alive" } else { "stopped" };
+            ProcessState::Alive | ProcessState::Stopped => {
+                let state = if state == ProcessState::Alive { "alive" } else { "stopped" };
                 let error = self.peer_failed(peer, &format!("{reason}, while its process is {state}"));
                 error.with_remedy(
                     "does a firewall, or something else between the ranks, end connections? If not, see that rank's own \
@@ -308,7 +308,7 @@ mod tests {
         health.on_failure(Box::new(move |_| {
             counter.fetch_add(1, Ordering::Relaxed);
         }));
-        health.lost(Rank::new(2), "its connection closed", Sight::Nothing);
+        health.lost(Rank::new(2), "its connection closed", ProcessState::Unknown);
         let second = health.fail(Error::timeout("late"));
         assert_eq!(second.peer(), Some(Rank::new(2)));
         assert_eq!(rings.load(Ordering::Relaxed), 1);
@@ -330,8 +330,9 @@ mod tests {
             counter.fetch_add(1, Ordering::SeqCst);
         }));
         let failing = health.clone();
-        let alarm =
-            std::thread::spawn(move || failing.lost(Rank::new(2), "its connection closed", Sight::Nothing));
+        let alarm = std::thread::spawn(move || {
+            failing.lost(Rank::new(2), "its connection closed", ProcessState::Unknown)
+        });
         started.recv().unwrap();
         assert_eq!(health.cause().unwrap().peer(), Some(Rank::new(2)));
         assert_eq!(told.load(Ordering::SeqCst), 1);
@@ -346,7 +347,7 @@ mod tests {
             let echo = waiting.peer_failed(Rank::new(1), "its connection closed");
             waiting.fail_operation(echo, barrier(None), Sequence(4))
         });
-        health.lost(Rank::new(2), "its connection closed", Sight::Nothing);
+        health.lost(Rank::new(2), "its connection closed", ProcessState::Unknown);
         let error = operation.join().unwrap();
         assert_eq!(error.peer(), Some(Rank::new(2)));
         assert_eq!((error.operation(), error.sequence()), (Some("barrier"), Some(Sequence(4))));
@@ -357,22 +358,23 @@ mod tests {
         let health = health();
         let waiting = health.clone();
         let store = std::thread::spawn(move || waiting.explain(Error::protocol("the store is gone")));
-        health.lost(Rank::MAIN, "its connection closed", Sight::Nothing);
+        health.lost(Rank::MAIN, "its connection closed", ProcessState::Unknown);
         assert_eq!(store.join().unwrap().peer(), Some(Rank::MAIN));
     }
 
     #[test]
     fn only_one_whose_process_has_ended_is_called_dead() {
-        let lost = |sight| health().lost(Rank::new(1), "connection reset by peer", sight).to_string();
+        let lost = |state| health().lost(Rank::new(1), "connection reset by peer", state).to_string();
         assert!(
-            lost(Sight::Gone).contains("rank 1 (b) died: its process has ended, connection reset by peer")
+            lost(ProcessState::Gone)
+                .contains("rank 1 (b) died: its process has ended, connection reset by peer")
         );
-        let alive = lost(Sight::Alive);
+        let alive = lost(ProcessState::Alive);
         assert!(
             alive.contains("rank 1 (b) was lost: connection reset by peer, while its process is alive"),
             "{alive}"
         );
-        assert!(!alive.contains("died") && !lost(Sight::Nothing).contains("died"));
+        assert!(!alive.contains("died") && !lost(ProcessState::Unknown).contains("died"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! An agent: the launcher of one host of an elastic job, which takes its instructions from the job's driver.
 
 use std::collections::VecDeque;
-use std::io::{PipeReader, PipeWriter, Read, Write};
+use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::poll::wake_pipe;
+use crate::poll::{drain, wake_pipe};
 
 /// The workers of this agent, and the store of the whole job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,7 +34,7 @@ pub(super) enum Instruction {
     /// Start another worker in this slot, now.
     Replace(u32),
     /// Leave this slot empty.
-    Vacate(u32),
+    LeaveEmpty(u32),
     /// A worker on some host has ended with success.
     Ending,
 }
@@ -75,7 +75,7 @@ impl Agent {
 
     /// The next instruction, if there is one.
     pub(super) fn receive(&self) -> Option<Instruction> {
-        while matches!((&self.instructions.notice).read(&mut [0; 64]), Ok(1..)) {}
+        drain(&self.instructions.notice);
         self.instructions.queue.lock().pop_front()
     }
 }

@@ -9,8 +9,8 @@ use rustix::process::Signal as Raw;
 use super::event::{Event, Observer};
 use super::exit::{Outcome, Report};
 use super::job::Job;
-use super::lent_key::LentKey;
-use super::nodes::{Alone, Gathered, Led, Nodes, Settled, Several};
+use super::key_file::KeyFile;
+use super::nodes::{AfterAttempt, AgentNode, Gathered, MultiNode, Nodes, SingleNode};
 use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let started = Instant::now();
     let mut control = Control::new(observer)?;
     let key = job.key_of_run()?;
-    let lent = key.as_ref().map(LentKey::new).transpose()?;
+    let lent = key.as_ref().map(KeyFile::new).transpose()?;
     let job = &job.with_key(key, lent.as_ref());
     if lent.is_none() {
         control.tell(Event::Warning { text: NO_KEY });
@@ -33,9 +33,9 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         control.tell(Event::Logging { folder: logs.folder() });
     }
     let mut nodes: Box<dyn Nodes + '_> = match (job.agent(), job.other_nodes()) {
-        (Some(agent), _) => Box::new(Led::new(job, agent)),
-        (None, Some(cluster)) => Box::new(Several::new(job, cluster, run_id, control.refused.refusals())?),
-        (None, None) => Box::new(Alone::new(job, run_id)),
+        (Some(agent), _) => Box::new(AgentNode::new(job, agent)),
+        (None, Some(cluster)) => Box::new(MultiNode::new(job, cluster, run_id, control.refused.refusals())?),
+        (None, None) => Box::new(SingleNode::new(job, run_id)),
     };
     let mut report = Report {
         outcome: Outcome::Stopped,
@@ -66,9 +66,9 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         report.nodes = placement.nodes;
         report.restarts = placement.restarts;
         report.replacements += attempt.replacements;
-        match nodes.settle(attempt.end, &mut control)? {
-            Settled::Again => {}
-            Settled::Over(outcome) => break outcome,
+        match nodes.after_attempt(attempt.end, &mut control)? {
+            AfterAttempt::Restart => {}
+            AfterAttempt::Over(outcome) => break outcome,
         }
     };
     // The other nodes receive all messages of this one.

@@ -10,7 +10,7 @@ use super::attempts;
 use super::cluster::Cluster;
 use super::event::Observer;
 use super::exit::Report;
-use super::lent_key::LentKey;
+use super::key_file::KeyFile;
 use super::logs::Logs;
 use super::placement::Placement;
 use super::replacements::Replacements;
@@ -305,9 +305,9 @@ impl Job {
     }
 
     /// The job with its key; `lent` holds the key for the workers.
-    pub(super) fn with_key(&self, key: Option<JobKey>, lent: Option<&LentKey>) -> Self {
+    pub(super) fn with_key(&self, key: Option<JobKey>, lent: Option<&KeyFile>) -> Self {
         // An empty key counts as none: the key of this process's own launcher is not this job's.
-        let path = lent.map(LentKey::path).unwrap_or_default();
+        let path = lent.map(KeyFile::path).unwrap_or_default();
         let credentials = Credentials { key, ..self.credentials.clone() };
         let unused = if credentials.tls.is_none() { &tls::VARIABLES[..] } else { &[] };
         let job = Self { credentials, ..self.clone() }.variable(key::VARIABLE, path);
@@ -363,7 +363,7 @@ impl Job {
         let Elastic { min, .. } = self.elastic?;
         let workers = self.workers.count();
         Some(match self.agent {
-            Some(_) => Replacements::led(workers, now),
+            Some(_) => Replacements::of_agent(workers, now),
             None => Replacements::new(workers, min.count(), self.max_restarts, now),
         })
     }

@@ -21,7 +21,7 @@ use crate::random;
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
 /// How long the last bytes may take to be written when the job is over.
-const PATIENCE: Duration = Duration::from_secs(10);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A selection of a worker's two output streams; torchrun's `Std`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -220,7 +220,7 @@ impl JobLogs {
     /// Waits until everything is written, but not longer than the disk's time limit.
     pub(super) fn finish(self) {
         drop(self.writer.queue);
-        let _ = self.writer.done.recv_timeout(PATIENCE);
+        let _ = self.writer.done.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 

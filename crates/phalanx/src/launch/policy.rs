@@ -23,12 +23,12 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Policy {
     grace: Duration,
     /// Those that failed by themselves, in order.
-    failures: Vec<End>,
+    failures: Vec<WorkerExit>,
     /// In an elastic job: those that failed while the others went on, and whose slots are empty.
-    lost: Vec<End>,
+    lost: Vec<WorkerExit>,
     exits: Vec<Option<Exit>>,
     phase: Phase,
-    cause: Option<Cause>,
+    cause: Option<EndReason>,
     /// Has another node asked to end the attempt?
     elsewhere: bool,
 }
@@ -53,7 +53,7 @@ enum Phase {
 
 /// The end of one worker.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct End {
+pub(super) struct WorkerExit {
     pub(super) worker: usize,
     pub(super) exit: Exit,
     /// Whom it blames.
@@ -62,7 +62,7 @@ pub(super) struct End {
 
 /// Why the job ends before all workers have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
+pub(super) enum EndReason {
     Failed {
         worker: usize,
     },
@@ -88,7 +88,7 @@ impl Policy {
 
     /// Workers whose ends were seen at the same moment. Their order is not known: one that a signal ended is the
     /// likelier cause, since the others may have noticed its death.
-    pub(super) fn exited(&mut self, batch: &[End], now: Instant) -> Option<Signal> {
+    pub(super) fn exited(&mut self, batch: &[WorkerExit], now: Instant) -> Option<Signal> {
         for end in batch {
             if let Some(exit) = self.exits.get_mut(end.worker) {
                 *exit = Some(end.exit);
@@ -96,7 +96,7 @@ impl Policy {
         }
         match self.phase {
             Phase::Running | Phase::Reporting { .. } => {
-                let mut failures: Vec<End> =
+                let mut failures: Vec<WorkerExit> =
                     batch.iter().filter(|end| !end.exit.is_success()).copied().collect();
                 failures.sort_by_key(|end| (!matches!(end.exit, Exit::Signal(_)), end.worker));
                 self.failures.extend(failures);
@@ -117,7 +117,7 @@ impl Policy {
     }
 
     /// A worker has failed and is not replaced, and the others go on.
-    pub(super) fn lost(&mut self, end: End) {
+    pub(super) fn lost(&mut self, end: WorkerExit) {
         self.lost.push(end);
         if let Some(exit) = self.exits.get_mut(end.worker) {
             *exit = Some(end.exit);
@@ -136,8 +136,8 @@ impl Policy {
 
     /// All have ended, or their time is over: the remaining processes are asked to end.
     fn judge(&mut self, now: Instant) -> Signal {
-        let elsewhere = self.elsewhere.then_some(Cause::Elsewhere);
-        self.cause = self.root_cause().map(|worker| Cause::Failed { worker }).or(elsewhere);
+        let elsewhere = self.elsewhere.then_some(EndReason::Elsewhere);
+        self.cause = self.root_cause().map(|worker| EndReason::Failed { worker }).or(elsewhere);
         self.ask(Signal::TERM, now)
     }
 
@@ -158,7 +158,7 @@ impl Policy {
     /// This process got `signal`.
     pub(super) fn interrupted(&mut self, signal: Signal, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Reporting { .. } => self.end(Cause::Interrupted(signal), signal, now),
+            Phase::Running | Phase::Reporting { .. } => self.end(EndReason::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
             // A worker may ignore the first signal.
             Phase::Ending { kill_at, swept: false } if signal == Signal::TERM => {
@@ -180,7 +180,7 @@ impl Policy {
     /// The observer has asked for the end.
     pub(super) fn stopped(&mut self, now: Instant) -> Option<Signal> {
         match self.phase {
-            Phase::Running | Phase::Reporting { .. } => self.end(Cause::Stopped, Signal::TERM, now),
+            Phase::Running | Phase::Reporting { .. } => self.end(EndReason::Stopped, Signal::TERM, now),
             Phase::Ending { .. } | Phase::Killed { .. } => None,
         }
     }
@@ -246,7 +246,7 @@ impl Policy {
         self.failures.first().map(|end| end.worker)
     }
 
-    pub(super) fn cause(&self) -> Option<Cause> {
+    pub(super) fn cause(&self) -> Option<EndReason> {
         self.cause
     }
 
@@ -254,7 +254,7 @@ impl Policy {
         self.exits.iter().map(|exit| exit.unwrap_or(Exit::Lost)).collect()
     }
 
-    fn end(&mut self, cause: Cause, signal: Signal, now: Instant) -> Option<Signal> {
+    fn end(&mut self, cause: EndReason, signal: Signal, now: Instant) -> Option<Signal> {
         self.cause = Some(cause);
         Some(self.ask(signal, now))
     }
@@ -285,12 +285,12 @@ mod tests {
         (Policy::new(workers, GRACE), Instant::now())
     }
 
-    fn end(worker: usize, exit: Exit) -> End {
-        End { worker, exit, blames: None }
+    fn end(worker: usize, exit: Exit) -> WorkerExit {
+        WorkerExit { worker, exit, blames: None }
     }
 
-    fn blaming(worker: usize, blamed: usize) -> End {
-        End { worker, exit: Exit::Code(1), blames: Some(blamed) }
+    fn blaming(worker: usize, blamed: usize) -> WorkerExit {
+        WorkerExit { worker, exit: Exit::Code(1), blames: Some(blamed) }
     }
 
     #[test]
@@ -313,7 +313,7 @@ mod tests {
         assert_eq!(policy.tick(now + GRACE / 2, false), None);
         assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
         assert_eq!(policy.tick(now + GRACE, false), None);
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 2 }));
         assert!(!policy.gives_up(now + GRACE));
         assert!(policy.gives_up(now + GRACE + AFTER_KILL));
         assert_eq!(policy.exits(), [Exit::Code(1), Exit::Lost, Exit::Code(3)]);
@@ -324,7 +324,7 @@ mod tests {
         let (mut policy, now) = policy(2);
         assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), None);
         assert_eq!(policy.exited(&[end(0, OK)], now), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
     }
 
     #[test]
@@ -332,7 +332,7 @@ mod tests {
         let (mut policy, now) = policy(3);
         policy
             .exited(&[end(0, Exit::Code(1)), end(2, Exit::Signal(Signal::KILL)), end(1, Exit::Code(1))], now);
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 2 }));
     }
 
     #[test]
@@ -343,7 +343,7 @@ mod tests {
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), Some(Signal::TERM));
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::KILL));
         assert_eq!(policy.interrupted(Signal::INT, now), None);
-        assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
+        assert_eq!(policy.cause(), Some(EndReason::Interrupted(Signal::INT)));
     }
 
     #[test]
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), Some(Signal::TERM));
         assert_eq!(policy.interrupted(Signal::TERM, now + GRACE / 2), None);
         assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
-        assert_eq!(policy.cause(), Some(Cause::Interrupted(Signal::INT)));
+        assert_eq!(policy.cause(), Some(EndReason::Interrupted(Signal::INT)));
     }
 
     #[test]
@@ -362,7 +362,7 @@ mod tests {
         let now = Instant::now();
         assert_eq!(policy.stopped(now), Some(Signal::TERM));
         assert_eq!(policy.tick(now, false), Some(Signal::KILL));
-        assert_eq!(policy.cause(), Some(Cause::Stopped));
+        assert_eq!(policy.cause(), Some(EndReason::Stopped));
     }
 
     #[test]
@@ -371,7 +371,7 @@ mod tests {
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
         assert_eq!(policy.exited(&[blaming(2, 0)], now), None);
         assert_eq!(policy.exited(&[end(1, Exit::Code(3))], now), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
     }
 
     #[test]
@@ -384,12 +384,12 @@ mod tests {
         assert_eq!(policy.wake_at(), Some(now + LOOK));
         assert_eq!(policy.exited(&[end(1, Exit::Code(101))], now + LOOK / 2), None);
         assert_eq!(policy.tick(now + LOOK, false), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
 
         let (mut policy, now) = self::policy(2);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
         assert_eq!(policy.tick(now + ON_ITS_WAY_OUT, true), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
     }
 
     #[test]
@@ -402,7 +402,7 @@ mod tests {
             }
             assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
             assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
-            assert_eq!(policy.cause(), Some(Cause::Failed { worker: 0 }));
+            assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
         }
     }
 
@@ -412,12 +412,12 @@ mod tests {
         policy.ended_elsewhere(now);
         assert_eq!(policy.tick(now, false), None);
         assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Elsewhere));
+        assert_eq!(policy.cause(), Some(EndReason::Elsewhere));
 
         let mut policy = Policy::new(2, GRACE);
         policy.ended_elsewhere(now);
         assert_eq!(policy.exited(&[blaming(1, 7), end(0, OK)], now), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
     }
 
     #[test]
@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
         assert!(!policy.is_running());
         assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 2 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 2 }));
     }
 
     #[test]
@@ -447,6 +447,6 @@ mod tests {
         let (mut policy, now) = policy(2);
         assert_eq!(policy.exited(&[blaming(1, 0)], now), None);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), Some(Signal::TERM));
-        assert_eq!(policy.cause(), Some(Cause::Failed { worker: 1 }));
+        assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
     }
 }

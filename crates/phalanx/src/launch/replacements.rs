@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::exit::Exit;
-use super::slot::{Holder, Slot};
+use super::slot::{Slot, SlotState};
 
 /// The slots of an elastic job's workers on this node.
 #[derive(Debug)]
@@ -13,35 +13,36 @@ pub(super) struct Replacements {
     allowed: u32,
     used: u32,
     /// Does the driver decide which workers are replaced?
-    is_led: bool,
+    driver_decides: bool,
     slots: Vec<Slot>,
     /// How the last worker that failed in each slot ended.
     exits: Vec<Exit>,
 }
 
-/// What follows the failure of a slot's worker.
+/// What to do about the failure of a slot's worker.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
-    /// It is replaced after this time.
-    Replaced { after: Duration },
-    /// It is not replaced, and the others go on.
-    Empty,
-    /// Too few are left.
+pub(super) enum OnFailure {
+    /// Replace it after this time.
+    Replace { after: Duration },
+    /// Do not replace it; the others go on.
+    LeaveEmpty,
+    /// End the job: too few are left.
     TooFew,
-    /// The driver decides.
-    Asked,
+    /// Ask the driver.
+    AskDriver,
 }
 
 impl Replacements {
     /// `workers` start now; with fewer than `min` the job ends.
     pub(super) fn new(workers: usize, min: usize, allowed: u32, now: Instant) -> Self {
         let (slots, exits) = (Slot::several(workers, now), vec![Exit::Lost; workers]);
-        Self { min, allowed, used: 0, is_led: false, slots, exits }
+        Self { min, allowed, used: 0, driver_decides: false, slots, exits }
     }
 
-    /// `workers` start now; the driver decides about replacements, and how many workers are too few.
-    pub(super) fn led(workers: usize, now: Instant) -> Self {
-        Self { is_led: true, ..Self::new(workers, 0, 0, now) }
+    /// The slots of an agent: `workers` start now, and the driver decides about replacements, and how many workers are too
+    /// few.
+    pub(super) fn of_agent(workers: usize, now: Instant) -> Self {
+        Self { driver_decides: true, ..Self::new(workers, 0, 0, now) }
     }
 
     /// How often a worker has been replaced, or is about to be, and the limit.
@@ -50,39 +51,39 @@ impl Replacements {
     }
 
     pub(super) fn ended_well(&mut self, worker: usize) {
-        self.slots[worker].holder = Holder::Done;
+        self.slots[worker].state = SlotState::Succeeded;
     }
 
-    pub(super) fn failed(&mut self, worker: usize, exit: Exit, now: Instant) -> Verdict {
+    pub(super) fn failed(&mut self, worker: usize, exit: Exit, now: Instant) -> OnFailure {
         // The first worker that ends well does so after all have finished the work: no worker is started any more.
-        let is_ending = self.slots.iter().any(|slot| slot.holder == Holder::Done);
+        let is_ending = self.slots.iter().any(|slot| slot.state == SlotState::Succeeded);
         self.exits[worker] = exit;
         let slot = &mut self.slots[worker];
-        if self.is_led {
-            slot.holder = Holder::Asking;
-            return Verdict::Asked;
+        if self.driver_decides {
+            slot.state = SlotState::Undecided;
+            return OnFailure::AskDriver;
         }
         let pause = slot.fail(now).filter(|_| !is_ending && self.used < self.allowed);
         if let Some(after) = pause {
             self.used += 1;
-            slot.holder = Holder::Cooling { until: now + after };
-            return Verdict::Replaced { after };
+            slot.state = SlotState::Restarting { at: now + after };
+            return OnFailure::Replace { after };
         }
-        let there = self.slots.iter().filter(|slot| slot.holder != Holder::Vacant).count();
-        if there < self.min { Verdict::TooFew } else { Verdict::Empty }
+        let there = self.slots.iter().filter(|slot| slot.state != SlotState::Empty).count();
+        if there < self.min { OnFailure::TooFew } else { OnFailure::LeaveEmpty }
     }
 
     /// The driver has decided to replace a slot's worker now.
     pub(super) fn replace(&mut self, worker: usize, now: Instant) {
-        if let Some(slot) = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking) {
-            slot.holder = Holder::Cooling { until: now };
+        if let Some(slot) = self.slots.get_mut(worker).filter(|slot| slot.state == SlotState::Undecided) {
+            slot.state = SlotState::Restarting { at: now };
         }
     }
 
     /// The driver has decided to leave a slot empty. Returns how its last worker ended.
-    pub(super) fn vacate(&mut self, worker: usize) -> Option<Exit> {
-        let slot = self.slots.get_mut(worker).filter(|slot| slot.holder == Holder::Asking)?;
-        slot.holder = Holder::Vacant;
+    pub(super) fn leave_empty(&mut self, worker: usize) -> Option<Exit> {
+        let slot = self.slots.get_mut(worker).filter(|slot| slot.state == SlotState::Undecided)?;
+        slot.state = SlotState::Empty;
         Some(self.exits[worker])
     }
 
@@ -101,9 +102,9 @@ impl Replacements {
     pub(super) fn cancel(&mut self) -> Vec<(usize, Exit)> {
         let mut cancelled = Vec::new();
         for (worker, slot) in self.slots.iter_mut().enumerate() {
-            if slot.due_at().is_some() || slot.holder == Holder::Asking {
-                self.used -= u32::from(!self.is_led);
-                slot.holder = Holder::Vacant;
+            if slot.due_at().is_some() || slot.state == SlotState::Undecided {
+                self.used -= u32::from(!self.driver_decides);
+                slot.state = SlotState::Empty;
                 cancelled.push((worker, self.exits[worker]));
             }
         }
@@ -116,7 +117,7 @@ mod tests {
     use super::*;
 
     const BAD: Exit = Exit::Code(1);
-    const AT_ONCE: Verdict = Verdict::Replaced { after: Duration::ZERO };
+    const AT_ONCE: OnFailure = OnFailure::Replace { after: Duration::ZERO };
 
     fn later(now: Instant, seconds: u64) -> Instant {
         now + Duration::from_secs(seconds)
@@ -133,8 +134,8 @@ mod tests {
             assert_eq!((replacements.wake_at(), replacements.due(now)), (None, None));
         }
         assert_eq!(replacements.count(), (2, 2));
-        assert_eq!(replacements.failed(1, BAD, later(start, 30)), Verdict::Empty);
-        assert_eq!(replacements.failed(0, BAD, later(start, 31)), Verdict::TooFew);
+        assert_eq!(replacements.failed(1, BAD, later(start, 30)), OnFailure::LeaveEmpty);
+        assert_eq!(replacements.failed(0, BAD, later(start, 31)), OnFailure::TooFew);
     }
 
     #[test]
@@ -143,14 +144,14 @@ mod tests {
         let mut replacements = Replacements::new(2, 1, 100, now);
         for seconds in [0, 1, 2] {
             let after = Duration::from_secs(seconds);
-            assert_eq!(replacements.failed(0, BAD, now), Verdict::Replaced { after });
+            assert_eq!(replacements.failed(0, BAD, now), OnFailure::Replace { after });
             if seconds > 0 {
                 assert_eq!(replacements.due(now), None);
             }
             now += after;
             assert_eq!(replacements.due(now), Some(0));
         }
-        assert_eq!(replacements.failed(0, BAD, now), Verdict::Empty);
+        assert_eq!(replacements.failed(0, BAD, now), OnFailure::LeaveEmpty);
         // One that lives for a while between two failures is another matter.
         for _ in 0..10 {
             now += Duration::from_secs(2);
@@ -167,21 +168,21 @@ mod tests {
         assert_eq!(replacements.cancel(), [(2, BAD)]);
         assert_eq!((replacements.wake_at(), replacements.count().0), (None, 0));
         replacements.ended_well(0);
-        assert_eq!(replacements.failed(1, BAD, later(now, 9)), Verdict::Empty);
+        assert_eq!(replacements.failed(1, BAD, later(now, 9)), OnFailure::LeaveEmpty);
     }
 
     #[test]
     fn where_it_is_decided_elsewhere_a_place_waits_for_the_word() {
         let now = Instant::now();
-        let mut replacements = Replacements::led(3, now);
+        let mut replacements = Replacements::of_agent(3, now);
         for worker in 0..3 {
-            assert_eq!(replacements.failed(worker, BAD, now), Verdict::Asked);
+            assert_eq!(replacements.failed(worker, BAD, now), OnFailure::AskDriver);
         }
         assert_eq!((replacements.wake_at(), replacements.due(now)), (None, None));
         replacements.replace(1, now);
         assert_eq!((replacements.due(now), replacements.due(now)), (Some(1), None));
         assert_eq!(
-            (replacements.vacate(0), replacements.vacate(0), replacements.vacate(9)),
+            (replacements.leave_empty(0), replacements.leave_empty(0), replacements.leave_empty(9)),
             (Some(BAD), None, None)
         );
         // An instruction that comes twice, or too late, starts no worker.

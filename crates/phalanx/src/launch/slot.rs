@@ -12,41 +12,41 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// A slot: it holds one worker, and after it its replacements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slot {
-    pub(super) holder: Holder,
+    pub(super) state: SlotState,
     backoff: CrashBackoff,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Holder {
+pub(super) enum SlotState {
     Running {
         since: Instant,
     },
     /// Its worker has failed, and is replaced at this time.
-    Cooling {
-        until: Instant,
+    Restarting {
+        at: Instant,
     },
     /// Its worker has failed, and the driver has not decided yet whether to replace it.
-    Asking,
+    Undecided,
     /// Its worker has ended with success.
-    Done,
+    Succeeded,
     /// Its worker has failed, and is not replaced.
-    Vacant,
+    Empty,
 }
 
 impl Slot {
     /// As many slots, whose workers start now.
     pub(super) fn several(count: usize, now: Instant) -> Vec<Self> {
-        vec![Self { holder: Holder::Running { since: now }, backoff: CrashBackoff::default() }; count]
+        vec![Self { state: SlotState::Running { since: now }, backoff: CrashBackoff::default() }; count]
     }
 
     /// Its worker has failed, and is not replaced yet. Returns how long to wait before that; `None` if the slot's
     /// workers have crashed too often.
     pub(super) fn fail(&mut self, now: Instant) -> Option<Duration> {
-        let lived = match self.holder {
-            Holder::Running { since } => now.saturating_duration_since(since),
+        let lived = match self.state {
+            SlotState::Running { since } => now.saturating_duration_since(since),
             _ => Duration::ZERO,
         };
-        self.holder = Holder::Vacant;
+        self.state = SlotState::Empty;
         self.backoff.failed(lived)
     }
 
@@ -54,21 +54,21 @@ impl Slot {
     pub(super) fn start_if_due(&mut self, now: Instant) -> bool {
         let is_due = self.due_at().is_some_and(|until| until <= now);
         if is_due {
-            self.holder = Holder::Running { since: now };
+            self.state = SlotState::Running { since: now };
         }
         is_due
     }
 
     /// When its next worker is due, if there will be one.
     pub(super) fn due_at(&self) -> Option<Instant> {
-        match self.holder {
-            Holder::Cooling { until } => Some(until),
+        match self.state {
+            SlotState::Restarting { at } => Some(at),
             _ => None,
         }
     }
 
     pub(super) fn is_running(&self) -> bool {
-        matches!(self.holder, Holder::Running { .. })
+        matches!(self.state, SlotState::Running { .. })
     }
 }
 

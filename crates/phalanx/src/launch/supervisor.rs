@@ -8,7 +8,6 @@ use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
-use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, Signal as Raw};
 
 use super::agent::Instruction;
@@ -16,18 +15,18 @@ use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
 use super::job::Job;
+use super::job_processes::{JobProcesses, RunningProcesses};
 use super::logs::JobLogs;
-use super::members::{Members, Running};
 use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
-use super::policy::{Cause, End, Policy};
-use super::replacements::{Replacements, Verdict};
+use super::policy::{EndReason, Policy, WorkerExit};
+use super::replacements::{OnFailure, Replacements};
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::frozen::{Frozen, PATIENCE};
+use crate::frozen::{Frozen, STOPPED_LIMIT};
 use crate::notice::warn;
-use crate::poll::poll;
+use crate::poll::poll_readable;
 
 /// How often to check whether a group is empty, and what has no descriptor.
 const POLL: Duration = Duration::from_millis(20);
@@ -52,10 +51,10 @@ pub(super) fn run(
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
     let count = job.workers().count();
-    let mut members = Members::new(job.is_subreaper())?;
-    let guard = Guard::start(count, members.tag())
+    let mut processes = JobProcesses::new(job.is_subreaper())?;
+    let guard = Guard::start(count, processes.tag())
         .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;
-    members.begin_with(guard.pid());
+    processes.set_guard(guard.pid());
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
     let replacements = job.replacements(Instant::now());
@@ -63,16 +62,16 @@ pub(super) fn run(
         job,
         workers,
         policy,
-        frozen: Frozen::new(count, PATIENCE),
+        frozen: Frozen::new(count, STOPPED_LIMIT),
         others_are_ending: false,
         replacements,
         placement,
         logs,
         nodes,
         control,
-        members,
+        processes,
         guard,
-        told: Told::Nothing,
+        reported: Reported::Nothing,
         empty_since: None,
     };
     supervisor.start_workers()?;
@@ -94,21 +93,21 @@ struct Supervisor<'a, 'b> {
     logs: Option<&'a JobLogs>,
     nodes: &'a mut dyn Nodes,
     control: &'a mut Control<'b>,
-    members: Members,
+    processes: JobProcesses,
     guard: Guard,
-    told: Told,
+    reported: Reported,
     /// Since when no process of the job was found.
     empty_since: Option<Instant>,
 }
 
 /// The state shared with the other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Told {
+enum Reported {
     Nothing,
     /// A worker has failed.
     Failure,
     /// Why the workers are ended.
-    Cause,
+    EndReason,
 }
 
 impl Supervisor<'_, '_> {
@@ -124,7 +123,7 @@ impl Supervisor<'_, '_> {
 
     fn start_worker(&mut self, local: u32) -> Result<Worker> {
         let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
-        let tag = self.members.next_tag();
+        let tag = self.processes.next_tag();
         Worker::start(self.job, self.placement, local, tag, logs, &self.guard)
     }
 
@@ -163,7 +162,7 @@ impl Supervisor<'_, '_> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
-        let reap_at = self.members.wake_at();
+        let reap_at = self.processes.wake_at();
         let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).chain(reap_at).min();
         let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
@@ -171,16 +170,12 @@ impl Supervisor<'_, '_> {
         }
         let signals = self.control.signals.iter().map(AsFd::as_fd);
         let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
-        let mut descriptors: Vec<PollFd<'_>> = signals
+        let descriptors = signals
             .chain(self.nodes.notice())
             .chain(self.control.refused.notice())
             .chain(self.workers.iter().filter_map(Worker::end_notice))
-            .chain(output)
-            .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
-            .collect();
-        poll(&mut descriptors, timeout)
-            .map(drop)
-            .map_err(|error| Error::io("cannot wait for the workers", error))
+            .chain(output);
+        poll_readable(descriptors, timeout).map_err(|error| Error::io("cannot wait for the workers", error))
     }
 
     fn handle_signals(&mut self) {
@@ -192,8 +187,8 @@ impl Supervisor<'_, '_> {
                 }
                 Some(passed_on @ (Raw::CONT | Raw::USR1 | Raw::USR2)) => self.send(passed_on),
                 _ => {
-                    let order = self.policy.interrupted(Signal::new(number), Instant::now());
-                    self.obey(order);
+                    let signal = self.policy.interrupted(Signal::new(number), Instant::now());
+                    self.deliver(signal);
                 }
             }
         }
@@ -204,8 +199,8 @@ impl Supervisor<'_, '_> {
             self.read_output(worker);
         }
         if std::mem::take(&mut self.control.stops) {
-            let order = self.policy.stopped(Instant::now());
-            self.obey(order);
+            let signal = self.policy.stopped(Instant::now());
+            self.deliver(signal);
         }
     }
 
@@ -216,7 +211,7 @@ impl Supervisor<'_, '_> {
                 // In an elastic job a rank does not identify a slot.
                 let blames = self.workers[index].blames().filter(|_| self.replacements.is_none());
                 let blames = blames.and_then(|rank| self.placement.local(rank));
-                batch.push(End { worker: index, exit, blames });
+                batch.push(WorkerExit { worker: index, exit, blames });
                 // All its output is in the pipe by now, and is reported before its end.
                 self.read_output(index);
                 let worker = &self.workers[index];
@@ -226,22 +221,22 @@ impl Supervisor<'_, '_> {
         if batch.is_empty() {
             return;
         }
-        self.outlive(&mut batch);
-        let order = self.policy.exited(&batch, Instant::now());
+        self.keep_running(&mut batch);
+        let signal = self.policy.exited(&batch, Instant::now());
         // At once: workers of other nodes will fail because of this one, and the other nodes go by the order of
         // reports.
-        if self.told == Told::Nothing
+        if self.reported == Reported::Nothing
             && let Some(worker) = self.policy.first_failure()
         {
-            self.told = Told::Failure;
+            self.reported = Reported::Failure;
             let failed = self.failed(worker);
             self.nodes.tell(&failed);
         }
-        self.obey(order);
+        self.deliver(signal);
     }
 
     /// Removes from `batch` the failures that end only the worker that failed.
-    fn outlive(&mut self, batch: &mut Vec<End>) {
+    fn keep_running(&mut self, batch: &mut Vec<WorkerExit>) {
         if !self.policy.is_running() {
             return;
         }
@@ -253,22 +248,22 @@ impl Supervisor<'_, '_> {
             }
             // Processes that it has started would disturb its replacement.
             self.workers[end.worker].signal(Raw::KILL);
-            let strays = self.members.tagged(self.workers[end.worker].tag());
+            let strays = self.processes.tagged(self.workers[end.worker].tag());
             strays.iter().flatten().for_each(|stray| stray.signal(Raw::KILL));
             let replaced_in = match replacements.failed(end.worker, end.exit, Instant::now()) {
-                Verdict::TooFew => {
+                OnFailure::TooFew => {
                     self.policy.too_few();
                     return true;
                 }
-                Verdict::Replaced { after } => Some(after),
-                Verdict::Empty => {
+                OnFailure::Replace { after } => Some(after),
+                OnFailure::LeaveEmpty => {
                     self.policy.lost(*end);
                     None
                 }
-                Verdict::Asked => None,
+                OnFailure::AskDriver => None,
             };
             let worker = &self.workers[end.worker];
-            self.nodes.outlived(u32::try_from(end.worker).unwrap_or(u32::MAX), worker.id());
+            self.nodes.worker_lost(u32::try_from(end.worker).unwrap_or(u32::MAX), worker.id());
             let failure = worker.failure(self.placement.node);
             let (replacements, max_replacements) = replacements.count();
             self.tell(Event::Lost { failure: &failure, replaced_in, replacements, max_replacements });
@@ -283,13 +278,13 @@ impl Supervisor<'_, '_> {
             let Some(replacements) = &mut self.replacements else { continue };
             match instruction {
                 Instruction::Ending => self.others_are_ending = true,
-                Instruction::Replace(place) => replacements.replace(place as usize, Instant::now()),
-                Instruction::Vacate(place) => {
-                    let Some(exit) = replacements.vacate(place as usize) else { continue };
-                    self.policy.lost(End { worker: place as usize, exit, blames: None });
+                Instruction::Replace(slot) => replacements.replace(slot as usize, Instant::now()),
+                Instruction::LeaveEmpty(slot) => {
+                    let Some(exit) = replacements.leave_empty(slot as usize) else { continue };
+                    self.policy.lost(WorkerExit { worker: slot as usize, exit, blames: None });
                     // Possibly no worker is left.
-                    let order = self.policy.exited(&[], Instant::now());
-                    self.obey(order);
+                    let signal = self.policy.exited(&[], Instant::now());
+                    self.deliver(signal);
                 }
             }
         }
@@ -318,36 +313,36 @@ impl Supervisor<'_, '_> {
         let Some(mut replacements) = self.replacements.take() else { return };
         if !self.policy.is_running() {
             for (worker, exit) in replacements.cancel() {
-                self.policy.lost(End { worker, exit, blames: None });
+                self.policy.lost(WorkerExit { worker, exit, blames: None });
             }
         }
         let mut failed = Vec::new();
-        while let Some(place) = replacements.due(Instant::now()) {
-            if let Err(error) = self.replace(place) {
+        while let Some(slot) = replacements.due(Instant::now()) {
+            if let Err(error) = self.replace(slot) {
                 self.tell(Event::Warning { text: &error.to_string() });
-                failed.push(End { worker: place, exit: Exit::Lost, blames: None });
+                failed.push(WorkerExit { worker: slot, exit: Exit::Lost, blames: None });
             }
         }
         self.replacements = Some(replacements);
         if !failed.is_empty() {
-            self.outlive(&mut failed);
-            let order = self.policy.exited(&failed, Instant::now());
-            self.obey(order);
+            self.keep_running(&mut failed);
+            let signal = self.policy.exited(&failed, Instant::now());
+            self.deliver(signal);
         }
     }
 
-    fn replace(&mut self, place: usize) -> Result<()> {
-        self.finish_output_of(place);
-        let (old, deadline) = (&mut self.workers[place], Deadline::after(REAP));
+    fn replace(&mut self, slot: usize) -> Result<()> {
+        self.finish_output_of(slot);
+        let (old, deadline) = (&mut self.workers[slot], Deadline::after(REAP));
         // Also processes that were being started when it ended.
-        self.members.clear(old.tag(), deadline);
+        self.processes.kill_tagged(old.tag(), deadline);
         // Before its number may be used by another process.
         self.guard.forget(old.id());
         old.reap(deadline);
-        let local_rank = u32::try_from(place).unwrap_or(u32::MAX);
+        let local_rank = u32::try_from(slot).unwrap_or(u32::MAX);
         let worker = self.start_worker(local_rank)?;
         let (rank, pid) = (worker.rank(), worker.id());
-        self.workers[place] = worker;
+        self.workers[slot] = worker;
         self.tell(Event::Started { rank, local_rank, pid });
         Ok(())
     }
@@ -366,8 +361,8 @@ impl Supervisor<'_, '_> {
 
     fn handle_time(&mut self) {
         let awaited = self.awaits_failure();
-        let order = self.policy.tick(Instant::now(), awaited);
-        self.obey(order);
+        let signal = self.policy.tick(Instant::now(), awaited);
+        self.deliver(signal);
     }
 
     /// Does a worker still run that is about to fail by itself? Either it has reported an error, or a worker that has
@@ -383,10 +378,10 @@ impl Supervisor<'_, '_> {
         })
     }
 
-    fn obey(&mut self, order: Option<Signal>) {
-        let Some(signal) = order else { return };
-        if self.told != Told::Cause {
-            self.told = Told::Cause;
+    fn deliver(&mut self, signal: Option<Signal>) {
+        let Some(signal) = signal else { return };
+        if self.reported != Reported::EndReason {
+            self.reported = Reported::EndReason;
             let end = self.end();
             self.nodes.tell(&end);
         }
@@ -413,23 +408,23 @@ impl Supervisor<'_, '_> {
         if self.policy.has_killed() {
             self.kill(self.running().as_ref());
         }
-        self.members.reap(&self.groups());
+        self.processes.reap(&self.groups());
     }
 
-    fn kill(&self, running: Option<&Running>) {
+    fn kill(&self, running: Option<&RunningProcesses>) {
         running.into_iter().flat_map(|running| &running.strays).for_each(|stray| stray.signal(Raw::KILL));
         self.send(Raw::KILL);
     }
 
     /// None if that is not known.
-    fn running(&self) -> Option<Running> {
-        self.members.look(&self.groups())
+    fn running(&self) -> Option<RunningProcesses> {
+        self.processes.running(&self.groups())
     }
 
     /// Is no process left? Two looks, one poll apart, must agree: in the middle of `execve` a process has no
     /// environment, and so no tag.
-    fn is_empty(&mut self, running: Option<&Running>) -> bool {
-        if !running.is_some_and(Running::is_empty) {
+    fn is_empty(&mut self, running: Option<&RunningProcesses>) -> bool {
+        if !running.is_some_and(RunningProcesses::is_empty) {
             self.empty_since = None;
             return false;
         }
@@ -475,10 +470,10 @@ impl Supervisor<'_, '_> {
     fn end(&self) -> AttemptEnd {
         match self.policy.cause() {
             None => AttemptEnd::Succeeded,
-            Some(Cause::Stopped) => AttemptEnd::Stopped,
-            Some(Cause::Interrupted(signal)) => AttemptEnd::Interrupted(signal),
-            Some(Cause::Elsewhere) => AttemptEnd::Elsewhere,
-            Some(Cause::Failed { worker }) => self.failed(worker),
+            Some(EndReason::Stopped) => AttemptEnd::Stopped,
+            Some(EndReason::Interrupted(signal)) => AttemptEnd::Interrupted(signal),
+            Some(EndReason::Elsewhere) => AttemptEnd::Elsewhere,
+            Some(EndReason::Failed { worker }) => self.failed(worker),
         }
     }
 

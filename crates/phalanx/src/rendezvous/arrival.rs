@@ -51,7 +51,7 @@ impl Identity {
 pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
-    roll: PrefixStore,
+    round_store: PrefixStore,
     world_size: WorldSize,
 }
 
@@ -89,44 +89,44 @@ impl Entry {
 pub(super) fn arrive(
     store: &SharedStore,
     found: Option<IpAddr>,
-    place: &RankConfig,
+    config: &RankConfig,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Arrived> {
     let started = Instant::now();
-    let (world_size, identity) = (place.world_size.to_string(), me.clone());
+    let (world_size, identity) = (config.world_size.to_string(), me.clone());
     let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
-    let (roll, round) = sign_in(store, place, &entry, deadline)?;
+    let (round_store, round) = sign_in(store, config, &entry, deadline)?;
     let group: SharedStore =
-        Arc::new(PrefixStore::new(format!("{}/{round}/group", place.scope), Arc::clone(store)));
+        Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
     // Published here, so that ranks that get further can see if this one is stopped while it waits.
-    transport::publish_process(&*group, place.rank, deadline)?;
+    transport::publish_process(&*group, config.rank, deadline)?;
     let world = entry.world_size.as_bytes();
-    let expected = roll.compare_set("world", b"", world, deadline)?;
+    let expected = round_store.compare_set("world", b"", world, deadline)?;
     if expected != world {
         let cause = format!(
             "rank {} expects a world of {}, another rank one of {}",
-            place.rank,
-            place.world_size,
+            config.rank,
+            config.world_size,
             String::from_utf8_lossy(&expected)
         );
-        return Err(fail(&roll, Kind::Mismatch, None, cause, deadline));
+        return Err(fail(&round_store, Kind::Mismatch, None, cause, deadline));
     }
-    if roll.add("arrived", 1, deadline)? == i64::from(place.world_size.get()) {
-        roll.compare_set("verdict", b"", OK, deadline)?;
+    if round_store.add("arrived", 1, deadline)? == i64::from(config.world_size.get()) {
+        round_store.compare_set("verdict", b"", OK, deadline)?;
     }
     // Some time is kept to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    let awaited = || awaited(&roll, place, started);
-    match while_waiting(awaited, || roll.get("verdict", waiting)) {
-        Ok(verdict) if verdict == OK => {}
-        Ok(verdict) => return Err(spoken(&verdict)),
+    let awaited = || awaited(&round_store, config, started);
+    match while_waiting(awaited, || round_store.get("verdict", waiting)) {
+        Ok(outcome) if outcome == OK => {}
+        Ok(outcome) => return Err(read_outcome(&outcome)),
         Err(error) if error.is_timeout() => {
-            settle(&roll, missing(&roll, place, started, deadline), deadline)?
+            report_missing(&round_store, missing(&round_store, config, started, deadline), deadline)?
         }
         Err(error) => return Err(error),
     }
-    Ok(Arrived { store: group, roll, world_size: place.world_size })
+    Ok(Arrived { store: group, round_store, world_size: config.world_size })
 }
 
 /// The part of the remaining time that is kept for reporting an error.
@@ -142,65 +142,71 @@ pub(super) fn nonce() -> Result<String> {
 /// Writes the entry into the first round in which this process has no entry yet.
 fn sign_in(
     store: &SharedStore,
-    place: &RankConfig,
+    config: &RankConfig,
     entry: &Entry,
     deadline: Deadline,
 ) -> Result<(PrefixStore, u64)> {
     let mine = entry.to_text().into_bytes();
     for round in 0.. {
-        let roll = PrefixStore::new(format!("{}/{round}", place.scope), Arc::clone(store));
-        let there = roll.compare_set(&format!("rank/{}", place.rank), b"", &mine, deadline)?;
+        let round_store = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
+        let there = round_store.compare_set(&format!("rank/{}", config.rank), b"", &mine, deadline)?;
         if there == mine {
-            return Ok((roll, round));
+            return Ok((round_store, round));
         }
         let other = Entry::parse(&there)?.identity;
         if other != entry.identity {
             let cause = format!(
                 "two processes have rank {}: process {} on {} and process {} on {}",
-                place.rank, other.process, other.host, entry.identity.process, entry.identity.host
+                config.rank, other.process, other.host, entry.identity.process, entry.identity.host
             );
-            return Err(fail(&roll, Kind::Mismatch, Some(place.rank), cause, deadline));
+            return Err(fail(&round_store, Kind::Mismatch, Some(config.rank), cause, deadline));
         }
     }
     Err(Error::protocol("the store refuses this rank's arrival in every round"))
 }
 
-/// Writes an error of this rank as the verdict, and returns it.
-fn fail(roll: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
-    let told = Told { kind, peer: peer.map(Rank::get), cause };
-    let _ = speak(roll, &told, deadline);
-    told.into_error()
+/// Writes an error of this rank as the outcome, and returns it.
+fn fail(
+    round_store: &PrefixStore,
+    kind: Kind,
+    peer: Option<Rank>,
+    cause: String,
+    deadline: Deadline,
+) -> Error {
+    let error = ArrivalError { kind, peer: peer.map(Rank::get), cause };
+    let _ = write_outcome(round_store, &error, deadline);
+    error.into_error()
 }
 
-/// This rank's time is up: reports that to every rank, unless there is a verdict already. An existing verdict holds for
+/// This rank's time is up: reports that to every rank, unless there is an outcome already. An existing outcome holds for
 /// this rank as well: the others may have gone on.
-fn settle(roll: &PrefixStore, told: Told, deadline: Deadline) -> Result<()> {
-    match speak(roll, &told, deadline) {
-        Some(verdict) if verdict == OK => Ok(()),
-        Some(verdict) => Err(spoken(&verdict)),
-        None => Err(told.into_error()),
+fn report_missing(round_store: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<()> {
+    match write_outcome(round_store, &error, deadline) {
+        Some(outcome) if outcome == OK => Ok(()),
+        Some(outcome) => Err(read_outcome(&outcome)),
+        None => Err(error.into_error()),
     }
 }
 
-/// Writes a verdict unless there is one; returns the one that is there.
-fn speak(roll: &PrefixStore, told: &Told, deadline: Deadline) -> Option<Vec<u8>> {
-    let verdict = serde_json::to_vec(told).ok()?;
+/// Writes an outcome unless there is one; returns the one that is there.
+fn write_outcome(round_store: &PrefixStore, error: &ArrivalError, deadline: Deadline) -> Option<Vec<u8>> {
+    let outcome = serde_json::to_vec(error).ok()?;
     // If the store is gone too, the others find out at their own deadlines.
-    roll.compare_set("verdict", b"", &verdict, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
+    round_store.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
 }
 
 /// How long reporting may take after the deadline.
 const LAST_MESSAGE: Duration = Duration::from_millis(100);
 
-/// A verdict other than "ok".
+/// An outcome other than "ok".
 #[derive(serde::Serialize, serde::Deserialize)]
-struct Told {
+struct ArrivalError {
     kind: Kind,
     peer: Option<u32>,
     cause: String,
 }
 
-impl Told {
+impl ArrivalError {
     fn into_error(self) -> Error {
         let error = Error::new(self.kind, self.cause).in_operation("rendezvous", None);
         let error = self.peer.into_iter().fold(error, |error, peer| error.with_peer(Rank::new(peer)));
@@ -214,30 +220,35 @@ impl Told {
     }
 }
 
-fn spoken(verdict: &[u8]) -> Error {
-    match serde_json::from_slice::<Told>(verdict) {
-        Ok(told) => told.into_error(),
+fn read_outcome(outcome: &[u8]) -> Error {
+    match serde_json::from_slice::<ArrivalError>(outcome) {
+        Ok(error) => error.into_error(),
         Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
             .in_operation("rendezvous", None),
     }
 }
 
 /// Reports who is waited for, while there is time.
-fn awaited(roll: &PrefixStore, place: &RankConfig, started: Instant) -> String {
-    let world = place.world_size.get();
+fn awaited(round_store: &PrefixStore, config: &RankConfig, started: Instant) -> String {
+    let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.
-    let cause = match world <= ASKED || place.rank.is_main() {
-        true => missing(roll, place, started, Deadline::after(LAST_MESSAGE * 10)).cause,
+    let cause = match world <= ASKED || config.rank.is_main() {
+        true => missing(round_store, config, started, Deadline::after(LAST_MESSAGE * 10)).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
-    format!("rank {} waits for the others: {cause}", place.rank)
+    format!("rank {} waits for the others: {cause}", config.rank)
 }
 
 /// Names the missing ranks.
-fn missing(roll: &PrefixStore, place: &RankConfig, started: Instant, deadline: Deadline) -> Told {
+fn missing(
+    round_store: &PrefixStore,
+    config: &RankConfig,
+    started: Instant,
+    deadline: Deadline,
+) -> ArrivalError {
     let mut missing = Vec::new();
-    for rank in place.world_size.ranks() {
-        match roll.check(&[&format!("rank/{rank}")], deadline) {
+    for rank in config.world_size.ranks() {
+        match round_store.check(&[&format!("rank/{rank}")], deadline) {
             Ok(true) => {}
             Ok(false) => missing.push(rank),
             Err(_) => break,
@@ -249,13 +260,13 @@ fn missing(roll: &PrefixStore, place: &RankConfig, started: Instant, deadline: D
     let names: Vec<String> = missing.iter().take(NAMED).map(Rank::to_string).collect();
     let more = if missing.len() > NAMED { " and more" } else { "" };
     let waited = started.elapsed().as_secs_f64();
-    let world = place.world_size;
+    let world = config.world_size;
     let cause = match names.as_slice() {
         [] => format!("not all of the {world} ranks have arrived within {waited:.1} s"),
         [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
         names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
     };
-    Told { kind: Kind::Timeout, peer: missing.first().map(|rank| rank.get()), cause }
+    ArrivalError { kind: Kind::Timeout, peer: missing.first().map(|rank| rank.get()), cause }
 }
 
 impl Arrived {
@@ -263,7 +274,7 @@ impl Arrived {
     pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
         let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        let entries = self.roll.multi_get(&keys, deadline)?;
+        let entries = self.round_store.multi_get(&keys, deadline)?;
         let hosts = entries.iter().map(|entry| {
             let Entry { identity, store, .. } = Entry::parse(entry)?;
             Ok(Host { name: identity.host, store })
@@ -272,11 +283,11 @@ impl Arrived {
     }
 }
 
-/// For [`fuzzing`](crate::fuzzing): a rank's entry, or a verdict.
+/// For [`fuzzing`](crate::fuzzing): a rank's entry, or an outcome.
 #[cfg(any(test, fuzzing))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    assert_eq!(spoken(bytes).operation(), Some("rendezvous"));
-    let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<Told>(bytes).is_ok() };
+    assert_eq!(read_outcome(bytes).operation(), Some("rendezvous"));
+    let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<ArrivalError>(bytes).is_ok() };
     assert_eq!(Entry::parse(entry.to_text().as_bytes()).ok(), Some(entry));
     true
 }
@@ -288,19 +299,19 @@ mod tests {
 
     #[test]
     fn at_the_deadline_the_verdict_that_stands_holds() {
-        let late = || Told { kind: Kind::Timeout, peer: Some(2), cause: "rank 2 is late".into() };
+        let late = || ArrivalError { kind: Kind::Timeout, peer: Some(2), cause: "rank 2 is late".into() };
         let soon = Deadline::after(Duration::from_secs(20));
-        let settled = |verdict: &[u8]| {
-            let roll = PrefixStore::new("roll", Arc::new(MemoryStore::new()));
-            if !verdict.is_empty() {
-                roll.set("verdict", verdict, soon).unwrap();
+        let settled = |outcome: &[u8]| {
+            let round_store = PrefixStore::new("round_store", Arc::new(MemoryStore::new()));
+            if !outcome.is_empty() {
+                round_store.set("verdict", outcome, soon).unwrap();
             }
-            settle(&roll, late(), soon)
+            report_missing(&round_store, late(), soon)
         };
         settled(OK).unwrap();
         let error = settled(b"").unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
-        let twice = Told { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
+        let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
         let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
     }

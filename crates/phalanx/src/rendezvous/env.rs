@@ -14,7 +14,7 @@ pub(super) fn join(
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
-    let place = RankConfig {
+    let config = RankConfig {
         rank: env.rank,
         world_size: env.world_size,
         local: env.local_rank.zip(env.local_world_size),
@@ -33,14 +33,14 @@ pub(super) fn join(
                 .with_remedy("set MASTER_PORT to the same free port for every rank"))
         }
         RendezvousEndpoint::Master { address, port } => {
-            tcp::join(&host_port(address, *port), host, &place, me, deadline)
+            tcp::join(&host_port(address, *port), host, &config, me, deadline)
         }
         RendezvousEndpoint::Url(url) => match Url::parse(url)? {
-            Url::Tcp(address) => tcp::join(&address, host, &place, me, deadline),
-            Url::File(path) => file::join(&path, &place, me, deadline),
+            Url::Tcp(address) => tcp::join(&address, host, &config, me, deadline),
+            Url::File(path) => file::join(&path, &config, me, deadline),
             Url::Env => Err(Error::environment("PHALANX_RENDEZVOUS=env:// names no end point")
                 .with_remedy("use tcp://host:port or file:///path")),
         },
-        RendezvousEndpoint::NotNeeded => Ok(place.alone()),
+        RendezvousEndpoint::NotNeeded => Ok(config.alone()),
     }
 }

@@ -23,18 +23,23 @@ const HELLOS: &str = "hellos";
 /// How often a waiting rank checks whether the path names another file, and rank 0 looks for new hellos.
 const LOOK: Duration = Duration::from_millis(20);
 
-pub(super) fn join(path: &Path, place: &RankConfig, me: &Identity, deadline: Deadline) -> Result<Rendezvous> {
-    if place.world_size.get() == 1 {
-        return Ok(place.alone());
+pub(super) fn join(
+    path: &Path,
+    config: &RankConfig,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Rendezvous> {
+    if config.world_size.get() == 1 {
+        return Ok(config.alone());
     }
-    let file = match place.rank.is_main() {
-        true => welcome_all(FileStore::create(path)?, place.world_size, deadline)?,
-        false => greet(path, place, deadline)?,
+    let file = match config.rank.is_main() {
+        true => welcome_all(FileStore::create(path)?, config.world_size, deadline)?,
+        false => greet(path, config, deadline)?,
     };
     let file = Arc::new(file);
     let store: SharedStore = Arc::<FileStore>::clone(&file);
-    let arrived = arrive(&store, None, place, me, deadline)?;
-    place.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
+    let arrived = arrive(&store, None, config, me, deadline)?;
+    config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 
 /// Rank 0: answers every hello, until each other rank has sent one, or the time is almost up.
@@ -70,11 +75,11 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
 }
 
 /// Another rank: finds the file of this job.
-fn greet(path: &Path, place: &RankConfig, deadline: Deadline) -> Result<FileStore> {
+fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<FileStore> {
     let number = nonce()?;
     loop {
         let store = FileStore::open(path, deadline)?;
-        store.append(HELLOS, format!("{} {number}\n", place.rank).as_bytes(), deadline)?;
+        store.append(HELLOS, format!("{} {number}\n", config.rank).as_bytes(), deadline)?;
         let welcome = format!("welcome/{number}");
         loop {
             match store.wait(&[&welcome], deadline.at_most(LOOK)) {
@@ -90,7 +95,7 @@ fn greet(path: &Path, place: &RankConfig, deadline: Deadline) -> Result<FileStor
                     .with_remedy(format!(
                         "does rank 0 run, with the same path? If it does, another process with rank {} came \
                              first; a file of an earlier job does no harm",
-                        place.rank
+                        config.rank
                     )));
                 }
                 Err(_) if !store.is_current() => break,

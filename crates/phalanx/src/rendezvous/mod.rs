@@ -161,8 +161,8 @@ pub fn from_store(
     timeout: Duration,
 ) -> Result<Rendezvous> {
     let credentials = Credentials::from_env()?;
-    let place = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &place, &Identity::of_process(), Deadline::after(timeout))
+    let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
+    store::join(&store, &config, &Identity::of_process(), Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.

@@ -11,13 +11,13 @@ use crate::store::SharedStore;
 /// Meets in `store`.
 pub(super) fn join(
     store: &SharedStore,
-    place: &RankConfig,
+    config: &RankConfig,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
-    if place.world_size.get() == 1 {
-        return Ok(place.alone());
+    if config.world_size.get() == 1 {
+        return Ok(config.alone());
     }
-    let arrived = arrive(store, None, place, me, deadline)?;
-    place.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::Nothing), deadline)
+    let arrived = arrive(store, None, config, me, deadline)?;
+    config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::Nothing), deadline)
 }

@@ -22,27 +22,27 @@ pub(super) enum Host {
 pub(super) fn join(
     address: &str,
     host: Host,
-    place: &RankConfig,
+    config: &RankConfig,
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
-    if place.world_size.get() == 1 {
-        return Ok(place.alone());
+    if config.world_size.get() == 1 {
+        return Ok(config.alone());
     }
     // Another program of this user, such as a monitor, may use the store without the key.
-    let access = Access::to(place.credentials.clone(), KeylessClients::OfThisUser);
+    let access = Access::to(config.credentials.clone(), KeylessClients::OfThisUser);
     let server = match host {
-        Host::Rank0 { bind: None } if place.rank.is_main() => {
+        Host::Rank0 { bind: None } if config.rank.is_main() => {
             Some(TcpStoreServer::bind_to(address, access, deadline)?)
         }
-        Host::Rank0 { bind: Some(ip) } if place.rank.is_main() => {
+        Host::Rank0 { bind: Some(ip) } if config.rank.is_main() => {
             Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access)?)
         }
         _ => None,
     };
     let client = match &server {
-        Some(server) => TcpStore::join(server.reachable_addr(), &place.credentials, deadline),
-        None => TcpStore::join(address, &place.credentials, deadline),
+        Some(server) => TcpStore::connect_with(server.reachable_addr(), &config.credentials, deadline),
+        None => TcpStore::connect_with(address, &config.credentials, deadline),
     };
     let client = Arc::new(client?);
     let (interface, found) = (client.local_ip(), client.found_ip());
@@ -53,8 +53,8 @@ pub(super) fn join(
         None => Held::Client(client),
     };
     let keep_alive = KeepAlive(held);
-    let arrived = arrive(&store, Some(found), place, me, deadline)?;
-    place.met(arrived, interface, keep_alive, deadline)
+    let arrived = arrive(&store, Some(found), config, me, deadline)?;
+    config.met(arrived, interface, keep_alive, deadline)
 }
 
 /// The port of `host:port`.

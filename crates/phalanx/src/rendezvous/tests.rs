@@ -11,7 +11,7 @@ fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
 }
 
-fn place(rank: u32, size: u32) -> RankConfig {
+fn config(rank: u32, size: u32) -> RankConfig {
     RankConfig::given("test", Some(Rank::new(rank)), Some(world(size))).unwrap()
 }
 
@@ -31,18 +31,18 @@ fn free_address() -> String {
     TcpListener::bind((Ipv4Addr::from(ip), 0)).unwrap().local_addr().unwrap().to_string()
 }
 
-/// Runs `join` for each of `places` in a thread of its own, and keeps all worlds until every thread is done.
-fn run<T: Send>(places: &[RankConfig], join: impl Fn(&RankConfig, u32) -> T + Sync) -> Vec<T> {
+/// Runs `join` for each of `configs` in a thread of its own, and keeps all worlds until every thread is done.
+fn run<T: Send>(configs: &[RankConfig], join: impl Fn(&RankConfig, u32) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let join = &join;
         let threads: Vec<_> =
-            places.iter().zip(0..).map(|(place, i)| scope.spawn(move || join(place, i))).collect();
+            configs.iter().zip(0..).map(|(config, i)| scope.spawn(move || join(config, i))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-fn places(size: u32) -> Vec<RankConfig> {
-    (0..size).map(|rank| place(rank, size)).collect()
+fn configs(size: u32) -> Vec<RankConfig> {
+    (0..size).map(|rank| config(rank, size)).collect()
 }
 
 /// Every rank hears every other one in the store that it got.
@@ -80,14 +80,15 @@ fn a_world_of_one_needs_nobody() {
     // Not even a free port.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    tcp::join(&address, RANK_0, &place(0, 1), &identity(0, "a"), soon()).unwrap();
+    tcp::join(&address, RANK_0, &config(0, 1), &identity(0, "a"), soon()).unwrap();
 }
 
 #[test]
 fn ranks_meet_over_tcp_and_know_their_neighbours() {
     let address = free_address();
-    let worlds: Vec<Rendezvous> =
-        run(&places(4), |place, i| tcp::join(&address, RANK_0, place, &identity(i, "here"), soon()).unwrap());
+    let worlds: Vec<Rendezvous> = run(&configs(4), |config, i| {
+        tcp::join(&address, RANK_0, config, &identity(i, "here"), soon()).unwrap()
+    });
     talk(&worlds);
     let locals: Vec<(u32, u32)> =
         worlds.iter().map(|world| (world.local_rank, world.local_world_size)).collect();
@@ -128,7 +129,7 @@ fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
     for restart in 0..2 {
         // The same processes may meet twice in one life.
         for _ in 0..2 {
-            let worlds: Vec<Rendezvous> = run(&places(2), |place, i| join(place.rank.get(), restart, i));
+            let worlds: Vec<Rendezvous> = run(&configs(2), |config, i| join(config.rank.get(), restart, i));
             assert!(!worlds[0].store.check(&["said/0"], soon()).unwrap());
             talk(&worlds);
             assert_eq!(worlds[1].generation, Generation(u64::from(restart)));
@@ -140,12 +141,12 @@ fn under_an_agent_every_rank_is_a_client_and_restarts_do_not_meet() {
 #[test]
 fn missing_ranks_are_named_on_every_rank_that_came() {
     let address = free_address();
-    let came: Vec<RankConfig> = [0, 2].map(|rank| place(rank, 4)).to_vec();
-    let errors = run(&came, |place, i| {
+    let came: Vec<RankConfig> = [0, 2].map(|rank| config(rank, 4)).to_vec();
+    let errors = run(&came, |config, i| {
         let started = Instant::now();
         // Enough for both to come on a busy machine.
         let deadline = Deadline::after(Duration::from_secs(6));
-        let error = tcp::join(&address, RANK_0, place, &identity(i, "a"), deadline).unwrap_err();
+        let error = tcp::join(&address, RANK_0, config, &identity(i, "a"), deadline).unwrap_err();
         assert!(started.elapsed() < Duration::from_secs(20));
         error
     });
@@ -156,15 +157,16 @@ fn missing_ranks_are_named_on_every_rank_that_came() {
     }
 }
 
-/// Joins as each of `places`, in any kind of store: all must fail, and say `what`.
-fn all_fail(places: &[RankConfig], what: &str) {
+/// Joins as each of `configs`, in any kind of store: all must fail, and say `what`.
+fn all_fail(configs: &[RankConfig], what: &str) {
     let address = free_address();
     let deadline = soon();
-    let over_tcp =
-        run(places, |place, i| tcp::join(&address, RANK_0, place, &identity(i, "a"), deadline).unwrap_err());
+    let over_tcp = run(configs, |config, i| {
+        tcp::join(&address, RANK_0, config, &identity(i, "a"), deadline).unwrap_err()
+    });
     let store: SharedStore = Arc::new(MemoryStore::new());
-    let in_memory = run(places, |place, i| {
-        arrival::arrive(&store, None, place, &identity(i, "a"), deadline).err().unwrap()
+    let in_memory = run(configs, |config, i| {
+        arrival::arrive(&store, None, config, &identity(i, "a"), deadline).err().unwrap()
     });
     for error in over_tcp.into_iter().chain(in_memory) {
         assert!(error.is_mismatch() && error.to_string().contains(what), "{error}");
@@ -174,19 +176,20 @@ fn all_fail(places: &[RankConfig], what: &str) {
 #[test]
 fn a_rank_that_comes_twice_is_an_error_on_every_rank() {
     // With rank 2 missing, so that the world cannot be complete before the second process comes.
-    all_fail(&[place(0, 3), place(1, 3), place(1, 3)], "two processes have rank 1: process ");
+    all_fail(&[config(0, 3), config(1, 3), config(1, 3)], "two processes have rank 1: process ");
 }
 
 #[test]
 fn world_sizes_that_differ_are_an_error_on_every_rank() {
-    all_fail(&[place(0, 2), place(1, 3)], "expects a world of");
+    all_fail(&[config(0, 2), config(1, 3)], "expects a world of");
 }
 
 #[test]
 fn a_port_in_use_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap();
-    let error = tcp::join(&address.to_string(), RANK_0, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    let error =
+        tcp::join(&address.to_string(), RANK_0, &config(0, 2), &identity(0, "a"), soon()).unwrap_err();
     let said = error.to_string();
     assert!(error.is_address_in_use() && said.contains(&address.port().to_string()), "{said}");
     assert!(said.contains("MASTER_PORT"), "{said}");
@@ -194,7 +197,7 @@ fn a_port_in_use_is_named() {
 
 #[test]
 fn an_address_of_another_host_is_named() {
-    let error = tcp::join("192.0.2.1:29500", RANK_0, &place(0, 2), &identity(0, "a"), soon()).unwrap_err();
+    let error = tcp::join("192.0.2.1:29500", RANK_0, &config(0, 2), &identity(0, "a"), soon()).unwrap_err();
     assert!(error.to_string().contains("192.0.2.1 is no address of this host"), "{error}");
 }
 
@@ -202,15 +205,15 @@ fn an_address_of_another_host_is_named() {
 fn ranks_meet_in_a_file_whatever_an_earlier_job_left_and_whoever_comes_first() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meet");
-    let join = |place: &RankConfig, i: u32| file::join(&path, place, &identity(i, "a"), soon()).unwrap();
+    let join = |config: &RankConfig, i: u32| file::join(&path, config, &identity(i, "a"), soon()).unwrap();
     let mut stale = None;
     for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2]] {
         if let Some(stale) = &stale {
             // The whole file of an earlier job, as a crash leaves it.
             std::fs::write(&path, stale).unwrap();
         }
-        let places: Vec<RankConfig> = order.iter().map(|rank| place(*rank, 3)).collect();
-        let worlds: Vec<Rendezvous> = run(&places, |place, i| {
+        let configs: Vec<RankConfig> = order.iter().map(|rank| config(*rank, 3)).collect();
+        let worlds: Vec<Rendezvous> = run(&configs, |config, i| {
             if i > 0 && stale.is_some() {
                 // The first is well on its way: it has written to the old file, or has replaced it.
                 let changed = || std::fs::read(&path).ok() != stale;
@@ -218,7 +221,7 @@ fn ranks_meet_in_a_file_whatever_an_earlier_job_left_and_whoever_comes_first() {
                     thread::yield_now();
                 }
             }
-            join(place, i)
+            join(config, i)
         });
         assert!(!worlds[0].store.check(&["said/0"], soon()).unwrap());
         talk(&worlds);
@@ -234,15 +237,15 @@ fn a_stale_file_alone_is_not_taken_for_a_world() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meet");
     let worlds: Vec<Rendezvous> =
-        run(&places(2), |place, i| file::join(&path, place, &identity(i, "a"), soon()).unwrap());
+        run(&configs(2), |config, i| file::join(&path, config, &identity(i, "a"), soon()).unwrap());
     let stale = std::fs::read(&path).unwrap();
     drop(worlds);
     std::fs::write(&path, stale).unwrap();
     let deadline = Deadline::after(Duration::from_secs(3));
-    let error = file::join(&path, &place(1, 2), &identity(1, "a"), deadline).unwrap_err();
+    let error = file::join(&path, &config(1, 2), &identity(1, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 0 has not answered"), "{error}");
     // Rank 0 alone names who is missing.
     let deadline = Deadline::after(Duration::from_secs(3));
-    let error = file::join(&path, &place(0, 2), &identity(0, "a"), deadline).unwrap_err();
+    let error = file::join(&path, &config(0, 2), &identity(0, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
 }

@@ -15,9 +15,9 @@ const NAMED: usize = 4;
 
 /// What is asked of which store, with its start and its deadline.
 pub(super) struct Call<'a> {
-    store: &'a dyn Display,
+    store: &'a str,
     operation: &'static str,
-    keys: &'a [&'a str],
+    pub keys: &'a [&'a str],
     pub started: Instant,
     pub deadline: Deadline,
 }
@@ -25,7 +25,7 @@ pub(super) struct Call<'a> {
 impl<'a> Call<'a> {
     /// Checks the keys' lengths.
     pub fn new(
-        store: &'a dyn Display,
+        store: &'a str,
         operation: &'static str,
         keys: &'a [&'a str],
         deadline: Deadline,

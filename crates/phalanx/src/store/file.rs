@@ -2,11 +2,11 @@
 
 mod log;
 
-use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::slice::from_ref;
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
@@ -34,18 +34,11 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// A [rendezvous](crate::rendezvous) can, by a greeting that only this job's rank 0 answers.
 #[derive(Debug)]
 pub struct FileStore {
-    name: Name,
+    path: PathBuf,
+    /// As errors name it.
+    name: String,
     log: Mutex<Log>,
     remove: bool,
-}
-
-#[derive(Debug)]
-struct Name(PathBuf);
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the store file://{}", self.0.display())
-    }
 }
 
 impl FileStore {
@@ -53,8 +46,12 @@ impl FileStore {
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
-        let log = Log::new(file);
-        Ok(Self { name: Name(path), log: Mutex::new(log), remove: true })
+        Ok(Self::new(path, Log::new(file), true))
+    }
+
+    fn new(path: PathBuf, log: Log, remove: bool) -> Self {
+        let name = format!("the store file://{}", path.display());
+        Self { path, name, log: Mutex::new(log), remove }
     }
 
     /// Opens the store at `path`; waits until there is one.
@@ -64,7 +61,7 @@ impl FileStore {
         loop {
             let why = match OpenOptions::new().read(true).write(true).open(&path) {
                 Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
-                    Some(log) => return Ok(Self { name: Name(path), log: Mutex::new(log), remove: false }),
+                    Some(log) => return Ok(Self::new(path, log, false)),
                     None => "holds no store",
                 },
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
@@ -82,18 +79,21 @@ impl FileStore {
     /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
     /// `silence`. If it does not grow in that time, or there is none, a new one is made. It is not removed on drop,
     /// because others may need it.
-    pub(crate) fn meet(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
+    pub(crate) fn open_or_create(
+        path: impl Into<PathBuf>,
+        silence: Duration,
+        deadline: Deadline,
+    ) -> Result<Self> {
         let path = path.into();
         loop {
             if let Some(file) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
-                return Ok(Self { name: Name(path), log: Mutex::new(Log::new(file)), remove: false });
+                return Ok(Self::new(path, Log::new(file), false));
             }
             let store = Self::open(&path, deadline)?;
             if store.grows(silence, deadline)? {
                 return Ok(store);
             }
-            let keys = [];
-            let call = Call::new(&store.name, "open", &keys, deadline)?;
+            let call = Call::new(&store.name, "open", &[], deadline)?;
             let mut backoff = Backoff::new(PAUSES, deadline);
             let log = store.log.lock();
             // Of the processes that find it unused, one replaces it. For the others the path then names another file.
@@ -106,19 +106,19 @@ impl FileStore {
             log.unlock();
             if let Some(file) = file {
                 let file = file.map_err(|error| unusable(&path, "create", error))?;
-                return Ok(Self { name: Name(path), log: Mutex::new(Log::new(file)), remove: false });
+                return Ok(Self::new(path, Log::new(file), false));
             }
         }
     }
 
-    /// Does a process write to it within `patience`?
-    fn grows(&self, patience: Duration, deadline: Deadline) -> Result<bool> {
+    /// Does a process write to it within `silence`?
+    fn grows(&self, silence: Duration, deadline: Deadline) -> Result<bool> {
         let length = || {
             let metadata = self.log.lock().file.metadata();
-            metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.name.0, "read", error))
+            metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.path, "read", error))
         };
         let first = length()?;
-        let mut backoff = Backoff::new(PAUSES, deadline.at_most(patience));
+        let mut backoff = Backoff::new(PAUSES, deadline.at_most(silence));
         while backoff.pause() {
             if length()? != first {
                 return Ok(true);
@@ -129,14 +129,13 @@ impl FileStore {
 
     /// Is this store still the one that its path names?
     pub(crate) fn is_current(&self) -> bool {
-        is_named(&self.log.lock().file, &self.name.0)
+        is_named(&self.log.lock().file, &self.path)
     }
 
-    /// Changes `keys` under the file's lock. `change` returns its result, and whether it wrote or removed them.
+    /// Changes the call's keys under the file's lock. `change` returns its result, and whether it wrote or removed them.
     fn change<T>(
         &self,
         call: &Call<'_>,
-        keys: &[&str],
         change: impl FnOnce(&mut Table) -> Result<(T, bool), Refusal>,
     ) -> Result<T> {
         let mut log = self.log(call)?;
@@ -146,7 +145,7 @@ impl FileStore {
                 return Err(call.locked_out());
             }
         }
-        let outcome = log.change(keys, change);
+        let outcome = log.change(call.keys, change);
         log.unlock();
         match outcome {
             Ok(Ok(value)) => Ok(value),
@@ -183,27 +182,25 @@ impl Drop for FileStore {
     fn drop(&mut self) {
         if self.remove && self.is_current() {
             // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
-            let _ = std::fs::remove_file(&self.name.0);
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
 impl Store for FileStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "set", &keys, deadline)?;
-        self.change(&call, &keys, |table| Ok((table.set(key.as_bytes(), value)?, true)))
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.set(key.as_bytes(), value)?, true)))
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "get", &keys, deadline)?;
-        self.read(&call, &keys, |table| value(table, key))
+        let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
+        self.read(&call, call.keys, |table| value(table, key))
     }
 
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
         let call = Call::new(&self.name, "wait", keys, deadline)?;
-        self.read(&call, keys, |_| ())
+        self.read(&call, call.keys, |_| ())
     }
 
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
@@ -212,24 +209,21 @@ impl Store for FileStore {
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        let keys = [key];
-        let call = Call::new(&self.name, "add", &keys, deadline)?;
-        self.change(&call, &keys, |table| Ok((table.add(key.as_bytes(), amount)?, true)))
+        let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.add(key.as_bytes(), amount)?, true)))
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
-        self.change(&call, &keys, |table| {
+        let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
+        self.change(&call, |table| {
             let (value, written) = table.compare_set(key.as_bytes(), expected, desired)?;
             Ok((value.to_vec(), written))
         })
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        let keys = [key];
-        let call = Call::new(&self.name, "delete_key", &keys, deadline)?;
-        self.change(&call, &keys, |table| {
+        let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
+        self.change(&call, |table| {
             let was_there = table.delete(key.as_bytes());
             Ok((was_there, was_there))
         })
@@ -241,20 +235,19 @@ impl Store for FileStore {
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "append", &keys, deadline)?;
-        self.change(&call, &keys, |table| Ok((table.append(key.as_bytes(), value)?, true)))
+        let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.append(key.as_bytes(), value)?, true)))
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        self.read(&call, keys, |table| keys.iter().map(|key| value(table, key)).collect())
+        self.read(&call, call.keys, |table| keys.iter().map(|key| value(table, key)).collect())
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
         let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
-        self.change(&call, &keys, |table| {
+        self.change(&call, |table| {
             pairs.iter().try_for_each(|(key, value)| table.set(key.as_bytes(), *value))?;
             Ok(((), true))
         })
@@ -327,7 +320,7 @@ mod tests {
         let path = folder.path().join("store");
         // A thread of a busy machine may be silent for seconds.
         let silence = Duration::from_secs(5);
-        let meet = || FileStore::meet(&path, silence, soon()).unwrap();
+        let meet = || FileStore::open_or_create(&path, silence, soon()).unwrap();
         meet().set("left", b"behind", soon()).unwrap();
         // No process uses it any more: the next ones get the same new one, as long as one of them writes.
         let there = AtomicU32::new(0);

@@ -1,5 +1,7 @@
 //! A store for ranks that are threads of one process.
 
+use std::slice::from_ref;
+
 use parking_lot::{Condvar, Mutex};
 
 use super::Store;
@@ -41,17 +43,12 @@ impl MemoryStore {
         result.map_err(|refusal| call.refused(&refusal))
     }
 
-    /// Reads from the table when all `keys` exist.
-    fn read<T>(
-        &self,
-        call: &Call<'_>,
-        keys: &[&str],
-        mut read: impl FnMut(&Table) -> Option<T>,
-    ) -> Result<T> {
+    /// Reads from the table when all keys of the call exist.
+    fn read<T>(&self, call: &Call<'_>, mut read: impl FnMut(&Table) -> Option<T>) -> Result<T> {
         let mut table = self.table.lock();
         let mut late = false;
         loop {
-            if keys.iter().all(|key| table.contains(key.as_bytes()))
+            if call.keys.iter().all(|key| table.contains(key.as_bytes()))
                 && let Some(value) = read(&table)
             {
                 return Ok(value);
@@ -67,42 +64,38 @@ impl MemoryStore {
 
 impl Store for MemoryStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&NAME, "set", &keys, deadline)?;
+        let call = Call::new(NAME, "set", from_ref(&key), deadline)?;
         self.change(&call, |table| table.set(key.as_bytes(), value))
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&NAME, "get", &keys, deadline)?;
-        self.read(&call, &keys, |table| table.get(key.as_bytes()).map(|value| value.to_vec()))
+        let call = Call::new(NAME, "get", from_ref(&key), deadline)?;
+        self.read(&call, |table| table.get(key.as_bytes()).map(|value| value.to_vec()))
     }
 
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
-        let call = Call::new(&NAME, "wait", keys, deadline)?;
-        self.read(&call, keys, |_| Some(()))
+        let call = Call::new(NAME, "wait", keys, deadline)?;
+        self.read(&call, |_| Some(()))
     }
 
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
-        Call::new(&NAME, "check", keys, deadline)?;
+        Call::new(NAME, "check", keys, deadline)?;
         let table = self.table.lock();
         Ok(keys.iter().all(|key| table.contains(key.as_bytes())))
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        let keys = [key];
-        let call = Call::new(&NAME, "add", &keys, deadline)?;
+        let call = Call::new(NAME, "add", from_ref(&key), deadline)?;
         self.change(&call, |table| table.add(key.as_bytes(), amount))
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&NAME, "compare_set", &keys, deadline)?;
+        let call = Call::new(NAME, "compare_set", from_ref(&key), deadline)?;
         self.change(&call, |table| Ok(table.compare_set(key.as_bytes(), expected, desired)?.0.to_vec()))
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        Call::new(&NAME, "delete_key", &[key], deadline)?;
+        Call::new(NAME, "delete_key", &[key], deadline)?;
         Ok(self.table.lock().delete(key.as_bytes()))
     }
 
@@ -111,21 +104,20 @@ impl Store for MemoryStore {
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&NAME, "append", &keys, deadline)?;
+        let call = Call::new(NAME, "append", from_ref(&key), deadline)?;
         self.change(&call, |table| table.append(key.as_bytes(), value))
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
-        let call = Call::new(&NAME, "multi_get", keys, deadline)?;
-        self.read(&call, keys, |table| {
+        let call = Call::new(NAME, "multi_get", keys, deadline)?;
+        self.read(&call, |table| {
             keys.iter().map(|key| table.get(key.as_bytes()).map(|value| value.to_vec())).collect()
         })
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
-        let call = Call::new(&NAME, "multi_set", &keys, deadline)?;
+        let call = Call::new(NAME, "multi_set", &keys, deadline)?;
         self.change(&call, |table| {
             pairs.iter().try_for_each(|(key, value)| table.set(key.as_bytes(), *value))
         })

@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::group::{Backend, GroupConfig, Identity, LocalPlace, ProcessGroup};
-use crate::group::{Wishes, connect};
+use crate::group::{Backend, GroupConfig, Identity, LocalRank, ProcessGroup};
+use crate::group::{TransportOptions, connect};
 use crate::health::Heartbeat;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, SharedStore};
@@ -87,21 +87,30 @@ fn groups_with(world: u32, fabric: Fabric, credentials: &Credentials) -> Result<
     };
     let host =
         |rank: Rank| if rank.index() < world.count().div_ceil(2) { "lower half" } else { "upper half" };
-    let wishes = |rank| Wishes { kind, host: kind.is_none().then(|| host(rank)), ..Wishes::default() };
-    let wishes: Vec<_> = world.ranks().map(wishes).collect();
-    groups_of(&wishes, credentials)
+    let options = |rank| TransportOptions {
+        kind,
+        host: kind.is_none().then(|| host(rank)),
+        ..TransportOptions::default()
+    };
+    let options: Vec<_> = world.ranks().map(options).collect();
+    groups_of(&options, credentials)
 }
 
-/// The groups of ranks with these wishes, by rank.
-pub(crate) fn groups_of(wishes: &[Wishes<'_>], credentials: &Credentials) -> Result<Vec<ProcessGroup>> {
+/// The groups of ranks with these options, by rank.
+pub(crate) fn groups_of(
+    options: &[TransportOptions<'_>],
+    credentials: &Credentials,
+) -> Result<Vec<ProcessGroup>> {
     let store = Arc::new(MemoryStore::new());
-    let world = WorldSize::new(wishes.len() as u32)?;
+    let world = WorldSize::new(options.len() as u32)?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
-            .zip(wishes)
-            .map(|(rank, wishes)| (rank, *wishes, store.clone()))
-            .map(|(rank, wishes, store)| scope.spawn(move || join(store, (rank, world), wishes, credentials)))
+            .zip(options)
+            .map(|(rank, options)| (rank, *options, store.clone()))
+            .map(|(rank, options, store)| {
+                scope.spawn(move || join(store, (rank, world), options, credentials))
+            })
             .collect();
         ranks
             .into_iter()
@@ -113,17 +122,17 @@ pub(crate) fn groups_of(wishes: &[Wishes<'_>], credentials: &Credentials) -> Res
 fn join(
     store: SharedStore,
     (rank, world): (Rank, WorldSize),
-    wishes: Wishes<'_>,
+    options: TransportOptions<'_>,
     credentials: &Credentials,
 ) -> Result<ProcessGroup> {
     let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
     let generation = Generation::default();
-    let place = MeshConfig { store: &*store, rank, world, generation, interface, credentials, heartbeat };
-    let connected = connect(&place, wishes, Deadline::after(Duration::from_secs(20)))?;
-    let (transport, host_id) = (wishes.kind, wishes.host.map(str::to_owned));
+    let config = MeshConfig { store: &*store, rank, world, generation, interface, credentials, heartbeat };
+    let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;
+    let (transport, host_id) = (options.kind, options.host.map(str::to_owned));
     let credentials = credentials.clone();
     let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
-    let local = LocalPlace { rank: rank.get(), world_size: 1 };
+    let local = LocalRank { rank: rank.get(), world_size: 1 };
     let config = GroupConfig::new(backend, local, generation);
     ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected)
 }

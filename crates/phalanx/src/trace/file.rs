@@ -21,7 +21,7 @@ const MARK: &[u8] = b"{\"displayTimeUnit\":\"ms\",";
 /// The last complete line begins within so many bytes before the end.
 const TAIL: u64 = 1 << 20;
 /// How long a rank waits while the file does not grow. A rank that is frozen while it adds must not hold up the others.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Removes a trace that an earlier job has left, but no other file.
 pub(super) fn remove(path: &Path) -> io::Result<()> {
@@ -75,7 +75,7 @@ fn lock(file: &File) -> io::Result<()> {
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(()),
-            Err(TryLockError::WouldBlock) if since.elapsed() < PATIENCE => {
+            Err(TryLockError::WouldBlock) if since.elapsed() < TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(2));
                 let now = file.metadata()?.len();
                 if now != length {

@@ -16,42 +16,42 @@ const LOOK: Duration = Duration::from_millis(200);
 
 /// Publishes this rank's message on `topic`.
 pub(crate) fn publish<T: Serialize>(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     topic: &str,
     message: &T,
     deadline: Deadline,
 ) -> Result<()> {
     let message = postcard::to_stdvec(message).map_err(|error| malformed(topic, error))?;
-    place.store.set(&key(topic, place.rank), &message, deadline)
+    config.store.set(&key(topic, config.rank), &message, deadline)
 }
 
 /// Publishes this rank's message on `topic` and returns all ranks' messages. If a rank dies meanwhile, the wait ends.
 pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     health: &Health,
     topic: &str,
     message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    let ranks: Vec<Rank> = place.world.ranks().collect();
-    exchange_among(place, &ranks, health, topic, message, deadline)
+    let ranks: Vec<Rank> = config.world.ranks().collect();
+    exchange_among(config, &ranks, health, topic, message, deadline)
 }
 
 /// [`exchange`] among some of the `ranks`, including this one; returns their messages in that order.
 pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     ranks: &[Rank],
     health: &Health,
     topic: &str,
     message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    publish(place, topic, message, deadline).map_err(|error| health.explain(error))?;
+    publish(config, topic, message, deadline).map_err(|error| health.explain(error))?;
     let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut reminders = Reminders::new();
     let messages = loop {
-        match place.store.multi_get(&keys, deadline.at_most(LOOK)) {
+        match config.store.multi_get(&keys, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if let Some(cause) = health.cause() {
                     return Err(cause);
@@ -59,10 +59,10 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
                 reminders.remind(|| {
                     let soon = Deadline::after(LOOK);
                     let is_missing =
-                        |index: &usize| !place.store.check(&keys[*index..=*index], soon).unwrap_or(true);
+                        |index: &usize| !config.store.check(&keys[*index..=*index], soon).unwrap_or(true);
                     let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
                     let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
-                    format!("rank {} waits for {who} to publish the message {topic:?}", place.rank)
+                    format!("rank {} waits for {who} to publish the message {topic:?}", config.rank)
                 });
             }
             Err(error) if error.is_timeout() => return Err(error),

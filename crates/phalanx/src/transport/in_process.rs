@@ -21,18 +21,18 @@ pub(crate) struct InProcess {
     rank: Rank,
     hub: Arc<Hub>,
     /// Sends the goodbye when its last owner drops it.
-    _seat: Arc<Seat>,
+    _membership: Arc<Membership>,
 }
 
 /// Everything that one rank needs for the mailboxes.
-pub(crate) struct End {
+pub(crate) struct InProcessRank {
     pub transport: InProcess,
     pub messages: Messages,
     pub health: Arc<Health>,
 }
 
 /// A rank's membership in the group, while it takes part.
-struct Seat {
+struct Membership {
     rank: Rank,
     hub: Arc<Hub>,
 }
@@ -49,7 +49,7 @@ struct Mailbox {
 }
 
 /// Connects all ranks of a group, by rank.
-pub(crate) fn connect(world: WorldSize) -> Vec<End> {
+pub(crate) fn connect(world: WorldSize) -> Vec<InProcessRank> {
     let hosts = vec!["this process".to_owned(); world.count()];
     let healths: Vec<_> = world.ranks().map(|rank| Health::new(rank, hosts.clone())).collect();
     let mailboxes = world
@@ -60,14 +60,15 @@ pub(crate) fn connect(world: WorldSize) -> Vec<End> {
         })
         .collect();
     let hub = Arc::new(Hub { healths, mailboxes });
-    let seats: Vec<_> = world.ranks().map(|rank| Arc::new(Seat { rank, hub: hub.clone() })).collect();
-    let farewells = seats.iter().map(|seat| Box::new(seat.clone()) as Box<_>).collect();
-    let messages = Messages::in_process(world, farewells);
-    seats
+    let memberships: Vec<_> =
+        world.ranks().map(|rank| Arc::new(Membership { rank, hub: hub.clone() })).collect();
+    let goodbyes = memberships.iter().map(|membership| Box::new(membership.clone()) as Box<_>).collect();
+    let messages = Messages::in_process(world, goodbyes);
+    memberships
         .into_iter()
         .zip(messages)
-        .map(|(seat, messages)| {
-            let rank = seat.rank;
+        .map(|(membership, messages)| {
+            let rank = membership.rank;
             let health = hub.healths[rank.index()].clone();
             let peers = Arc::downgrade(&hub);
             health.on_failure(Box::new(move |error| {
@@ -75,8 +76,8 @@ pub(crate) fn connect(world: WorldSize) -> Vec<End> {
                     hub.spread(rank, error);
                 }
             }));
-            let transport = InProcess { rank, hub: hub.clone(), _seat: seat };
-            End { transport, messages, health }
+            let transport = InProcess { rank, hub: hub.clone(), _membership: membership };
+            InProcessRank { transport, messages, health }
         })
         .collect()
 }
@@ -145,7 +146,7 @@ impl InProcess {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Membership {
     fn drop(&mut self) {
         for health in &self.hub.healths {
             health.left(self.rank);

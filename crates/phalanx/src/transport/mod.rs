@@ -9,12 +9,11 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 
-pub(crate) use self::tcp::MeshConfig;
+pub(crate) use self::tcp::{MeshConfig, fail_start, publish_process};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::store::Store;
 use crate::wire::frame::Header;
 
 /// Connections to all peers of a group.
@@ -77,17 +76,6 @@ impl FromStr for TransportKind {
             }
         }
     }
-}
-
-/// Publishes in `store`, through which ranks will connect with each other, which process `rank` is, so that ranks of
-/// its host can see it if it is stopped before the connections stand.
-pub(crate) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
-    tcp::publish_process(store, rank, deadline)
-}
-
-/// Tells the ranks that are connecting through `store` why the start has failed.
-pub(crate) fn fail_start(store: &dyn Store, error: &Error) {
-    tcp::fail_start(store, error);
 }
 
 /// The error if a peer has not answered by the deadline.

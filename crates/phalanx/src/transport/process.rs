@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::health::liveness::Sight;
+use crate::health::liveness::ProcessState;
 use crate::proc_stat::{ProcStat, is_gone};
 use crate::wire::control::ProcessId;
 
@@ -25,15 +25,15 @@ fn namespace(kind: &str) -> Option<u64> {
 
 /// What `own`, this process, can see of `peer`. Nothing if they are in different network namespaces: then the network
 /// between them may be the cause of the silence.
-pub(super) fn look(own: Option<ProcessId>, peer: Option<ProcessId>) -> Sight {
-    let (Some(own), Some(peer)) = (own, peer) else { return Sight::Nothing };
+pub(super) fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessState {
+    let (Some(own), Some(peer)) = (own, peer) else { return ProcessState::Unknown };
     if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
-        return Sight::Nothing;
+        return ProcessState::Unknown;
     }
     match ProcStat::read(peer.pid.cast_signed()) {
-        Ok(stat) => stat.map_or(Sight::Nothing, |stat| sight(&stat, peer)),
-        Err(error) if is_gone(&error) => Sight::Gone,
-        Err(_) => Sight::Nothing,
+        Ok(stat) => stat.map_or(ProcessState::Unknown, |stat| state_of(&stat, peer)),
+        Err(error) if is_gone(&error) => ProcessState::Gone,
+        Err(_) => ProcessState::Unknown,
     }
 }
 
@@ -52,14 +52,14 @@ fn is(stat: &ProcStat, peer: ProcessId) -> bool {
     (stat.pid.cast_unsigned(), stat.started) == (peer.pid, peer.started)
 }
 
-fn sight(stat: &ProcStat, peer: ProcessId) -> Sight {
+fn state_of(stat: &ProcStat, peer: ProcessId) -> ProcessState {
     match stat.state {
         // Another process has this number now.
-        _ if !is(stat, peer) => Sight::Gone,
-        b'T' | b't' => Sight::Stopped,
-        b'R' | b'S' | b'D' => Sight::Alive,
-        _ if stat.is_dead() => Sight::Gone,
-        _ => Sight::Nothing,
+        _ if !is(stat, peer) => ProcessState::Gone,
+        b'T' | b't' => ProcessState::Stopped,
+        b'R' | b'S' | b'D' => ProcessState::Alive,
+        _ if stat.is_dead() => ProcessState::Gone,
+        _ => ProcessState::Unknown,
     }
 }
 
@@ -71,21 +71,24 @@ mod tests {
     fn a_state_is_that_of_the_peer_or_of_nobody() {
         let peer = ProcessId { boot: 1, namespaces: (2, 3), pid: 12, started: 99 };
         let stat = |state, started| ProcStat { pid: 12, state, parent: 1, group: 12, worked: 7, started };
-        for (state, expected) in
-            [(b'T', Sight::Stopped), (b't', Sight::Stopped), (b'D', Sight::Alive), (b'Z', Sight::Gone)]
-        {
-            assert_eq!(sight(&stat(state, 99), peer), expected);
+        for (state, expected) in [
+            (b'T', ProcessState::Stopped),
+            (b't', ProcessState::Stopped),
+            (b'D', ProcessState::Alive),
+            (b'Z', ProcessState::Gone),
+        ] {
+            assert_eq!(state_of(&stat(state, 99), peer), expected);
         }
-        assert_eq!(sight(&stat(b'R', 98), peer), Sight::Gone);
+        assert_eq!(state_of(&stat(b'R', 98), peer), ProcessState::Gone);
     }
 
     #[test]
     fn this_process_sees_that_it_is_alive() {
         let own = own();
         assert!(own.is_some());
-        assert_eq!(look(own, own), Sight::Alive);
+        assert_eq!(state(own, own), ProcessState::Alive);
         let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
-        assert_eq!(look(own, elsewhere), Sight::Nothing);
-        assert_eq!(look(own, None), Sight::Nothing);
+        assert_eq!(state(own, elsewhere), ProcessState::Unknown);
+        assert_eq!(state(own, None), ProcessState::Unknown);
     }
 }

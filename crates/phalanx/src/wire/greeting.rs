@@ -53,9 +53,9 @@ pub(crate) fn is_greeting(start: &[u8; 4]) -> bool {
 }
 
 /// The client side.
-pub(crate) struct Caller([u8; CALL]);
+pub(crate) struct Initiator([u8; CALL]);
 
-impl Caller {
+impl Initiator {
     pub(crate) fn new(nonce: Nonce) -> Self {
         Self(message(nonce))
     }
@@ -74,12 +74,12 @@ impl Caller {
 }
 
 /// The server side, after it has read a call.
-pub(crate) struct Answerer {
+pub(crate) struct Responder {
     call: [u8; CALL],
     answer: [u8; ANSWER],
 }
 
-impl Answerer {
+impl Responder {
     /// Answers `call`. None if it has another version.
     pub(crate) fn new(secret: &StoreSecret, call: [u8; CALL], nonce: Nonce) -> Option<Self> {
         if !call.starts_with(&BEGINNING) {
@@ -123,15 +123,15 @@ mod tests {
     /// Simulates the greeting. `tamper` may change messages 0 to 2 before they arrive. Returns whether the client is
     /// accepted.
     fn play(secret: &StoreSecret, nonces: (u8, u8), mut tamper: impl FnMut(usize, &mut [u8])) -> bool {
-        let caller = Caller::new([nonces.0; NONCE]);
-        let mut call = *caller.call();
+        let initiator = Initiator::new([nonces.0; NONCE]);
+        let mut call = *initiator.call();
         tamper(0, &mut call);
-        let Some(answerer) = Answerer::new(secret, call, [nonces.1; NONCE]) else { return false };
-        let mut answer = *answerer.answer();
+        let Some(responder) = Responder::new(secret, call, [nonces.1; NONCE]) else { return false };
+        let mut answer = *responder.answer();
         tamper(1, &mut answer);
-        let Some(mut proof) = caller.answered(secret, &answer) else { return false };
+        let Some(mut proof) = initiator.answered(secret, &answer) else { return false };
         tamper(2, &mut proof);
-        answerer.proven(secret, &proof)
+        responder.proven(secret, &proof)
     }
 
     #[test]
@@ -158,28 +158,28 @@ mod tests {
         let tag = |bytes: &[u8]| -> Tag { bytes[bytes.len() - TAG..].try_into().unwrap() };
         // An old proof, to a server with a new nonce; an old answer, to a client with a new nonce.
         let call: [u8; CALL] = heard[0].as_slice().try_into().unwrap();
-        let answerer = Answerer::new(&secret, call, [3; NONCE]).unwrap();
-        assert!(!answerer.proven(&secret, &tag(&heard[2])));
+        let responder = Responder::new(&secret, call, [3; NONCE]).unwrap();
+        assert!(!responder.proven(&secret, &tag(&heard[2])));
         let answer: [u8; ANSWER] = heard[1].as_slice().try_into().unwrap();
-        assert!(Caller::new([4; NONCE]).answered(&secret, &answer).is_none());
+        assert!(Initiator::new([4; NONCE]).answered(&secret, &answer).is_none());
         // The server's proof is not the client's, and vice versa.
-        assert!(!answerer.proven(&secret, &tag(answerer.answer())));
+        assert!(!responder.proven(&secret, &tag(responder.answer())));
         let mut echo = [0; ANSWER];
         echo[..CALL].copy_from_slice(&call);
         echo[CALL..].copy_from_slice(&heard[2]);
-        assert!(Caller::new([1; NONCE]).answered(&secret, &echo).is_none());
+        assert!(Initiator::new([1; NONCE]).answered(&secret, &echo).is_none());
     }
 
     #[test]
     fn another_key_proves_nothing_and_the_first_byte_is_no_requests() {
         let (one, other) = (secret(), secret());
-        let caller = Caller::new([1; NONCE]);
-        let answerer = Answerer::new(&one, *caller.call(), [2; NONCE]).unwrap();
-        assert!(caller.answered(&other, answerer.answer()).is_none());
-        let proof = caller.answered(&one, answerer.answer()).unwrap();
-        assert!(!answerer.proven(&other, &proof));
+        let initiator = Initiator::new([1; NONCE]);
+        let responder = Responder::new(&one, *initiator.call(), [2; NONCE]).unwrap();
+        assert!(initiator.answered(&other, responder.answer()).is_none());
+        let proof = initiator.answered(&one, responder.answer()).unwrap();
+        assert!(!responder.proven(&other, &proof));
         // PyTorch's requests are 0 to 18.
-        assert!(is_greeting(caller.call().first_chunk().unwrap()) && caller.call()[0] > 32);
+        assert!(is_greeting(initiator.call().first_chunk().unwrap()) && initiator.call()[0] > 32);
         const { assert!(CALL + TAG <= 256 && ANSWER <= 256) }
     }
 
@@ -191,12 +191,12 @@ mod tests {
             if beginning {
                 answer[..HEAD].copy_from_slice(&BEGINNING);
             }
-            prop_assert!(Caller::new([1; NONCE]).answered(&secret, &answer).is_none());
+            prop_assert!(Initiator::new([1; NONCE]).answered(&secret, &answer).is_none());
             let call = *answer.first_chunk().unwrap();
-            let answerer = Answerer::new(&secret, call, [2; NONCE]);
-            prop_assert_eq!(answerer.is_some(), beginning);
-            if let Some(answerer) = answerer {
-                prop_assert!(!answerer.proven(&secret, answer.last_chunk().unwrap()));
+            let responder = Responder::new(&secret, call, [2; NONCE]);
+            prop_assert_eq!(responder.is_some(), beginning);
+            if let Some(responder) = responder {
+                prop_assert!(!responder.proven(&secret, answer.last_chunk().unwrap()));
             }
         }
     }

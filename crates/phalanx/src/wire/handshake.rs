@@ -42,12 +42,12 @@ impl GroupSecret {
 }
 
 /// The connecting rank, which has sent its hello.
-pub(crate) struct Caller {
+pub(crate) struct Initiator {
     own: Hello,
     hello: [u8; HELLO],
 }
 
-impl Caller {
+impl Initiator {
     pub(crate) fn new(own: Hello) -> Self {
         Self { own, hello: own.encode() }
     }
@@ -94,13 +94,13 @@ impl Answered {
 }
 
 /// The accepting rank, which has sent its answer.
-pub(crate) struct Answerer {
+pub(crate) struct Responder {
     hello: [u8; HELLO],
     answer: [u8; ANSWER],
     peer: Hello,
 }
 
-impl Answerer {
+impl Responder {
     /// Takes the first message. `own` is this rank's hello to its sender.
     pub(crate) fn new(secret: &GroupSecret, own: &Hello, peer: Hello, hello: [u8; HELLO]) -> Result<Self> {
         own.accept(&peer)?;
@@ -180,18 +180,18 @@ mod tests {
         nonces: (u8, u8),
         mut tamper: impl FnMut(usize, &mut [u8]),
     ) -> Result<Said> {
-        let caller = Caller::new(hello(secret, 1, 0, channel, nonces.0));
-        let mut first = *caller.hello();
+        let initiator = Initiator::new(hello(secret, 1, 0, channel, nonces.0));
+        let mut first = *initiator.hello();
         tamper(0, &mut first);
         let peer = Hello::decode(&first)?;
         let own = Hello { to: peer.rank, channel: peer.channel, ..hello(secret, 0, 1, channel, nonces.1) };
-        let answerer = Answerer::new(secret, &own, peer, first)?;
-        let mut answer = *answerer.answer();
+        let responder = Responder::new(secret, &own, peer, first)?;
+        let mut answer = *responder.answer();
         tamper(1, &mut answer);
-        let answered = caller.answered(secret, answer)?;
+        let answered = initiator.answered(secret, answer)?;
         let mut proof = *answered.proof();
         tamper(2, &mut proof);
-        let (peer, mut welcome) = answerer.proven(secret, &proof)?;
+        let (peer, mut welcome) = responder.proven(secret, &proof)?;
         assert_eq!(peer.rank, Rank::new(1));
         tamper(3, &mut welcome);
         assert_eq!(answered.welcomed(secret, &welcome)?.rank, Rank::MAIN);
@@ -232,11 +232,11 @@ mod tests {
             for (j, other) in secrets.iter().chain([&other_job]).enumerate() {
                 assert_eq!(one.name() == other.name(), i == j);
                 // Also if it has a false group name.
-                let caller = Caller::new(hello(other, 1, 0, Channel::Data, 1));
+                let initiator = Initiator::new(hello(other, 1, 0, Channel::Data, 1));
                 let own = hello(other, 0, 1, Channel::Data, 2);
-                let peer = Hello::decode(caller.hello()).unwrap();
-                let answerer = Answerer::new(one, &own, peer, *caller.hello()).unwrap();
-                assert_eq!(caller.answered(other, *answerer.answer()).is_ok(), i == j);
+                let peer = Hello::decode(initiator.hello()).unwrap();
+                let responder = Responder::new(one, &own, peer, *initiator.hello()).unwrap();
+                assert_eq!(initiator.answered(other, *responder.answer()).is_ok(), i == j);
             }
         }
     }
@@ -248,16 +248,16 @@ mod tests {
         // To the accepting rank, which has drawn another nonce.
         let own = hello(&secret, 0, 1, Channel::Data, 3);
         let peer = Hello::decode(&old.hello).unwrap();
-        let answerer = Answerer::new(&secret, &own, peer, old.hello).unwrap();
-        assert!(answerer.proven(&secret, &old.proof).is_err());
+        let responder = Responder::new(&secret, &own, peer, old.hello).unwrap();
+        assert!(responder.proven(&secret, &old.proof).is_err());
         // To the connecting rank, which has drawn another nonce.
-        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 5));
-        assert!(caller.answered(&secret, old.answer).is_err());
+        let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 5));
+        assert!(initiator.answered(&secret, old.answer).is_err());
         // The welcome of another connection.
-        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+        let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));
         let own = hello(&secret, 0, 1, Channel::Data, 7);
-        let answerer = Answerer::new(&secret, &own, peer, *caller.hello()).unwrap();
-        let answered = caller.answered(&secret, *answerer.answer()).unwrap();
+        let responder = Responder::new(&secret, &own, peer, *initiator.hello()).unwrap();
+        let answered = initiator.answered(&secret, *responder.answer()).unwrap();
         assert!(answered.welcomed(&secret, &old.welcome).is_err());
     }
 
@@ -265,16 +265,16 @@ mod tests {
     fn a_channel_is_not_spliced_into_another_nor_a_rank_led_to_another() {
         let secret = secret(Some(&JobKey::generate().unwrap()));
         let control = said(&secret, Channel::Control, (1, 2));
-        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
-        assert!(caller.answered(&secret, control.answer).is_err());
+        let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));
+        assert!(initiator.answered(&secret, control.answer).is_err());
         let own = hello(&secret, 0, 1, Channel::Data, 2);
         let peer = hello(&secret, 1, 0, Channel::Data, 1);
-        let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
-        assert!(answerer.proven(&secret, &control.proof).is_err());
+        let responder = Responder::new(&secret, &own, peer, peer.encode()).unwrap();
+        assert!(responder.proven(&secret, &control.proof).is_err());
         // Rank 2's hello to rank 0, relayed to rank 1.
         let misled = hello(&secret, 2, 0, Channel::Data, 1);
         let own = hello(&secret, 1, 2, Channel::Data, 2);
-        assert!(Answerer::new(&secret, &own, misled, misled.encode()).is_err());
+        assert!(Responder::new(&secret, &own, misled, misled.encode()).is_err());
     }
 
     #[test]
@@ -282,20 +282,20 @@ mod tests {
         let secret = secret(Some(&JobKey::generate().unwrap()));
         let old = said(&secret, Channel::Data, (1, 2));
         // A rank that gets its own messages as the answer.
-        let caller = Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
+        let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));
         let mut echo = [0; ANSWER];
-        echo[..HELLO].copy_from_slice(caller.hello());
+        echo[..HELLO].copy_from_slice(initiator.hello());
         echo[HELLO..].copy_from_slice(&old.proof);
-        assert!(caller.answered(&secret, echo).is_err());
+        assert!(initiator.answered(&secret, echo).is_err());
         // The accepting rank's own proof, sent as that of the connecting rank.
         let own = hello(&secret, 0, 1, Channel::Data, 2);
         let peer = hello(&secret, 1, 0, Channel::Data, 1);
-        let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
-        let proof = *answerer.answer().last_chunk().unwrap();
-        assert!(answerer.proven(&secret, &proof).is_err());
-        assert!(answerer.proven(&secret, &old.welcome).is_err());
+        let responder = Responder::new(&secret, &own, peer, peer.encode()).unwrap();
+        let proof = *responder.answer().last_chunk().unwrap();
+        assert!(responder.proven(&secret, &proof).is_err());
+        assert!(responder.proven(&secret, &old.welcome).is_err());
         // The right proof is accepted.
-        assert!(answerer.proven(&secret, &old.proof).is_ok());
+        assert!(responder.proven(&secret, &old.proof).is_ok());
     }
 
     proptest! {
@@ -304,15 +304,15 @@ mod tests {
             let secret = secret(None);
             let mut bytes = [0; ANSWER];
             bytes.copy_from_slice(answer.as_flattened());
-            let caller = || Caller::new(hello(&secret, 1, 0, Channel::Data, 1));
-            prop_assert!(caller().answered(&secret, bytes).is_err());
+            let initiator = || Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));
+            prop_assert!(initiator().answered(&secret, bytes).is_err());
             // Also after a correct hello.
             bytes[..HELLO].copy_from_slice(&hello(&secret, 0, 1, Channel::Data, 2).encode());
-            prop_assert!(caller().answered(&secret, bytes).is_err());
+            prop_assert!(initiator().answered(&secret, bytes).is_err());
             let peer = hello(&secret, 1, 0, Channel::Data, 1);
             let own = hello(&secret, 0, 1, Channel::Data, 2);
-            let answerer = Answerer::new(&secret, &own, peer, peer.encode()).unwrap();
-            prop_assert!(answerer.proven(&secret, &proof).is_err());
+            let responder = Responder::new(&secret, &own, peer, peer.encode()).unwrap();
+            prop_assert!(responder.proven(&secret, &proof).is_err());
         }
     }
 }

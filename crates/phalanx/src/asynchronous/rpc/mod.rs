@@ -133,7 +133,7 @@ struct Shared {
     lost: Vec<Lost>,
     timeout: Duration,
     /// How long a message that is being sent may take.
-    patience: Duration,
+    send_timeout: Duration,
     /// By rank.
     links: Vec<Link>,
     pool: Arc<Pool>,
@@ -272,7 +272,7 @@ impl RpcBuilder {
             functions,
             lost,
             timeout,
-            patience: group.timeout(),
+            send_timeout: group.timeout(),
             links,
             pool,
             objects: Objects::default(),

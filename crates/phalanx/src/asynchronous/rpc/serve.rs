@@ -170,14 +170,14 @@ impl Shared {
         };
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
-        let _ = link.send(&head, &payload, Deadline::after(self.patience));
+        let _ = link.send(&head, &payload, Deadline::after(self.send_timeout));
     }
 
     /// Tells `owner` which of its objects this rank no longer holds.
     pub(super) fn send_releases(&self, owner: Rank) {
         let Ok(link) = self.link(owner) else { return };
         for object in link.take_released() {
-            let _ = link.send(&release(object), &[], Deadline::after(self.patience));
+            let _ = link.send(&release(object), &[], Deadline::after(self.send_timeout));
         }
     }
 

@@ -23,7 +23,7 @@ pub(crate) struct Worker {
     pub(crate) id: WorkerId,
     pub(crate) host: String,
     /// The slot in which its launcher started it, counted over all hosts. It stays the same when the rank changes.
-    pub(crate) place: u32,
+    pub(crate) slot: u32,
     /// Its process on that host.
     pub(crate) process: u32,
 }
@@ -35,7 +35,7 @@ impl Worker {
     /// comes. So each stay in a slot has its own counter. Otherwise the heartbeats of the old worker would keep a
     /// frozen successor alive. Each slot has a few counters, which are used in turn, so that none has to be removed.
     pub(crate) fn heartbeat_key(&self) -> String {
-        format!("beat/{}/{}", self.place, self.id.0 & WorkerId::TURNS)
+        format!("beat/{}/{}", self.slot, self.id.0 & WorkerId::TURNS)
     }
 }
 
@@ -100,9 +100,8 @@ impl fmt::Display for Departure {
 pub(crate) enum Entry {
     /// A worker asks to take part from the next round on.
     Join { worker: Worker, settings: Settings },
-    /// A member has left the group of this round, and waits for the next. Does it hold a step that was cut off and that
-    /// the survivors can replay?
-    Ready { round: u64, worker: WorkerId, holds: bool },
+    /// A member has left the group of this round, and waits for the next. Can it replay a step that was cut off?
+    Ready { round: u64, worker: WorkerId, can_replay: bool },
     /// Enough workers wait for this round, and the time to wait for more has passed.
     LastCall { round: u64, nonce: u64 },
     /// A worker is gone, as `by` reports.
@@ -110,7 +109,7 @@ pub(crate) enum Entry {
     /// All members of this round have finished; one of them reports it.
     Done { round: u64, worker: WorkerId },
     /// A process has ended, as its launcher reports. The process number may be used again.
-    Exited { place: u32, process: u32, nonce: u64 },
+    Exited { slot: u32, process: u32, nonce: u64 },
     /// The launcher's number of workers that run or are being started, and how often that number has changed. While
     /// fewer wait, it is worth waiting for the others.
     Expected { change: u64, workers: u32 },

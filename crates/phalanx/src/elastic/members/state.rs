@@ -21,35 +21,35 @@ pub(crate) struct MembersState {
     members: Vec<Member>,
     /// Who has joined since, in order.
     newcomers: Vec<Worker>,
-    verdict: Option<Verdict>,
+    job_end: Option<JobEnd>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Member {
     worker: Worker,
-    standing: Standing,
+    state: MemberState,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Standing {
+enum MemberState {
     /// It may be using the round's group.
     Working,
     /// It has left the group and waits for the next round, with or without a step to replay.
     Ready {
-        holds: bool,
+        can_replay: bool,
     },
     Gone(Departure),
 }
 
 impl Member {
     fn is_ready(&self) -> bool {
-        matches!(self.standing, Standing::Ready { .. })
+        matches!(self.state, MemberState::Ready { .. })
     }
 }
 
 /// How the job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Verdict {
+pub(crate) enum JobEnd {
     /// All members of the last round have finished.
     Done,
     /// One more round would exceed the reset limit.
@@ -73,26 +73,28 @@ impl Machine for MembersState {
     });
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {
-        if self.verdict.is_some() {
+        if self.job_end.is_some() {
             // Only a newcomer needs an answer: no other entry changes a job that is over.
             let joins = matches!(entry, Entry::Join { .. });
             return if joins { Err("the job is over".to_owned()) } else { Ok(()) };
         }
         match entry {
             Entry::Join { worker, settings } => self.join(worker, settings)?,
-            Entry::Ready { round, worker, holds } if round == self.round => self.ready(worker, holds),
+            Entry::Ready { round, worker, can_replay } if round == self.round => {
+                self.ready(worker, can_replay)
+            }
             Entry::LastCall { round, .. } if round == self.round + 1 && self.has_enough() => {
                 self.begin_with(false)
             }
             Entry::Gone { worker, why, .. } => self.leave(worker, why),
             Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
-                self.verdict = Some(Verdict::Done);
+                self.job_end = Some(JobEnd::Done);
             }
-            Entry::Exited { place, process, .. } => self.exited(place, process),
+            Entry::Exited { slot, process, .. } => self.exited(slot, process),
             Entry::Expected { workers, .. } => self.expected = Some(workers),
             Entry::Ready { .. } | Entry::LastCall { .. } | Entry::Done { .. } => {}
         }
-        if self.verdict.is_none() {
+        if self.job_end.is_none() {
             if self.can_resume() {
                 self.begin_with(true);
             } else if self.is_full() {
@@ -118,7 +120,7 @@ impl Machine for MembersState {
     /// Otherwise every waiting worker watches all others.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
-        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
+        let members = self.members.iter().filter(|member| !matches!(member.state, MemberState::Gone(_)));
         let members: Vec<WorkerId> = members.map(|member| member.worker.id).collect();
         let mut watched: Vec<WorkerId> = match self.rank(id) {
             Some(rank) if !self.is_gathering() => {
@@ -170,26 +172,26 @@ impl MembersState {
         Ok(())
     }
 
-    fn ready(&mut self, id: WorkerId, holds: bool) {
-        let working = |member: &&mut Member| member.worker.id == id && member.standing == Standing::Working;
+    fn ready(&mut self, id: WorkerId, can_replay: bool) {
+        let working = |member: &&mut Member| member.worker.id == id && member.state == MemberState::Working;
         if let Some(member) = self.members.iter_mut().find(working) {
-            member.standing = Standing::Ready { holds };
+            member.state = MemberState::Ready { can_replay };
         }
     }
 
     fn leave(&mut self, id: WorkerId, why: Departure) {
         self.newcomers.retain(|worker| worker.id != id);
         let there =
-            |member: &&mut Member| member.worker.id == id && !matches!(member.standing, Standing::Gone(_));
+            |member: &&mut Member| member.worker.id == id && !matches!(member.state, MemberState::Gone(_));
         if let Some(member) = self.members.iter_mut().find(there) {
-            member.standing = Standing::Gone(why);
+            member.state = MemberState::Gone(why);
         }
     }
 
     /// Removes everything that this process is or was about to become.
-    fn exited(&mut self, place: u32, process: u32) {
+    fn exited(&mut self, slot: u32, process: u32) {
         let members = self.members.iter().map(|member| &member.worker);
-        let same = |worker: &&Worker| (worker.place, worker.process) == (place, process);
+        let same = |worker: &&Worker| (worker.slot, worker.process) == (slot, process);
         let gone: Vec<WorkerId> =
             members.chain(&self.newcomers).filter(same).map(|worker| worker.id).collect();
         gone.into_iter().for_each(|id| self.leave(id, Departure::Exited));
@@ -199,7 +201,7 @@ impl MembersState {
     fn begin_with(&mut self, alone: bool) {
         let Some(settings) = self.settings else { return };
         if settings.reset_limit.is_some_and(|limit| self.round > limit.into()) {
-            self.verdict = Some(Verdict::TooManyRounds);
+            self.job_end = Some(JobEnd::TooManyRounds);
             return;
         }
         let members = std::mem::take(&mut self.members);
@@ -210,17 +212,17 @@ impl MembersState {
             self.newcomers = workers.split_off(workers.len().min(settings.max as usize));
         }
         self.members =
-            workers.into_iter().map(|worker| Member { worker, standing: Standing::Working }).collect();
+            workers.into_iter().map(|worker| Member { worker, state: MemberState::Working }).collect();
         self.round += 1;
     }
 
     /// Can the survivors replay the step that was cut off? Then they wait for no other worker: a newcomer could not
     /// take part in that step, and joins at the next commit.
     fn can_resume(&self) -> bool {
-        let holds = |member: &Member| member.standing == Standing::Ready { holds: true };
+        let can_replay = |member: &Member| member.state == MemberState::Ready { can_replay: true };
         let survivors = self.members.iter().filter(|member| member.is_ready());
         let enough = self.settings.is_some_and(|settings| survivors.clone().count() >= settings.min as usize);
-        enough && self.is_free() && survivors.clone().all(holds)
+        enough && self.is_free() && survivors.clone().all(can_replay)
     }
 
     /// Can the next round begin with the workers that can take part now?
@@ -244,12 +246,12 @@ impl MembersState {
 
     /// Is there no round, or has a member left it?
     pub(crate) fn is_gathering(&self) -> bool {
-        self.round == 0 || self.members.iter().any(|member| member.standing != Standing::Working)
+        self.round == 0 || self.members.iter().any(|member| member.state != MemberState::Working)
     }
 
     /// Members that have not left the last round yet.
     pub(crate) fn outstanding(&self) -> impl Iterator<Item = WorkerId> {
-        let working = self.members.iter().filter(|member| member.standing == Standing::Working);
+        let working = self.members.iter().filter(|member| member.state == MemberState::Working);
         working.map(|member| member.worker.id)
     }
 
@@ -260,7 +262,7 @@ impl MembersState {
     }
 
     /// Does a worker wait for which the world has room beside the members?
-    pub(crate) fn is_awaited(&self) -> bool {
+    pub(crate) fn workers_wait(&self) -> bool {
         let most = self.settings.map_or(0, |settings| settings.max as usize);
         !self.newcomers.is_empty() && self.members.len() < most
     }
@@ -273,8 +275,8 @@ impl MembersState {
         self.settings
     }
 
-    pub(crate) fn verdict(&self) -> Option<Verdict> {
-        self.verdict
+    pub(crate) fn job_end(&self) -> Option<JobEnd> {
+        self.job_end
     }
 
     /// The members of the last round, by rank.
@@ -284,15 +286,15 @@ impl MembersState {
 
     /// The rank of a worker in the last round, if it is a member and still there.
     pub(crate) fn rank(&self, id: WorkerId) -> Option<usize> {
-        let there = |member: &Member| member.worker.id == id && !matches!(member.standing, Standing::Gone(_));
+        let there = |member: &Member| member.worker.id == id && !matches!(member.state, MemberState::Gone(_));
         self.members.iter().position(there)
     }
 
     /// The members of the last round that are gone, by rank.
     pub(crate) fn gone(&self) -> impl Iterator<Item = (usize, &Worker, &Departure)> {
-        self.members.iter().enumerate().filter_map(|(rank, member)| match &member.standing {
-            Standing::Gone(why) => Some((rank, &member.worker, why)),
-            Standing::Working | Standing::Ready { .. } => None,
+        self.members.iter().enumerate().filter_map(|(rank, member)| match &member.state {
+            MemberState::Gone(why) => Some((rank, &member.worker, why)),
+            MemberState::Working | MemberState::Ready { .. } => None,
         })
     }
 
@@ -313,7 +315,7 @@ impl MembersState {
 
     /// The first of the workers that are there: it does what one worker must do for all.
     pub(crate) fn first(&self) -> Option<WorkerId> {
-        let members = self.members.iter().filter(|member| !matches!(member.standing, Standing::Gone(_)));
+        let members = self.members.iter().filter(|member| !matches!(member.state, MemberState::Gone(_)));
         members.map(|member| &member.worker).chain(&self.newcomers).map(|worker| worker.id).next()
     }
 }

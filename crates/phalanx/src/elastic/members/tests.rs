@@ -13,7 +13,7 @@ const LAST_CALL: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn worker(id: u64) -> Worker {
-    Worker { id: WorkerId(id), host: "here".to_owned(), place: id as u32, process: 100 + id as u32 }
+    Worker { id: WorkerId(id), host: "here".to_owned(), slot: id as u32, process: 100 + id as u32 }
 }
 
 fn settings(min: u32, max: u32) -> Settings {
@@ -29,11 +29,11 @@ fn gone(id: u64) -> Entry {
 }
 
 fn ready(round: u64, id: u64) -> Entry {
-    Entry::Ready { round, worker: WorkerId(id), holds: false }
+    Entry::Ready { round, worker: WorkerId(id), can_replay: false }
 }
 
 fn holding(round: u64, id: u64) -> Entry {
-    Entry::Ready { round, worker: WorkerId(id), holds: true }
+    Entry::Ready { round, worker: WorkerId(id), can_replay: true }
 }
 
 fn last_call(round: u64) -> Entry {
@@ -90,7 +90,7 @@ fn what_is_said_of_another_moment_is_another_entry() {
     let store: SharedStore = Arc::new(MemoryStore::new());
     let deadline = Deadline::after(Duration::from_secs(10));
     let log = || Log::<MembersState>::new(Arc::clone(&store), Mac::none());
-    let exited = |nonce| Entry::Exited { place: 1, process: 4, nonce };
+    let exited = |nonce| Entry::Exited { slot: 1, process: 4, nonce };
     for nonce in [1, 2] {
         log().append(&exited(nonce), deadline).unwrap();
     }
@@ -105,7 +105,7 @@ fn survivors_who_hold_a_step_wait_for_nobody() {
     assert_eq!(state.round(), 1, "1 still works");
     state.apply(holding(1, 1)).unwrap();
     assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
-    assert!(state.is_awaited(), "9 comes in at the next commit");
+    assert!(state.workers_wait(), "9 comes in at the next commit");
     // One that has nothing in its hands: all begin anew, and so may the newcomer.
     let mut state = after(start);
     state.apply(ready(1, 1)).unwrap();
@@ -122,13 +122,13 @@ fn survivors_who_hold_a_step_wait_for_nobody() {
 fn who_waits_is_awaited_only_while_there_is_room() {
     let all = settings(1, 2);
     let mut state = after([join(1, all), last_call(1)]);
-    assert!(!state.is_awaited());
+    assert!(!state.workers_wait());
     state.apply(join(2, all)).unwrap();
-    assert!(state.is_awaited());
+    assert!(state.workers_wait());
     state.apply(ready(1, 1)).unwrap();
     assert_eq!(members(&state), [1, 2]);
     state.apply(join(3, all)).unwrap();
-    assert!(!state.is_awaited(), "it is a spare");
+    assert!(!state.workers_wait(), "it is a spare");
     for entry in [gone(1), ready(2, 2)] {
         state.apply(entry).unwrap();
     }
@@ -144,9 +144,9 @@ fn who_was_given_up_stays_so_under_its_number() {
     state.apply(last_call(2)).unwrap();
     assert_eq!(members(&state), [1]);
     state.apply(Entry::Done { round: 2, worker: WorkerId(2) }).unwrap();
-    assert_eq!(state.verdict(), None);
+    assert_eq!(state.job_end(), None);
     state.apply(Entry::Done { round: 2, worker: WorkerId(1) }).unwrap();
-    assert_eq!(state.verdict(), Some(Verdict::Done));
+    assert_eq!(state.job_end(), Some(JobEnd::Done));
     assert!(state.apply(join(3, all)).unwrap_err().contains("over"));
 }
 
@@ -154,9 +154,9 @@ fn who_was_given_up_stays_so_under_its_number() {
 fn a_process_that_has_ended_is_gone_wherever_it_waited() {
     let all = settings(2, 3);
     let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all), ready(1, 1), ready(1, 2)]);
-    // That of another process of the place says nothing of this one.
-    for (place, process) in [(3, 99), (4, 104), (3, 103)] {
-        state.apply(Entry::Exited { place, process, nonce: 0 }).unwrap();
+    // That of another process of the slot says nothing of this one.
+    for (slot, process) in [(3, 99), (4, 104), (3, 103)] {
+        state.apply(Entry::Exited { slot, process, nonce: 0 }).unwrap();
         assert_eq!(state.round(), 1);
     }
     state.apply(last_call(2)).unwrap();
@@ -198,10 +198,10 @@ fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
     assert!(state.apply(join(2, settings(1, 1))).unwrap_err().contains("reset limit"));
     for (dead, next) in [(1, 2), (2, 3)] {
         state.apply(gone(dead)).unwrap();
-        assert_eq!(state.verdict(), None);
+        assert_eq!(state.job_end(), None);
         state.apply(join(next, limited)).unwrap();
     }
-    assert_eq!((state.round(), state.verdict()), (2, Some(Verdict::TooManyRounds)));
+    assert_eq!((state.round(), state.job_end()), (2, Some(JobEnd::TooManyRounds)));
 }
 
 #[test]
@@ -287,16 +287,16 @@ struct Job {
     next_id: u64,
     settings: Settings,
     /// Do those whose group fails hold a step? One of three does not in any case.
-    holds: bool,
+    can_replay: bool,
     /// Who was in which round, as the first who saw it begin has seen it.
     rounds: BTreeMap<u64, Vec<u64>>,
     entered: BTreeMap<u64, BTreeSet<u64>>,
 }
 
 impl Job {
-    fn new(settings: Settings, holds: bool) -> Self {
+    fn new(settings: Settings, can_replay: bool) -> Self {
         let (rounds, entered) = Default::default();
-        Self { log: Vec::new(), workers: Vec::new(), next_id: 0, settings, holds, rounds, entered }
+        Self { log: Vec::new(), workers: Vec::new(), next_id: 0, settings, can_replay, rounds, entered }
     }
 
     fn come(&mut self) {
@@ -329,11 +329,12 @@ impl Job {
         let fenced = !worker.state.is_present(id);
         match worker.inside {
             // The group has failed, or a commit says that others wait.
-            Some(inside) if worker.state.is_gathering() || worker.state.is_awaited() || round > inside => {
+            Some(inside) if worker.state.is_gathering() || worker.state.workers_wait() || round > inside => {
                 worker.inside = None;
                 // Newcomers alone end a round at a commit.
-                let holds = self.holds && worker.state.is_gathering() && !(id.0 + inside).is_multiple_of(3);
-                self.log.push(if holds { holding(inside, id.0) } else { ready(inside, id.0) });
+                let can_replay =
+                    self.can_replay && worker.state.is_gathering() && !(id.0 + inside).is_multiple_of(3);
+                self.log.push(if can_replay { holding(inside, id.0) } else { ready(inside, id.0) });
             }
             Some(_) => {}
             None if worker.state.rank(id).is_some() && !worker.state.is_gathering() => {
@@ -427,9 +428,9 @@ fn alive_count(workers: &[Sim]) -> usize {
 proptest! {
     #[test]
     fn rounds_agree_nobody_is_in_two_and_there_is_always_a_next(
-        min in 1..4_u32, more in 0..3_u32, start in 0..6_usize, holds in any::<bool>(), moves in moves(),
+        min in 1..4_u32, more in 0..3_u32, start in 0..6_usize, can_replay in any::<bool>(), moves in moves(),
     ) {
-        let mut job = Job::new(settings(min, min + more), holds);
+        let mut job = Job::new(settings(min, min + more), can_replay);
         (0..start).for_each(|_| job.come());
         moves.into_iter().for_each(|next| job.play(next));
         prop_assert!(job.settle(), "{:?}", job.log);

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn at(step: u64, data_round: u64, reduced: u64) -> Option<Position> {
-    Some(Position { origin: 1, commits: 7, step, data_round, reduced, called: false })
+    Some(Position { loop_round: 1, commits: 7, step, data_round, reduced, called: false })
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn what_does_not_fit_leads_back() {
         vec![here, at(7, 1, 0)],
         vec![at(5, 1, 0), at(6, 1, 0)],
         vec![here, at(6, 1, 0), at(6, 2, 0)],
-        vec![here, other(|position| position.origin = 2)],
+        vec![here, other(|position| position.loop_round = 2)],
         vec![here, other(|position| position.commits = 8)],
         vec![here, other(|position| position.data_round = 2)],
     ] {
@@ -87,7 +87,7 @@ impl Call {
 #[derive(Debug)]
 struct Sim {
     alive: bool,
-    course: Course,
+    progress: StepProgress,
     /// What it has called in the group of now, and how many of those have ended.
     calls: Vec<Call>,
     ended: usize,
@@ -118,7 +118,7 @@ impl Job {
     fn new(count: usize, broadcasts: bool) -> Self {
         let sim = || Sim {
             alive: true,
-            course: Course::new(1),
+            progress: StepProgress::new(1),
             calls: Vec::new(),
             ended: 0,
             cut: false,
@@ -152,17 +152,19 @@ impl Job {
         }
         let next = sim.ended;
         if sim.calls.len() == next {
-            let step = sim.course.step;
+            let step = sim.progress.step;
             let due = self.broadcasts && step.is_multiple_of(3) && sim.told != Some(step);
             let call = match (sim.met, &sim.held) {
-                (false, _) => Call::Exchange(Some(sim.course.position(0)).filter(|_| !sim.outside)),
+                (false, _) => Call::Exchange(Some(sim.progress.position(0)).filter(|_| !sim.outside)),
                 (true, None) if due => Call::Broadcast { step },
-                (true, None) => Call::Reduce { step: sim.course.step, data_round: sim.course.data_round() },
-                (true, Some(_)) => Call::Agree { step: sim.course.step },
+                (true, None) => {
+                    Call::Reduce { step: sim.progress.step, data_round: sim.progress.data_round() }
+                }
+                (true, Some(_)) => Call::Agree { step: sim.progress.step },
             };
             let sim = &mut self.ranks[rank];
             if matches!(call, Call::Reduce { .. }) {
-                sim.course.begin(sim.told == Some(step));
+                sim.progress.begin(sim.told == Some(step));
             }
             match broken && wary {
                 true => {
@@ -197,12 +199,12 @@ impl Job {
         match calls[0] {
             Call::Broadcast { step } => sim.told = Some(step),
             Call::Reduce { .. } => {
-                sim.course.reduced(round);
+                sim.progress.reduced(round);
                 sim.held = Some(members.to_vec());
             }
             Call::Agree { .. } => {
-                let before = sim.course;
-                sim.course.done();
+                let before = sim.progress;
+                sim.progress.done();
                 self.conclude(rank, before);
             }
             Call::Exchange(_) => {
@@ -218,8 +220,8 @@ impl Job {
                     self.gone_back = true;
                     return;
                 };
-                let before = sim.course;
-                match sim.course.resume(plan, round) {
+                let before = sim.progress;
+                match sim.progress.resume(plan, round) {
                     Resumed::Done => self.conclude(rank, before),
                     Resumed::Replay => sim.held = None,
                 }
@@ -227,7 +229,7 @@ impl Job {
         }
     }
 
-    fn conclude(&mut self, rank: usize, before: Course) {
+    fn conclude(&mut self, rank: usize, before: StepProgress) {
         let (data_round, reduced) = (before.data_round() as usize, before.reduced_in() as usize);
         let value = self.ranks[rank].held.take().unwrap();
         // Whose part is said to be missing is missing, and all others' is there.
@@ -236,11 +238,11 @@ impl Job {
         assert_eq!(value, there);
         let sim = &mut self.ranks[rank];
         sim.history.push(value);
-        assert_eq!(sim.history.len() as u64, sim.course.step);
+        assert_eq!(sim.history.len() as u64, sim.progress.step);
     }
 
     /// If all survivors wait for it, the next round begins.
-    fn meet(&mut self) {
+    fn wait_for_round(&mut self) {
         let survivors: Vec<usize> =
             self.members().into_iter().filter(|member| self.ranks[*member].alive).collect();
         if survivors.is_empty() || !survivors.iter().all(|member| self.ranks[*member].cut) {
@@ -285,7 +287,7 @@ proptest! {
                 0 if alive > 1 => job.ranks[who].alive = false,
                 _ => job.advance(who, wary),
             }
-            job.meet();
+            job.wait_for_round();
             job.check();
             if job.gone_back {
                 return Ok(());
@@ -295,7 +297,7 @@ proptest! {
         let before = job.ranks.iter().map(|sim| sim.history.len()).max().unwrap_or(0);
         for _ in 0..200 {
             (0..count).for_each(|rank| job.advance(rank, false));
-            job.meet();
+            job.wait_for_round();
             job.check();
             if job.gone_back {
                 return Ok(());
@@ -304,6 +306,6 @@ proptest! {
         let mut alive = job.ranks.iter().filter(|sim| sim.alive);
         prop_assert!(alive.clone().all(|sim| sim.history.len() > before + 2));
         // The world of the data has come to be that of the survivors.
-        prop_assert!(alive.all(|sim| sim.course.data_round() == job.round()));
+        prop_assert!(alive.all(|sim| sim.progress.data_round() == job.round()));
     }
 }

@@ -10,14 +10,14 @@ fn limit() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
-fn worker(id: WorkerId, place: u32, process: u32) -> Worker {
-    Worker { id, host: "here".to_owned(), place, process }
+fn worker(id: WorkerId, slot: u32, process: u32) -> Worker {
+    Worker { id, host: "here".to_owned(), slot, process }
 }
 
 #[test]
 fn whoever_comes_next_has_another_heartbeat_and_there_are_never_many() {
     let store = MemoryStore::new();
-    let stay = |place| worker(next_id(&store, place, limit()).unwrap(), place, 1).heartbeat_key();
+    let stay = |slot| worker(next_id(&store, slot, limit()).unwrap(), slot, 1).heartbeat_key();
     let keys: Vec<String> = (0..40).map(|_| stay(3)).collect();
     for turn in keys.windows(8) {
         assert_eq!(turn.iter().collect::<BTreeSet<_>>().len(), 8, "{turn:?}");
@@ -29,7 +29,7 @@ fn whoever_comes_next_has_another_heartbeat_and_there_are_never_many() {
 #[test]
 fn a_frozen_successor_is_not_kept_alive_by_the_heartbeats_of_the_one_before() {
     let (store, limit): (SharedStore, _) = (Arc::new(MemoryStore::new()), limit());
-    let worker = |place, process| worker(next_id(&*store, place, limit).unwrap(), place, process);
+    let worker = |slot, process| worker(next_id(&*store, slot, limit).unwrap(), slot, process);
     // Given up, though it has not read that yet.
     let before = worker(1, 10);
     let (successor, me) = (worker(1, 11), worker(0, 12));
@@ -58,9 +58,9 @@ fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
     let first = participate(&store, &CurrentRound::new(Arc::clone(&store), "here")).unwrap();
     let append = |entry: Entry| first.append(&entry, limit()).unwrap();
     let settings = Settings { min: 1, max: 4, reset_limit: None };
-    let join = |id, place| Entry::Join { worker: worker(WorkerId(id), place, id as u32), settings };
+    let join = |id, slot| Entry::Join { worker: worker(WorkerId(id), slot, id as u32), settings };
     let mut places: Vec<u64> = (0..4).collect();
-    (0..4).for_each(|place| append(join(place, place as u32)));
+    (0..4).for_each(|slot| append(join(slot, slot as u32)));
     let mut most = 0;
     for kill in 0..10_000_u64 {
         let (victim, round) = ((kill % 4) as usize, kill + 1);
@@ -73,10 +73,10 @@ fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
             }
             group.add("arrived", 1, limit()).unwrap();
         }
-        append(Entry::Exited { place: victim as u32, process: dead as u32, nonce: kill });
+        append(Entry::Exited { slot: victim as u32, process: dead as u32, nonce: kill });
         for id in places.iter().filter(|id| **id != dead) {
             append(Entry::Gone { worker: WorkerId(dead), by: WorkerId(*id), why: Departure::Died });
-            append(Entry::Ready { round, worker: WorkerId(*id), holds: false });
+            append(Entry::Ready { round, worker: WorkerId(*id), can_replay: false });
         }
         append(join(successor, victim as u32));
         places[victim] = successor;

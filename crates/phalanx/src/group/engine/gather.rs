@@ -19,13 +19,13 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         let (rank, world, size) = (self.rank, self.world, call.dtype.size());
-        let place = bytes_of(&received.of(rank.index()), size);
+        let own = bytes_of(&received.of(rank.index()), size);
         if call.operation == Operation::AllGatherV {
-            output[place].copy_from_slice(input);
+            output[own].copy_from_slice(input);
             let plan = collective::all_gather_v(rank, world, received);
             return self.execute(call, sequence, &plan, Space::One(output), deadline);
         }
-        output[place].copy_from_slice(&input[bytes_of(&sent.of(rank.index()), size)]);
+        output[own].copy_from_slice(&input[bytes_of(&sent.of(rank.index()), size)]);
         let plan = collective::all_to_all(rank, world, sent, received);
         self.execute(call, sequence, &plan, Space::Two(input, output), deadline)
     }
@@ -86,11 +86,11 @@ impl Engine {
         }
         let plan = collective::gather_tree(self.rank, self.world, root, call.elements as usize);
         self.through_tree(block, |engine, tree| {
-            let place = engine.place_from(root);
-            tree[place * block..][..block].copy_from_slice(input);
+            let index = engine.tree_index(root);
+            tree[index * block..][..block].copy_from_slice(input);
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
             if engine.rank == root {
-                turn(output, tree, root.index() * block);
+                copy_rotated(output, tree, root.index() * block);
             }
             Ok(())
         })
@@ -116,17 +116,17 @@ impl Engine {
         let plan = collective::scatter_tree(self.rank, self.world, root, call.elements as usize);
         self.through_tree(block, |engine, tree| {
             if engine.rank == root {
-                turn(tree, input, tree.len() - root.index() * block);
+                copy_rotated(tree, input, tree.len() - root.index() * block);
             }
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
-            let place = engine.place_from(root);
-            output.copy_from_slice(&tree[place * block..][..block]);
+            let index = engine.tree_index(root);
+            output.copy_from_slice(&tree[index * block..][..block]);
             Ok(())
         })
     }
 
     /// This rank's index in a tree, in which the root is first.
-    fn place_from(&self, root: Rank) -> usize {
+    fn tree_index(&self, root: Rank) -> usize {
         (self.rank.index() + self.world.count() - root.index()) % self.world.count()
     }
 
@@ -146,7 +146,7 @@ impl Engine {
 }
 
 /// Copies `from` rotated, so that its first byte is at `start`, and bytes beyond the end are at the front.
-fn turn(to: &mut [u8], from: &[u8], start: usize) {
+fn copy_rotated(to: &mut [u8], from: &[u8], start: usize) {
     let (front, back) = from.split_at(from.len() - start.min(from.len()));
     let (head, tail) = to.split_at_mut(start.min(from.len()));
     tail.copy_from_slice(front);

@@ -5,7 +5,7 @@ use super::{Engine, Space};
 use crate::collective::Memory;
 use crate::collective::kernel::Fold;
 use crate::collective::{self, Counts, Hierarchy, Leaders, Plan, ReduceOp};
-use crate::deadline::Patience;
+use crate::deadline::Timeout;
 use crate::domain::Domain;
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
@@ -13,14 +13,14 @@ use crate::wire::frame::{Call, Operation};
 
 /// A collective that is hierarchical: within hosts, and between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ByHosts {
+pub(super) enum Hierarchical {
     AllReduce,
     Broadcast,
     Reduce,
     Barrier,
 }
 
-impl ByHosts {
+impl Hierarchical {
     /// None if it goes from rank to rank.
     pub(super) fn of(operation: Operation) -> Option<Self> {
         match operation {
@@ -47,28 +47,28 @@ impl Engine {
     pub(super) fn by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
-        kind: ByHosts,
+        kind: Hierarchical,
         call: (Call, Sequence),
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let root = call.0.root.unwrap_or(Rank::MAIN);
         match kind {
-            ByHosts::AllReduce => self.all_reduce_by_hosts(hierarchy, call, data, patience),
-            ByHosts::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, patience),
-            ByHosts::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, patience),
+            Hierarchical::AllReduce => self.all_reduce_by_hosts(hierarchy, call, data, timeout),
+            Hierarchical::Broadcast => self.broadcast_by_hosts(hierarchy, call, root, data, timeout),
+            Hierarchical::Reduce => self.reduce_by_hosts(hierarchy, call, root, data, timeout),
             // No host may go on before all hosts have come.
-            ByHosts::Barrier => {
-                let meet = |engine: &mut Self| {
-                    engine.within(call, &mut [], patience, |domain, none| {
-                        domain.collective(call.0, call.1, Memory::InPlace(none), patience)
+            Hierarchical::Barrier => {
+                let within_host = |engine: &mut Self| {
+                    engine.within(call, &mut [], timeout, |domain, none| {
+                        domain.collective(call.0, call.1, Memory::InPlace(none), timeout)
                     })
                 };
-                meet(self)?;
+                within_host(self)?;
                 let leaders = hierarchy.leaders(Rank::MAIN);
                 let plan = collective::dissemination(leaders.host, leaders.hosts);
-                self.across(&leaders, call, plan, (&mut [], 0), patience)?;
-                meet(self)
+                self.across(&leaders, call, plan, (&mut [], 0), timeout)?;
+                within_host(self)
             }
         }
     }
@@ -81,10 +81,10 @@ impl Engine {
         call: (Call, Sequence),
         data: &mut [u8],
         counts: &Counts,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         if call.0.operation == Operation::ReduceScatterV {
-            return self.all_reduce_by_hosts(hierarchy, call, data, patience);
+            return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
         }
         for root in self.world.ranks() {
             let range = counts.of(root.index());
@@ -94,7 +94,7 @@ impl Engine {
             let part = &mut data[super::bytes_of(&range, call.0.dtype.size())];
             let elements = range.len() as u64;
             let of_root = Call { operation: Operation::Broadcast, elements, root: Some(root), ..call.0 };
-            self.broadcast_by_hosts(hierarchy, (of_root, call.1), root, part, patience)?;
+            self.broadcast_by_hosts(hierarchy, (of_root, call.1), root, part, timeout)?;
         }
         Ok(())
     }
@@ -105,16 +105,16 @@ impl Engine {
         call: (Call, Sequence),
         root: Rank,
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let (leaders, elements) = (hierarchy.leaders(root), data.len() / call.0.dtype.size());
         let (row, from) = (&self.choice.row, hierarchy.host_of(root));
         let plan = collective::broadcast(row, leaders.host, leaders.hosts, from, call.0.dtype, elements);
-        self.across(&leaders, call, plan, (data, 0), patience)?;
+        self.across(&leaders, call, plan, (data, 0), timeout)?;
         // On the root's host the leader is the root; on the others it is the first rank, to which `across` has sent the
         // data.
-        self.within(call, data, patience, |domain, data| {
-            domain.collective(call.0, call.1, Memory::InPlace(data), patience)
+        self.within(call, data, timeout, |domain, data| {
+            domain.collective(call.0, call.1, Memory::InPlace(data), timeout)
         })
     }
 
@@ -125,19 +125,19 @@ impl Engine {
         hierarchy: &Hierarchy,
         call: (Call, Sequence),
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let size = call.0.dtype.size();
         let stripes = if data.len() >= self.choice.row.stripes_min { hierarchy.most_stripes() } else { 1 };
-        self.reduce_on_host(call, data, stripes, patience)?;
+        self.reduce_on_host(call, data, stripes, timeout)?;
         if let Some((index, leaders)) = hierarchy.owned(stripes) {
             let stripe = Domain::chunk(data.len(), stripes, index);
             let (start, elements) = (stripe.start / size, stripe.len() / size);
             let row = &self.choice.row;
             let plan = collective::all_reduce(row, leaders.host, leaders.hosts, call.0.dtype, elements);
-            self.across(&leaders, call, plan, (data, start), patience)?;
+            self.across(&leaders, call, plan, (data, start), timeout)?;
         }
-        self.within(call, data, patience, |domain, data| domain.all_gather(call, data, stripes, patience))
+        self.within(call, data, timeout, |domain, data| domain.all_gather(call, data, stripes, timeout))
     }
 
     /// As an all-reduce in one stripe; the first rank of the root's host gets all of it and passes it to the root.
@@ -147,32 +147,32 @@ impl Engine {
         call: (Call, Sequence),
         root: Rank,
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        self.reduce_on_host(call, data, 1, patience)?;
-        let home = hierarchy.host_of(root);
+        self.reduce_on_host(call, data, 1, timeout)?;
+        let root_host = hierarchy.host_of(root);
         let Some(leaders) = hierarchy.owned(1).map(|(_, leaders)| leaders) else {
-            return self.hand_out_at_home(hierarchy, home, call, data, patience);
+            return self.share_on_root_host(hierarchy, root_host, call, data, timeout);
         };
         let elements = data.len() / call.0.dtype.size();
         let row = &self.choice.row;
-        let plan = collective::reduce(row, leaders.host, leaders.hosts, home, call.0.dtype, elements);
-        self.across(&leaders, call, plan, (data, 0), patience)?;
-        self.hand_out_at_home(hierarchy, home, call, data, patience)
+        let plan = collective::reduce(row, leaders.host, leaders.hosts, root_host, call.0.dtype, elements);
+        self.across(&leaders, call, plan, (data, 0), timeout)?;
+        self.share_on_root_host(hierarchy, root_host, call, data, timeout)
     }
 
-    fn hand_out_at_home(
+    fn share_on_root_host(
         &mut self,
         hierarchy: &Hierarchy,
-        home: Rank,
+        root_host: Rank,
         call: (Call, Sequence),
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
-        if hierarchy.host_of(self.rank) != home {
+        if hierarchy.host_of(self.rank) != root_host {
             return Ok(());
         }
-        self.within(call, data, patience, |domain, data| domain.all_gather(call, data, 1, patience))
+        self.within(call, data, timeout, |domain, data| domain.all_gather(call, data, 1, timeout))
     }
 
     /// Combines the elements of this host's ranks. An average is divided here by the number of all ranks of all hosts,
@@ -182,7 +182,7 @@ impl Engine {
         call: (Call, Sequence),
         data: &mut [u8],
         owners: usize,
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         let Call { dtype, reduce, .. } = call.0;
         let op = reduce.unwrap_or(ReduceOp::Sum);
@@ -194,20 +194,15 @@ impl Engine {
         if self.domain.is_none() {
             return fold.apply(&mut [data]);
         }
-        self.within(call, data, patience, |domain, data| {
-            domain.reduce_scatter(call, data, owners, fold, patience)
+        self.within(call, data, timeout, |domain, data| {
+            domain.reduce_scatter(call, data, owners, fold, timeout)
         })
     }
 
     /// Called before a collective goes from rank to rank. Otherwise, if one rank waits for its host's ranks and another
     /// for a message, neither would see the other's call.
-    pub(super) fn agree_on_host(
-        &mut self,
-        call: Call,
-        sequence: Sequence,
-        patience: &Patience,
-    ) -> Result<()> {
-        self.within((call, sequence), &mut [], patience, |domain, _| domain.agree(call, sequence, patience))
+    pub(super) fn agree_on_host(&mut self, call: Call, sequence: Sequence, timeout: &Timeout) -> Result<()> {
+        self.within((call, sequence), &mut [], timeout, |domain, _| domain.agree(call, sequence, timeout))
     }
 
     /// This rank's work within its host, if there are other ranks.
@@ -215,13 +210,13 @@ impl Engine {
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
-        patience: &Patience,
+        timeout: &Timeout,
         work: impl FnOnce(&mut Domain, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         self.check_health()?;
         let Some(domain) = &mut self.domain else { return Ok(()) };
         // The deadline for all parts of the call counts from the first wait.
-        patience.deadline();
+        timeout.deadline();
         work(domain, data).map_err(|error| self.health.fail_operation(error, call, sequence))
     }
 
@@ -232,14 +227,14 @@ impl Engine {
         (call, sequence): (Call, Sequence),
         plan: Plan,
         (data, start): (&mut [u8], usize),
-        patience: &Patience,
+        timeout: &Timeout,
     ) -> Result<()> {
         if !leaders.has(self.rank) {
             return Ok(());
         }
         let plan = leaders.translate(plan, start);
         let op = call.reduce.map(sums);
-        self.execute_as(op, call, sequence, &plan, Space::One(data), patience.deadline())
+        self.execute_as(op, call, sequence, &plan, Space::One(data), timeout.deadline())
     }
 }
 

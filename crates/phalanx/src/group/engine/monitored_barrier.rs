@@ -11,30 +11,36 @@ use crate::wire::frame::{Call, Header};
 
 impl Engine {
     /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them which
-    /// ranks are missing. The others wait for its message until `patience`. With shared memory each rank checks by
+    /// ranks are missing. The others wait for its message until `others_deadline`. With shared memory each rank checks by
     /// itself.
     pub(in crate::group) fn monitored_barrier(
         &mut self,
         call: Call,
         deadline: Deadline,
-        patience: Deadline,
+        others_deadline: Deadline,
     ) -> Result<()> {
         let sequence = self.collectives.advance();
         self.check_health()?;
         self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
-        let met = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
-            domain.monitored_barrier(call, sequence, deadline, patience)
+        let outcome = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
+            domain.monitored_barrier(call, sequence, deadline, others_deadline)
         } else if self.rank.is_main() {
-            self.meet(call, sequence, deadline, patience)
+            self.wait_for_all(call, sequence, deadline, others_deadline)
         } else {
-            self.token(call, sequence, Some(Rank::MAIN), None, patience)
-                .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), patience))
+            self.token(call, sequence, Some(Rank::MAIN), None, others_deadline)
+                .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), others_deadline))
         };
         self.health.calls.end();
-        met.map_err(|error| self.health.fail_operation(error, call, sequence))
+        outcome.map_err(|error| self.health.fail_operation(error, call, sequence))
     }
 
-    fn meet(&mut self, call: Call, sequence: Sequence, deadline: Deadline, patience: Deadline) -> Result<()> {
+    fn wait_for_all(
+        &mut self,
+        call: Call,
+        sequence: Sequence,
+        deadline: Deadline,
+        others_deadline: Deadline,
+    ) -> Result<()> {
         let others = || self.world.ranks().skip(1);
         let (mut missing, others) = (Vec::new(), others());
         for rank in others {
@@ -46,7 +52,7 @@ impl Engine {
         }
         absent(&missing, self.world.count()).map_or(Ok(()), Err)?;
         for rank in self.world.ranks().skip(1) {
-            self.token(call, sequence, Some(rank), None, patience)?;
+            self.token(call, sequence, Some(rank), None, others_deadline)?;
         }
         Ok(())
     }

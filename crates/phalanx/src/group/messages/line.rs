@@ -6,7 +6,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::messages::End;
+use crate::transport::messages::LineEnd;
 
 /// An end of a line, and the order of the threads that use it.
 pub(super) struct Line<E> {
@@ -28,7 +28,7 @@ pub(super) fn line<E>(lines: &[Option<Line<E>>], peer: Rank) -> Result<&Line<E>>
     line.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of this rank")))
 }
 
-impl<E: End> Line<E> {
+impl<E: LineEnd> Line<E> {
     pub(super) fn new(end: E) -> Self {
         Self { turns: Mutex::default(), changed: Condvar::new(), end: Mutex::new(end) }
     }

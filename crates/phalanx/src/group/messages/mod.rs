@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use self::line::{Line, line};
 use self::worker::{Op, Worker};
-use super::affinity::{LocalPlace, keep_apart};
+use super::affinity::{LocalRank, keep_apart};
 use super::{P2pOp, Work};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
@@ -26,7 +26,7 @@ use crate::health::Health;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::trace::Trace;
 use crate::transport::messages::{
-    End, Inbound, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
+    Inbound, LineEnd, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
 };
 use crate::wire::frame::{Call, Header, Operation};
 
@@ -38,7 +38,7 @@ const CLOCK: u64 = 256;
 /// A group's messages on one rank.
 pub(super) struct Messages {
     shared: Arc<Shared>,
-    place: LocalPlace,
+    local: LocalRank,
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -57,7 +57,7 @@ struct Shared {
     /// Wakes the worker when it polls sockets; empty before the worker starts.
     poke: OnceLock<OwnedFd>,
     /// Sends the goodbye when its last owner drops it.
-    _farewell: Box<dyn Send + Sync>,
+    _goodbye: Box<dyn Send + Sync>,
 }
 
 /// Operations that the worker has not taken yet.
@@ -76,10 +76,10 @@ impl Messages {
         generation: Generation,
         ends: Ends,
         health: Arc<Health>,
-        place: LocalPlace,
+        local: LocalRank,
         trace: Trace,
     ) -> Self {
-        let Ends { outbound, inbound, notifier, farewell } = ends;
+        let Ends { outbound, inbound, notifier, goodbye } = ends;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if outbound.len() <= processors { SPINS } else { 0 };
         let shared = Shared {
@@ -94,9 +94,9 @@ impl Messages {
             queue: Mutex::default(),
             arrived: Condvar::new(),
             poke: OnceLock::new(),
-            _farewell: farewell,
+            _goodbye: goodbye,
         };
-        Self { shared: Arc::new(shared), place, worker: Mutex::new(None) }
+        Self { shared: Arc::new(shared), local, worker: Mutex::new(None) }
     }
 
     /// Sends from the caller's thread and memory; returns when all of `data` has been sent.
@@ -119,12 +119,12 @@ impl Messages {
     /// Has a message from `from` arrived that no call receives yet?
     pub(super) fn has_arrived(&self, from: Rank) -> Result<bool> {
         line(&self.shared.inbound, from)?;
-        Ok(self.shared.unasked(from).is_some())
+        Ok(self.shared.unexpected(from).is_some())
     }
 
     /// Passes `ops`, whose ranks have been checked, to the worker.
     pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
-        self.employ()?;
+        self.start_worker()?;
         let shared = &*self.shared;
         // Tickets are taken under the queue's lock, so that the worker sees them in their order.
         let mut queue = shared.queue.lock();
@@ -157,7 +157,7 @@ impl Messages {
     }
 
     /// Starts the worker, unless there is one.
-    fn employ(&self) -> Result<()> {
+    fn start_worker(&self) -> Result<()> {
         let mut worker = self.worker.lock();
         if worker.is_some() {
             return Ok(());
@@ -168,11 +168,11 @@ impl Messages {
             let poke = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
             let _ = self.shared.poke.set(poke.map_err(|error| failed(error.into()))?);
         }
-        let (shared, place) = (self.shared.clone(), self.place);
+        let (shared, local) = (self.shared.clone(), self.local);
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-p2p-{}", self.shared.rank))
             .spawn(move || {
-                keep_apart(place);
+                keep_apart(local);
                 Worker::new(shared).serve();
             })
             .map_err(failed)?;
@@ -201,7 +201,7 @@ impl Shared {
     }
 
     /// An operation for the worker, with the next ticket of `line`.
-    fn start<E: End>(
+    fn start<E: LineEnd>(
         &self,
         line: &Line<E>,
         buffer: Buffer,
@@ -217,7 +217,7 @@ impl Shared {
     }
 
     /// Takes the turn of `ticket` on `line` and steps until the frame is done.
-    fn drive<E: End>(
+    fn drive<E: LineEnd>(
         &self,
         line: &Line<E>,
         (call, ticket): (Call, u64),
@@ -233,7 +233,7 @@ impl Shared {
         outcome
     }
 
-    fn step_through<E: End>(
+    fn step_through<E: LineEnd>(
         &self,
         end: &mut E,
         deadline: Deadline,
@@ -264,9 +264,9 @@ impl Shared {
             } else {
                 // Before the last check: what a peer published before it left, or died, still counts.
                 let is_over = self.is_over(peer);
-                let patience = if is_over { Deadline::now() } else { deadline };
+                let until = if is_over { Deadline::now() } else { deadline };
                 let mut found = false;
-                self.notifier.wait(&[], true, patience, || {
+                self.notifier.wait(&[], true, until, || {
                     found = end.is_ready();
                     found
                 })?;
@@ -290,7 +290,7 @@ impl Shared {
     }
 
     /// The error if a peer has not answered by the deadline.
-    fn late<E: End>(&self, peer: Rank) -> Error {
+    fn late<E: LineEnd>(&self, peer: Rank) -> Error {
         let host = self.health.host(peer);
         if E::RECEIVES {
             return Error::timeout(format!("rank {peer} ({host}) has sent nothing in time"))
@@ -300,7 +300,7 @@ impl Shared {
                 );
         }
         let cause = format!("rank {peer} ({host}) has not received it in time");
-        match self.unasked(peer) {
+        match self.unexpected(peer) {
             Some(Header { call, sequence, .. }) => Error::timeout(format!(
                 "{cause}; it has itself sent {call} {sequence}, which this rank has not received"
             ))
@@ -316,8 +316,8 @@ impl Shared {
     }
 
     /// The header of a message from `peer` without a posted receive.
-    fn unasked(&self, peer: Rank) -> Option<Header> {
-        line(&self.inbound, peer).ok()?.idle_end()?.unasked()
+    fn unexpected(&self, peer: Rank) -> Option<Header> {
+        line(&self.inbound, peer).ok()?.idle_end()?.unexpected()
     }
 
     /// Makes the worker check its lines again, if it is waiting.

@@ -5,7 +5,7 @@ use super::*;
 use crate::credentials::Credentials;
 use crate::dtype::DType;
 use crate::group::ProcessGroup;
-use crate::group::connect::Wishes;
+use crate::group::connect::TransportOptions;
 use crate::testing::groups_of;
 use crate::transport::TransportKind;
 
@@ -14,12 +14,12 @@ const HASTE: Duration = Duration::from_millis(200);
 const LENGTH: usize = 1 << 27;
 
 /// The groups of ranks with these options.
-fn groups(wishes: &[Wishes<'_>]) -> Vec<ProcessGroup> {
-    groups_of(wishes, Credentials::none()).unwrap()
+fn groups(options: &[TransportOptions<'_>]) -> Vec<ProcessGroup> {
+    groups_of(options, Credentials::none()).unwrap()
 }
 
-fn on(host: &str) -> Wishes<'_> {
-    Wishes { host: Some(host), ..Wishes::default() }
+fn on(host: &str) -> TransportOptions<'_> {
+    TransportOptions { host: Some(host), ..TransportOptions::default() }
 }
 
 #[test]
@@ -52,8 +52,8 @@ fn each_pair_has_its_own_transport_and_all_of_them_move_at_once() {
 
 #[test]
 fn ranks_that_were_told_different_things_agree_on_tcp() {
-    let told = Wishes { kind: Some(TransportKind::Tcp), ..Wishes::default() };
-    for group in groups(&[told, Wishes::default()]) {
+    let tcp = TransportOptions { kind: Some(TransportKind::Tcp), ..TransportOptions::default() };
+    for group in groups(&[tcp, TransportOptions::default()]) {
         assert_eq!(group.transport(), Some(TransportKind::Tcp));
         let peer = Rank::new(1 - group.rank().get());
         assert!(line(&group.inner.messages.shared.inbound, peer).unwrap().end().socket().is_some());
@@ -65,7 +65,7 @@ fn ranks_that_were_told_different_things_agree_on_tcp() {
 fn received_from(timeout: Duration, peer: impl Fn(&mut Outbound, &AtomicBool) + Sync) -> [Error; 2] {
     [false, true].map(|blocks| {
         let over = AtomicBool::new(false);
-        let mut groups = groups(&[Wishes::default(); 2]);
+        let mut groups = groups(&[TransportOptions::default(); 2]);
         let (one, main) = (groups.pop().unwrap(), groups.pop().unwrap());
         std::thread::scope(|scope| {
             scope.spawn(|| {

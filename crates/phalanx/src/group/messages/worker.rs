@@ -17,14 +17,14 @@ use crate::error::{Error, Result};
 use crate::group::work::Completer;
 use crate::rank::Rank;
 use crate::trace::Track;
-use crate::transport::messages::{End, Inbound, Outbound, Step};
+use crate::transport::messages::{Inbound, LineEnd, Outbound, Step};
 use crate::wire::frame::Call;
 
 /// The most messages of one line completed in a row before the other lines have their turn.
 const ROW: usize = 64;
 
 /// A message in flight, which owns its buffer.
-pub(super) struct Op<E: End> {
+pub(super) struct Op<E: LineEnd> {
     pub ticket: u64,
     pub call: Call,
     pub frame: E::Frame,
@@ -40,11 +40,11 @@ pub(super) struct Worker {
     outbound: Pending<Outbound>,
     inbound: Pending<Inbound>,
     /// No deadline passes before this time.
-    patience: Option<Deadline>,
+    next_deadline: Option<Deadline>,
 }
 
 /// The messages in flight in one direction.
-struct Pending<E: End> {
+struct Pending<E: LineEnd> {
     /// By peer.
     lines: Vec<VecDeque<Op<E>>>,
     /// The peers of lines that are not empty.
@@ -69,7 +69,7 @@ struct Failed {
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
         let world = shared.outbound.len();
-        Self { shared, outbound: Pending::new(world), inbound: Pending::new(world), patience: None }
+        Self { shared, outbound: Pending::new(world), inbound: Pending::new(world), next_deadline: None }
     }
 
     /// Works until the group is closed and nothing is in flight.
@@ -118,17 +118,19 @@ impl Worker {
             if queue.closed {
                 return false;
             }
-            self.patience = None;
+            self.next_deadline = None;
             queue.asleep = true;
             self.shared.arrived.wait(&mut queue);
             queue.asleep = false;
         }
         for (to, op) in queue.outbound.drain(..) {
-            self.patience = Some(self.patience.map_or(op.deadline, |patience| patience.min(op.deadline)));
+            self.next_deadline =
+                Some(self.next_deadline.map_or(op.deadline, |deadline| deadline.min(op.deadline)));
             self.outbound.push(to, op);
         }
         for (from, op) in queue.inbound.drain(..) {
-            self.patience = Some(self.patience.map_or(op.deadline, |patience| patience.min(op.deadline)));
+            self.next_deadline =
+                Some(self.next_deadline.map_or(op.deadline, |deadline| deadline.min(op.deadline)));
             self.inbound.push(from, op);
         }
         true
@@ -148,7 +150,7 @@ impl Worker {
 
     /// Waits until a line can be used, or another call comes.
     fn wait(&mut self) -> Result<(), Failed> {
-        let Self { shared, outbound, inbound, patience } = self;
+        let Self { shared, outbound, inbound, next_deadline } = self;
         let out = outbound.ends(&shared.outbound);
         let into = inbound.ends(&shared.inbound);
         // Before the last check: what a peer published before it left, or died, still counts.
@@ -170,9 +172,9 @@ impl Worker {
             sockets.push((poke.as_fd(), PollFlags::IN));
         }
         let listens = !out_memory.is_empty() || !into_memory.is_empty();
-        let deadline = match (over.is_some(), *patience) {
+        let deadline = match (over.is_some(), *next_deadline) {
             (true, _) | (_, None) => Deadline::now(),
-            (_, Some(patience)) => patience,
+            (_, Some(deadline)) => deadline,
         };
         let mut found = false;
         let waited = shared.notifier.wait(&sockets, listens, deadline, || {
@@ -204,11 +206,11 @@ impl Worker {
     }
 
     fn check_deadlines(&mut self) -> Result<(), Failed> {
-        if self.patience.is_none_or(|patience| !patience.has_passed()) {
+        if self.next_deadline.is_none_or(|deadline| !deadline.has_passed()) {
             return Ok(());
         }
         let deadlines = (self.outbound.deadlines()).chain(self.inbound.deadlines());
-        self.patience = deadlines.min();
+        self.next_deadline = deadlines.min();
         self.outbound.expired(&self.shared)?;
         self.inbound.expired(&self.shared)
     }
@@ -222,14 +224,14 @@ impl Worker {
 }
 
 /// The ends of one direction that calls wait for.
-struct Ends<'a, E: End> {
+struct Ends<'a, E: LineEnd> {
     by_socket: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
     by_memory: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
     /// Lines whose turn belongs to another thread.
     absent: Vec<(&'a Line<E>, u64)>,
 }
 
-impl<E: End> Ends<'_, E> {
+impl<E: LineEnd> Ends<'_, E> {
     /// A message to or from a rank that no longer takes part, if only the memory could show it.
     fn over(&self, shared: &Shared) -> Option<(Rank, Call, u64)> {
         let over = self.by_memory.iter().find(|(_, end)| shared.is_over(end.peer()));
@@ -237,7 +239,7 @@ impl<E: End> Ends<'_, E> {
     }
 }
 
-impl<E: End> Pending<E> {
+impl<E: LineEnd> Pending<E> {
     fn new(world: usize) -> Self {
         Self { lines: std::iter::repeat_with(VecDeque::new).take(world).collect(), active: Vec::new() }
     }
@@ -324,7 +326,7 @@ impl<E: End> Pending<E> {
     }
 }
 
-impl<E: End> Op<E> {
+impl<E: LineEnd> Op<E> {
     fn complete(self, shared: &Shared) {
         if let Some(begin) = self.begin {
             shared.trace.complete(Track::Communication, self.call.to_string(), begin, Instant::now(), &[]);

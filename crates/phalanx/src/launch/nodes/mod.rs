@@ -1,10 +1,10 @@
 //! What the launchers of all nodes agree on: who takes part in an attempt, and how it ended.
 
-mod alone;
-mod led;
+mod agent_node;
 mod membership;
+mod multi_node;
 mod rendezvous_handler;
-mod several;
+mod single_node;
 
 use std::os::fd::BorrowedFd;
 
@@ -14,11 +14,11 @@ use super::exit::{Failure, Outcome, Signal};
 use super::placement::Placement;
 use crate::error::{Error, Result};
 
-pub(super) use alone::Alone;
-pub(super) use led::Led;
+pub(super) use agent_node::AgentNode;
 #[cfg(any(test, fuzzing))]
 pub use membership::fuzz as fuzz_nodes;
-pub(super) use several::Several;
+pub(super) use multi_node::MultiNode;
+pub(super) use single_node::SingleNode;
 
 /// The nodes of a job.
 pub(super) trait Nodes {
@@ -40,7 +40,7 @@ pub(super) trait Nodes {
     fn tell(&mut self, cause: &AttemptEnd);
 
     /// A worker of an elastic job has failed, and the others go on.
-    fn outlived(&mut self, place: u32, process: u32);
+    fn worker_lost(&mut self, slot: u32, process: u32);
 
     /// What to do with a slot whose worker has failed, if the driver decides that.
     fn next_instruction(&mut self) -> Option<Instruction> {
@@ -51,7 +51,7 @@ pub(super) trait Nodes {
     fn give_up(&mut self, error: &Error);
 
     /// No worker of this node is left: decides what follows.
-    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled>;
+    fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt>;
 }
 
 /// The outcome of gathering the nodes.
@@ -63,8 +63,8 @@ pub(super) enum Gathered {
 
 /// What follows an attempt.
 #[derive(Debug)]
-pub(super) enum Settled {
-    Again,
+pub(super) enum AfterAttempt {
+    Restart,
     Over(Outcome),
 }
 
@@ -78,4 +78,16 @@ pub(super) enum AttemptEnd {
     Stopped,
     /// Another node is the reason.
     Elsewhere,
+}
+
+impl AttemptEnd {
+    /// How the job ends, if no attempt follows.
+    fn outcome(self) -> Outcome {
+        match self {
+            Self::Succeeded => Outcome::Succeeded,
+            Self::Failed(failure, _) => Outcome::Failed(failure),
+            Self::Interrupted(signal) => Outcome::Interrupted(signal),
+            Self::Stopped | Self::Elsewhere => Outcome::Stopped,
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! The supervisor must not wait for a store. So a thread connects, joins and appends the supervisor's entries. The
 //! supervisor reads the [`Replica`], and each change of it wakes the supervisor.
 
-use std::io::{ErrorKind, PipeReader, Read, Write};
+use std::io::{ErrorKind, PipeReader, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
-use crate::poll::wake_pipe;
+use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
 use crate::store::{Access, FileStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer, host_port};
@@ -33,9 +33,9 @@ const DRAIN: Duration = Duration::from_secs(5);
 const LOOK_UP: Duration = Duration::from_secs(30);
 
 /// How long one attempt to connect may take while nothing listens; then it checks whether the store is still needed.
-const TRY: Duration = Duration::from_secs(1);
+const ATTEMPT: Duration = Duration::from_secs(1);
 /// How long a listening program may take to answer as a store does.
-const SURE: Duration = Duration::from_secs(15);
+const SLOW_ATTEMPT: Duration = Duration::from_secs(15);
 
 /// What is known once the store is reached.
 #[derive(Clone, Debug)]
@@ -61,7 +61,7 @@ struct RendezvousStore {
     server: Option<TcpStoreServer>,
     store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
-    has_host: bool,
+    served_elsewhere: bool,
 }
 
 /// The supervisor's handle to the rendezvous of the launchers.
@@ -91,11 +91,11 @@ impl RendezvousHandler {
         let reached = Arc::default();
         let (proposals, inbox) = channel();
         let thread = Thread { cluster: cluster.clone(), access, scope, replica: Arc::clone(&replica) };
-        let news = Arc::clone(&reached);
+        let shared_reached = Arc::clone(&reached);
         let run = move || {
             let mut server = None;
             let join = |serves_store| Entry::Join { node: node(serves_store), settings };
-            if let Err(error) = thread.run(&mut server, &news, join, &inbox) {
+            if let Err(error) = thread.run(&mut server, &shared_reached, join, &inbox) {
                 thread.replica.lose(error);
             }
             server
@@ -114,7 +114,7 @@ impl RendezvousHandler {
     /// The current state; a later change makes the notice readable.
     pub(super) fn look(&mut self) -> (Option<Reached>, View<MembershipState>) {
         // Drained before reading the state: a change in between wakes the supervisor once more.
-        while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
+        drain(&self.notice);
         (self.reached.lock().clone(), self.replica.view().clone())
     }
 
@@ -166,14 +166,14 @@ impl Thread {
         let Self { cluster, access, scope, replica } = self;
         let deadline = Deadline::after(cluster.join_timeout);
         let mac = Mac::new(access.credentials().key.as_ref(), scope);
-        let met = meet(cluster, access, scope, replica, deadline)?;
-        *server = met.server;
+        let opened = open_store(cluster, access, scope, replica, deadline)?;
+        *server = opened.server;
         let served_at = server.as_ref().map(TcpStoreServer::local_addr);
-        *reached.lock() = Some(Reached { served_at, store_address: met.store_address });
-        let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), met.store)), mac);
+        *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
+        let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
         // The first change, the start of the reader, wakes the supervisor.
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
-        if met.has_host {
+        if opened.served_elsewhere {
             wait_for_host(replica, cluster, deadline)?;
         }
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
@@ -197,7 +197,7 @@ impl Thread {
 
 /// Opens the launchers' common store.
 #[cfg_attr(not(feature = "etcd"), expect(unused_variables, reason = "a file is one job's"))]
-fn meet(
+fn open_store(
     cluster: &Cluster,
     access: &Access,
     job: &str,
@@ -211,7 +211,7 @@ fn meet(
             let store = Arc::new(connect(cluster, access.credentials(), here, replica, deadline)?);
             let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
             let store_address = listens_at.map(|listens_at| StoreAddress { name: host.clone(), listens_at });
-            return Ok(RendezvousStore { store, has_host: server.is_none(), server, store_address });
+            return Ok(RendezvousStore { store, served_elsewhere: server.is_none(), server, store_address });
         }
         #[cfg(feature = "etcd")]
         RendezvousBackend::Etcd(endpoints) => {
@@ -220,13 +220,13 @@ fn meet(
             (Arc::new(store), address)
         }
         RendezvousBackend::File(path) => {
-            (Arc::new(FileStore::meet(path, cluster.silence(), deadline)?), None)
+            (Arc::new(FileStore::open_or_create(path, cluster.silence(), deadline)?), None)
         }
     };
     let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
     let name = name.unwrap_or_else(host::name);
     let store_address = Some(StoreAddress { listens_at: name.clone(), name });
-    Ok(RendezvousStore { store, server: None, store_address, has_host: false })
+    Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false })
 }
 
 /// Serves the store, if this node is its host.
@@ -263,17 +263,17 @@ fn connect(
     deadline: Deadline,
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    let mut patience = TRY;
+    let mut timeout = ATTEMPT;
     loop {
-        match TcpStore::join(&address, credentials, deadline.at_most(patience)) {
+        match TcpStore::connect_with(&address, credentials, deadline.at_most(timeout)) {
             Err(error) if error.is_timeout() && !deadline.has_passed() => {
                 if replica.view().is_closing() {
                     return Err(error);
                 }
-                patience = TRY;
+                timeout = ATTEMPT;
             }
             // It listens, but has answered no more than an unrelated program would: it may not have had the time.
-            Err(error) if !error.is_timeout() && patience == TRY => patience = SURE,
+            Err(error) if !error.is_timeout() && timeout == ATTEMPT => timeout = SLOW_ATTEMPT,
             result => return result,
         }
     }
@@ -316,6 +316,7 @@ pub(super) fn serve_round(
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 
     use super::super::membership::NodeId;
@@ -415,7 +416,7 @@ mod tests {
     fn a_store_that_is_slow_to_answer_is_waited_for() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let between = Between::listen();
-        between.pass_to(server.local_addr(), TRY);
+        between.pass_to(server.local_addr(), ATTEMPT);
         let cluster = Cluster::new(2, 2, "127.0.0.1", between.port()).unwrap();
         let deadline = Deadline::after(Duration::from_secs(20));
         let replica = Replica::new(|_| ());

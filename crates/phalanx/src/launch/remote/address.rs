@@ -28,8 +28,9 @@ pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -
     let address = if first.is_here {
         seen_by_others(nodes, is_ours)
     } else {
-        // The address at which it sees our connection arrive, which is its own also behind a router.
-        first.route.map(|route| plain(route.to)).filter(|address| is_usable(*address))
+        // The address at which it sees our connection arrive, which is its own also behind a router. A dual-stack server
+        // shows an IPv4 address as an IPv6 address.
+        first.route.map(|route| route.to.to_canonical()).filter(|address| is_usable(*address))
     };
     address.map_or_else(|| first.name.to_owned(), |address| address.to_string())
 }
@@ -37,13 +38,8 @@ pub(super) fn of_node_0(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -
 /// The address of this machine as the other `nodes` see it, unless that is a router's.
 pub(super) fn seen_by_others(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
     let others = nodes.iter().filter(|node| !node.is_here);
-    let mut seen = others.filter_map(|node| node.route.map(|route| plain(route.from)));
+    let mut seen = others.filter_map(|node| node.route.map(|route| route.from.to_canonical()));
     seen.find(|address| is_usable(*address) && is_ours(*address))
-}
-
-/// An IPv4 address that a dual-stack server shows as an IPv6 address.
-fn plain(address: IpAddr) -> IpAddr {
-    address.to_canonical()
 }
 
 /// Do other hosts reach the same machine by it?

@@ -30,9 +30,9 @@ pub(super) enum Incoming {
     /// A line of standard error: the remote shell's, or the launcher's.
     Line(String),
     /// Standard error is closed.
-    Quiet,
+    StderrClosed,
     /// Standard output is closed, or cannot be decoded.
-    Closed(Option<io::Error>),
+    StdoutClosed(Option<io::Error>),
 }
 
 /// Where the threads report what comes, and for which host.
@@ -57,12 +57,12 @@ impl IncomingSender {
 #[derive(Debug)]
 pub(super) struct Connection {
     child: Child,
-    orders: Option<Sender<ToLauncher>>,
+    outgoing: Option<Sender<ToLauncher>>,
     /// Readable when the process has ended; kernels before 5.3 have none.
     pidfd: Option<OwnedFd>,
     ended: Option<(ExitStatus, Instant)>,
-    is_closed: bool,
-    is_quiet: bool,
+    stdout_is_closed: bool,
+    stderr_is_closed: bool,
     kill_at: Option<Instant>,
 }
 
@@ -76,20 +76,20 @@ impl Connection {
             Error::io(format!("cannot start {program}"), error)
                 .with_remedy("install OpenSSH's client, or name another program with PHALANX_RSH")
         })?;
-        let (orders, inbox) = channel();
+        let (outgoing, inbox) = channel();
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let mut connection = Self {
             pidfd: pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).ok(),
             child,
-            orders: Some(orders),
+            outgoing: Some(outgoing),
             ended: None,
-            is_closed: false,
-            is_quiet: false,
+            stdout_is_closed: false,
+            stderr_is_closed: false,
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
             let (out, err) = (incoming.clone(), incoming);
-            let started = thread("orders", move || write(stdin, &inbox))
+            let started = thread("outgoing", move || write(stdin, &inbox))
                 .and_then(|()| thread("node-out", move || read(stdout, &out)))
                 .and_then(|()| thread("node-err", move || read_lines(stderr, &err)));
             started.inspect_err(|_| connection.kill())?;
@@ -97,16 +97,16 @@ impl Connection {
         Ok(connection)
     }
 
-    pub(super) fn order(&self, order: ToLauncher) {
-        if let Some(orders) = &self.orders {
+    pub(super) fn send(&self, message: ToLauncher) {
+        if let Some(outgoing) = &self.outgoing {
             // If the thread is gone, so is the connection.
-            let _ = orders.send(order);
+            let _ = outgoing.send(message);
         }
     }
 
     /// Closes its standard input: a launcher then ends its workers and itself.
     pub(super) fn close(&mut self) {
-        self.orders = None;
+        self.outgoing = None;
     }
 
     /// It may run so much longer, and is then killed.
@@ -114,13 +114,13 @@ impl Connection {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    pub(super) fn has_closed(&mut self) {
-        self.is_closed = true;
+    pub(super) fn stdout_has_closed(&mut self) {
+        self.stdout_is_closed = true;
         self.must_end_by(Instant::now() + AFTER_CLOSING);
     }
 
-    pub(super) fn is_quiet(&mut self) {
-        self.is_quiet = true;
+    pub(super) fn stderr_has_closed(&mut self) {
+        self.stderr_is_closed = true;
     }
 
     /// Becomes readable when it ends.
@@ -150,7 +150,7 @@ impl Connection {
 
     /// Has it ended, and has all its output been read?
     pub(super) fn is_over(&self) -> bool {
-        let all_came = self.is_closed && self.is_quiet;
+        let all_came = self.stdout_is_closed && self.stderr_is_closed;
         self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE)
     }
 
@@ -184,9 +184,9 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
 }
 
 /// Until there are no more messages, or the launcher does not read them.
-fn write(mut to: ChildStdin, orders: &Receiver<ToLauncher>) {
+fn write(mut to: ChildStdin, outgoing: &Receiver<ToLauncher>) {
     loop {
-        let order = match orders.recv_timeout(ALIVE) {
+        let order = match outgoing.recv_timeout(ALIVE) {
             Ok(order) => order,
             Err(RecvTimeoutError::Timeout) => ToLauncher::Alive,
             Err(RecvTimeoutError::Disconnected) => return,
@@ -210,7 +210,7 @@ fn read(from: ChildStdout, incoming: &IncomingSender) {
         Ok(())
     };
     let end = hear().err();
-    incoming.send(Incoming::Closed(end));
+    incoming.send(Incoming::StdoutClosed(end));
 }
 
 fn read_lines(from: ChildStderr, incoming: &IncomingSender) {
@@ -223,5 +223,5 @@ fn read_lines(from: ChildStderr, incoming: &IncomingSender) {
             return;
         }
     }
-    incoming.send(Incoming::Quiet);
+    incoming.send(Incoming::StderrClosed);
 }

@@ -3,7 +3,7 @@
 use crate::error::{Error, Kind};
 
 /// How a connection ended.
-pub(super) struct Broken<'a> {
+pub(super) struct LostConnection<'a> {
     pub(super) host: &'a str,
     /// The program that connects.
     pub(super) shell: &'a str,
@@ -19,7 +19,7 @@ pub(super) struct Broken<'a> {
 }
 
 /// Messages of ssh, what they mean, and what to do.
-const SAYINGS: [(&str, &str, &str); 11] = [
+const SSH_ERRORS: [(&str, &str, &str); 11] = [
     (
         "could not resolve hostname",
         "there is no host of this name",
@@ -61,7 +61,7 @@ const SAYINGS: [(&str, &str, &str); 11] = [
     ),
 ];
 
-impl Broken<'_> {
+impl LostConnection<'_> {
     /// The error for the user.
     pub(super) fn error(&self) -> Error {
         let Self { host, shell, .. } = self;
@@ -70,33 +70,38 @@ impl Broken<'_> {
             None => "a signal".to_owned(),
         };
         if self.is_here {
-            return self.saying(format!("{host}: the launcher of this machine was ended by {how}"));
+            return self
+                .error_with_stderr(format!("{host}: the launcher of this machine was ended by {how}"));
         }
         let said = self.stderr.to_lowercase();
-        let saying = SAYINGS.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
-        if let Some((_, meaning, remedy)) = saying {
-            return self.saying(format!("{host}: {meaning}")).with_remedy(remedy.replace("HOST", host));
+        let known = SSH_ERRORS.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
+        if let Some((_, meaning, remedy)) = known {
+            return self
+                .error_with_stderr(format!("{host}: {meaning}"))
+                .with_remedy(remedy.replace("HOST", host));
         }
         match self.code {
             // The shell's exit codes for a program that does not exist, or cannot be executed.
             Some(code @ (126 | 127)) if !self.was_up => {
                 let what = if code == 127 { "there is no phalanx" } else { "phalanx cannot be executed" };
                 let launcher = self.launcher;
-                self.saying(format!("{host}: {what}, neither at {launcher} nor in its PATH")).with_remedy(
+                self.error_with_stderr(format!("{host}: {what}, neither at {launcher} nor in its PATH")).with_remedy(
                     "install the same version there; a PATH that is set for terminals alone does not count",
                 )
             }
             _ if self.was_up => self
-                .saying(format!("{host}: the connection to its launcher is lost ({shell} ended with {how})"))
+                .error_with_stderr(format!(
+                    "{host}: the connection to its launcher is lost ({shell} ended with {how})"
+                ))
                 .with_remedy("is the host up, and its network? Was the launcher killed there?"),
             _ => self
-                .saying(format!("{host}: {shell} ended with {how} before phalanx answered"))
+                .error_with_stderr(format!("{host}: {shell} ended with {how} before phalanx answered"))
                 .with_remedy(format!("does `{shell} {host} phalanx --version` work?")),
         }
     }
 
     /// Adds ssh's own messages.
-    fn saying(&self, cause: String) -> Error {
+    fn error_with_stderr(&self, cause: String) -> Error {
         let error = Error::new(Kind::Environment, cause);
         let said: Vec<&str> = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         match said.last() {
@@ -110,9 +115,9 @@ impl Broken<'_> {
 mod tests {
     use super::*;
 
-    fn broken<'a>(code: i32, stderr: &'a str, was_up: bool) -> Broken<'a> {
+    fn broken<'a>(code: i32, stderr: &'a str, was_up: bool) -> LostConnection<'a> {
         let (host, shell, launcher) = ("node7", "ssh", "/opt/phalanx");
-        Broken { host, shell, is_here: false, was_up, code: Some(code), stderr, launcher }
+        LostConnection { host, shell, is_here: false, was_up, code: Some(code), stderr, launcher }
     }
 
     #[test]

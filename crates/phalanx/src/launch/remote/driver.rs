@@ -9,12 +9,12 @@ use rustix::process::Signal as Raw;
 
 use super::address::Known;
 use super::connection::{Connection, Incoming};
-use super::environment::surroundings;
+use super::environment::environment;
 use super::hosts::Host;
 use super::inbox::Inbox;
 use super::node::version;
-use super::peer::{End, Peer};
-use super::protocol::{FromLauncher, LauncherConfig, News, SentKey, ToLauncher};
+use super::peer::{LauncherEnd, Peer};
+use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLauncher};
 use super::{RemoteJob, is_this_machine};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,7 +33,7 @@ pub(super) trait Plan {
     fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant>;
 
     /// A launcher has reported an event.
-    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News);
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, event: &RemoteEvent);
 
     /// A launcher has reported that it cannot do its part.
     fn handle_failure(&mut self, launchers: &mut Launchers<'_>);
@@ -52,7 +52,7 @@ pub(super) trait Plan {
 pub(super) struct Launchers<'a> {
     pub(super) job: &'a RemoteJob,
     pub(super) key: JobKey,
-    surroundings: ToLauncher,
+    environment: ToLauncher,
     /// The launchers that run, start, or are about to end.
     pub(super) peers: Vec<Peer>,
     /// How many were started.
@@ -61,11 +61,11 @@ pub(super) struct Launchers<'a> {
     pub(super) control: Control<'a>,
     pub(super) started: Instant,
     /// Why all are ended; the first reason counts.
-    pub(super) end: Option<Cause>,
+    pub(super) end: Option<EndReason>,
 }
 
 /// Why a job is ended.
-pub(super) enum Cause {
+pub(super) enum EndReason {
     Interrupted(Signal),
     Stopped,
     Broken(Error),
@@ -90,7 +90,7 @@ impl<'a> Driver<'a> {
         let mut launchers = Launchers {
             job,
             key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
-            surroundings: surroundings()?,
+            environment: environment()?,
             peers: Vec::new(),
             started_peers: 0,
             inbox: Inbox::new()?,
@@ -106,7 +106,7 @@ impl<'a> Driver<'a> {
     pub(super) fn run(mut self) -> Result<Report> {
         loop {
             if let Err(error) = self.plan.act(&mut self.launchers) {
-                self.launchers.end_all(Cause::Broken(error), Signal::TERM);
+                self.launchers.end_all(EndReason::Broken(error), Signal::TERM);
             }
             if self.plan.is_over(&self.launchers) {
                 return self.plan.conclude(self.launchers);
@@ -122,7 +122,7 @@ impl<'a> Driver<'a> {
             launchers.control.tell_refusal();
             if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
                 self.is_stopped = true;
-                launchers.end_all(Cause::Stopped, Signal::TERM);
+                launchers.end_all(EndReason::Stopped, Signal::TERM);
             }
             launchers.peers.iter_mut().for_each(|peer| peer.connection.look());
             while let Some(index) = self.launchers.peers.iter().position(|peer| peer.connection.is_over()) {
@@ -146,12 +146,12 @@ impl<'a> Driver<'a> {
                 }
                 peer.keep(line);
             }
-            Incoming::Quiet => peer.connection.is_quiet(),
-            Incoming::Closed(error) => {
-                peer.connection.has_closed();
+            Incoming::StderrClosed => peer.connection.stderr_has_closed(),
+            Incoming::StdoutClosed(error) => {
+                peer.connection.stdout_has_closed();
                 if let Some(error) = error.filter(|_| peer.end.is_none()) {
                     let cause = format!("{}: the messages of its launcher cannot be decoded", peer.host);
-                    peer.end = Some(End::Failed(Error::io(cause, error)));
+                    peer.end = Some(LauncherEnd::Failed(Error::io(cause, error)));
                     self.plan.handle_failure(&mut self.launchers);
                 }
             }
@@ -165,15 +165,15 @@ impl<'a> Driver<'a> {
             FromLauncher::Hello { version: theirs, .. } => {
                 let cause = format!("{} has Phalanx {theirs}, this machine {}", peer.host, version());
                 let error = Error::mismatch(cause).with_remedy("install the same version on all hosts");
-                peer.end = Some(End::Failed(error));
+                peer.end = Some(LauncherEnd::Failed(error));
                 peer.end_unwanted();
                 self.plan.handle_failure(&mut self.launchers);
             }
             FromLauncher::Serving { port } => peer.serves_at = Some(port),
-            FromLauncher::Event(news) => self.plan.handle_event(&mut self.launchers, index, &news),
-            FromLauncher::Ended(ending) => peer.end = Some(End::Reported(ending)),
-            FromLauncher::Failed(complaint) => {
-                peer.end = Some(End::Failed(complaint.at(peer.host.name())));
+            FromLauncher::Event(event) => self.plan.handle_event(&mut self.launchers, index, &event),
+            FromLauncher::Ended(ending) => peer.end = Some(LauncherEnd::Reported(ending)),
+            FromLauncher::Failed(error) => {
+                peer.end = Some(LauncherEnd::Failed(error.at(peer.host.name())));
                 self.plan.handle_failure(&mut self.launchers);
             }
         }
@@ -186,7 +186,7 @@ impl Launchers<'_> {
         let id = self.started_peers;
         let connection = Connection::start(self.job.command(&host), self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
-        connection.order(self.surroundings.clone());
+        connection.send(self.environment.clone());
         self.peers.push(Peer {
             id,
             index,
@@ -223,20 +223,20 @@ impl Launchers<'_> {
             nodes,
             host: host.to_owned(),
             port,
-            patience: self.job.start_timeout,
+            join_timeout: self.job.start_timeout,
             key: SentKey::new(&self.key),
             agent,
         };
         let arguments = self.job.arguments.iter().map(|argument| argument.as_bytes().to_vec()).collect();
         peer.was_told_to_start = true;
-        peer.connection.order(ToLauncher::Start { arguments, config });
+        peer.connection.send(ToLauncher::Start { arguments, config });
     }
 
     /// Ends the job on all hosts.
-    pub(super) fn end_all(&mut self, cause: Cause, signal: Signal) {
+    pub(super) fn end_all(&mut self, cause: EndReason, signal: Signal) {
         self.end.get_or_insert(cause);
-        let patience = self.job.patience();
-        self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, patience));
+        let timeout = self.job.end_timeout();
+        self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, timeout));
     }
 
     /// The launchers, as far as their addresses are known; `name` names each.
@@ -275,11 +275,11 @@ impl Launchers<'_> {
                 // A job on other hosts goes on.
                 Some(Raw::TSTP | Raw::CONT) => {}
                 Some(Raw::USR1 | Raw::USR2) => {
-                    self.peers.iter().for_each(|peer| peer.connection.order(ToLauncher::Signal(number)));
+                    self.peers.iter().for_each(|peer| peer.connection.send(ToLauncher::Signal(number)));
                 }
                 _ => {
                     let signal = Signal::new(number);
-                    self.end_all(Cause::Interrupted(signal), signal);
+                    self.end_all(EndReason::Interrupted(signal), signal);
                 }
             }
         }
@@ -295,7 +295,7 @@ pub(super) mod tests {
     use super::*;
     use crate::launch::exit::Outcome;
     use crate::launch::remote::fixed::FixedHosts;
-    use crate::launch::remote::protocol::Ending;
+    use crate::launch::remote::protocol::RemoteReport;
     use crate::launch::remote::{HostList, RemoteShell};
 
     /// A job on these hosts, none of which ever answers.
@@ -318,8 +318,8 @@ pub(super) mod tests {
                 .unwrap();
         let outcome = Outcome::Interrupted(Signal::TERM);
         let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
-        let ending = Ending { outcome, exits, world_size, nodes, restarts, replacements };
-        driver.launchers.peers[0].end = Some(End::Reported(ending));
+        let ending = RemoteReport { outcome, exits, world_size, nodes, restarts, replacements };
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending));
         // The other one never answers, and is not waited for.
         let report = driver.run().unwrap();
         assert!(matches!(report.outcome, Outcome::Interrupted(Signal::TERM)), "{report:?}");

@@ -6,8 +6,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use super::protocol::ToLauncher;
 use crate::error::{Error, Result};
 
-/// Variables that belong to a machine, a login or a terminal.
-const STAYS: [&str; 29] = [
+/// Variables that belong to a machine, a login or a terminal, and are not sent.
+const NOT_FORWARDED: [&str; 29] = [
     "_",
     "COLUMNS",
     "DBUS_SESSION_BUS_ADDRESS",
@@ -38,23 +38,27 @@ const STAYS: [&str; 29] = [
     "XAUTHORITY",
     "XPC_SERVICE_NAME",
 ];
-const STAY_PREFIXES: [&str; 7] = ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
+const NOT_FORWARDED_PREFIXES: [&str; 7] =
+    ["BASH_FUNC_", "LISTEN_", "SSH_", "SUDO_", "SYSTEMD_", "TMUX", "XDG_"];
 
 /// What a launcher gets first: the working directory and the environment of this command.
-pub(super) fn surroundings() -> Result<ToLauncher> {
-    let folder = std::env::current_dir().map_err(|error| Error::io("no working directory", error))?;
-    Ok(ToLauncher::Surroundings { folder, variables: forwarded(std::env::vars_os()) })
+pub(super) fn environment() -> Result<ToLauncher> {
+    let folder = std::env::current_dir()
+        .map_err(|error| Error::io("cannot find the current working directory", error))?;
+    Ok(ToLauncher::Environment { folder, variables: forwarded(std::env::vars_os()) })
 }
 
 /// The variables of `all` that are sent to other hosts.
 fn forwarded(all: impl Iterator<Item = (OsString, OsString)>) -> Vec<(Vec<u8>, Vec<u8>)> {
-    all.filter(|(name, _)| goes(name)).map(|(name, value)| (name.into_vec(), value.into_vec())).collect()
+    all.filter(|(name, _)| is_forwarded(name))
+        .map(|(name, value)| (name.into_vec(), value.into_vec()))
+        .collect()
 }
 
-fn goes(name: &OsStr) -> bool {
+fn is_forwarded(name: &OsStr) -> bool {
     let name = name.as_bytes();
-    !STAYS.iter().any(|stays| stays.as_bytes() == name)
-        && !STAY_PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
+    !NOT_FORWARDED.iter().any(|other| other.as_bytes() == name)
+        && !NOT_FORWARDED_PREFIXES.iter().any(|prefix| name.starts_with(prefix.as_bytes()))
 }
 
 #[cfg(test)]

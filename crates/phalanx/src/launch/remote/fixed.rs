@@ -4,10 +4,10 @@
 use std::time::Instant;
 
 use super::address;
-use super::driver::{Cause, Launchers, Plan};
+use super::driver::{EndReason, Launchers, Plan};
 use super::here::is_ours;
-use super::peer::{End, Peer};
-use super::protocol::News;
+use super::peer::{LauncherEnd, Peer};
+use super::protocol::RemoteEvent;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
@@ -18,7 +18,7 @@ use crate::world_size::WorldSize;
 pub(super) struct FixedHosts {
     stage: Stage,
     /// How the launchers ended whose connections are closed, by the numbers of their hosts.
-    ended: Vec<(usize, End)>,
+    ended: Vec<(usize, LauncherEnd)>,
     /// The last start of workers that was shown.
     shown: Option<u32>,
 }
@@ -45,7 +45,7 @@ impl FixedHosts {
     }
 
     /// The launchers' ends, by the numbers of their hosts; a launcher that was lost has none.
-    fn ends(&mut self, launchers: &mut Launchers<'_>) -> Vec<(usize, End)> {
+    fn ends(&mut self, launchers: &mut Launchers<'_>) -> Vec<(usize, LauncherEnd)> {
         let mut ends = std::mem::take(&mut self.ended);
         ends.extend(launchers.peers.drain(..).filter_map(|peer| Some((peer.index, peer.end?))));
         ends.sort_by_key(|(index, _)| *index);
@@ -60,7 +60,7 @@ impl Plan for FixedHosts {
         let any_has_ended = !self.ended.is_empty() || launchers.peers.iter().any(|peer| peer.end.is_some());
         if bringing_up && any_has_ended {
             // The other launchers would wait for their instructions.
-            launchers.end_all(Cause::Planned, Signal::TERM);
+            launchers.end_all(EndReason::Planned, Signal::TERM);
         }
         if launchers.end.is_some() {
             self.stage = Stage::Running;
@@ -74,7 +74,7 @@ impl Plan for FixedHosts {
                     let late = deadline.has_passed().then(|| launchers.not_answered(&missing));
                     return late.map_or(Ok(()), Err);
                 }
-                let host = launchers.job.master_addr.clone().unwrap_or_else(|| meeting(launchers));
+                let host = launchers.job.master_addr.clone().unwrap_or_else(|| node_0_address(launchers));
                 launchers.tell_to_start(0, nodes, (&host, launchers.job.master_port), None);
                 let deadline = Deadline::after(launchers.job.start_timeout);
                 self.stage = if nodes > 1 { Stage::Serving(deadline, host) } else { Stage::Running };
@@ -109,21 +109,24 @@ impl Plan for FixedHosts {
     }
 
     /// An event that all nodes report is shown once.
-    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News) {
-        let speaker = launchers.peers.iter().position(|peer| peer.end.is_none());
-        let is_shown = match news {
-            News::Line { .. } | News::Started { .. } | News::Exited { .. } | News::Warning { .. } => true,
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, event: &RemoteEvent) {
+        let reporter = launchers.peers.iter().position(|peer| peer.end.is_none());
+        let is_shown = match event {
+            RemoteEvent::Line { .. }
+            | RemoteEvent::Started { .. }
+            | RemoteEvent::Exited { .. }
+            | RemoteEvent::Warning { .. } => true,
             // Shown before the first line of the first node that starts.
-            News::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
-            _ => speaker == Some(index),
+            RemoteEvent::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
+            _ => reporter == Some(index),
         };
         if is_shown {
-            launchers.control.stops |= news.tell(launchers.control.observer).is_break();
+            launchers.control.stops |= event.tell(launchers.control.observer).is_break();
         }
     }
 
     fn handle_failure(&mut self, launchers: &mut Launchers<'_>) {
-        launchers.end_all(Cause::Planned, Signal::TERM);
+        launchers.end_all(EndReason::Planned, Signal::TERM);
     }
 
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
@@ -133,7 +136,7 @@ impl Plan for FixedHosts {
             None if launchers.end.is_some() => {}
             None => {
                 let error = launchers.job.diagnose(&peer);
-                launchers.end_all(Cause::Broken(error), Signal::TERM);
+                launchers.end_all(EndReason::Broken(error), Signal::TERM);
             }
         }
     }
@@ -156,7 +159,7 @@ impl Plan for FixedHosts {
         let mut failed: Option<Error> = None;
         for (_, end) in self.ends(&mut launchers) {
             match end {
-                End::Reported(ending) => {
+                LauncherEnd::Reported(ending) => {
                     report.exits.extend(ending.exits);
                     report.restarts = report.restarts.max(ending.restarts);
                     report.replacements += ending.replacements;
@@ -165,20 +168,20 @@ impl Plan for FixedHosts {
                         report.outcome = ending.outcome;
                     }
                 }
-                End::Failed(error) => failed = failed.or(Some(error)),
+                LauncherEnd::Failed(error) => failed = failed.or(Some(error)),
             }
         }
         let error = match launchers.end {
-            Some(Cause::Interrupted(signal)) => {
+            Some(EndReason::Interrupted(signal)) => {
                 report.outcome = Outcome::Interrupted(signal);
                 None
             }
-            Some(Cause::Stopped) => {
+            Some(EndReason::Stopped) => {
                 report.outcome = Outcome::Stopped;
                 None
             }
-            Some(Cause::Broken(error)) => Some(error),
-            Some(Cause::Planned) | None => failed,
+            Some(EndReason::Broken(error)) => Some(error),
+            Some(EndReason::Planned) | None => failed,
         };
         match error {
             Some(error) if !matches!(report.outcome, Outcome::Failed(_)) => Err(error),
@@ -188,7 +191,7 @@ impl Plan for FixedHosts {
 }
 
 /// The address at which node 0 is reached.
-fn meeting(launchers: &Launchers<'_>) -> String {
+fn node_0_address(launchers: &Launchers<'_>) -> String {
     let own = host::name();
     // Other hosts would resolve "localhost" to themselves.
     let known = launchers.known(|peer| if peer.is_here { &own } else { peer.host.address() });

@@ -55,12 +55,8 @@ impl HostList {
         Self::from_lines(text, 1)
     }
 
-    /// Reads the output of a discovery script, in the same format, with so many slots for a host without a number.
-    pub(super) fn from_discovery(text: &str, slots: u32) -> Result<Self> {
-        Self::from_lines(text, slots)
-    }
-
-    fn from_lines(text: &str, slots: u32) -> Result<Self> {
+    /// Reads the same format, with so many slots for a host without a number.
+    pub(super) fn from_lines(text: &str, slots: u32) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         for (number, line) in text.lines().enumerate() {
             let line = line.split_once('#').map_or(line, |(line, _)| line).trim();
@@ -190,7 +186,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let list = match kind {
         0 => text.parse::<HostList>(),
         1 => HostList::from_file(text),
-        2 => HostList::from_discovery(text, 3),
+        2 => HostList::from_lines(text, 3),
         _ => return false,
     };
     let Ok(list) = list else { return false };
@@ -247,7 +243,7 @@ mod tests {
         assert_eq!(pairs(&list), [("node1", 5), ("node2", 2), ("node3", 1), ("node4", 3)]);
         let cause = HostList::from_file("node1\nnode2 slot=4").unwrap_err().to_string();
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
-        let list = HostList::from_discovery("node1\nnode2:2\nnode1:1\n", 3).unwrap();
+        let list = HostList::from_lines("node1\nnode2:2\nnode1:1\n", 3).unwrap();
         assert_eq!(pairs(&list), [("node1", 4), ("node2", 2)]);
         for bad in ["# nothing", "node1 slots", "node1 slots=", "node1 4", "node1 slots=0"] {
             assert!(HostList::from_file(bad).is_err(), "{bad}");

@@ -1,17 +1,15 @@
 //! The inbox of the driver: messages of all hosts, and waiting for them.
 
-use std::io::{PipeReader, PipeWriter, Read};
+use std::io::{PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
-
 use super::connection::{Connection, Incoming, IncomingSender};
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
-use crate::poll::{poll, wake_pipe};
+use crate::poll::{drain, poll_readable, wake_pipe};
 
 /// How many messages may wait to be shown; further ones stay with the hosts.
 const WAITING: usize = 256;
@@ -63,13 +61,9 @@ impl Inbox {
         descriptors.push(self.notice.as_fd());
         descriptors.extend(control.signals.as_ref().map(AsFd::as_fd));
         descriptors.extend(control.refused.notice());
-        let descriptors = descriptors.into_iter();
-        let mut descriptors: Vec<PollFd<'_>> =
-            descriptors.map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN)).collect();
         // A wait that fails is followed by the next.
-        let _ = poll(&mut descriptors, Some(timeout));
-        drop(descriptors);
-        while matches!(self.notice.read(&mut [0; 64]), Ok(1..)) {}
+        let _ = poll_readable(descriptors.into_iter(), Some(timeout));
+        drain(&self.notice);
     }
 
     /// The next message, and its host; none, too, if the observer accepts nothing now.

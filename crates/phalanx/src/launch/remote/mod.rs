@@ -46,7 +46,7 @@ pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
 
-use diagnosis::Broken;
+use diagnosis::LostConnection;
 use driver::{Driver, Launchers};
 use fixed::FixedHosts;
 use here::is_here;
@@ -194,7 +194,7 @@ impl RemoteJob {
     }
 
     /// How long a launcher may take to end after it was told to.
-    fn patience(&self) -> Duration {
+    fn end_timeout(&self) -> Duration {
         self.grace.min(Duration::from_secs(365 * 24 * 3600)) + BEYOND_GRACE
     }
 
@@ -202,7 +202,7 @@ impl RemoteJob {
     fn diagnose(&self, peer: &Peer) -> Error {
         let stderr = peer.stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
         let (launcher, shell) = (self.launcher.to_string_lossy(), self.shell.name());
-        let broken = Broken {
+        let lost = LostConnection {
             host: peer.host.name(),
             shell: &shell,
             is_here: peer.is_here,
@@ -211,7 +211,7 @@ impl RemoteJob {
             stderr: &stderr,
             launcher: &launcher,
         };
-        broken.error()
+        lost.error()
     }
 }
 

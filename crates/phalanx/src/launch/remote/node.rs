@@ -13,7 +13,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::frame;
-use super::protocol::{Complaint, Ending, FromLauncher, LauncherConfig, News, Route, ToLauncher};
+use super::protocol::{
+    FromLauncher, LauncherConfig, LauncherError, RemoteEvent, RemoteReport, Route, ToLauncher,
+};
 use crate::error::{Error, Result};
 use crate::launch::agent::Agent;
 use crate::launch::cluster::{Cluster, Hosting};
@@ -50,17 +52,17 @@ impl RemoteNode {
         if greeted.is_err() {
             return;
         }
-        if let Err(error) = move_in() {
-            let _ = frame::write(&mut out, &FromLauncher::Failed(Complaint::of(&error)));
+        if let Err(error) = enter_working_directory() {
+            let _ = frame::write(&mut out, &FromLauncher::Failed(LauncherError::of(&error)));
         }
     }
 
     /// Receives what to start; nothing if the job has ended. From now on it follows the user's command: it raises the
     /// command's signals in this process, and SIGTERM at its end.
     pub fn start() -> Result<Option<Self>> {
-        let mut orders = Orders::open()?;
+        let mut messages = Messages::open()?;
         let (arguments, config) = loop {
-            match orders.next().map_err(unheard)? {
+            match messages.next().map_err(undecodable)? {
                 Some(ToLauncher::Start { arguments, config }) => break (arguments, config),
                 Some(_) => {}
                 None => return Ok(None),
@@ -68,12 +70,12 @@ impl RemoteNode {
         };
         let agent = config.agent.clone().map(Agent::new).transpose()?;
         if agent.is_some() {
-            orders.silence = ELASTIC_SILENCE;
+            messages.silence = ELASTIC_SILENCE;
         }
-        let led = agent.clone();
+        let follower = agent.clone();
         std::thread::Builder::new()
-            .name("phalanx-orders".into())
-            .spawn(move || obey(orders, led.as_ref()))
+            .name("phalanx-messages".into())
+            .spawn(move || follow(messages, follower.as_ref()))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
         Ok(Some(Self { arguments, config, agent }))
@@ -100,7 +102,7 @@ impl RemoteNode {
 
     /// The hosts of the job, if there are several whose launchers must meet.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
-        let LauncherConfig { node, nodes, ref host, port, patience, .. } = self.config;
+        let LauncherConfig { node, nodes, ref host, port, join_timeout, .. } = self.config;
         if nodes == 1 || self.agent.is_some() {
             return Ok(None);
         }
@@ -109,14 +111,14 @@ impl RemoteNode {
             (0, _) => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Serve),
             _ => Cluster::new(nodes, nodes, host.as_str(), port)?.hosting(Hosting::Connect),
         };
-        Ok(Some(cluster.node_rank(node).join_timeout(patience)))
+        Ok(Some(cluster.node_rank(node).join_timeout(join_timeout)))
     }
 
     /// Sends `event` to the user's command, on standard output.
     pub fn tell(event: &Event<'_>) -> Vec<u8> {
         let said = match event {
             Event::Serving { address } => Some(FromLauncher::Serving { port: address.port() }),
-            event => News::of(event).map(FromLauncher::Event),
+            event => RemoteEvent::of(event).map(FromLauncher::Event),
         };
         said.map_or_else(Vec::new, |said| encode(&said))
     }
@@ -124,8 +126,8 @@ impl RemoteNode {
     /// Sends how the job ended, in the same way.
     pub fn final_message(result: &Result<Report>) -> Vec<u8> {
         encode(&match result {
-            Ok(report) => FromLauncher::Ended(Ending::of(report)),
-            Err(error) => FromLauncher::Failed(Complaint::of(error)),
+            Ok(report) => FromLauncher::Ended(RemoteReport::of(report)),
+            Err(error) => FromLauncher::Failed(LauncherError::of(error)),
         })
     }
 }
@@ -140,9 +142,9 @@ pub(super) fn version() -> String {
     env!("CARGO_PKG_VERSION").to_owned()
 }
 
-fn move_in() -> Result<()> {
-    let (folder, variables) = match Orders::open()?.next().map_err(unheard)? {
-        Some(ToLauncher::Surroundings { folder, variables }) => (folder, variables),
+fn enter_working_directory() -> Result<()> {
+    let (folder, variables) = match Messages::open()?.next().map_err(undecodable)? {
+        Some(ToLauncher::Environment { folder, variables }) => (folder, variables),
         Some(_) => return Err(Error::protocol("the command's first message is not the working directory")),
         None => return Ok(()),
     };
@@ -159,14 +161,14 @@ fn move_in() -> Result<()> {
     Err(Error::io(format!("cannot start {} again", program.display()), command.exec()))
 }
 
-fn unheard(error: io::Error) -> Error {
+fn undecodable(error: io::Error) -> Error {
     Error::io("the messages of the job's command cannot be decoded", error)
 }
 
 /// Until the instructions end, which is the end of the job.
-fn obey(mut orders: Orders, agent: Option<&Agent>) {
+fn follow(mut messages: Messages, agent: Option<&Agent>) {
     loop {
-        let signal = match orders.next() {
+        let signal = match messages.next() {
             Ok(Some(ToLauncher::Signal(signal))) => Signal::from_named_raw(signal),
             Ok(Some(ToLauncher::Elastic(instruction))) => {
                 agent.into_iter().for_each(|agent| agent.send(instruction));
@@ -185,16 +187,16 @@ fn obey(mut orders: Orders, agent: Option<&Agent>) {
 }
 
 /// Standard input, without reading ahead: the program that this process executes next reads on.
-struct Orders {
+struct Messages {
     stdin: File,
     /// How long nothing may come.
     silence: Duration,
 }
 
-impl Orders {
+impl Messages {
     fn open() -> Result<Self> {
         let stdin = io::stdin().as_fd().try_clone_to_owned();
-        stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(unheard)
+        stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(undecodable)
     }
 
     fn next(&mut self) -> io::Result<Option<ToLauncher>> {
@@ -202,7 +204,7 @@ impl Orders {
     }
 }
 
-impl Read for Orders {
+impl Read for Messages {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let silence = Timespec::try_from(self.silence).ok();
         let mut descriptors = [PollFd::new(&self.stdin, PollFlags::IN)];

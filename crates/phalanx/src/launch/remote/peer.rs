@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::KEPT_LINES;
 use super::connection::Connection;
 use super::hosts::Host;
-use super::protocol::{Ending, Route, ToLauncher};
+use super::protocol::{RemoteReport, Route, ToLauncher};
 use crate::error::Error;
 use crate::launch::agent::Instruction;
 use crate::launch::exit::Signal;
@@ -37,7 +37,7 @@ pub(super) struct Peer {
     pub(super) leaves: bool,
     /// The port of the store that it serves.
     pub(super) serves_at: Option<u16>,
-    pub(super) end: Option<End>,
+    pub(super) end: Option<LauncherEnd>,
     /// Its workers' processes, by their numbers.
     pub(super) processes: BTreeMap<Rank, u32>,
     pub(super) stderr: VecDeque<String>,
@@ -45,8 +45,8 @@ pub(super) struct Peer {
 
 /// The last report of a launcher.
 #[derive(Debug)]
-pub(super) enum End {
-    Reported(Ending),
+pub(super) enum LauncherEnd {
+    Reported(RemoteReport),
     Failed(Error),
 }
 
@@ -61,16 +61,16 @@ impl Peer {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
     }
 
-    pub(super) fn say(&self, instruction: Instruction) {
-        self.connection.order(ToLauncher::Elastic(instruction));
+    pub(super) fn instruct(&self, instruction: Instruction) {
+        self.connection.send(ToLauncher::Elastic(instruction));
     }
 
-    /// Tells it to end itself and its workers, which may take `patience`.
-    pub(super) fn tell_to_end(&mut self, signal: Signal, patience: Duration) {
+    /// Tells it to end itself and its workers, which may take `timeout`.
+    pub(super) fn tell_to_end(&mut self, signal: Signal, timeout: Duration) {
         self.leaves = true;
         if self.was_told_to_start {
-            self.connection.order(ToLauncher::Signal(signal.number()));
-            self.connection.must_end_by(Instant::now() + patience);
+            self.connection.send(ToLauncher::Signal(signal.number()));
+            self.connection.must_end_by(Instant::now() + timeout);
         } else {
             self.end_unwanted();
         }

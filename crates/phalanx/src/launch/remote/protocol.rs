@@ -3,7 +3,7 @@
 //! ```text
 //! command -> launcher, on its standard input      launcher -> command, on its standard output
 //!                                                 Hello
-//! Surroundings
+//! Environment
 //! Start                                           Serving (node 0 of several)
 //! Signal, Elastic, Alive ..                          Event ..
 //!                                                 Ended, or Failed
@@ -30,7 +30,7 @@ use crate::world_size::WorldSize;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ToLauncher {
     /// The working directory and the environment. The launcher changes to them, and executes itself again.
-    Surroundings { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
+    Environment { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
     /// The user's command line, and this launcher's part of the job.
     Start { arguments: Vec<Vec<u8>>, config: LauncherConfig },
     /// The command has got this signal.
@@ -51,7 +51,7 @@ pub(super) struct LauncherConfig {
     pub(super) host: String,
     pub(super) port: u16,
     /// How long they may take to meet.
-    pub(super) patience: Duration,
+    pub(super) join_timeout: Duration,
     pub(super) key: SentKey,
     /// In an elastic job, in which launchers do not meet.
     pub(super) agent: Option<AgentConfig>,
@@ -89,17 +89,17 @@ pub(super) enum FromLauncher {
     Serving {
         port: u16,
     },
-    Event(News),
-    Ended(Ending),
-    Failed(Complaint),
+    Event(RemoteEvent),
+    Ended(RemoteReport),
+    Failed(LauncherError),
 }
 
 #[cfg(any(test, fuzzing))]
 impl FromLauncher {
     /// For [`fuzzing`](crate::fuzzing): what the command does with a message, without printing.
     pub(super) fn fuzz(self) {
-        struct Deaf;
-        impl Observer for Deaf {
+        struct Discard;
+        impl Observer for Discard {
             fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
                 match event {
                     Event::Exited { exit, .. } => drop((exit.code(), exit.to_string())),
@@ -112,9 +112,9 @@ impl FromLauncher {
             }
         }
         match self {
-            Self::Event(news) => drop(news.tell(&mut Deaf)),
+            Self::Event(event) => drop(event.tell(&mut Discard)),
             Self::Ended(ending) => ending.exits.iter().for_each(|exit| drop((exit.code(), exit.to_string()))),
-            Self::Failed(complaint) => assert!(complaint.at("host").to_string().contains("host")),
+            Self::Failed(error) => assert!(error.at("host").to_string().contains("host")),
             Self::Hello { .. } | Self::Serving { .. } => {}
         }
     }
@@ -138,7 +138,7 @@ impl Route {
 
 /// An [`Event`] for another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum News {
+pub(super) enum RemoteEvent {
     Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
     Logging { folder: PathBuf },
     Starting { restarts: u32, max_restarts: u32, world_size: u32, node: u32, nodes: u32 },
@@ -153,7 +153,7 @@ pub(super) enum News {
     Warning { text: String },
 }
 
-impl News {
+impl RemoteEvent {
     /// The store's address has its own message.
     pub(super) fn of(event: &Event<'_>) -> Option<Self> {
         Some(match *event {
@@ -212,7 +212,7 @@ impl News {
 
 /// A [`Report`] for another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Ending {
+pub(super) struct RemoteReport {
     pub(super) outcome: Outcome,
     pub(super) exits: Vec<Exit>,
     pub(super) world_size: Option<u32>,
@@ -221,7 +221,7 @@ pub(super) struct Ending {
     pub(super) replacements: u32,
 }
 
-impl Ending {
+impl RemoteReport {
     pub(super) fn of(report: &Report) -> Self {
         Self {
             outcome: report.outcome.clone(),
@@ -236,7 +236,7 @@ impl Ending {
 
 /// An [`Error`] for another process: what the user and the exit code need.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Complaint {
+pub(super) struct LauncherError {
     cause: String,
     remedy: Option<String>,
     /// A worker that could not be started.
@@ -245,7 +245,7 @@ pub(super) struct Complaint {
     errno: Option<i32>,
 }
 
-impl Complaint {
+impl LauncherError {
     pub(super) fn of(error: &Error) -> Self {
         let errno = error.errno();
         let cause = if errno.is_some() { error.cause().to_owned() } else { error.full_cause() };
@@ -275,7 +275,7 @@ mod tests {
         let missing = io::Error::from_raw_os_error(2);
         let error =
             Error::io("cannot start ./x as rank 3", missing).with_peer(Rank::new(3)).with_remedy("why?");
-        let again = Complaint::of(&error).at("node1");
+        let again = LauncherError::of(&error).at("node1");
         assert_eq!(again.to_string(), format!("node1: {error}"));
         assert_eq!((again.peer(), again.io_kind()), (error.peer(), error.io_kind()));
     }

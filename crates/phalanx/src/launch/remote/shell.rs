@@ -54,13 +54,13 @@ impl RemoteShell {
     }
 
     /// Starts the launcher on `host`. Secrets and long values are not on this command line.
-    pub(super) fn command(&self, host: &str, launcher: &Path, patience: Duration) -> Command {
+    pub(super) fn command(&self, host: &str, launcher: &Path, timeout: Duration) -> Command {
         let mut program = self.program.iter();
         let mut command = Command::new(program.next().map_or(OsStr::new("ssh"), OsString::as_os_str));
         command.args(program);
         // It must not ask questions: its standard input is the launcher's. A cut connection is noticed within 15 s.
-        let patience = format!("ConnectTimeout={}", patience.as_secs().max(1));
-        for option in ["BatchMode=yes", &patience, "ServerAliveInterval=5", "ServerAliveCountMax=3"] {
+        let timeout = format!("ConnectTimeout={}", timeout.as_secs().max(1));
+        for option in ["BatchMode=yes", &timeout, "ServerAliveInterval=5", "ServerAliveCountMax=3"] {
             command.args(["-o", option]);
         }
         if let Some(port) = self.port {

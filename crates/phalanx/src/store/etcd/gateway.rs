@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// By default etcd accepts 1.5 MiB in a request, and base64 makes 4 bytes of 3.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// How long one member may take to answer before the next is asked.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 /// The pause between two rounds of all members.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -35,7 +35,7 @@ pub(super) enum Refused {
     /// It does not answer. `was_heard`: it may have received the request.
     Silent { cause: io::Error, was_heard: bool },
     /// It returned an error.
-    Said(String),
+    Error(String),
 }
 
 impl Gateway {
@@ -97,7 +97,7 @@ impl Gateway {
             let mut last = None;
             for turn in 0..self.members.len() {
                 let member = (first + turn) % self.members.len();
-                match self.ask_one(&self.members[member], path, &body, deadline.remaining().min(PATIENCE)) {
+                match self.ask_one(&self.members[member], path, &body, deadline.remaining().min(TIMEOUT)) {
                     Err(Refused::Silent { cause, was_heard }) if may_repeat || !was_heard => {
                         last = Some(cause)
                     }
@@ -116,7 +116,7 @@ impl Gateway {
         }
     }
 
-    fn ask_one(&self, member: &str, path: &str, body: &str, patience: Duration) -> Result<Value, Refused> {
+    fn ask_one(&self, member: &str, path: &str, body: &str, timeout: Duration) -> Result<Value, Refused> {
         let silent = |error: ureq::Error| {
             let was_heard = !matches!(error, ureq::Error::HostNotFound | ureq::Error::ConnectionFailed)
                 && !matches!(&error, ureq::Error::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused);
@@ -124,13 +124,13 @@ impl Gateway {
         };
         let request = self.agent.post(format!("http://{member}/v3/{path}"));
         // A time-out of zero would mean none.
-        let patience = patience.max(Duration::from_millis(1));
-        let request = request.config().timeout_global(Some(patience)).build();
+        let timeout = timeout.max(Duration::from_millis(1));
+        let request = request.config().timeout_global(Some(timeout)).build();
         let mut answer = request.header("content-type", "application/json").send(body).map_err(silent)?;
         let status = answer.status();
         let text = answer.body_mut().with_config().limit(MAX_ANSWER).read_to_string().map_err(silent)?;
         let value: Value = serde_json::from_str(&text).map_err(|_| {
-            Refused::Said(format!(
+            Refused::Error(format!(
                 "{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?"
             ))
         })?;
@@ -138,7 +138,7 @@ impl Gateway {
             return Ok(value);
         }
         let said = value["message"].as_str().or(value["error"].as_str()).unwrap_or("no reason given");
-        Err(Refused::Said(format!("{said} ({status})")))
+        Err(Refused::Error(format!("{said} ({status})")))
     }
 }
 

@@ -3,8 +3,8 @@
 mod gateway;
 mod lease;
 
-use std::fmt;
 use std::net::IpAddr;
+use std::slice::from_ref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,18 +31,10 @@ const MAX_OPERATIONS: usize = 128;
 #[derive(Debug)]
 pub(crate) struct EtcdStore {
     gateway: Arc<Gateway>,
-    name: Name,
+    /// As errors name it.
+    name: String,
     prefix: Vec<u8>,
     lease: Lease,
-}
-
-#[derive(Debug)]
-struct Name(String);
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "etcd at {}", self.0)
-    }
 }
 
 /// The value of a key, and its revision.
@@ -55,9 +47,8 @@ impl EtcdStore {
     /// The store of `job` at `endpoints`, which is a list, `host:port,host:port`.
     pub(crate) fn open(endpoints: &str, job: &str, deadline: Deadline) -> Result<Self> {
         let gateway = Arc::new(Gateway::new(endpoints)?);
-        let name = Name(gateway.names());
-        let keys = [job];
-        let call = Call::new(&name, "open", &keys, deadline)?;
+        let name = format!("etcd at {}", gateway.names());
+        let call = Call::new(&name, "open", from_ref(&job), deadline)?;
         // The job's name may contain slashes; its keys must not be those of another job.
         let scope = format!("phalanx/{}:{job}/", job.len());
         let lease = Lease::open(&gateway, &format!("{scope}lease"), &call)?;
@@ -162,15 +153,13 @@ impl EtcdStore {
 
 impl Store for EtcdStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "set", &keys, deadline)?;
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
         call.value(value)?;
         self.ask(&call, "kv/put", &self.put(key, value), true).map(drop)
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "get", &keys, deadline)?;
+        let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
         self.wait_for(&call, || Ok(self.look(&call, key)?.map(|found| found.value)))
     }
 
@@ -186,8 +175,7 @@ impl Store for EtcdStore {
 
     /// If etcd's answer is lost, it is unknown whether the amount was added. This is an error.
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        let keys = [key];
-        let call = Call::new(&self.name, "add", &keys, deadline)?;
+        let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
         self.change(&call, key, |old| {
             let text = String::from_utf8_lossy(old);
             let old: i64 = match &*text {
@@ -200,8 +188,7 @@ impl Store for EtcdStore {
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
         call.value(desired)?;
         let mut seen = self.look(&call, key)?;
         loop {
@@ -220,8 +207,7 @@ impl Store for EtcdStore {
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        let keys = [key];
-        let call = Call::new(&self.name, "delete_key", &keys, deadline)?;
+        let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
         let answer = self.ask(&call, "kv/deleterange", &json!({ "key": self.key(key) }), false)?;
         Ok(number(&answer["deleted"]).is_some_and(|deleted| deleted > 0))
     }
@@ -241,8 +227,7 @@ impl Store for EtcdStore {
 
     /// As for [`add`](Self::add), a lost answer is an error.
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "append", &keys, deadline)?;
+        let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
         self.change(&call, key, |old| Ok(((), [old, value].concat())))
     }
 
@@ -269,7 +254,7 @@ fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
         Ok(value) => Ok(value),
         Err(Refused::Silent { .. }) if call.deadline.has_passed() => Err(call.timed_out()),
         Err(Refused::Silent { cause, .. }) => Err(call.failed(cause)),
-        Err(Refused::Said(why)) => Err(call.broken(why)),
+        Err(Refused::Error(why)) => Err(call.broken(why)),
     }
 }
 
@@ -287,8 +272,7 @@ fn found(call: &Call<'_>, answer: &Value) -> Result<Option<Found>> {
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let Ok(said) = serde_json::from_slice::<Value>(bytes) else { return false };
-    let name = Name("members".to_owned());
-    let Ok(call) = Call::new(&name, "get", &["key"], Deadline::now()) else { return false };
+    let Ok(call) = Call::new("members", "get", &["key"], Deadline::now()) else { return false };
     let looked = found(&call, &said).and_then(|_| found(&call, &said["responses"][0]["response_range"]));
     let _ = (number(&said["deleted"]), number(&said["count"]), number(&said["ID"]));
     assert!(looked.as_ref().err().is_none_or(|error| error.to_string().contains("members")));

@@ -9,13 +9,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
 use super::connection::invalid;
-use super::neighbour::Neighbours;
+use super::handshake_limit::{HandshakeLimit, HandshakePermit};
+use super::peer_user::PeerUsers;
 use super::stream::Stream;
-use super::turns::{Turn, Turns};
 use crate::credentials::Credentials;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{HANDSHAKE, TAG, nonce};
-use crate::wire::greeting::{self, Answerer, CALL, StoreSecret};
+use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
 
@@ -68,8 +68,8 @@ pub(super) struct Admission {
     tls: Option<Tls>,
     keyless: KeylessClients,
     refusals: Option<Refusals>,
-    turns: Turns,
-    neighbours: Neighbours,
+    handshakes: HandshakeLimit,
+    peer_users: PeerUsers,
 }
 
 impl fmt::Debug for Admission {
@@ -82,9 +82,9 @@ impl Admission {
     pub fn new(access: Access) -> Self {
         let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;
-        let (secret, turns, neighbours) =
-            (key.as_ref().map(StoreSecret::new), Turns::new(), Neighbours::default());
-        Self { secret, tls, keyless, refusals, turns, neighbours }
+        let (secret, handshakes, peer_users) =
+            (key.as_ref().map(StoreSecret::new), HandshakeLimit::new(), PeerUsers::default());
+        Self { secret, tls, keyless, refusals, handshakes, peer_users }
     }
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
@@ -92,8 +92,8 @@ impl Admission {
         let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
         let (Some(tls), Some(hello)) = (&self.tls, first) else { return Ok(()) };
         // A client's time does not count while it waits for the others.
-        let turn = self.turns.take().await?;
-        timeout(HANDSHAKE, self.secure(stream, (tls, hello), turn)).await?
+        let permit = self.handshakes.take().await?;
+        timeout(HANDSHAKE, self.secure(stream, (tls, hello), permit)).await?
     }
 
     /// Admits a client without TLS, or returns the first record of a TLS client. There is no TLS session before that
@@ -127,9 +127,9 @@ impl Admission {
         &self,
         stream: &mut Stream,
         (tls, hello): (&Tls, Vec<u8>),
-        turn: Turn<'_>,
+        permit: HandshakePermit<'_>,
     ) -> io::Result<()> {
-        let binding = match turn.last(stream.encrypt(tls, hello)).await {
+        let binding = match permit.run(stream.encrypt(tls, hello)).await {
             Ok(binding) => binding,
             Err(error) => {
                 // A client with a certificate of another CA may be of this job. A TLS client without a certificate,
@@ -141,7 +141,7 @@ impl Admission {
             }
         };
         // It has a certificate: it is no longer unauthenticated.
-        drop(turn);
+        drop(permit);
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello).await?;
         self.greet(stream, hello, self.secret.as_ref().map(|secret| secret.bound(&binding))).await
@@ -196,7 +196,7 @@ impl Admission {
     /// Was the connection made by a process of this user on this host?
     async fn is_of_this_user(&self, stream: &Stream) -> io::Result<bool> {
         let (peer, here) = stream.addresses()?;
-        Ok(self.neighbours.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
+        Ok(self.peer_users.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
     }
 
     fn refuse(&self, stream: &Stream) {
@@ -223,12 +223,12 @@ async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HE
     let mut call = [0; CALL];
     call[..HELLO].copy_from_slice(start);
     stream.read_exact(&mut call[HELLO..]).await?;
-    let Some(answerer) = Answerer::new(secret, call, nonce().map_err(io::Error::other)?) else {
+    let Some(responder) = Responder::new(secret, call, nonce().map_err(io::Error::other)?) else {
         return Err(invalid("it greets in another version".to_owned()));
     };
-    stream.write_all(answerer.answer()).await?;
+    stream.write_all(responder.answer()).await?;
     stream.flush().await?;
     let mut proof = [0; TAG];
     stream.read_exact(&mut proof).await?;
-    Ok(answerer.proven(secret, &proof))
+    Ok(responder.proven(secret, &proof))
 }

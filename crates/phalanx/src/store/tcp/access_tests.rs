@@ -12,7 +12,7 @@ use crate::deadline::Deadline;
 use crate::key::JobKey;
 use crate::store::Store;
 use crate::wire::auth::{NONCE, TAG};
-use crate::wire::greeting::{ANSWER, CALL, Caller, StoreSecret};
+use crate::wire::greeting::{ANSWER, CALL, Initiator, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, Op};
 
 fn soon() -> Deadline {
@@ -121,12 +121,12 @@ fn an_old_proof_is_of_no_use() {
     let key = key();
     let server = serve(&key, KeylessClients::None);
     let secret = StoreSecret::new(&key);
-    let caller = Caller::new([1; NONCE]);
+    let initiator = Initiator::new([1; NONCE]);
     let mut honest = connect(&server);
-    honest.write_all(caller.call()).unwrap();
+    honest.write_all(initiator.call()).unwrap();
     let mut answer = [0; ANSWER];
     honest.read_exact(&mut answer).unwrap();
-    let proof = caller.answered(&secret, &answer).unwrap();
+    let proof = initiator.answered(&secret, &answer).unwrap();
     let ping = Frame::new(Op::Ping).u32(7).into_bytes();
     honest.write_all(&[&proof[..], &ping].concat()).unwrap();
     let mut echo = [0; 4];
@@ -134,7 +134,7 @@ fn an_old_proof_is_of_no_use() {
     assert_eq!(echo, 7_u32.to_le_bytes());
 
     let mut replayed = connect(&server);
-    replayed.write_all(caller.call()).unwrap();
+    replayed.write_all(initiator.call()).unwrap();
     replayed.read_exact(&mut answer).unwrap();
     replayed.write_all(&[&proof[..], &ping].concat()).unwrap();
     assert!(is_dropped(&replayed));
@@ -158,7 +158,7 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     drop(heard);
     // The reader has gone: that does no harm.
     let mut unproven = connect(&server);
-    unproven.write_all(&[Caller::new([1; NONCE]).call(), &[0; TAG][..]].concat()).unwrap();
+    unproven.write_all(&[Initiator::new([1; NONCE]).call(), &[0; TAG][..]].concat()).unwrap();
     let mut answer = [0; ANSWER];
     unproven.read_exact(&mut answer).unwrap();
     assert!(is_dropped(&unproven));
@@ -168,7 +168,7 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
 /// What a foreign connection does.
 fn misbehave(number: usize, address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
-    let call = *Caller::new([number as u8; NONCE]).call();
+    let call = *Initiator::new([number as u8; NONCE]).call();
     let bytes = match number % 5 {
         0 => Vec::new(),
         1 => call[..number % CALL].to_vec(),

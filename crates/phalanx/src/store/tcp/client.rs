@@ -3,11 +3,12 @@
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::slice::from_ref;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::link::{Entry, Link};
+use super::link::{ClientCredentials, Link};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -25,34 +26,26 @@ const IDLE: usize = 8;
 /// Threads that share it do not wait for each other: each call takes an idle connection, or makes one.
 #[derive(Debug)]
 pub struct TcpStore {
-    name: Name,
-    entry: Entry,
+    /// As errors name it.
+    name: String,
+    credentials: ClientCredentials,
     /// The address, of those that the name resolves to, at which the store was found.
     found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
 }
 
-#[derive(Debug)]
-struct Name(String);
-
-impl fmt::Display for Name {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the store tcp://{}", self.0)
-    }
-}
-
 impl TcpStore {
     /// Connects to the store at `address`, a `SocketAddr` or `host:port`. Tries until `deadline` while nothing
     /// listens there. If the listener is not a store, the error says so.
     pub fn connect(address: impl fmt::Display, deadline: Deadline) -> Result<Self> {
-        Self::join(address, &Credentials::default(), deadline)
+        Self::connect_with(address, &Credentials::default(), deadline)
     }
 
     /// [`connect`](Self::connect) to a store of the job with this key. Each side proves to the other that it knows the key
     /// before any request: a server that does not, such as PyTorch's, is an error.
     pub fn connect_with_key(address: impl fmt::Display, key: &JobKey, deadline: Deadline) -> Result<Self> {
-        Self::join(address, &key.clone().into(), deadline)
+        Self::connect_with(address, &key.clone().into(), deadline)
     }
 
     /// [`connect`](Self::connect) to a store of the job with these credentials: with the key, if there is
@@ -62,21 +55,19 @@ impl TcpStore {
         credentials: &Credentials,
         deadline: Deadline,
     ) -> Result<Self> {
-        Self::join(address, credentials, deadline)
-    }
-
-    pub(crate) fn join(
-        address: impl fmt::Display,
-        credentials: &Credentials,
-        deadline: Deadline,
-    ) -> Result<Self> {
         let address = address.to_string();
-        let entry = Entry::new(credentials);
-        let link = Link::connect(&address, &entry, deadline)?;
+        let credentials = ClientCredentials::new(credentials);
+        let link = Link::connect(&address, &credentials, deadline)?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
-        Ok(Self { name: Name(address), entry, found, local, idle: Mutex::new(vec![link]) })
+        Ok(Self {
+            name: format!("the store tcp://{address}"),
+            credentials,
+            found,
+            local,
+            idle: Mutex::new(vec![link]),
+        })
     }
 
     /// The address of this host from which the store is reached.
@@ -116,15 +107,10 @@ impl TcpStore {
         if echo == NONCE.to_le_bytes() { Ok(()) } else { Err(call.broken("a ping came back changed")) }
     }
 
-    /// Waits for `keys`, then sends `request` on the same connection.
-    fn wait_then<T>(
-        &self,
-        call: &Call<'_>,
-        keys: &[&str],
-        then: impl FnOnce(&mut Link) -> io::Result<T>,
-    ) -> Result<T> {
-        let request = Frame::new(Op::Wait).keys(keys);
-        check_size(call, keys.len(), request.len())?;
+    /// Waits for the call's keys, then sends `request` on the same connection.
+    fn wait_then<T>(&self, call: &Call<'_>, then: impl FnOnce(&mut Link) -> io::Result<T>) -> Result<T> {
+        let request = Frame::new(Op::Wait).keys(call.keys);
+        check_size(call, call.keys.len(), request.len())?;
         let mut link = self.link(call)?;
         let came = link.wait(&request.into_bytes()).map_err(|error| call.failed(error))?;
         let answer = if came {
@@ -142,7 +128,7 @@ impl TcpStore {
         let idle = self.idle.lock().pop();
         let mut link = match idle {
             Some(link) => link,
-            None => Link::again(&self.found.to_string(), &self.entry, call.deadline)
+            None => Link::reconnect(&self.found.to_string(), &self.credentials, call.deadline)
                 .map_err(|error| call.failed(error))?,
         };
         link.deadline = call.deadline;
@@ -170,16 +156,14 @@ impl TcpStore {
 
 impl Store for TcpStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "set", &keys, deadline)?;
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
         call.value(value)?;
         self.command(&call, Frame::new(Op::Set).key(key).value(value))
     }
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "get", &keys, deadline)?;
-        self.wait_then(&call, &keys, |link| {
+        let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
+        self.wait_then(&call, |link| {
             link.send(&Frame::new(Op::Get).key(key).into_bytes())?;
             link.value()
         })
@@ -187,7 +171,7 @@ impl Store for TcpStore {
 
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
         let call = Call::new(&self.name, "wait", keys, deadline)?;
-        self.wait_then(&call, keys, |_| Ok(()))
+        self.wait_then(&call, |_| Ok(()))
     }
 
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
@@ -198,23 +182,20 @@ impl Store for TcpStore {
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        let keys = [key];
-        let call = Call::new(&self.name, "add", &keys, deadline)?;
+        let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
         self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer)
             .map_err(|error| if error.is_timeout() { error } else { self.explain_add(&call, key, error) })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        let keys = [key];
-        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
         call.value(expected)?;
         call.value(desired)?;
         self.exchange(&call, Frame::new(Op::CompareSet).key(key).value(expected).value(desired), Link::value)
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        let keys = [key];
-        let call = Call::new(&self.name, "delete_key", &keys, deadline)?;
+        let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
         Ok(self.exchange(&call, Frame::new(Op::Delete).key(key), Link::integer)? > 0)
     }
 
@@ -225,15 +206,14 @@ impl Store for TcpStore {
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        let keys = [key];
-        let call = Call::new(&self.name, "append", &keys, deadline)?;
+        let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
         call.value(value)?;
         self.command(&call, Frame::new(Op::Append).key(key).value(value))
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        self.wait_then(&call, keys, |link| {
+        self.wait_then(&call, |link| {
             link.send(&Frame::new(Op::MultiGet).keys(keys).into_bytes())?;
             keys.iter().map(|_| link.value()).collect()
         })

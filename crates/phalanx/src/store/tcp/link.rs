@@ -15,7 +15,7 @@ use crate::notice::while_waiting;
 use crate::store::MAX_VALUE;
 use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{Tag, nonce};
-use crate::wire::greeting::{self, ANSWER, Caller, StoreSecret};
+use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
 
@@ -23,9 +23,8 @@ use crate::wire::tls;
 const CONNECT: Duration = Duration::from_secs(5);
 /// How long a server that has accepted may take to answer the greeting.
 const GREETING: Duration = Duration::from_secs(10);
-/// How long to try again when a server closes the connection on the greeting: a server that is just ending does this
-/// too.
-const HANGING_UP: Duration = Duration::from_secs(2);
+/// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
+const CLOSING: Duration = Duration::from_secs(2);
 /// How long to try again when a name has no address: the resolver may just be starting.
 const NAMED: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
@@ -46,136 +45,138 @@ pub(super) struct Link {
 
 /// How a client is admitted.
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct ClientCredentials {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
 }
 
-impl Entry {
+impl ClientCredentials {
     pub(super) fn new(credentials: &Credentials) -> Self {
         Self { secret: credentials.key.as_ref().map(StoreSecret::new), tls: credentials.tls.clone() }
     }
 }
 
 /// Why an attempt to connect failed.
-enum Attempt {
+enum ConnectError {
     /// Nothing listens there, or not yet.
-    Absent(io::Error),
+    NotListening(io::Error),
     /// It closed the connection.
-    HungUp,
+    Closed,
     /// It accepts connections but sends nothing.
-    Silent,
+    NoAnswer,
     /// It is not a store.
-    Foreign(String),
+    NotAStore(String),
     /// It is a store, but does not know the key.
-    Unproven,
+    WrongKey,
     /// TLS failed.
-    Insecure(io::Error),
+    Tls(io::Error),
     /// The name has no address, or its address is not known yet.
-    Nameless(io::Error),
+    NoAddress(io::Error),
     /// This process has no descriptor, or no thread, left.
-    Short(Error),
+    OutOfResources(Error),
 }
 
 impl Link {
     /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
     /// waiting.
-    pub fn connect(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self> {
+    pub fn connect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> Result<Self> {
         let last = Mutex::new(String::new());
         let what = || format!("this process waits for the store at {address}{}", last.lock());
         while_waiting(what, || {
-            Self::persist(address, entry, deadline, |why| {
+            Self::retry_until(address, credentials, deadline, |why| {
                 *last.lock() = format!(", to which it cannot connect: {why}")
             })
         })
     }
 
-    /// Tries to connect, and `tells` why it failed.
-    fn persist(
+    /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
+    fn retry_until(
         address: &str,
-        entry: &Entry,
+        credentials: &ClientCredentials,
         deadline: Deadline,
-        tells: impl Fn(&dyn Display),
+        report: impl Fn(&dyn Display),
     ) -> Result<Self> {
         let started = Instant::now();
         let mut backoff = Backoff::new(PAUSES, deadline);
-        let (mut hung_up, mut nameless): (Option<Instant>, Option<Instant>) = (None, None);
+        let (mut closed, mut no_address_since): (Option<Instant>, Option<Instant>) = (None, None);
         loop {
-            let attempt = Self::attempt(address, entry, deadline);
-            if !matches!(attempt, Err(Attempt::Nameless(_))) {
-                nameless = None;
+            let attempt = Self::attempt(address, credentials, deadline);
+            if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
+                no_address_since = None;
             }
             let last = match attempt {
                 Ok(link) => return Ok(link),
-                Err(Attempt::Short(error)) => return Err(error),
-                Err(Attempt::Nameless(error)) => {
-                    let since = *nameless.get_or_insert_with(Instant::now);
+                Err(ConnectError::OutOfResources(error)) => return Err(error),
+                Err(ConnectError::NoAddress(error)) => {
+                    let since = *no_address_since.get_or_insert_with(Instant::now);
                     if since.elapsed() >= naming() || backoff.is_last() {
                         return Err(no_address(address, error));
                     }
-                    tells(&error);
+                    report(&error);
                     None
                 }
-                Err(Attempt::Foreign(what)) => return Err(foreign(address, &what)),
-                Err(Attempt::Unproven) => return Err(unproven(address)),
-                Err(Attempt::Insecure(error)) => return Err(insecure(address, error)),
-                // It may be a store that is frozen, or whose machine is busy, which may pass; or a foreign server.
-                Err(Attempt::Silent) if backoff.is_last() => {
+                Err(ConnectError::NotAStore(what)) => return Err(not_a_store(address, &what)),
+                Err(ConnectError::WrongKey) => return Err(wrong_key(address)),
+                Err(ConnectError::Tls(error)) => return Err(tls_failed(address, error)),
+                // It may be a store that is frozen, or whose machine is busy, which may pass; or another program.
+                Err(ConnectError::NoAnswer) if backoff.is_last() => {
                     // Its answer to the last greeting may just have come too late.
-                    if hung_up.is_some() {
-                        return Err(hangs_up(address, entry));
+                    if closed.is_some() {
+                        return Err(closes(address, credentials));
                     }
-                    return Err(foreign(address, "it accepts connections but does not answer"));
+                    return Err(not_a_store(address, "it accepts connections but does not answer"));
                 }
-                Err(Attempt::Silent) => {
-                    tells(&"what listens there accepts connections but does not answer");
+                Err(ConnectError::NoAnswer) => {
+                    report(&"what listens there accepts connections but does not answer");
                     None
                 }
-                Err(Attempt::HungUp) => {
-                    let since = *hung_up.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= HANGING_UP || backoff.is_last() {
-                        return Err(hangs_up(address, entry));
+                Err(ConnectError::Closed) => {
+                    let since = *closed.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= CLOSING || backoff.is_last() {
+                        return Err(closes(address, credentials));
                     }
                     None
                 }
-                Err(Attempt::Absent(error)) => {
-                    tells(&error);
+                Err(ConnectError::NotListening(error)) => {
+                    report(&error);
                     Some(error)
                 }
             };
             if let Some(error) = last
                 && backoff.is_last()
             {
-                return Err(absent(address, started.elapsed(), error));
+                return Err(not_listening(address, started.elapsed(), error));
             }
             backoff.pause();
         }
     }
 
     /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
-    pub fn again(address: &str, entry: &Entry, deadline: Deadline) -> io::Result<Self> {
+    pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
-            match Self::attempt(address, entry, deadline) {
+            match Self::attempt(address, credentials, deadline) {
                 Ok(link) => return Ok(link),
-                Err(Attempt::Foreign(what)) => return Err(io::Error::new(InvalidData, what)),
-                Err(Attempt::Unproven) => {
+                Err(ConnectError::NotAStore(what)) => return Err(io::Error::new(InvalidData, what)),
+                Err(ConnectError::WrongKey) => {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
-                Err(Attempt::Insecure(error)) => return Err(error),
-                Err(Attempt::HungUp) => return Err(ConnectionReset.into()),
-                Err(Attempt::Short(error)) => return Err(io::Error::other(error)),
-                Err(Attempt::Silent | Attempt::Absent(_) | Attempt::Nameless(_)) if deadline.has_passed() => {
+                Err(ConnectError::Tls(error)) => return Err(error),
+                Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
+                Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
+                Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
+                    if deadline.has_passed() =>
+                {
                     return Err(TimedOut.into());
                 }
-                Err(Attempt::Silent) => {}
+                Err(ConnectError::NoAnswer) => {}
                 // A network may come back. Missing descriptors or ports do not.
-                Err(Attempt::Absent(error) | Attempt::Nameless(error))
+                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error))
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
                     std::thread::sleep(PAUSES.1.min(deadline.remaining()));
                 }
-                Err(Attempt::Absent(error) | Attempt::Nameless(error)) => return Err(error),
+                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
             }
         }
     }
@@ -188,42 +189,50 @@ impl Link {
         self.stream.peer_addr()
     }
 
-    fn attempt(address: &str, entry: &Entry, deadline: Deadline) -> Result<Self, Attempt> {
-        let mut failure = Attempt::Absent(io::ErrorKind::AddrNotAvailable.into());
+    fn attempt(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+    ) -> Result<Self, ConnectError> {
+        let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
         let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
-            Some(_) => Attempt::Short(Error::not_started(
+            Some(_) => ConnectError::OutOfResources(Error::not_started(
                 format!("the name in {address} cannot be looked up"),
                 error,
             )),
-            None => Attempt::Nameless(error),
+            None => ConnectError::NoAddress(error),
         };
         for target in resolve(address, deadline).map_err(name)? {
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be a connection to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
-                Ok(stream) => return Self::greet(stream, entry, deadline),
+                Ok(stream) => return Self::greet(stream, credentials, deadline),
                 Err(error) if no_more_files(&error).is_some() => {
-                    return Err(Attempt::Short(Error::io(
+                    return Err(ConnectError::OutOfResources(Error::io(
                         format!("cannot connect to the store at {address}"),
                         error,
                     )));
                 }
-                Err(error) => failure = Attempt::Absent(error),
+                Err(error) => failure = ConnectError::NotListening(error),
             }
         }
         Err(failure)
     }
 
-    fn greet(stream: TcpStream, entry: &Entry, deadline: Deadline) -> Result<Self, Attempt> {
-        stream.set_nodelay(true).map_err(Attempt::Absent)?;
+    fn greet(
+        stream: TcpStream,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+    ) -> Result<Self, ConnectError> {
+        stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
         let deadline = deadline.at_most(GREETING);
         let mut link = Self { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
-        let mut secret = entry.secret.clone();
-        if let Some(tls) = &entry.tls {
-            let session = link.encrypt(tls).map_err(unanswered)?;
+        let mut secret = credentials.secret.clone();
+        if let Some(tls) = &credentials.tls {
+            let session = link.encrypt(tls).map_err(no_answer)?;
             if let Some(secret) = &mut secret {
-                *secret = secret.bound(&session.binding().map_err(Attempt::Insecure)?);
+                *secret = secret.bound(&session.binding().map_err(ConnectError::Tls)?);
             }
             link.tls = Some(session);
         }
@@ -241,19 +250,19 @@ impl Link {
                 }
                 Ok(link)
             }
-            other => Err(strange(&other)),
+            other => Err(unexpected_answer(&other)),
         }
     }
 
     /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
-    fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], Attempt> {
+    fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], ConnectError> {
         // A server that refuses this client's certificate may have closed the connection already, after an alert with
         // the reason.
         let sent = self.send(request);
         if self.tls.is_none() {
-            sent.map_err(unanswered)?;
+            sent.map_err(no_answer)?;
         }
-        self.take().map_err(unanswered)
+        self.take().map_err(no_answer)
     }
 
     /// Makes this the connecting side of a TLS connection.
@@ -272,18 +281,18 @@ impl Link {
     }
 
     /// Checks that the server knows the secret. Returns the proof that this client does.
-    fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, Attempt> {
-        let own = nonce().map_err(|error| Attempt::Absent(io::Error::other(error)))?;
-        let caller = Caller::new(own);
-        let first = self.ask(caller.call())?;
+    fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, ConnectError> {
+        let own = nonce().map_err(|error| ConnectError::NotListening(io::Error::other(error)))?;
+        let initiator = Initiator::new(own);
+        let first = self.ask(initiator.call())?;
         if !greeting::is_greeting(&first) {
-            return Err(strange(&first));
+            return Err(unexpected_answer(&first));
         }
         let mut answer = [0; ANSWER];
         let (start, rest) = answer.split_at_mut(first.len());
         start.copy_from_slice(&first);
-        self.fill(rest).map_err(unanswered)?;
-        caller.answered(secret, &answer).ok_or(Attempt::Unproven)
+        self.fill(rest).map_err(no_answer)?;
+        initiator.answered(secret, &answer).ok_or(ConnectError::WrongKey)
     }
 
     /// Writes all of `bytes`.
@@ -399,18 +408,18 @@ impl Link {
 }
 
 /// The error for an answer to the greeting that is not a store's.
-fn strange(answer: &[u8]) -> Attempt {
+fn unexpected_answer(answer: &[u8]) -> ConnectError {
     if tls::is_alert(answer) {
-        return Attempt::Insecure(Refusal::wanted());
+        return ConnectError::Tls(Refusal::wanted());
     }
-    Attempt::Foreign(format!("it answers {:?}", answer.escape_ascii().to_string()))
+    ConnectError::NotAStore(format!("it answers {:?}", answer.escape_ascii().to_string()))
 }
 
-fn unanswered(error: io::Error) -> Attempt {
+fn no_answer(error: io::Error) -> ConnectError {
     match error.kind() {
-        io::ErrorKind::TimedOut => Attempt::Silent,
-        _ if Refusal::remedy(&error).is_some() => Attempt::Insecure(error),
-        _ => Attempt::HungUp,
+        io::ErrorKind::TimedOut => ConnectError::NoAnswer,
+        _ if Refusal::remedy(&error).is_some() => ConnectError::Tls(error),
+        _ => ConnectError::Closed,
     }
 }
 
@@ -466,17 +475,17 @@ fn naming() -> Duration {
 }
 
 /// The remedy for an address whose name cannot be resolved.
-pub(super) const UNNAMED: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
+pub(super) const NO_ADDRESS_REMEDY: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
                                   know it on this host? An IP address needs no look-up";
 
 fn no_address(address: &str, error: io::Error) -> Error {
     Error::environment(format!("the name in {address} has no address"))
         .with_source(error)
         .in_operation("store connect", None)
-        .with_remedy(UNNAMED)
+        .with_remedy(NO_ADDRESS_REMEDY)
 }
 
-fn absent(address: &str, waited: Duration, error: io::Error) -> Error {
+fn not_listening(address: &str, waited: Duration, error: io::Error) -> Error {
     let cause = format!("no store at {address} after {:.1} s: {error}", waited.as_secs_f64());
     Error::timeout(cause).in_operation("store connect", None).with_remedy(
         "does rank 0, or the launcher, run, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall between \
@@ -484,22 +493,22 @@ fn absent(address: &str, waited: Duration, error: io::Error) -> Error {
     )
 }
 
-fn foreign(address: &str, what: &str) -> Error {
+fn not_a_store(address: &str, what: &str) -> Error {
     Error::protocol(format!("what listens on {address} is not a store: {what}"))
         .in_operation("store connect", None)
         .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
 }
 
-fn insecure(address: &str, error: io::Error) -> Error {
+fn tls_failed(address: &str, error: io::Error) -> Error {
     let remedy = Refusal::remedy(&error).unwrap_or("does this host have /dev/urandom?");
     Error::protocol(format!("cannot log in to the store at {address}: {error}"))
         .in_operation("store connect", None)
         .with_remedy(remedy)
 }
 
-fn hangs_up(address: &str, entry: &Entry) -> Error {
-    let error = foreign(address, "it closes the connection when it is greeted");
-    error.with_remedy(match (&entry.tls, &entry.secret) {
+fn closes(address: &str, credentials: &ClientCredentials) -> Error {
+    let error = not_a_store(address, "it closes the connection when it is greeted");
+    error.with_remedy(match (&credentials.tls, &credentials.secret) {
         (Some(_), _) => {
             "if it is a store, it speaks no TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
              PHALANX_TLS_KEY under torchrun. Otherwise another program has this port"
@@ -516,7 +525,7 @@ fn hangs_up(address: &str, entry: &Entry) -> Error {
     })
 }
 
-fn unproven(address: &str) -> Error {
+fn wrong_key(address: &str) -> Error {
     Error::protocol(format!("the store at {address} does not know this job's key"))
         .in_operation("store connect", None)
         .with_remedy(

@@ -3,11 +3,11 @@
 mod access;
 mod client;
 mod connection;
+mod handshake_limit;
 mod link;
-mod neighbour;
+mod peer_user;
 mod server;
 mod stream;
-mod turns;
 mod waiters;
 
 pub(crate) use access::{Access, KeylessClients, Refusals};

@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
 use super::connection::{Shared, serve};
-use super::link::{UNNAMED, resolve};
+use super::link::{NO_ADDRESS_REMEDY, resolve};
 use super::stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
@@ -128,7 +128,7 @@ impl TcpStoreServer {
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
         let targets = resolve(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-                .with_remedy(UNNAMED)
+                .with_remedy(NO_ADDRESS_REMEDY)
         })?;
         let mut failure = None;
         for target in targets {
@@ -258,11 +258,11 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                     let (told, inside) = (Rc::clone(&admitted), Rc::clone(&inside));
                     let task = clients.spawn_local(async move {
                         tune(&stream);
-                        let come_in = || {
+                        let on_admitted = || {
                             told.set(true);
                             inside.update(|clients| clients + 1);
                         };
-                        if let Err(error) = serve(Stream::new(stream), admission, shared, come_in).await {
+                        if let Err(error) = serve(Stream::new(stream), admission, shared, on_admitted).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                         inside.update(|clients| clients - usize::from(told.get()));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, End, HEAD, Mailbox, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, LineEnd, Mailbox, Step, Stream, corrupt};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -16,10 +16,10 @@ use crate::wire::frame::{HEADER, Header};
 /// The receiving end of the line from a peer.
 pub(crate) struct Inbound {
     peer: Rank,
-    way: Way,
+    medium: Medium,
 }
 
-enum Way {
+enum Medium {
     Stream(Stream),
     Ring { ring: Consumer, peer: Arc<Segment> },
     Mailbox(Arc<Mailbox>),
@@ -49,29 +49,29 @@ impl Receiving {
 
 impl Inbound {
     pub(super) fn stream(stream: Stream) -> Self {
-        Self { peer: stream.peer, way: Way::Stream(stream) }
+        Self { peer: stream.peer, medium: Medium::Stream(stream) }
     }
 
     pub(super) fn ring(peer: Rank, ring: Consumer, segment: Arc<Segment>) -> Self {
-        Self { peer, way: Way::Ring { ring, peer: segment } }
+        Self { peer, medium: Medium::Ring { ring, peer: segment } }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>) -> Self {
-        Self { peer, way: Way::Mailbox(mailbox) }
+        Self { peer, medium: Medium::Mailbox(mailbox) }
     }
 
     /// Receives what has arrived into `into`, which is as long as the frame's payload.
     pub(crate) fn pull(&mut self, frame: &mut Receiving, into: &mut [u8]) -> Result<Step> {
         let before = frame.header_filled + frame.received;
-        match &mut self.way {
-            Way::Stream(stream) => pull_from_stream(stream, frame, into)?,
-            Way::Ring { ring, peer } => {
+        match &mut self.medium {
+            Medium::Stream(stream) => pull_from_stream(stream, frame, into)?,
+            Medium::Ring { ring, peer } => {
                 pull_from_ring(ring, frame, into, self.peer)?;
                 if frame.header_filled + frame.received > before {
                     peer.doorbell().ring();
                 }
             }
-            Way::Mailbox(mailbox) => {
+            Medium::Mailbox(mailbox) => {
                 let arrived = mailbox.lock().pop_front();
                 if let Some((header, payload)) = arrived {
                     frame.expect.check(&header, frame.rank, self.peer)?;
@@ -88,16 +88,16 @@ impl Inbound {
     }
 
     /// The header of a message without a posted receive. Call it only between frames.
-    pub(crate) fn unasked(&mut self) -> Option<Header> {
+    pub(crate) fn unexpected(&mut self) -> Option<Header> {
         let mut bytes = [0; HEADER];
-        match &mut self.way {
-            Way::Stream(stream) => {
+        match &mut self.medium {
+            Medium::Stream(stream) => {
                 let stream = stream.get().ok()?;
                 let count = stream.peek(&mut bytes).ok()?;
                 (count == HEADER).then_some(())?;
             }
-            Way::Ring { ring, .. } => bytes = *ring.peek(HEAD).ok()?.first_chunk()?,
-            Way::Mailbox(mailbox) => return mailbox.lock().front().map(|(header, _)| *header),
+            Medium::Ring { ring, .. } => bytes = *ring.peek(HEAD).ok()?.first_chunk()?,
+            Medium::Mailbox(mailbox) => return mailbox.lock().front().map(|(header, _)| *header),
         }
         Header::decode(&bytes).ok()
     }
@@ -147,7 +147,7 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
     Ok(())
 }
 
-impl End for Inbound {
+impl LineEnd for Inbound {
     type Frame = Receiving;
     const RECEIVES: bool = true;
 
@@ -160,18 +160,18 @@ impl End for Inbound {
     }
 
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        match &self.way {
-            Way::Stream(stream) => stream.socket(PollFlags::IN),
-            Way::Ring { .. } | Way::Mailbox(_) => None,
+        match &self.medium {
+            Medium::Stream(stream) => stream.socket(PollFlags::IN),
+            Medium::Ring { .. } | Medium::Mailbox(_) => None,
         }
     }
 
     fn is_ready(&mut self) -> bool {
-        match &mut self.way {
-            Way::Stream(_) => false,
+        match &mut self.medium {
+            Medium::Stream(_) => false,
             // An invalid state of the ring counts as ready: the next step returns the error.
-            Way::Ring { ring, .. } => ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT),
-            Way::Mailbox(mailbox) => !mailbox.lock().is_empty(),
+            Medium::Ring { ring, .. } => ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT),
+            Medium::Mailbox(mailbox) => !mailbox.lock().is_empty(),
         }
     }
 }

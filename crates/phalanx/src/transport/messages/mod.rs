@@ -41,7 +41,7 @@ pub(crate) struct Messages {
     pub inbound: Vec<Option<Inbound>>,
     pub notifier: Arc<Notifier>,
     /// Sends the goodbye when the connections are no longer used.
-    pub farewell: Box<dyn Send + Sync>,
+    pub goodbye: Box<dyn Send + Sync>,
 }
 
 /// The result of one attempt to move a frame.
@@ -56,7 +56,7 @@ pub(crate) enum Step {
 }
 
 /// An end of a line, in either direction.
-pub(crate) trait End: Send {
+pub(crate) trait LineEnd: Send {
     /// A frame, perhaps partly moved.
     type Frame: Send;
 
@@ -83,7 +83,7 @@ impl Messages {
         connections: &Arc<Connections>,
         rings: Rings,
         health: &Arc<Health>,
-        farewell: Box<dyn Send + Sync>,
+        goodbye: Box<dyn Send + Sync>,
     ) -> Self {
         let Rings { own, links } = rings;
         let ends = links.into_iter().enumerate().map(|(index, link)| {
@@ -102,15 +102,15 @@ impl Messages {
             (Some(outbound), Some(inbound))
         });
         let (outbound, inbound) = ends.unzip();
-        Self { outbound, inbound, notifier: Arc::new(Notifier::new(own)), farewell }
+        Self { outbound, inbound, notifier: Arc::new(Notifier::new(own)), goodbye }
     }
 
     /// The lines between the ranks of one process, by rank.
-    pub(super) fn in_process(world: WorldSize, farewells: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
+    pub(super) fn in_process(world: WorldSize, goodbyes: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
         let notifiers: Vec<_> = world.ranks().map(|_| Arc::new(Notifier::new(None))).collect();
         let boxes: Vec<Vec<_>> =
             world.ranks().map(|_| world.ranks().map(|_| Arc::new(Mailbox::default())).collect()).collect();
-        let lines = world.ranks().zip(farewells).map(|(rank, farewell)| {
+        let lines = world.ranks().zip(goodbyes).map(|(rank, goodbye)| {
             let others = || world.ranks().map(|peer| (peer != rank).then_some(peer));
             let outbound = |peer: Rank| {
                 let mailbox = boxes[rank.index()][peer.index()].clone();
@@ -121,7 +121,7 @@ impl Messages {
                 outbound: others().map(|peer| peer.map(outbound)).collect(),
                 inbound: others().map(|peer| peer.map(inbound)).collect(),
                 notifier: notifiers[rank.index()].clone(),
-                farewell,
+                goodbye,
             }
         });
         lines.collect()

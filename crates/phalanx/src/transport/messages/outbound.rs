@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, End, HEAD, Mailbox, Notifier, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, LineEnd, Mailbox, Notifier, Step, Stream, corrupt};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -16,10 +16,10 @@ use crate::wire::frame::{HEADER, Header};
 /// The sending end of the line to a peer.
 pub(crate) struct Outbound {
     peer: Rank,
-    way: Way,
+    medium: Medium,
 }
 
-enum Way {
+enum Medium {
     Stream(Stream),
     Ring { ring: Producer, peer: Arc<Segment> },
     Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Notifier> },
@@ -45,21 +45,21 @@ impl Sending {
 
 impl Outbound {
     pub(super) fn stream(stream: Stream) -> Self {
-        Self { peer: stream.peer, way: Way::Stream(stream) }
+        Self { peer: stream.peer, medium: Medium::Stream(stream) }
     }
 
     pub(super) fn ring(peer: Rank, ring: Producer, segment: Arc<Segment>) -> Self {
-        Self { peer, way: Way::Ring { ring, peer: segment } }
+        Self { peer, medium: Medium::Ring { ring, peer: segment } }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, notifier: Arc<Notifier>) -> Self {
-        Self { peer, way: Way::Mailbox { mailbox, peer: notifier } }
+        Self { peer, medium: Medium::Mailbox { mailbox, peer: notifier } }
     }
 
     /// Sends `bytes` through the ring, which need not be a frame.
     #[cfg(test)]
     pub(crate) fn push_raw(&mut self, bytes: &[u8]) {
-        let Way::Ring { ring, peer } = &mut self.way else { panic!("this line is no ring") };
+        let Medium::Ring { ring, peer } = &mut self.medium else { panic!("this line is no ring") };
         ring.push(bytes).unwrap();
         ring.publish();
         peer.doorbell().ring();
@@ -68,12 +68,12 @@ impl Outbound {
     /// Sends as much as possible now of a frame with this `payload`.
     pub(crate) fn push(&mut self, frame: &mut Sending, payload: &[u8]) -> Result<Step> {
         let before = frame.sent;
-        let whole = match &mut self.way {
-            Way::Stream(stream) => {
+        let whole = match &mut self.medium {
+            Medium::Stream(stream) => {
                 push_to_stream(stream, frame, payload)?;
                 HEADER + payload.len()
             }
-            Way::Ring { ring, peer } => {
+            Medium::Ring { ring, peer } => {
                 push_to_ring(ring, frame, payload)?;
                 if frame.sent > before {
                     ring.publish();
@@ -81,7 +81,7 @@ impl Outbound {
                 }
                 HEAD + payload.len().next_multiple_of(ALIGNMENT)
             }
-            Way::Mailbox { mailbox, peer } => {
+            Medium::Mailbox { mailbox, peer } => {
                 let mut copy = AlignedBytes::zeroed(payload.len());
                 copy.as_mut_slice().copy_from_slice(payload);
                 mailbox.lock().push_back((frame.header, copy));
@@ -131,7 +131,7 @@ fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Res
     Ok(())
 }
 
-impl End for Outbound {
+impl LineEnd for Outbound {
     type Frame = Sending;
     const RECEIVES: bool = false;
 
@@ -144,18 +144,18 @@ impl End for Outbound {
     }
 
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        match &self.way {
-            Way::Stream(stream) => stream.socket(PollFlags::OUT),
-            Way::Ring { .. } | Way::Mailbox { .. } => None,
+        match &self.medium {
+            Medium::Stream(stream) => stream.socket(PollFlags::OUT),
+            Medium::Ring { .. } | Medium::Mailbox { .. } => None,
         }
     }
 
     fn is_ready(&mut self) -> bool {
-        match &mut self.way {
-            Way::Stream(_) => false,
+        match &mut self.medium {
+            Medium::Stream(_) => false,
             // An invalid state of the ring counts as ready: the next step returns the error.
-            Way::Ring { ring, .. } => ring.room() != Ok(0),
-            Way::Mailbox { .. } => true,
+            Medium::Ring { ring, .. } => ring.room() != Ok(0),
+            Medium::Mailbox { .. } => true,
         }
     }
 }

@@ -60,28 +60,28 @@ struct Lent {
 /// Maps the rings of the other `members` of this rank's domain, if possible, and returns those of members that could
 /// also map this rank's. In a rank's memory, ring p is written by the member at index p.
 pub(crate) fn rings(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     members: &[Rank],
     health: &Health,
     deadline: Deadline,
 ) -> Result<Rings> {
-    let none = Rings::none(place.world.count());
-    let Some(me) = members.iter().position(|member| *member == place.rank) else { return Ok(none) };
+    let none = Rings::none(config.world.count());
+    let Some(me) = members.iter().position(|member| *member == config.rank) else { return Ok(none) };
     // All members come to the same result, so nothing is exchanged.
     let Some(layout) = layout(members.len()) else { return Ok(none) };
     let lent = lend(layout)?;
     let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
     let addresses: Vec<Result<Address, String>> =
-        bootstrap::exchange_among(place, members, health, MEMORY, &address, deadline)?;
-    let open = |(place, address): (usize, Result<Address, String>)| {
-        let address = address.ok().filter(|_| lent.is_ok() && place != me)?;
+        bootstrap::exchange_among(config, members, health, MEMORY, &address, deadline)?;
+    let open = |(index, address): (usize, Result<Address, String>)| {
+        let address = address.ok().filter(|_| lent.is_ok() && index != me)?;
         let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
-        peer.map_err(|error| tracing::debug!(rank = %members[place], %error, "messages go over TCP")).ok()
+        peer.map_err(|error| tracing::debug!(rank = %members[index], %error, "messages go over TCP")).ok()
     };
     let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
     let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
     let mapped: Vec<Vec<bool>> =
-        bootstrap::exchange_among(place, members, health, MAPPED, &mapped, deadline)?;
+        bootstrap::exchange_among(config, members, health, MAPPED, &mapped, deadline)?;
     // From here on the memory needs no descriptor: a rank that has not mapped it will not use it.
     let Ok(Lent { own, .. }) = lent else { return Ok(none) };
 

@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
-use super::pending::{Pending, Progress, Turns, say};
+use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use super::start::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
@@ -38,7 +38,7 @@ impl Pair {
         self.data.is_some() && self.control.is_some() && self.messages.is_some()
     }
 
-    fn place(&mut self, channel: Channel) -> &mut Option<Connection> {
+    fn connection(&mut self, channel: Channel) -> &mut Option<Connection> {
         match channel {
             Channel::Data => &mut self.data,
             Channel::Control => &mut self.control,
@@ -52,13 +52,13 @@ impl Pair {
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     (own, secret): (Hello, &GroupSecret),
     pairs: &mut [Pair],
     waits_for: &AtomicUsize,
     deadline: Deadline,
 ) -> Result<()> {
-    let first = place.rank.index() + 1;
+    let first = config.rank.index() + 1;
     let mut pending: Vec<Pending> = Vec::new();
     let mut full = false;
     let mut looked = Instant::now();
@@ -74,23 +74,23 @@ pub(super) fn accept(
         }
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
-            Woken::Knocked => full = take_arrivals(listener, place, secret, &mut pending)?,
-            Woken::Somebody => {}
+            Woken::Connection => full = take_arrivals(listener, config, secret, &mut pending)?,
+            Woken::Other => {}
         }
         // By the clock: a stream of new connections must not prevent that a death is noticed.
         if looked.elapsed() >= LOOK {
             looked = Instant::now();
-            for (peer, pair) in place.world.ranks().skip(first).zip(pairs.iter()) {
+            for (peer, pair) in config.world.ranks().skip(first).zip(pairs.iter()) {
                 pair.control
                     .as_ref()
-                    .map_or(Ok(()), |control| start::overhear(peer, "unknown host", control))?;
+                    .map_or(Ok(()), |control| start::check_peer(peer, "unknown host", control))?;
             }
         }
         let before = pending.len();
-        let mut turns = Turns::among(&pending);
+        let mut limit = HandshakeLimit::among(&pending);
         let mut still_pending = Vec::with_capacity(pending.len());
         for mut connection in pending {
-            match connection.advance(own, first, &mut turns) {
+            match connection.advance(own, first, &mut limit) {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
@@ -102,7 +102,7 @@ pub(super) fn accept(
                 Progress::Proven(hello, welcome) => {
                     let index = hello.rank.index().checked_sub(first);
                     if let Some(pair) = index.and_then(|index| pairs.get_mut(index)) {
-                        keep(connection.stream, &welcome, pair.place(hello.channel));
+                        keep(connection.stream, &welcome, pair.connection(hello.channel));
                     }
                 }
             }
@@ -117,7 +117,7 @@ pub(super) fn accept(
 /// only be accepted when another connection has been closed.
 fn take_arrivals(
     listener: &TcpListener,
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     secret: &GroupSecret,
     pending: &mut Vec<Pending>,
 ) -> Result<bool> {
@@ -128,7 +128,7 @@ fn take_arrivals(
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
                 make_room(pending, MAX_PENDING);
-                let tls = place.credentials.tls.as_ref();
+                let tls = config.credentials.tls.as_ref();
                 pending.push(Pending::new(Connection::new(stream), tls, secret));
             }
             Ok(_) => {}
@@ -158,9 +158,9 @@ pub(super) fn make_room(pending: &mut Vec<Pending>, most: usize) {
 enum Woken {
     Stopped,
     /// A connection is in the listener's queue.
-    Knocked,
+    Connection,
     /// The queue is empty.
-    Somebody,
+    Other,
 }
 
 /// Waits until a connection or data arrives, a pending connection's time is over, it is time for a check, or `stopped`
@@ -175,27 +175,27 @@ fn wait_for_arrivals(
 ) -> Result<Woken> {
     let at_listener = if full { PollFlags::empty() } else { PollFlags::IN };
     let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, at_listener)];
-    let turns = Turns::among(pending);
+    let limit = HandshakeLimit::among(pending);
     // A connection that waits for its turn is not read before: it would wake this thread again and again.
-    let heard = pending.iter().filter(|connection| !connection.waits());
+    let heard = pending.iter().filter(|connection| !connection.waits_for_tls());
     fds.extend(heard.map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
-    let patience = pending
+    let timeout = pending
         .iter()
-        .filter_map(|connection| connection.patience(&turns))
+        .filter_map(|connection| connection.next_check(&limit))
         .fold(deadline.at_most(LOOK), Deadline::min)
         .remaining();
-    match poll(&mut fds, Some(patience)) {
+    match poll(&mut fds, Some(timeout)) {
         Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),
-        Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Knocked),
-        Ok(_) => Ok(Woken::Somebody),
+        Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Connection),
+        Ok(_) => Ok(Woken::Other),
         Err(error) => Err(Error::io("waiting for peers failed", error)),
     }
 }
 
 /// Welcomes a higher rank, and keeps its connection. If a rank connects again, this replaces the earlier connection.
-fn keep(stream: Connection, welcome: &Tag, place: &mut Option<Connection>) {
-    if say(&stream, welcome) {
+fn keep(stream: Connection, welcome: &Tag, into: &mut Option<Connection>) {
+    if send_whole(&stream, welcome) {
         stream.admit();
-        *place = Some(stream);
+        *into = Some(stream);
     }
 }

@@ -41,11 +41,11 @@ pub(super) struct Address {
 }
 
 /// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
-pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
+pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
     let host = host::name();
     let (mut below, mut above) = (Vec::new(), Vec::new());
-    above.resize_with(place.world.count() - place.rank.index() - 1, Pair::default);
-    let hosts = build(place, &host, &mut below, &mut above, deadline);
+    above.resize_with(config.world.count() - config.rank.index() - 1, Pair::default);
+    let hosts = build(config, &host, &mut below, &mut above, deadline);
     let mut connections = Connections::default();
     for Pair { data, control, messages } in below.into_iter().chain([Pair::default()]).chain(above) {
         connections.data.push(data);
@@ -55,7 +55,7 @@ pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
     match hosts {
         Ok(hosts) => Ok(Mesh { connections, hosts }),
         Err(error) => {
-            let error = start::report(place, &host, error);
+            let error = start::report(config, &host, error);
             // A rank that has all its connections no longer reads the store.
             connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
             Err(error)
@@ -65,26 +65,26 @@ pub(crate) fn mesh(place: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
 
 /// Makes the connections to the lower and higher ranks. Returns the host of each rank.
 fn build(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: &str,
     below: &mut Vec<Pair>,
     above: &mut [Pair],
     deadline: Deadline,
 ) -> Result<Vec<String>> {
-    stop_probe::publish_process(place.store, place.rank, deadline)?;
-    let job = agree_on_job(place, host, deadline)?;
-    let secret = GroupSecret::new(place.credentials.key.as_ref(), &job);
+    stop_probe::publish_process(config.store, config.rank, deadline)?;
+    let job = agree_on_job(config, host, deadline)?;
+    let secret = GroupSecret::new(config.credentials.key.as_ref(), &job);
     let own = Hello {
         group: secret.name(),
-        generation: place.generation,
-        rank: place.rank,
-        world: place.world.get(),
+        generation: config.generation,
+        rank: config.rank,
+        world: config.world.get(),
         // These differ between connections.
-        to: place.rank,
+        to: config.rank,
         channel: Channel::Data,
         nonce: [0; NONCE],
     };
-    let listener = listen(place.interface)?;
+    let listener = listen(config.interface)?;
     let (stop, stopped) =
         UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
     let (finish, finished) = mpsc::channel();
@@ -95,18 +95,19 @@ fn build(
         // queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
         let accepting = scope.spawn(move || {
-            let outcome = accept(listener, &stopped, place, (own, secret), above, missing, deadline);
+            let outcome = accept(listener, &stopped, config, (own, secret), above, missing, deadline);
             drop(finish);
             outcome
         });
-        let connecting = exchange_addresses(place, host, listener, deadline).and_then(|addresses| {
-            for (peer, address) in place.world.ranks().zip(&addresses).take(place.rank.index()) {
-                let to =
-                    |channel| dial(place, host, address, (own.on(channel, peer), secret), deadline).map(Some);
+        let connecting = exchange_addresses(config, host, listener, deadline).and_then(|addresses| {
+            for (peer, address) in config.world.ranks().zip(&addresses).take(config.rank.index()) {
+                let to = |channel| {
+                    dial(config, host, address, (own.on(channel, peer), secret), deadline).map(Some)
+                };
                 let (data, control) = (to(Channel::Data)?, to(Channel::Control)?);
                 below.push(Pair { data, control, messages: to(Channel::Messages)? });
             }
-            start::watch(place, host, (&addresses, below), missing, &finished)?;
+            start::watch(config, host, (&addresses, below), missing, &finished)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
         });
         if connecting.is_err() {
@@ -128,20 +129,20 @@ pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
 }
 
 /// Rank 0 draws the number that distinguishes this group's connections from all others.
-fn agree_on_job(place: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
+fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
-    if place.rank.is_main() {
+    if config.rank.is_main() {
         let job: JobId = random::bytes()?;
-        place.store.set(KEY, &job, deadline)?;
+        config.store.set(KEY, &job, deadline)?;
         return Ok(job);
     }
-    start::wait_for(place, host, &[(Rank::MAIN, KEY.into())], deadline)?;
-    let drawn = place.store.get(KEY, deadline)?;
+    start::wait_for(config, host, &[(Rank::MAIN, KEY.into())], deadline)?;
+    let drawn = config.store.get(KEY, deadline)?;
     drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
 }
 
 fn exchange_addresses(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: &str,
     listener: &TcpListener,
     deadline: Deadline,
@@ -150,11 +151,11 @@ fn exchange_addresses(
     let malformed =
         |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
     let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
-    place.store.set(&key(place.rank), &own, deadline)?;
-    let keys: Vec<(Rank, String)> = place.world.ranks().map(|rank| (rank, key(rank))).collect();
-    start::wait_for(place, host, &keys, deadline)?;
+    config.store.set(&key(config.rank), &own, deadline)?;
+    let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
+    start::wait_for(config, host, &keys, deadline)?;
     let keys: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let values = place.store.multi_get(&keys, deadline)?;
+    let values = config.store.multi_get(&keys, deadline)?;
     let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
     addresses
         .map(|address| {

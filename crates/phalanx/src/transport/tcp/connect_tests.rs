@@ -33,11 +33,11 @@ fn hello_to_main(secret: &GroupSecret, rank: u32, world: u32) -> Hello {
     }
 }
 
-fn place(store: &MemoryStore, rank: u32) -> MeshConfig<'_> {
-    place_in(store, rank, 2)
+fn config(store: &MemoryStore, rank: u32) -> MeshConfig<'_> {
+    config_in(store, rank, 2)
 }
 
-fn place_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
+fn config_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
     let interface = Ipv4Addr::LOCALHOST.into();
     let world = WorldSize::new(world).unwrap();
     let credentials = Credentials::none();
@@ -66,7 +66,7 @@ fn strangers_hold_nobody_up() {
     // One after the other, each with the time of a handshake, they would take many times as long.
     let deadline = Deadline::after(HANDSHAKE * 10);
     thread::scope(|scope| {
-        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
+        let main = scope.spawn(|| mesh(&config(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
         let address = store.get(&key(Rank::MAIN), deadline).unwrap();
         let address: Address = postcard::from_bytes(&address).unwrap();
         let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
@@ -87,7 +87,7 @@ fn strangers_hold_nobody_up() {
             let _ = stranger.write_all(&hello.encode()[..usize::from(number) * HELLO / 199]);
             strangers.push(stranger);
         }
-        mesh(&place(&store, 1), deadline).unwrap();
+        mesh(&config(&store, 1), deadline).unwrap();
         assert_eq!(main.join().unwrap().unwrap(), 2);
     });
 }
@@ -99,8 +99,8 @@ fn noise(own: Hello, number: usize) -> Vec<u8> {
         0 => bytes.truncate(number % HELLO),
         1 => bytes.truncate(HELLO),
         2 => {
-            let place = number * 7 % (8 * bytes.len());
-            bytes[place / 8] ^= 1 << (place % 8);
+            let bit = number * 7 % (8 * bytes.len());
+            bytes[bit / 8] ^= 1 << (bit % 8);
         }
         _ => {}
     }
@@ -112,12 +112,12 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
     let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
     let credentials = Credentials::from(key.clone());
     let deadline = Deadline::after(Duration::from_secs(60));
-    let place = |rank| MeshConfig { credentials: &credentials, ..place_in(&store, rank, 3) };
+    let config = |rank| MeshConfig { credentials: &credentials, ..config_in(&store, rank, 3) };
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let early = [0, 1].map(|rank| {
-            let place = place(rank);
-            scope.spawn(move || mesh(&place, deadline).map(|mesh| mesh.connections))
+            let config = config(rank);
+            scope.spawn(move || mesh(&config, deadline).map(|mesh| mesh.connections))
         });
         let address: Address =
             postcard::from_bytes(&store.get(&super::connect::key(Rank::MAIN), deadline).unwrap()).unwrap();
@@ -146,7 +146,7 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         });
         let strangers: Vec<_> = (0..1000).filter_map(|number| stranger(number * 3)).collect();
         assert!(strangers.len() > 900, "{}", strangers.len());
-        let late = mesh(&place(2), deadline);
+        let late = mesh(&config(2), deadline);
         done.store(true, Ordering::Relaxed);
         let late = late.unwrap().connections;
         let [zero, one] = early.map(|rank| rank.join().unwrap().unwrap());
@@ -173,8 +173,8 @@ fn ranks_with_different_keys_are_told_at_once() {
     let started = Instant::now();
     thread::scope(|scope| {
         let ranks = [0, 1].map(|rank| {
-            let place = MeshConfig { credentials: &credentials[rank as usize], ..place(&store, rank) };
-            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            let config = MeshConfig { credentials: &credentials[rank as usize], ..config(&store, rank) };
+            scope.spawn(move || mesh(&config, deadline).err().unwrap())
         });
         for rank in ranks {
             let error = rank.join().unwrap();
@@ -191,7 +191,7 @@ fn a_rank_that_does_not_come_is_named() {
     bury(&store, 0);
     store.set("mesh/job", &[0; 16], Deadline::after(Duration::from_secs(1))).unwrap();
     let deadline = Deadline::after(Duration::from_millis(100));
-    let error = mesh(&place(&store, 1), deadline).err().unwrap();
+    let error = mesh(&config(&store, 1), deadline).err().unwrap();
     // After a pause it may have been refused for so long that it is taken for lost.
     let said = ["rank 0 (gone) could not be reached at", "rank 0 (gone) was lost: it no longer listens at"];
     assert!(said.iter().any(|said| error.to_string().contains(said)), "{error}");
@@ -206,8 +206,8 @@ fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
     let deadline = Deadline::after(Duration::from_secs(60));
     let errors = thread::scope(|scope| {
         let ranks = [0, 2].map(|rank| {
-            let place = place_in(&store, rank, 3);
-            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            let config = config_in(&store, rank, 3);
+            scope.spawn(move || mesh(&config, deadline).err().unwrap())
         });
         ranks.map(|rank| rank.join().unwrap())
     });
@@ -230,8 +230,8 @@ fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
     let deadline = Deadline::after(ANSWERING * 10);
     let errors = thread::scope(|scope| {
         let ranks = [0, 2].map(|rank| {
-            let place = place_in(&store, rank, 3);
-            scope.spawn(move || mesh(&place, deadline).err().unwrap())
+            let config = config_in(&store, rank, 3);
+            scope.spawn(move || mesh(&config, deadline).err().unwrap())
         });
         ranks.map(|rank| rank.join().unwrap())
     });
@@ -247,7 +247,7 @@ fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
     let store = MemoryStore::new();
     bury(&store, 1);
     let started = Instant::now();
-    let error = mesh(&place(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
+    let error = mesh(&config(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
     assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
 }
@@ -255,7 +255,7 @@ fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
 #[test]
 fn a_rank_that_never_says_where_it_listens_is_named() {
     let store = MemoryStore::new();
-    let error = mesh(&place(&store, 0), Deadline::after(Duration::from_millis(50))).err().unwrap();
+    let error = mesh(&config(&store, 0), Deadline::after(Duration::from_millis(50))).err().unwrap();
     assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
 }
 
@@ -271,7 +271,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
     };
     thread::scope(|scope| {
         // A rank that connects gets the error at once, and delays no other.
-        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+        let main = scope.spawn(|| mesh(&config(&store, 0), deadline).map(|_| ()));
         let address = store.get(&key(Rank::MAIN), deadline).unwrap();
         let address: Address = postcard::from_bytes(&address).unwrap();
         let mut old = TcpStream::connect(address.socket).unwrap();
@@ -279,7 +279,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         let mut answer = [0; HELLO];
         old.read_exact(&mut answer).unwrap();
         assert_eq!(answer, REFUSAL);
-        mesh(&place(&store, 1), deadline).unwrap();
+        mesh(&config(&store, 1), deadline).unwrap();
         main.join().unwrap().unwrap();
         // A rank that is connected to answers with this.
         let old = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
@@ -291,7 +291,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
             stream.write_all(&of_version_2(REFUSAL)).unwrap();
         });
         let (store, started) = (MemoryStore::new(), Instant::now());
-        let error = dial(&place(&store, 1), "here", &address, (own, &secret), deadline).unwrap_err();
+        let error = dial(&config(&store, 1), "here", &address, (own, &secret), deadline).unwrap_err();
         assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
         assert!(error.remedy().unwrap().contains("the same build"), "{error}");
         assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
@@ -303,10 +303,10 @@ fn a_rank_of_a_former_life_gives_up_at_once() {
     let store = MemoryStore::new();
     let deadline = Deadline::after(Duration::from_secs(60));
     thread::scope(|scope| {
-        let main = scope.spawn(|| mesh(&place(&store, 0), deadline).map(|_| ()));
+        let main = scope.spawn(|| mesh(&config(&store, 0), deadline).map(|_| ()));
         let address = store.get(&key(Rank::MAIN), deadline).unwrap();
         let address: Address = postcard::from_bytes(&address).unwrap();
-        let stale = place(&store, 1);
+        let stale = config(&store, 1);
         let secret = GroupSecret::new(None, &[1; 16]);
         let own = hello_to_main(&secret, 1, 2);
         let started = Instant::now();

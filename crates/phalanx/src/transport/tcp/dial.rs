@@ -15,7 +15,7 @@ use crate::notice::Reminders;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{TAG, nonce};
-use crate::wire::handshake::{ANSWER, Caller, GroupSecret};
+use crate::wire::handshake::{ANSWER, GroupSecret, Initiator};
 use crate::wire::hello::{HELLO, Hello};
 use crate::wire::tls;
 
@@ -32,7 +32,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
 /// be dropped. Gives up early if another attempt is useless.
 pub(super) fn dial(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: &str,
     address: &Address,
     (own, secret): (Hello, &GroupSecret),
@@ -45,7 +45,7 @@ pub(super) fn dial(
     let mut reminders = Reminders::new();
     loop {
         let own = own.saying(nonce()?);
-        let error = match introduce(address.socket, own, secret, place.credentials.tls.as_ref(), deadline) {
+        let error = match introduce(address.socket, own, secret, config.credentials.tls.as_ref(), deadline) {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
             Ok((_, hello)) => {
                 return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
@@ -64,7 +64,7 @@ pub(super) fn dial(
             }
             // The time-out for reading the answer has passed.
             io::ErrorKind::WouldBlock if !deadline.has_passed() => {
-                return Err(StopProbe::new(place).explain(peer, mute(peer, address)));
+                return Err(StopProbe::new(config).explain(peer, no_answer(peer, address)));
             }
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
@@ -79,10 +79,10 @@ pub(super) fn dial(
                 .with_peer(peer)
                 .with_remedy("is it alive, and does a firewall stand between?"));
         }
-        reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", place.rank));
+        reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
         if backoff.is_longest() {
-            start::check(place, host).map_err(|error| match error.peer() {
+            start::check(config, host).map_err(|error| match error.peer() {
                 // The store has gone, and with it the rank that served it.
                 None if refusing.is_some() => start::gone(peer, address),
                 _ => error,
@@ -92,7 +92,7 @@ pub(super) fn dial(
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
-fn mute(peer: Rank, address: &Address) -> Error {
+fn no_answer(peer: Rank, address: &Address) -> Error {
     let Address { host, socket } = address;
     let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWERING.as_secs());
     Error::new(Kind::PeerFailed, cause)
@@ -111,17 +111,17 @@ fn introduce(
     deadline: Deadline,
 ) -> io::Result<(Connection, Hello)> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
-    let patience = || deadline.remaining().max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, patience().min(CONNECTING))?;
+    let timeout = || deadline.remaining().max(Duration::from_millis(1));
+    let stream = TcpStream::connect_timeout(&address, timeout().min(CONNECTING))?;
     stream.set_nodelay(true)?;
-    stream.set_write_timeout(Some(patience()))?;
+    stream.set_write_timeout(Some(timeout()))?;
     let mut stream = Connection::new(stream);
     let secret = match tls {
         Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(ANSWERING))?,
         None => secret,
     };
-    let caller = Caller::new(own);
-    let said = say(&stream, caller.hello());
+    let initiator = Initiator::new(own);
+    let said = send_all(&stream, initiator.hello());
     // A peer that refuses this rank's certificate may have closed the connection already, after an alert with the
     // reason.
     if tls.is_none() {
@@ -131,19 +131,19 @@ fn introduce(
     let (hello, proof) = answer.split_at_mut(HELLO);
     // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
     let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
-    hear(&stream, start, deadline)?;
+    receive_all(&stream, start, deadline)?;
     if tls.is_none() && tls::is_alert(start) {
         return Err(Refusal::wanted());
     }
-    hear(&stream, rest, deadline)?;
+    receive_all(&stream, rest, deadline)?;
     if let Some(hello) = hello.first_chunk() {
         Hello::decode(hello).map_err(invalid)?;
     }
-    hear(&stream, proof, deadline)?;
-    let answered = caller.answered(secret, answer).map_err(invalid)?;
-    say(&stream, answered.proof())?;
+    receive_all(&stream, proof, deadline)?;
+    let answered = initiator.answered(secret, answer).map_err(invalid)?;
+    send_all(&stream, answered.proof())?;
     let mut welcome = [0; TAG];
-    hear(&stream, &mut welcome, deadline)?;
+    receive_all(&stream, &mut welcome, deadline)?;
     let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
     stream.admit();
     stream.socket().set_nonblocking(true)?;
@@ -168,7 +168,7 @@ fn secure(
 }
 
 /// Sends all of `bytes` on a blocking connection.
-fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
+fn send_all(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
     loop {
         let (taken, is_out) = stream.send(&[IoSlice::new(bytes)])?;
         bytes = &bytes[taken..];
@@ -182,7 +182,7 @@ fn say(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Fills `into` from a blocking connection, whose peer should answer at once.
-fn hear(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
+fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
     let deadline = deadline.at_most(ANSWERING);
     while !into.is_empty() {
         wait_until(stream, deadline)?;

@@ -33,8 +33,8 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
 pub(crate) use self::control::{Connections, Monitor};
-pub(super) use self::start::fail as fail_start;
-pub(super) use self::stop_probe::publish_process;
+pub(crate) use self::start::fail_start;
+pub(crate) use self::stop_probe::publish_process;
 use self::stream::{Receiving, Sending};
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
@@ -55,7 +55,7 @@ const LOCAL_BUFFER: usize = 256 * 1024;
 
 /// Polls in a step before a rank sleeps, some ten microseconds: data in flight arrives sooner than a sleeping thread
 /// wakes.
-const LOOKS: u32 = 30;
+const SPINS: u32 = 30;
 
 /// The parameters with which a rank joins the mesh of connections.
 pub(crate) struct MeshConfig<'a> {
@@ -78,7 +78,7 @@ pub(crate) struct Tcp {
     connections: Arc<Connections>,
     scratch: AlignedBytes,
     /// By rank: polls of that peer's connection before this rank sleeps.
-    looks: Vec<u32>,
+    spins: Vec<u32>,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
@@ -97,8 +97,8 @@ impl Tcp {
             |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
         let near: Vec<bool> = connections.data.iter().map(within_host).collect();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let looks = looks(&near, local_world_size as usize, processors);
-        Self { health, rank, connections, scratch: AlignedBytes::default(), looks, _monitor: monitor }
+        let spins = spins(&near, local_world_size as usize, processors);
+        Self { health, rank, connections, scratch: AlignedBytes::default(), spins, _monitor: monitor }
     }
 }
 
@@ -115,9 +115,9 @@ fn keep_in_cache(connection: &Connection) {
 /// Polls of each peer's connection before this rank sleeps. Only peers on this host answer sooner than a sleeping
 /// thread wakes; and if ranks share processors, a peer may need this one to go on. The peers in a sub-group may not be
 /// all ranks of this host, so the number of these comes from the launcher.
-fn looks(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
+fn spins(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
     let ranks = local_world_size.max(1 + near.iter().filter(|near| **near).count());
-    near.iter().map(|near| if *near && ranks <= processors { LOOKS } else { 0 }).collect()
+    near.iter().map(|near| if *near && ranks <= processors { SPINS } else { 0 }).collect()
 }
 
 impl Transport for Tcp {
@@ -127,8 +127,8 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, connections, scratch, looks, .. } = self;
-        let mut looked = 0;
+        let Self { health, rank, connections, scratch, spins, .. } = self;
+        let mut spun = 0;
         let stream = |peer: Rank| {
             let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
@@ -165,8 +165,8 @@ impl Transport for Tcp {
             if progress {
                 continue;
             }
-            if looked < looks[waits_for.index()] {
-                looked += 1;
+            if spun < spins[waits_for.index()] {
+                spun += 1;
                 continue;
             }
             let out = sending.as_ref().map(|(_, stream, _)| *stream);
@@ -240,10 +240,10 @@ mod tests {
     fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
         // A world of two, one of them on another host; three on this host; and two of the four ranks on this host.
         let here = [false, true, true];
-        assert_eq!(looks(&here[..2], 2, 2), [0, LOOKS]);
-        assert_eq!(looks(&here[..1], 1, 2), [0]);
-        assert_eq!(looks(&here, 1, 2), [0, 0, 0]);
-        assert_eq!(looks(&here[..2], 4, 2), [0, 0]);
+        assert_eq!(spins(&here[..2], 2, 2), [0, SPINS]);
+        assert_eq!(spins(&here[..1], 1, 2), [0]);
+        assert_eq!(spins(&here, 1, 2), [0, 0, 0]);
+        assert_eq!(spins(&here[..2], 4, 2), [0, 0]);
     }
 
     #[test]

@@ -6,8 +6,8 @@ use super::connection::Connection;
 use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE, PATIENCE, TAG, Tag, nonce};
-use crate::wire::handshake::{Answerer, GroupSecret};
+use crate::wire::auth::{HANDSHAKE, MIN_HANDSHAKE, TAG, Tag, nonce};
+use crate::wire::handshake::{GroupSecret, Responder};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
 
@@ -28,7 +28,7 @@ pub(super) struct Pending {
 }
 
 /// All memory of an unauthenticated peer, except for the few whose TLS handshake is in progress.
-const _: () = assert!(size_of::<Pending>() + size_of::<Answerer>() <= 1024);
+const _: () = assert!(size_of::<Pending>() + size_of::<Responder>() <= 1024);
 const _: () = assert!(size_of::<Pending>() + LONGEST_HELLO <= 4096 && HELLO_HEAD <= HELLO);
 
 /// What comes next.
@@ -36,24 +36,24 @@ enum Stage {
     /// The first TLS record, which comes before our messages. It is empty until its length is known.
     ClientHello(Tls, Vec<u8>),
     /// A turn for the TLS handshake: the record is complete.
-    Turn(Tls, Vec<u8>),
+    WaitingForTls(Tls, Vec<u8>),
     /// The TLS handshake, which can be dropped for another after this time.
     Tls(Deadline),
     Hello,
     /// The proof of the hello, which was acceptable.
-    Proof(Box<Answerer>),
+    Proof(Box<Responder>),
 }
 
 /// Limits the number of TLS handshakes at once.
-pub(super) struct Turns {
+pub(super) struct HandshakeLimit {
     pub free: usize,
     pub waiting: usize,
 }
 
-impl Turns {
+impl HandshakeLimit {
     pub(super) fn among(pending: &[Pending]) -> Self {
         let taken = pending.iter().filter(|connection| matches!(connection.stage, Stage::Tls(_))).count();
-        let waiting = pending.iter().filter(|connection| connection.waits()).count();
+        let waiting = pending.iter().filter(|connection| connection.waits_for_tls()).count();
         Self { free: AT_ONCE.saturating_sub(taken), waiting }
     }
 
@@ -67,7 +67,7 @@ impl Turns {
     }
 
     /// Does a connection wait for a turn when none is free?
-    fn are_wanted(&self) -> bool {
+    fn is_short(&self) -> bool {
         self.waiting > self.free
     }
 }
@@ -101,15 +101,15 @@ impl Pending {
     }
 
     /// Does it wait for its turn?
-    pub(super) fn waits(&self) -> bool {
-        matches!(self.stage, Stage::Turn(..))
+    pub(super) fn waits_for_tls(&self) -> bool {
+        matches!(self.stage, Stage::WaitingForTls(..))
     }
 
     /// The time of the next check, even without data. None if it waits for others.
-    pub(super) fn patience(&self, turns: &Turns) -> Option<Deadline> {
+    pub(super) fn next_check(&self, limit: &HandshakeLimit) -> Option<Deadline> {
         match &self.stage {
-            Stage::Turn(..) => (turns.free > 0).then(Deadline::now),
-            Stage::Tls(gives_way) if turns.are_wanted() => Some(self.deadline.min(*gives_way)),
+            Stage::WaitingForTls(..) => (limit.free > 0).then(Deadline::now),
+            Stage::Tls(may_be_dropped) if limit.is_short() => Some(self.deadline.min(*may_be_dropped)),
             _ => Some(self.deadline),
         }
     }
@@ -118,7 +118,7 @@ impl Pending {
     pub(super) fn progress(&self) -> u8 {
         match self.stage {
             Stage::ClientHello(..) => 0,
-            Stage::Turn(..) => 1,
+            Stage::WaitingForTls(..) => 1,
             Stage::Tls(_) => 2,
             Stage::Hello => 3,
             Stage::Proof(_) => 4,
@@ -127,8 +127,8 @@ impl Pending {
 
     /// Receives what has arrived. `own` is this rank's hello, without the fields that depend on the caller. Only ranks
     /// from `first` on may connect.
-    pub(super) fn advance(&mut self, own: Hello, first: usize, turns: &mut Turns) -> Progress {
-        if let Err(progress) = self.secure(turns) {
+    pub(super) fn advance(&mut self, own: Hello, first: usize, limit: &mut HandshakeLimit) -> Progress {
+        if let Err(progress) = self.secure(limit) {
             return progress;
         }
         loop {
@@ -155,15 +155,15 @@ impl Pending {
             }
             self.filled = 0;
             match &self.stage {
-                Stage::Proof(answerer) => {
+                Stage::Proof(responder) => {
                     let proof = self.bytes.first_chunk().unwrap_or(&[0; TAG]);
-                    return match answerer.proven(&self.secret, proof) {
+                    return match responder.proven(&self.secret, proof) {
                         Ok((hello, welcome)) => Progress::Proven(hello, welcome),
                         Err(error) => turned_away(error),
                     };
                 }
                 _ => match self.answer(own, first) {
-                    Ok(answerer) => self.stage = Stage::Proof(Box::new(answerer)),
+                    Ok(responder) => self.stage = Stage::Proof(Box::new(responder)),
                     Err(progress) => return progress,
                 },
             }
@@ -171,23 +171,23 @@ impl Pending {
     }
 
     /// Continues the TLS handshake, if it is not done. An error is what the connection has come to.
-    fn secure(&mut self, turns: &mut Turns) -> Result<(), Progress> {
+    fn secure(&mut self, limit: &mut HandshakeLimit) -> Result<(), Progress> {
         if let Stage::ClientHello(..) = self.stage {
             self.read_client_hello().map_err(|error| self.interrupted(error))?;
-            turns.waiting += 1;
+            limit.waiting += 1;
         }
-        if let Stage::Turn(tls, record) = &mut self.stage {
-            if !turns.take() {
+        if let Stage::WaitingForTls(tls, record) = &mut self.stage {
+            if !limit.take() {
                 return Err(Progress::Waiting);
             }
             let mut session = tls.server().map_err(|_| Progress::Dropped)?;
             session.begin_with(std::mem::take(record));
             self.stream.encrypt(session);
-            self.stage = Stage::Tls(Deadline::after(PATIENCE));
+            self.stage = Stage::Tls(Deadline::after(MIN_HANDSHAKE));
             // The time that others have taken does not count.
             self.deadline = Deadline::after(HANDSHAKE);
         }
-        let Stage::Tls(gives_way) = self.stage else { return Ok(()) };
+        let Stage::Tls(may_be_dropped) = self.stage else { return Ok(()) };
         loop {
             match self.stream.handshake() {
                 Ok(true) => break,
@@ -195,20 +195,20 @@ impl Pending {
                 Ok(false) => return Err(Progress::Dropped),
                 Err(error) => {
                     let progress = match self.interrupted(error) {
-                        Progress::Waiting if gives_way.has_passed() && turns.are_wanted() => {
+                        Progress::Waiting if may_be_dropped.has_passed() && limit.is_short() => {
                             Progress::Dropped
                         }
                         progress => progress,
                     };
                     if !matches!(progress, Progress::Waiting) {
-                        turns.free += 1;
+                        limit.free += 1;
                     }
                     return Err(progress);
                 }
             }
         }
         // It has a certificate: it is no longer unauthenticated.
-        turns.free += 1;
+        limit.free += 1;
         self.stage = Stage::Hello;
         match self.stream.binding() {
             Ok(Some(binding)) => self.secret = self.secret.bound(&binding),
@@ -242,7 +242,7 @@ impl Pending {
                 record[..HELLO_HEAD].copy_from_slice(head);
             }
         }
-        self.stage = Stage::Turn(tls.clone(), std::mem::take(record));
+        self.stage = Stage::WaitingForTls(tls.clone(), std::mem::take(record));
         self.filled = 0;
         Ok(())
     }
@@ -260,7 +260,7 @@ impl Pending {
     }
 
     /// Answers the hello that has arrived.
-    fn answer(&self, own: Hello, first: usize) -> Result<Answerer, Progress> {
+    fn answer(&self, own: Hello, first: usize) -> Result<Responder, Progress> {
         let hello = Hello::decode(&self.bytes).map_err(|_| Progress::Dropped)?;
         if hello.rank.index() < first {
             let error = Error::protocol(format!("rank {} does not connect here", hello.rank));
@@ -269,9 +269,9 @@ impl Pending {
         // Without random numbers no rank can be accepted.
         let nonce = nonce().map_err(turned_away)?;
         let own = own.on(hello.channel, hello.rank).saying(nonce);
-        let answerer = Answerer::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
-        match say(&self.stream, answerer.answer()) {
-            true => Ok(answerer),
+        let responder = Responder::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
+        match send_whole(&self.stream, responder.answer()) {
+            true => Ok(responder),
             false => Err(Progress::Dropped),
         }
     }
@@ -291,6 +291,6 @@ fn turned_away(error: Error) -> Progress {
 }
 
 /// Sends few bytes on an empty connection: they are sent whole or the connection is broken.
-pub(super) fn say(stream: &Connection, bytes: &[u8]) -> bool {
+pub(super) fn send_whole(stream: &Connection, bytes: &[u8]) -> bool {
     stream.send(&[IoSlice::new(bytes)]).is_ok_and(|said| said == (bytes.len(), true))
 }

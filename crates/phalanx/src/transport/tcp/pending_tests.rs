@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use super::accept::make_room;
 use super::connection::Connection;
-use super::pending::{AT_ONCE, Pending, Progress, Turns};
+use super::pending::{AT_ONCE, HandshakeLimit, Pending, Progress};
 use super::tls_tests::client_hello;
 use super::*;
 use crate::tls::Tls;
 use crate::tls::tests::good;
-use crate::wire::auth::{NONCE, PATIENCE};
+use crate::wire::auth::{MIN_HANDSHAKE, NONCE};
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
 
@@ -58,22 +58,22 @@ impl Knock {
         assert_eq!(poll(&mut fds, Some(Duration::from_secs(10))).unwrap(), 1);
     }
 
-    fn advance(&mut self, turns: &mut Turns) -> Progress {
-        self.pending.advance(hello(0), 1, turns)
+    fn advance(&mut self, limit: &mut HandshakeLimit) -> Progress {
+        self.pending.advance(hello(0), 1, limit)
     }
 
     /// A client that has sent its whole ClientHello.
-    fn with_client_hello(tls: &Tls, turns: &mut Turns) -> Self {
+    fn with_client_hello(tls: &Tls, limit: &mut HandshakeLimit) -> Self {
         let mut knock = Self::new(Some(tls));
         knock.say(&client_hello());
-        assert!(matches!(knock.advance(turns), Progress::Waiting));
+        assert!(matches!(knock.advance(limit), Progress::Waiting));
         knock.pending.give_time();
         knock
     }
 }
 
-fn none() -> Turns {
-    Turns { free: 0, waiting: 0 }
+fn none() -> HandshakeLimit {
+    HandshakeLimit { free: 0, waiting: 0 }
 }
 
 #[test]
@@ -90,26 +90,26 @@ fn who_speaks_another_version_is_turned_away_with_both_versions() {
 #[test]
 fn no_state_of_tls_is_made_before_the_first_record_is_there_and_a_turn() {
     let mut knock = Knock::new(Some(&good()));
-    let mut turns = Turns { free: 1, waiting: 0 };
+    let mut limit = HandshakeLimit { free: 1, waiting: 0 };
     let record = client_hello();
     let (last, most) = record.split_last().unwrap();
     for byte in most {
         knock.say(&[*byte]);
-        assert!(matches!(knock.advance(&mut turns), Progress::Waiting));
-        assert!(!knock.pending.stream.is_encrypted() && !knock.pending.waits());
+        assert!(matches!(knock.advance(&mut limit), Progress::Waiting));
+        assert!(!knock.pending.stream.is_encrypted() && !knock.pending.waits_for_tls());
     }
     knock.say(&[*last]);
     let mut full = none();
     assert!(matches!(knock.advance(&mut full), Progress::Waiting));
-    assert!(!knock.pending.stream.is_encrypted() && knock.pending.waits());
+    assert!(!knock.pending.stream.is_encrypted() && knock.pending.waits_for_tls());
     assert_eq!((full.free, full.waiting), (0, 1));
     // It is neither read nor timed as long as no other is done.
-    assert!(knock.pending.patience(&full).is_none());
-    turns.waiting = 1;
-    assert!(knock.pending.patience(&turns).unwrap().has_passed());
-    assert!(matches!(knock.advance(&mut turns), Progress::Waiting));
-    assert!(knock.pending.stream.is_encrypted() && !knock.pending.waits());
-    assert_eq!((turns.free, turns.waiting), (0, 0));
+    assert!(knock.pending.next_check(&full).is_none());
+    limit.waiting = 1;
+    assert!(knock.pending.next_check(&limit).unwrap().has_passed());
+    assert!(matches!(knock.advance(&mut limit), Progress::Waiting));
+    assert!(knock.pending.stream.is_encrypted() && !knock.pending.waits_for_tls());
+    assert_eq!((limit.free, limit.waiting), (0, 0));
 }
 
 #[test]
@@ -125,33 +125,33 @@ fn what_is_not_a_first_record_is_dropped_and_no_memory_is_made_for_it() {
 #[test]
 fn a_handshake_that_has_had_its_time_gives_way_to_one_that_waits() {
     let tls = good();
-    let mut slow = Knock::with_client_hello(&tls, &mut Turns { free: 1, waiting: 0 });
+    let mut slow = Knock::with_client_hello(&tls, &mut HandshakeLimit { free: 1, waiting: 0 });
     let mut next = Knock::with_client_hello(&tls, &mut none());
-    let mut turns = Turns { free: 0, waiting: 1 };
-    assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
-    assert!(slow.pending.patience(&turns).unwrap().remaining() <= PATIENCE);
-    assert!(slow.pending.patience(&none()).unwrap().remaining() > PATIENCE);
-    thread::sleep(PATIENCE);
+    let mut limit = HandshakeLimit { free: 0, waiting: 1 };
+    assert!(matches!(slow.advance(&mut limit), Progress::Waiting));
+    assert!(slow.pending.next_check(&limit).unwrap().remaining() <= MIN_HANDSHAKE);
+    assert!(slow.pending.next_check(&none()).unwrap().remaining() > MIN_HANDSHAKE);
+    thread::sleep(MIN_HANDSHAKE);
     assert!(matches!(slow.advance(&mut none()), Progress::Waiting));
-    assert!(matches!(slow.advance(&mut turns), Progress::Dropped));
+    assert!(matches!(slow.advance(&mut limit), Progress::Dropped));
     // One is dropped for the waiting one.
-    assert_eq!((turns.free, turns.waiting), (1, 1));
-    assert!(matches!(slow.advance(&mut turns), Progress::Waiting));
-    assert!(matches!(next.advance(&mut turns), Progress::Waiting));
+    assert_eq!((limit.free, limit.waiting), (1, 1));
+    assert!(matches!(slow.advance(&mut limit), Progress::Waiting));
+    assert!(matches!(next.advance(&mut limit), Progress::Waiting));
     assert!(next.pending.stream.is_encrypted());
-    let turns = Turns::among(&[next.pending, Knock::with_client_hello(&tls, &mut none()).pending]);
-    assert_eq!((turns.free, turns.waiting), (AT_ONCE - 1, 1));
+    let limit = HandshakeLimit::among(&[next.pending, Knock::with_client_hello(&tls, &mut none()).pending]);
+    assert_eq!((limit.free, limit.waiting), (AT_ONCE - 1, 1));
 }
 
 #[test]
 fn of_those_who_have_got_least_far_the_oldest_gives_way() {
     let tls = good();
-    let mut turns = Turns { free: 1, waiting: 0 };
+    let mut limit = HandshakeLimit { free: 1, waiting: 0 };
     let mut proving = Knock::new(None);
     proving.say(&hello(1).encode());
     assert!(matches!(proving.advance(&mut none()), Progress::Waiting));
     let plain = Knock::new(None);
-    let speaking = Knock::with_client_hello(&tls, &mut turns);
+    let speaking = Knock::with_client_hello(&tls, &mut limit);
     let [waits, waits_too] = [(), ()].map(|()| Knock::with_client_hello(&tls, &mut none()));
     let [silent, silent_too] = [(), ()].map(|()| Knock::new(Some(&tls)));
     // By age, and the order in which each is dropped.

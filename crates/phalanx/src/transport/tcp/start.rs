@@ -28,30 +28,30 @@ const REFUSALS: u32 = 3;
 const LAST_MESSAGE: Duration = Duration::from_secs(1);
 
 /// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
-pub(super) fn report(place: &MeshConfig<'_>, host: &str, error: Error) -> Error {
+pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error {
     let error = match error.operation() {
         Some(_) => error,
         None => error.in_operation("joining the group", None),
     };
-    let error = error.at(place.rank, host);
+    let error = error.at(config.rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
     // Without the store the others time out at their deadlines.
-    let first = place.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
+    let first = config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
     match first {
-        Ok(first) if first != notice => told(&first, host).unwrap_or(error),
+        Ok(first) if first != notice => reported(&first, host).unwrap_or(error),
         _ => error,
     }
 }
 
 /// An error if a rank has reported one, or if the store has gone, because its host has then died.
-pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
+pub(super) fn check(config: &MeshConfig<'_>, host: &str) -> Result<()> {
     let deadline = Deadline::after(LAST_MESSAGE);
-    let failed = place.store.check(&[KEY], deadline).and_then(|failed| match failed {
-        true => place.store.get(KEY, deadline).map(Some),
+    let failed = config.store.check(&[KEY], deadline).and_then(|failed| match failed {
+        true => config.store.get(KEY, deadline).map(Some),
         false => Ok(None),
     });
     match failed {
-        Ok(Some(notice)) => Err(told(&notice, host).unwrap_or_else(|| {
+        Ok(Some(notice)) => Err(reported(&notice, host).unwrap_or_else(|| {
             Error::protocol("the cause of the failed start cannot be read from the store")
         })),
         // If the store is slow, it is asked again.
@@ -60,14 +60,14 @@ pub(super) fn check(place: &MeshConfig<'_>, host: &str) -> Result<()> {
     }
 }
 
-/// Tells the ranks that wait for each other in `store` why the start has failed.
-pub(in crate::transport) fn fail(store: &dyn Store, error: &Error) {
+/// Tells the ranks that are connecting through `store` why the start has failed.
+pub(crate) fn fail_start(store: &dyn Store, error: &Error) {
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(error))) else { return };
     // Without the store they time out.
     let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
 }
 
-fn told(notice: &[u8], host: &str) -> Option<Error> {
+fn reported(notice: &[u8], host: &str) -> Option<Error> {
     match control::decode(notice) {
         // The notice names its origin; if it does not, the host is used.
         Ok(Some((Control::Failure(notice), _))) => Some(notice.into_error(Rank::MAIN, host)),
@@ -77,21 +77,21 @@ fn told(notice: &[u8], host: &str) -> Option<Error> {
 
 /// Waits until each of the ranks has set its key, or one of them has failed.
 pub(super) fn wait_for(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: &str,
     keys: &[(Rank, String)],
     deadline: Deadline,
 ) -> Result<()> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let (mut probe, mut there, mut reminders) = (StopProbe::new(place), 0, Reminders::new());
+    let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     loop {
-        match place.store.wait(&names, deadline.at_most(LOOK)) {
+        match config.store.wait(&names, deadline.at_most(LOOK)) {
             Err(error) if error.is_timeout() => {
-                check(place, host)?;
-                there = count_there(place, &names, there);
+                check(config, host)?;
+                there = count_there(config, &names, there);
                 if let Some((rank, _)) = keys.get(there) {
                     reminders.remind(|| {
-                        format!("rank {} waits for rank {rank} to say where it listens", place.rank)
+                        format!("rank {} waits for rank {rank} to say where it listens", config.rank)
                     });
                     probe.check(*rank)?;
                 }
@@ -99,7 +99,7 @@ pub(super) fn wait_for(
             outcome => return outcome,
         }
         if deadline.has_passed() {
-            let error = match keys.get(count_there(place, &names, there)) {
+            let error = match keys.get(count_there(config, &names, there)) {
                 Some((rank, _)) => {
                     Error::timeout(format!("rank {rank} did not say where it listens in time"))
                         .with_peer(*rank)
@@ -113,10 +113,10 @@ pub(super) fn wait_for(
 
 /// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were
 /// before. If this has not changed, it takes one request; otherwise a binary search.
-fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
+fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
     let deadline = Deadline::after(LAST_MESSAGE);
     let are_there = |from: usize, to: usize| {
-        keys.get(from..to).is_some_and(|keys| place.store.check(keys, deadline).unwrap_or(false))
+        keys.get(from..to).is_some_and(|keys| config.store.check(keys, deadline).unwrap_or(false))
     };
     if !are_there(known, known + 1) {
         return known;
@@ -134,7 +134,7 @@ fn count_there(place: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
 }
 
 /// An error if `peer` has reported on its control connection why its group has failed, or has died.
-pub(super) fn overhear(peer: Rank, host: &str, control: &Connection) -> Result<()> {
+pub(super) fn check_peer(peer: Rank, host: &str, control: &Connection) -> Result<()> {
     // The peer's `Watching` may come before the failure. Heartbeats do not: none comes before this rank has sent
     // `Watching` too.
     let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];
@@ -167,24 +167,24 @@ fn failure(mut bytes: &[u8]) -> Option<Notice> {
 /// Waits while this rank accepts higher ranks, until `finished` is closed at its other end. Fails if another rank has
 /// failed, or if the rank that is `missing` is frozen or no longer listens.
 pub(super) fn watch(
-    place: &MeshConfig<'_>,
+    config: &MeshConfig<'_>,
     host: &str,
     (addresses, below): (&[Address], &[Pair]),
     missing: &AtomicUsize,
     finished: &Receiver<()>,
 ) -> Result<()> {
-    let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(place), Reminders::new());
+    let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(config), Reminders::new());
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
-        for ((peer, address), pair) in place.world.ranks().zip(addresses).zip(below) {
-            pair.control.as_ref().map_or(Ok(()), |control| overhear(peer, &address.host, control))?;
+        for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
+            pair.control.as_ref().map_or(Ok(()), |control| check_peer(peer, &address.host, control))?;
         }
-        check(place, host)?;
+        check(config, host)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
         reminders.remind(|| {
             let host = &address.host;
-            format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", place.rank)
+            format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", config.rank)
         });
         probe.check(Rank::new(peer as u32))?;
         // It listens until it is connected with this rank too. For it, this is a foreign connection that is closed
@@ -230,7 +230,7 @@ mod tests {
             there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
         ) {
             let store = MemoryStore::new();
-            let place = MeshConfig {
+            let config = MeshConfig {
                 store: &store,
                 rank: Rank::MAIN,
                 world: WorldSize::ONE,
@@ -245,7 +245,7 @@ mod tests {
             }
             let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            prop_assert_eq!(count_there(&place, &names, known.min(first)), first);
+            prop_assert_eq!(count_there(&config, &names, known.min(first)), first);
         }
     }
 }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::MeshConfig;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
-use crate::frozen::{Frozen, PATIENCE};
+use crate::frozen::{Frozen, STOPPED_LIMIT};
 use crate::host;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -29,8 +29,9 @@ struct ProcessRecord {
     process: Option<ProcessId>,
 }
 
-/// Publishes in `store` which process `rank` is.
-pub(in crate::transport) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
+/// Publishes in `store`, through which ranks will connect with each other, which process `rank` is, so that ranks of its
+/// host can see it if it is stopped before they are connected.
+pub(crate) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
     let record = postcard::to_stdvec(&ProcessRecord { host: host::name(), process: process::own() })
         .map_err(|error| Error::protocol("this rank's process cannot be published").with_source(error))?;
     store.set(&key(rank), &record, deadline)
@@ -42,7 +43,7 @@ fn key(rank: Rank) -> String {
 
 /// Checks whether the rank that this one waits for is stopped.
 pub(super) struct StopProbe<'a> {
-    place: &'a MeshConfig<'a>,
+    config: &'a MeshConfig<'a>,
     own: Option<ProcessId>,
     suspect: Option<Suspect>,
 }
@@ -54,23 +55,23 @@ struct Suspect {
 }
 
 impl<'a> StopProbe<'a> {
-    pub(super) fn new(place: &'a MeshConfig<'a>) -> Self {
-        Self { place, own: process::own(), suspect: None }
+    pub(super) fn new(config: &'a MeshConfig<'a>) -> Self {
+        Self { config, own: process::own(), suspect: None }
     }
 
     /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds.
     pub(super) fn check(&mut self, rank: Rank) -> Result<()> {
-        let timeout = self.place.heartbeat.timeout;
+        let timeout = self.config.heartbeat.timeout;
         if timeout.is_zero() {
             return Ok(());
         }
         let suspect = match self.suspect.take().filter(|suspect| suspect.rank == rank) {
             Some(suspect) => suspect,
-            None => Suspect { rank, record: None, frozen: Frozen::new(1, PATIENCE.max(timeout)) },
+            None => Suspect { rank, record: None, frozen: Frozen::new(1, STOPPED_LIMIT.max(timeout)) },
         };
         let suspect = self.suspect.insert(suspect);
         if suspect.record.is_none() {
-            suspect.record = read_record(self.place.store, rank);
+            suspect.record = read_record(self.config.store, rank);
         }
         let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
         let stop = process::stop(self.own, *peer);
@@ -82,7 +83,7 @@ impl<'a> StopProbe<'a> {
 
     /// A better error for the silence of `rank`, if it is stopped now; else `error`.
     pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
-        match read_record(self.place.store, rank) {
+        match read_record(self.config.store, rank) {
             Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
                 stopped(rank, &host, peer)
             }

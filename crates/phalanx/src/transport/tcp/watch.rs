@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::calls::LOOK;
-use crate::health::liveness::{Liveness, Sight, Silence};
+use crate::health::liveness::{Liveness, ProcessState, Silence};
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
@@ -81,8 +81,8 @@ impl<'a> Watch<'a> {
             if let (Some(due), Some(step)) = (beats, self.heartbeat.step())
                 && Instant::now() >= due
             {
-                self.let_hear();
-                self.judge();
+                self.send_heartbeats();
+                self.check_silence();
                 beats = Some(Instant::now() + step);
             }
             if Instant::now() >= looks {
@@ -158,13 +158,13 @@ impl<'a> Watch<'a> {
                 break;
             }
             if !self.peers[rank.index()].said_goodbye {
-                self.health.lost(rank, &reason, self.sight_of_lost(rank));
+                self.health.lost(rank, &reason, self.state_of_lost(rank));
             }
         }
     }
 
     /// Sends heartbeats, if it is time, to the peers that accept them.
-    fn let_hear(&mut self) {
+    fn send_heartbeats(&mut self) {
         let now = Instant::now();
         if self.heartbeat.interval.is_zero() || now.duration_since(self.beat) < self.heartbeat.interval {
             return;
@@ -189,7 +189,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Fails the group if a rank has been silent for too long.
-    fn judge(&mut self) {
+    fn check_silence(&mut self) {
         let mut silences = self.liveness.pass(Instant::now());
         if silences.is_empty() {
             return;
@@ -200,12 +200,12 @@ impl<'a> Watch<'a> {
         );
         let again = self.liveness.pass(Instant::now());
         silences.retain(|silence| again.iter().any(|other| other.peer == silence.peer));
-        let seen: Vec<(Silence, Sight)> =
-            silences.into_iter().map(|silence| (silence, self.sight(silence.peer))).collect();
-        let failed: Vec<(Silence, Sight)> =
-            seen.into_iter().filter(|(silence, sight)| silence.is_failure(*sight)).collect();
-        let Some((silence, sight)) = failed.first() else { return };
-        self.health.silent(silence.peer, silence.lasted, *sight == Sight::Stopped, failed.len() - 1);
+        let seen: Vec<(Silence, ProcessState)> =
+            silences.into_iter().map(|silence| (silence, self.state(silence.peer))).collect();
+        let failed: Vec<(Silence, ProcessState)> =
+            seen.into_iter().filter(|(silence, state)| silence.is_failure(*state)).collect();
+        let Some((silence, state)) = failed.first() else { return };
+        self.health.silent(silence.peer, silence.lasted, *state == ProcessState::Stopped, failed.len() - 1);
     }
 
     fn is_readable(&self, peer: Rank) -> bool {
@@ -217,19 +217,19 @@ impl<'a> Watch<'a> {
 
     /// What is seen of a peer whose connection has just ended. A process closes its connections a moment before it has
     /// ended.
-    fn sight_of_lost(&self, peer: Rank) -> Sight {
+    fn state_of_lost(&self, peer: Rank) -> ProcessState {
         let until = Instant::now() + ENDING;
         loop {
-            match self.sight(peer) {
-                Sight::Alive if Instant::now() < until => std::thread::sleep(ENDING / 20),
-                sight => return sight,
+            match self.state(peer) {
+                ProcessState::Alive if Instant::now() < until => std::thread::sleep(ENDING / 20),
+                state => return state,
             }
         }
     }
 
-    fn sight(&self, peer: Rank) -> Sight {
+    fn state(&self, peer: Rank) -> ProcessState {
         let introduction = self.peers.get(peer.index()).and_then(|peer| peer.introduction);
-        process::look(self.process, introduction.and_then(|introduction| introduction.process))
+        process::state(self.process, introduction.and_then(|introduction| introduction.process))
     }
 }
 

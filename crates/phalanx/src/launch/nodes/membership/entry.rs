@@ -45,7 +45,7 @@ pub(crate) struct Settings {
 
 /// A worker's failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Fault {
+pub(crate) struct WorkerFailure {
     pub(crate) rank: u32,
     /// The rank that it blames.
     pub(crate) blames: Option<u32>,
@@ -75,7 +75,7 @@ pub(crate) enum Entry {
     /// The store of this round's workers, which the first node serves.
     Store { round: u64, host: String, port: u16 },
     /// A worker has failed.
-    Failed { round: u64, node: NodeId, fault: Fault },
+    Failed { round: u64, node: NodeId, failure: WorkerFailure },
     /// No worker is left on this node.
     Ended { round: u64, node: NodeId, succeeded: bool },
     /// A node is gone.

@@ -21,10 +21,10 @@ mod entry;
 mod outside;
 mod state;
 
-pub(super) use entry::{Departure, Entry, Fault, Node, NodeId, Settings};
+pub(super) use entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 #[cfg(any(test, fuzzing))]
 pub use outside::fuzz;
-pub(super) use state::{Cause, MembershipState, Verdict};
+pub(super) use state::{Cause, JobEnd, MembershipState};
 
 #[cfg(test)]
 mod simulated;

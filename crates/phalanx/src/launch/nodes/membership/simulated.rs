@@ -223,8 +223,8 @@ impl Launcher {
 
     fn fail(&mut self) {
         if let Some((round, _)) = self.working {
-            let fault = super::Fault { rank: 0, blames: None, detail: Vec::new() };
-            self.outbox.push_back(Entry::Failed { round, node: self.id, fault });
+            let failure = WorkerFailure { rank: 0, blames: None, detail: Vec::new() };
+            self.outbox.push_back(Entry::Failed { round, node: self.id, failure });
             self.end(round);
         }
     }
@@ -238,7 +238,7 @@ impl Launcher {
     fn react(&mut self, now: u64) {
         let is_present = self.state.present().any(|node| node.id == self.id);
         self.has_joined |= is_present;
-        if self.state.verdict().is_some() || (self.has_joined && !is_present) {
+        if self.state.job_end().is_some() || (self.has_joined && !is_present) {
             // Over, or it was given up.
             (self.is_there, self.working) = (false, None);
             return;
@@ -290,7 +290,7 @@ fn run(rates: &[f64], settings: Settings, faults: &[Fault], seed: u64) -> Job {
     for now in (0..END).step_by(STEP as usize) {
         job.step(now, faults);
         job.check();
-        if job.state.verdict().is_some() {
+        if job.state.job_end().is_some() {
             break;
         }
     }
@@ -306,7 +306,7 @@ fn a_node_that_is_parted_or_frozen_for_long_is_given_up_and_its_late_words_chang
         let accused =
             |entry: &Entry| matches!(entry, Entry::Left { node: NodeId(1), why: Departure::Silent(_) });
         assert!(job.log.iter().any(accused), "{kind:?}: {:?}", job.log);
-        assert_eq!((job.state.verdict(), job.state.restarts()), (Some(&Verdict::Succeeded), 1));
+        assert_eq!((job.state.job_end(), job.state.restarts()), (Some(&JobEnd::Succeeded), 1));
         let survivors = [NodeId(0), NodeId(2)];
         assert!(
             job.rounds
@@ -332,11 +332,11 @@ proptest! {
         let alive = job.launchers.iter().filter(|launcher| launcher.is_there).count();
         // Who is left goes on, to the end; too few wait.
         let is_waiting = job.state.is_gathering() && alive < settings.min_nodes as usize;
-        prop_assert!(job.state.verdict().is_some() || is_waiting || alive == 0, "{:?}", job.state);
+        prop_assert!(job.state.job_end().is_some() || is_waiting || alive == 0, "{:?}", job.state);
         prop_assert!(job.state.restarts() <= max_restarts);
         if faults.is_empty() {
             // Clocks alone accuse nobody.
-            prop_assert_eq!(job.state.verdict(), Some(&Verdict::Succeeded));
+            prop_assert_eq!(job.state.job_end(), Some(&JobEnd::Succeeded));
             let accused = job.log.iter().any(|entry| matches!(entry, Entry::Left { .. }));
             prop_assert!(!accused);
         }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::entry::{Departure, Entry, Fault, Node, NodeId, Settings};
+use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
@@ -25,7 +25,7 @@ enum Phase {
     #[default]
     Gathering,
     Running(Running),
-    Over(Verdict),
+    Over(JobEnd),
 }
 
 /// A round whose workers may run.
@@ -58,7 +58,7 @@ enum Progress {
 
 /// How the job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum JobEnd {
     Succeeded,
     Failed(Cause),
 }
@@ -66,7 +66,7 @@ pub(crate) enum Verdict {
 /// The first failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
-    Worker(Fault),
+    Worker(WorkerFailure),
     /// `node_rank` and `ranks` if it took part.
     Node {
         node: Node,
@@ -97,11 +97,11 @@ impl Machine for MembershipState {
                     running.store.get_or_insert((host, port));
                 }
             }
-            Entry::Failed { round, node, fault } => {
+            Entry::Failed { round, node, failure } => {
                 if let Some(running) = self.running_in(round)
                     && running.is_working(node)
                 {
-                    running.note(fault);
+                    running.note(failure);
                     running.ending = true;
                 }
             }
@@ -218,7 +218,7 @@ impl MembershipState {
                 Phase::Running(running) => running.root_cause().unwrap_or(cause),
                 _ => cause,
             };
-            self.phase = Phase::Over(Verdict::Failed(cause));
+            self.phase = Phase::Over(JobEnd::Failed(cause));
         }
         self.conclude();
     }
@@ -228,7 +228,7 @@ impl MembershipState {
         let Phase::Running(running) = &self.phase else { return };
         let done = |member: &Member| member.progress == Progress::Succeeded;
         if running.members.iter().all(done) && running.causes.is_empty() {
-            self.phase = Phase::Over(Verdict::Succeeded);
+            self.phase = Phase::Over(JobEnd::Succeeded);
             return;
         }
         let works = |member: &Member| member.progress == Progress::Working;
@@ -247,7 +247,7 @@ impl MembershipState {
                 matches!(&cause, Cause::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. });
             let enough = self.waiting.len() >= least as usize;
             if (on_purpose && !enough) || (!on_purpose && self.restarts == most) {
-                self.phase = Phase::Over(Verdict::Failed(cause));
+                self.phase = Phase::Over(JobEnd::Failed(cause));
                 return;
             }
             // If nodes come or go, that costs no restart.
@@ -338,9 +338,9 @@ impl MembershipState {
         }
     }
 
-    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+    pub(crate) fn job_end(&self) -> Option<&JobEnd> {
         match &self.phase {
-            Phase::Over(verdict) => Some(verdict),
+            Phase::Over(job_end) => Some(job_end),
             _ => None,
         }
     }
@@ -355,11 +355,11 @@ impl Running {
     }
 
     /// More may become known of a failure; the time of the first report counts.
-    fn note(&mut self, fault: Fault) {
-        let same = |cause: &&mut Cause| matches!(cause, Cause::Worker(known) if known.rank == fault.rank);
+    fn note(&mut self, failure: WorkerFailure) {
+        let same = |cause: &&mut Cause| matches!(cause, Cause::Worker(known) if known.rank == failure.rank);
         match self.causes.iter_mut().find(same) {
-            Some(known) => *known = Cause::Worker(fault),
-            None => self.causes.push(Cause::Worker(fault)),
+            Some(known) => *known = Cause::Worker(failure),
+            None => self.causes.push(Cause::Worker(failure)),
         }
     }
 
@@ -399,7 +399,7 @@ impl Running {
         let mut current = first;
         // Two that blame each other would be an endless loop.
         for _ in &self.causes {
-            let Cause::Worker(Fault { blames: Some(blamed), .. }) = current else {
+            let Cause::Worker(WorkerFailure { blames: Some(blamed), .. }) = current else {
                 return Some(current.clone());
             };
             match self.causes.iter().find(|cause| self.concerns(cause, *blamed)) {
@@ -413,7 +413,7 @@ impl Running {
     /// Is it about `rank`?
     fn concerns(&self, cause: &Cause, rank: u32) -> bool {
         match cause {
-            Cause::Worker(fault) => fault.rank == rank,
+            Cause::Worker(failure) => failure.rank == rank,
             Cause::Node { node, .. } => self.members.iter().any(|member| {
                 let ranks = member.first_rank..member.first_rank + member.node.workers;
                 member.node.id == node.id && ranks.contains(&rank)

@@ -24,13 +24,13 @@ fn joined(settings: Settings, nodes: impl IntoIterator<Item = Node>) -> Membersh
     state
 }
 
-fn fault(rank: u32, blames: Option<u32>) -> Fault {
-    Fault { rank, blames, detail: Vec::new() }
+fn failure(rank: u32, blames: Option<u32>) -> WorkerFailure {
+    WorkerFailure { rank, blames, detail: Vec::new() }
 }
 
 fn failed(state: &mut MembershipState, id: u64, rank: u32, blames: Option<u32>) {
     let round = state.round();
-    state.apply(Entry::Failed { round, node: NodeId(id), fault: fault(rank, blames) }).unwrap();
+    state.apply(Entry::Failed { round, node: NodeId(id), failure: failure(rank, blames) }).unwrap();
 }
 
 fn ended(state: &mut MembershipState, id: u64, succeeded: bool) {
@@ -75,7 +75,7 @@ fn all_must_succeed() {
     ended(&mut state, 1, true);
     assert!(!state.running().unwrap().ending);
     ended(&mut state, 0, true);
-    assert_eq!(state.verdict(), Some(&Verdict::Succeeded));
+    assert_eq!(state.job_end(), Some(&JobEnd::Succeeded));
 }
 
 #[test]
@@ -86,15 +86,15 @@ fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left()
     assert!(state.running().unwrap().ending && state.round() == 0);
     ended(&mut state, 0, false);
     assert_eq!((state.round(), state.restarts(), state.running().is_some()), (1, 1, true));
-    assert_eq!(state.last_cause(), Some(&Cause::Worker(fault(1, None))));
+    assert_eq!(state.last_cause(), Some(&Cause::Worker(failure(1, None))));
     // What the former round still has to say is nobody's business.
-    state.apply(Entry::Failed { round: 0, node: NodeId(0), fault: fault(0, None) }).unwrap();
+    state.apply(Entry::Failed { round: 0, node: NodeId(0), failure: failure(0, None) }).unwrap();
     assert!(!state.running().unwrap().ending);
 
     failed(&mut state, 0, 0, None);
     ended(&mut state, 0, false);
     ended(&mut state, 1, false);
-    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(0, None)))));
+    assert_eq!(state.job_end(), Some(&JobEnd::Failed(Cause::Worker(failure(0, None)))));
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn the_cause_lies_where_the_blame_ends() {
     failed(&mut state, 1, 3, None);
     ended(&mut state, 0, false);
     ended(&mut state, 1, false);
-    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(3, None)))));
+    assert_eq!(state.job_end(), Some(&JobEnd::Failed(Cause::Worker(failure(3, None)))));
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn later_news_of_a_failure_keep_its_turn() {
     failed(&mut state, 1, 1, None);
     ended(&mut state, 0, false);
     ended(&mut state, 1, false);
-    assert_eq!(state.verdict(), Some(&Verdict::Failed(Cause::Worker(fault(1, None)))));
+    assert_eq!(state.job_end(), Some(&JobEnd::Failed(Cause::Worker(failure(1, None)))));
 }
 
 #[test]
@@ -124,10 +124,10 @@ fn a_silent_node_is_the_cause_of_what_others_saw() {
         let mut state = joined(settings(2, 2, 0), [node(0, 2, None), node(1, 2, None)]);
         failed(&mut state, 0, 1, blames);
         ended(&mut state, 0, false);
-        assert_eq!(state.verdict(), None);
+        assert_eq!(state.job_end(), None);
         left(&mut state, 1, SILENT);
         let cause = Cause::Node { node: node(1, 2, None), node_rank: Some(1), why: SILENT };
-        assert_eq!(state.verdict(), Some(&Verdict::Failed(cause)));
+        assert_eq!(state.job_end(), Some(&JobEnd::Failed(cause)));
     }
 }
 
@@ -172,7 +172,7 @@ fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
 fn nothing_goes_on_without_the_store() {
     let mut state = joined(settings(1, 2, 9), [node(0, 1, None), node(1, 1, None)]);
     left(&mut state, 0, Departure::Signal(2));
-    assert!(matches!(state.verdict(), Some(Verdict::Failed(Cause::Node { .. }))));
+    assert!(matches!(state.job_end(), Some(JobEnd::Failed(Cause::Node { .. }))));
 }
 
 /// The same node in a log that no launcher serves.
@@ -189,7 +189,7 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
         left(&mut state, 0, why);
         assert!(state.running().unwrap().ending);
         ended(&mut state, 1, false);
-        assert!(state.has_enough() && state.verdict().is_none());
+        assert!(state.has_enough() && state.job_end().is_none());
         state.apply(Entry::LastCall { round: 1, nonce: 0 }).unwrap();
         // Its store has gone with it, and what it still says about one is of the round before.
         state.apply(store(0)).unwrap();
@@ -304,7 +304,7 @@ proptest! {
             match act {
                 Act::Read(count) => sim.read(&log, count.into()),
                 Act::Fail => if let Some(round) = sim.workers_of {
-                    log.push(Entry::Failed { round, node: sim.id, fault: fault(who as u32, None) });
+                    log.push(Entry::Failed { round, node: sim.id, failure: failure(who as u32, None) });
                     sim.end(&mut log, false);
                 },
                 Act::Finish(succeeded) => sim.end(&mut log, succeeded),
@@ -331,7 +331,7 @@ proptest! {
             prop_assert!(state.restarts() <= restarts);
             // Who is left goes on, whoever was lost, unless what is lost holds the log, or no restart is left.
             let is_lost = |cause: &Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
-            if let Some(Verdict::Failed(cause)) = state.verdict() {
+            if let Some(JobEnd::Failed(cause)) = state.job_end() {
                 prop_assert!(is_served || !is_lost(cause) || state.restarts() == restarts);
             }
         }
@@ -347,7 +347,7 @@ proptest! {
         let state = all_of(&log);
         let alive = sims.iter().filter(|sim| sim.is_there).count();
         prop_assert!(
-            state.verdict().is_some() || (state.is_gathering() && alive < settings.min_nodes as usize) || alive == 0,
+            state.job_end().is_some() || (state.is_gathering() && alive < settings.min_nodes as usize) || alive == 0,
             "{state:?}"
         );
     }

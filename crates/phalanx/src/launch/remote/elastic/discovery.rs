@@ -23,7 +23,7 @@ use crate::launch::remote::hosts::HostList;
 /// How often it is asked.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an answer may be, in bytes.
 const MAX_ANSWER: usize = 256 * 1024;
 /// How often to check whether the answer is still needed.
@@ -71,7 +71,7 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
     while !ends.load(Ordering::Relaxed) {
         let next = Instant::now() + INTERVAL;
         let answer = answer(&from.script, ends)
-            .and_then(|text| HostList::from_discovery(&text, from.slots).map_err(|error| error.to_string()));
+            .and_then(|text| HostList::from_lines(&text, from.slots).map_err(|error| error.to_string()));
         let answer = answer.map_err(|why| {
             Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))
                 .with_remedy("it must print a line host:slots for each host, and end with exit code 0")
@@ -108,7 +108,7 @@ fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
 
 /// Until the script has ended, or closed its output.
 fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u8>, String> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let (mut bytes, mut is_open) = (Vec::new(), true);
     loop {
         // Checked before reading its output: if it has ended, all its output is there.
@@ -131,7 +131,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
             return Err("the job ends".to_owned());
         }
         if Instant::now() >= deadline {
-            return Err(format!("it has not ended within {} s", PATIENCE.as_secs()));
+            return Err(format!("it has not ended within {} s", TIMEOUT.as_secs()));
         }
         if !is_open && !is_over {
             std::thread::sleep(LOOK);
@@ -191,7 +191,7 @@ mod tests {
     fn what_it_has_started_holds_nobody_up() {
         let started = Instant::now();
         assert_eq!(asked("sleep 60 & echo a").unwrap(), "a\n");
-        assert!(started.elapsed() < PATIENCE);
+        assert!(started.elapsed() < TIMEOUT);
     }
 
     #[test]
@@ -220,7 +220,7 @@ mod tests {
         }
         let started = Instant::now();
         drop(discovery);
-        assert!(started.elapsed() < PATIENCE);
+        assert!(started.elapsed() < TIMEOUT);
         let pid = std::fs::read_to_string(&pid).unwrap();
         assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists());
     }

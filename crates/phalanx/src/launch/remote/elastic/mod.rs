@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// No time limit.
-const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
+const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What makes a [remote job](RemoteJob) elastic.
 #[derive(Clone, Debug)]
@@ -129,8 +129,8 @@ impl ElasticHosts {
             min: self.min.get(),
             max,
             max_restarts: self.max_restarts,
-            cool_down: (self.cool_down.0.min(FOR_EVER), self.cool_down.1.min(FOR_EVER)),
-            patience: self.timeout.min(FOR_EVER),
+            cool_down: (self.cool_down.0.min(NO_LIMIT), self.cool_down.1.min(NO_LIMIT)),
+            timeout: self.timeout.min(NO_LIMIT),
             is_open,
         })
     }

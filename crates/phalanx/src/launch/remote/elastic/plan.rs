@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::ElasticHosts;
 use super::discovery::Discovery;
-use super::host_manager::{Action, Fate, HostManager, Limits};
+use super::host_manager::{Action, HostManager, Limits, OnFailure};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Publisher;
@@ -17,12 +17,12 @@ use crate::launch::event::Event;
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
 use crate::launch::job::random_name;
 use crate::launch::remote::address;
-use crate::launch::remote::driver::{Cause, Launchers, Plan};
+use crate::launch::remote::driver::{EndReason, Launchers, Plan};
 use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
 use crate::launch::remote::is_this_machine;
-use crate::launch::remote::peer::{End, Peer};
-use crate::launch::remote::protocol::News;
+use crate::launch::remote::peer::{LauncherEnd, Peer};
+use crate::launch::remote::protocol::RemoteEvent;
 use crate::rendezvous;
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
@@ -96,8 +96,8 @@ impl ElasticPlan {
                     let named = Host::named(self.host_manager.name(host), slots);
                     launchers.launch(host, named, first)?;
                 }
-                Action::Replace { host, slot } => say(launchers, host, Instruction::Replace(slot)),
-                Action::Vacate { host, slot } => say(launchers, host, Instruction::Vacate(slot)),
+                Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
+                Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
                 Action::Retire { host } => {
                     let name = self.host_manager.name(host);
                     let text = format!("{name} is no longer listed so: its workers are ended");
@@ -112,7 +112,7 @@ impl ElasticPlan {
                 }
                 Action::TooFew { there } => {
                     self.too_few = Some(there);
-                    launchers.end_all(Cause::Planned, Signal::TERM);
+                    launchers.end_all(EndReason::Planned, Signal::TERM);
                 }
             }
         }
@@ -125,7 +125,7 @@ impl ElasticPlan {
         while let Some(index) = launchers.peers.iter().position(|peer| peer.is_late(now)) {
             let error = launchers.not_answered(&[&launchers.peers[index]]);
             let peer = &mut launchers.peers[index];
-            peer.end = Some(End::Failed(error));
+            peer.end = Some(LauncherEnd::Failed(error));
             peer.connection.close();
             peer.connection.must_end_by(now);
         }
@@ -210,7 +210,7 @@ impl ElasticPlan {
         launchers.tell_to_start(index, nodes, (host, port), Some(agent));
         // A launcher that answers late has missed the instruction.
         if self.host_manager.is_ending() {
-            launchers.peers[index].say(Instruction::Ending);
+            launchers.peers[index].instruct(Instruction::Ending);
         }
     }
 
@@ -232,21 +232,21 @@ impl ElasticPlan {
 
     /// A worker has failed, and its launcher waits for a decision about the slot.
     fn lose_worker(&mut self, launchers: &mut Launchers<'_>, host: usize, slot: u32, failure: &Failure) {
-        let fate = match launchers.end {
+        let on_failure = match launchers.end {
             None => self.host_manager.failed(host, slot, Instant::now()),
-            Some(_) => Fate::Empty,
+            Some(_) => OnFailure::LeaveEmpty,
         };
-        let replaced_in = match fate {
-            Fate::Replaced { after } => Some(after),
-            Fate::Empty | Fate::LeftOut { .. } => {
+        let replaced_in = match on_failure {
+            OnFailure::Replace { after } => Some(after),
+            OnFailure::LeaveEmpty | OnFailure::ExcludeHost { .. } => {
                 self.failure.get_or_insert_with(|| failure.clone());
-                say(launchers, host, Instruction::Vacate(slot));
+                instruct(launchers, host, Instruction::LeaveEmpty(slot));
                 None
             }
         };
         let (replacements, max_replacements) = self.host_manager.restarts();
         launchers.control.tell(Event::Lost { failure, replaced_in, replacements, max_replacements });
-        if let Fate::LeftOut { pause } = fate {
+        if let OnFailure::ExcludeHost { pause } = on_failure {
             let name = self.host_manager.name(host);
             let text =
                 format!("{name}: its workers fail again and again; it is left out for {}", seconds(pause));
@@ -277,18 +277,18 @@ impl Plan for ElasticPlan {
         silent.map(|peer| peer.answer_by).chain(decision).min()
     }
 
-    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, news: &News) {
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, event: &RemoteEvent) {
         let peer = &mut launchers.peers[index];
         let host = peer.index;
-        match news {
-            News::Started { rank, pid, .. } => {
+        match event {
+            RemoteEvent::Started { rank, pid, .. } => {
                 if peer.slot(*rank).is_none() {
                     return;
                 }
                 peer.processes.insert(*rank, *pid);
                 self.host_manager.up(host, Instant::now());
             }
-            News::Exited { rank, exit, .. } => {
+            RemoteEvent::Exited { rank, exit, .. } => {
                 let Some(slot) = peer.slot(*rank) else { return };
                 if let (Some(process), Some(store)) = (peer.processes.remove(rank), &self.store) {
                     store.publisher.exited(rank.get(), process);
@@ -296,21 +296,21 @@ impl Plan for ElasticPlan {
                 if exit.is_success() {
                     self.host_manager.done(host, slot);
                     let others = launchers.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
-                    others.for_each(|peer| peer.say(Instruction::Ending));
+                    others.for_each(|peer| peer.instruct(Instruction::Ending));
                 }
             }
-            News::Lost { failure, .. } => {
+            RemoteEvent::Lost { failure, .. } => {
                 if let Some(slot) = peer.slot(failure.rank) {
                     self.lose_worker(launchers, host, slot, failure);
                 }
                 return;
             }
-            News::Line { .. } | News::Logging { .. } | News::Warning { .. } => {}
+            RemoteEvent::Line { .. } | RemoteEvent::Logging { .. } | RemoteEvent::Warning { .. } => {}
             // Reported once for all.
-            News::Ending { .. } | News::Killing if launchers.end.is_some() => {}
+            RemoteEvent::Ending { .. } | RemoteEvent::Killing if launchers.end.is_some() => {}
             _ => return,
         }
-        launchers.control.stops |= news.tell(launchers.control.observer).is_break();
+        launchers.control.stops |= event.tell(launchers.control.observer).is_break();
     }
 
     // The others go on.
@@ -324,7 +324,7 @@ impl Plan for ElasticPlan {
         }
         let (host, leaves) = (peer.index, peer.leaves);
         let error = match peer.end {
-            Some(End::Reported(ending)) => {
+            Some(LauncherEnd::Reported(ending)) => {
                 self.exits.extend(ending.exits);
                 match ending.outcome {
                     Outcome::Interrupted(signal) => {
@@ -333,7 +333,7 @@ impl Plan for ElasticPlan {
                     _ => return self.host_manager.ended(host),
                 }
             }
-            Some(End::Failed(error)) => error,
+            Some(LauncherEnd::Failed(error)) => error,
             None => launchers.job.diagnose(&peer),
         };
         if leaves || launchers.end.is_some() {
@@ -354,10 +354,10 @@ impl Plan for ElasticPlan {
 
     fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report> {
         let outcome = match launchers.end {
-            Some(Cause::Interrupted(signal)) => Outcome::Interrupted(signal),
-            Some(Cause::Stopped) => Outcome::Stopped,
-            Some(Cause::Broken(error)) => return Err(error),
-            Some(Cause::Planned) => match (self.failure, self.trouble) {
+            Some(EndReason::Interrupted(signal)) => Outcome::Interrupted(signal),
+            Some(EndReason::Stopped) => Outcome::Stopped,
+            Some(EndReason::Broken(error)) => return Err(error),
+            Some(EndReason::Planned) => match (self.failure, self.trouble) {
                 (Some(failure), _) => Outcome::Failed(failure),
                 (None, Some(error)) => return Err(error),
                 (None, None) => {
@@ -383,16 +383,16 @@ impl Plan for ElasticPlan {
 }
 
 /// Tells a host's launcher, unless it is about to end.
-fn say(launchers: &Launchers<'_>, host: usize, instruction: Instruction) {
+fn instruct(launchers: &Launchers<'_>, host: usize, instruction: Instruction) {
     let peers = launchers.peers.iter().filter(|peer| peer.index == host && !peer.leaves);
-    peers.for_each(|peer| peer.say(instruction));
+    peers.for_each(|peer| peer.instruct(instruction));
 }
 
 /// Ends the workers of a host.
 fn retire(launchers: &mut Launchers<'_>, host: usize) {
-    let patience = launchers.job.patience();
+    let timeout = launchers.job.end_timeout();
     let peers = launchers.peers.iter_mut().filter(|peer| peer.index == host);
-    peers.for_each(|peer| peer.tell_to_end(Signal::TERM, patience));
+    peers.for_each(|peer| peer.tell_to_end(Signal::TERM, timeout));
 }
 
 fn seconds(pause: Duration) -> String {
@@ -414,7 +414,7 @@ mod tests {
             let mut plan = elastic.plan(launchers)?;
             plan.act(launchers)?;
             assert_eq!((launchers.peers.len(), plan.store.is_some()), (2, false));
-            launchers.peers[0].end = Some(End::Failed(Error::timeout("it has not answered")));
+            launchers.peers[0].end = Some(LauncherEnd::Failed(Error::timeout("it has not answered")));
             launchers.peers.iter_mut().for_each(|peer| peer.leaves = true);
             plan.act(launchers)?;
             assert!(plan.store.is_some(), "nobody is waited for any more");

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use super::{Action, Host, HostManager, Standing};
-use crate::launch::slot::{Holder, Slot};
+use super::{Action, Host, HostManager, HostState};
+use crate::launch::slot::{Slot, SlotState};
 
 impl HostManager {
     /// What is to be done now.
@@ -14,7 +14,7 @@ impl HostManager {
         }
         self.decided = Some(now);
         if self.is_ending() {
-            self.vacate(&mut actions);
+            self.leave_empty(&mut actions);
         } else {
             self.retire(now, &mut actions);
             self.replace(now, &mut actions);
@@ -37,24 +37,24 @@ impl HostManager {
         if self.is_over {
             return None;
         }
-        let limits = self.few_since.map(|since| since + self.limits.patience);
-        let standings = self.hosts.iter().filter_map(|host| match host.standing {
-            Standing::Out { from } if host.wanted => Some(from),
+        let limits = self.few_since.map(|since| since + self.limits.timeout);
+        let waiting = self.hosts.iter().filter_map(|host| match host.state {
+            HostState::Waiting { from } if host.is_listed => Some(from),
             _ => None,
         });
         let slots = self.hosts.iter().flat_map(Host::slots).filter_map(Slot::due_at);
         // A host that has been due for a while waits for room in the world, or for an end, and not for a time.
         let due = |at: &Instant| self.decided.is_none_or(|decided| *at > decided);
-        limits.into_iter().chain(standings).chain(slots).filter(due).min()
+        limits.into_iter().chain(waiting).chain(slots).filter(due).min()
     }
 
     /// Hosts that are no longer listed, or with another number of slots.
     fn retire(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { listed, .. } = host.standing else { continue };
-            if !host.wanted || listed != host.slots {
+            let HostState::Active { listed_slots, .. } = host.state else { continue };
+            if !host.is_listed || listed_slots != host.slots {
                 let count = host.slots().len() as u32;
-                host.standing = Standing::Leaving { from: now, count };
+                host.state = HostState::Ending { from: now, count };
                 actions.push(Action::Retire { host: index });
             }
         }
@@ -62,7 +62,7 @@ impl HostManager {
 
     fn replace(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { slots, .. } = &mut host.standing else { continue };
+            let HostState::Active { slots, .. } = &mut host.state else { continue };
             for (number, slot) in (0..).zip(slots) {
                 if slot.start_if_due(now) {
                     actions.push(Action::Replace { host: index, slot: number });
@@ -71,15 +71,15 @@ impl HostManager {
         }
     }
 
-    /// A promised worker is not needed any more; its launcher waits for a decision about the slot.
-    fn vacate(&mut self, actions: &mut Vec<Action>) {
+    /// A worker has succeeded, so no replacement is started any more. The launcher waits for the decision about the slot.
+    fn leave_empty(&mut self, actions: &mut Vec<Action>) {
         for (index, host) in self.hosts.iter_mut().enumerate() {
-            let Standing::In { slots, .. } = &mut host.standing else { continue };
+            let HostState::Active { slots, .. } = &mut host.state else { continue };
             for (number, slot) in (0..).zip(slots) {
                 if slot.due_at().is_some() {
-                    slot.holder = Holder::Vacant;
-                    self.spared += 1;
-                    actions.push(Action::Vacate { host: index, slot: number });
+                    slot.state = SlotState::Empty;
+                    self.not_needed += 1;
+                    actions.push(Action::LeaveEmpty { host: index, slot: number });
                 }
             }
         }
@@ -89,17 +89,17 @@ impl HostManager {
     fn launch(&mut self, now: Instant, actions: &mut Vec<Action>) {
         for index in 0..self.hosts.len() {
             let host = &self.hosts[index];
-            let is_due = matches!(host.standing, Standing::Out { from } if from <= now);
+            let is_due = matches!(host.state, HostState::Waiting { from } if from <= now);
             let active: u32 = self.hosts.iter().map(Host::active).sum();
             let workers = host.slots.min(self.limits.max.saturating_sub(active));
-            if !host.wanted || !is_due || workers == 0 {
+            if !host.is_listed || !is_due || workers == 0 {
                 continue;
             }
             let first = self.free_numbers(index, workers);
             let host = &mut self.hosts[index];
             host.first = Some(first);
             let slots = Slot::several(workers as usize, now);
-            host.standing = Standing::In { slots, listed: host.slots, up: None };
+            host.state = HostState::Active { slots, listed_slots: host.slots, up: None };
             actions.push(Action::Launch { host: index, first, slots: workers });
         }
     }
@@ -123,14 +123,14 @@ impl HostManager {
 
     /// The number of workers, if it is too small and no more will come.
     fn too_few(&mut self, now: Instant) -> Option<u32> {
-        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.spared;
+        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.not_needed;
         if there >= self.limits.min {
             self.few_since = None;
             return None;
         }
-        let coming = self.hosts.iter().filter(|host| host.wanted).map(|host| match host.standing {
-            Standing::Out { .. } | Standing::Leaving { .. } => host.slots,
-            Standing::In { .. } | Standing::Spent => 0,
+        let coming = self.hosts.iter().filter(|host| host.is_listed).map(|host| match host.state {
+            HostState::Waiting { .. } | HostState::Ending { .. } => host.slots,
+            HostState::Active { .. } | HostState::GivenUp => 0,
         });
         let enough = coming.sum::<u32>().saturating_add(there) >= self.limits.min;
         // If none of them could start, the reason will be the same the next time.
@@ -140,6 +140,6 @@ impl HostManager {
             return Some(there);
         }
         let since = *self.few_since.get_or_insert(now);
-        (now.saturating_duration_since(since) >= self.limits.patience).then_some(there)
+        (now.saturating_duration_since(since) >= self.limits.timeout).then_some(there)
     }
 }

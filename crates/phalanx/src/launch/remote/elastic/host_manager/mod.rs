@@ -2,18 +2,18 @@
 //! the time go in, actions come out.
 //!
 //! ```text
-//!          Launch                 up
-//!   Out ----------> In, coming ------> In, up -----------> Leaving ---.
-//!    ^                  |                |      Retire                |
-//!    |   cool-down      v                v                            v
-//!    +--------------- lost ------------ lost, costs a restart ------ ended
+//!               Launch                      up              Retire
+//!   Waiting --------------> Active, starting ----> Active, up --------> Ending
+//!      ^                          |                    |                   |
+//!      |        cool-down         v                    v                   v
+//!      +------------------------ lost --- lost, which costs a restart --- ended
 //! ```
 
 mod decide;
 
 use std::time::{Duration, Instant};
 
-use crate::launch::slot::{Holder, Slot};
+use crate::launch::slot::{Slot, SlotState};
 
 /// The limits that the user has set.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +26,7 @@ pub(super) struct Limits {
     /// How long a host is left out after a failure, the first time and at most.
     pub(super) cool_down: (Duration, Duration),
     /// How long there may be too few workers, as long as hosts may come.
-    pub(super) patience: Duration,
+    pub(super) timeout: Duration,
     /// May hosts be added that are not listed yet?
     pub(super) is_open: bool,
 }
@@ -39,8 +39,9 @@ pub(super) struct HostManager {
     used: u32,
     /// How many workers have ended with success.
     done: u32,
-    /// Promised workers that were not needed any more once the first had succeeded; they count as successful.
-    spared: u32,
+    /// Replacements that were decided and not started, because a worker had succeeded meanwhile; they count as
+    /// successful.
+    not_needed: u32,
     /// Has any host ever been up?
     begun: bool,
     few_since: Option<Instant>,
@@ -55,8 +56,8 @@ struct Host {
     name: String,
     slots: u32,
     /// Is it listed now?
-    wanted: bool,
-    standing: Standing,
+    is_listed: bool,
+    state: HostState,
     /// The number of its first worker in its last start.
     first: Option<u32>,
     /// Its failures in a row.
@@ -64,15 +65,15 @@ struct Host {
 }
 
 #[derive(Debug)]
-enum Standing {
+enum HostState {
     /// It may be started from this time on.
-    Out { from: Instant },
+    Waiting { from: Instant },
     /// A launcher runs there or is being started. So many slots were listed; the world may have had room for fewer.
-    In { slots: Vec<Slot>, listed: u32, up: Option<Instant> },
+    Active { slots: Vec<Slot>, listed_slots: u32, up: Option<Instant> },
     /// Its launcher was told to end; it may be started again from this time on.
-    Leaving { from: Instant, count: u32 },
+    Ending { from: Instant, count: u32 },
     /// It has failed, and no restart was left.
-    Spent,
+    GivenUp,
 }
 
 /// An action for the driver.
@@ -83,7 +84,7 @@ pub(super) enum Action {
     /// Start another worker in this slot.
     Replace { host: usize, slot: u32 },
     /// Leave this slot empty, though another worker was promised for it.
-    Vacate { host: usize, slot: u32 },
+    LeaveEmpty { host: usize, slot: u32 },
     /// End the workers of this host.
     Retire { host: usize },
     /// Tell the workers how many there are.
@@ -92,22 +93,22 @@ pub(super) enum Action {
     TooFew { there: u32 },
 }
 
-/// What follows the failure of a slot's worker.
+/// What to do about the failure of a slot's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fate {
-    /// It gets another worker, after this time.
-    Replaced { after: Duration },
-    /// It stays empty.
-    Empty,
-    /// It stays empty, and the whole host is left out for so long.
-    LeftOut { pause: Duration },
+pub(super) enum OnFailure {
+    /// Start another worker in the slot, after this time.
+    Replace { after: Duration },
+    /// Leave the slot empty.
+    LeaveEmpty,
+    /// Leave the slot empty, and start nothing on the whole host for so long.
+    ExcludeHost { pause: Duration },
 }
 
 impl Host {
     /// The slots of the running launcher.
     fn slots(&self) -> &[Slot] {
-        match &self.standing {
-            Standing::In { slots, .. } => slots,
+        match &self.state {
+            HostState::Active { slots, .. } => slots,
             _ => &[],
         }
     }
@@ -119,10 +120,10 @@ impl Host {
 
     /// The numbers that its workers have.
     fn numbers(&self) -> std::ops::Range<u32> {
-        let count = match &self.standing {
-            Standing::In { slots, .. } => slots.len() as u32,
-            Standing::Leaving { count, .. } => *count,
-            Standing::Out { .. } | Standing::Spent => 0,
+        let count = match &self.state {
+            HostState::Active { slots, .. } => slots.len() as u32,
+            HostState::Ending { count, .. } => *count,
+            HostState::Waiting { .. } | HostState::GivenUp => 0,
         };
         let first = self.first.unwrap_or(0);
         first..first.saturating_add(count)
@@ -130,7 +131,7 @@ impl Host {
 
     /// Will its workers run soon? After a failure, only when its launcher has answered again.
     fn is_expected(&self) -> bool {
-        matches!(self.standing, Standing::In { up, .. } if up.is_some() || self.failures == 0)
+        matches!(self.state, HostState::Active { up, .. } if up.is_some() || self.failures == 0)
     }
 }
 
@@ -141,7 +142,7 @@ impl HostManager {
             hosts: Vec::new(),
             used: 0,
             done: 0,
-            spared: 0,
+            not_needed: 0,
             begun: false,
             few_since: None,
             expected: None,
@@ -152,24 +153,24 @@ impl HostManager {
 
     /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
     pub(super) fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
-        self.hosts.iter_mut().for_each(|host| host.wanted = false);
+        self.hosts.iter_mut().for_each(|host| host.is_listed = false);
         for (name, slots) in hosts {
             match self.hosts.iter_mut().find(|host| host.name == name) {
-                Some(host) => (host.wanted, host.slots) = (true, slots),
+                Some(host) => (host.is_listed, host.slots) = (true, slots),
                 None => self.hosts.push(Host {
                     name: name.to_owned(),
                     slots,
-                    wanted: true,
-                    standing: Standing::Out { from: now },
+                    is_listed: true,
+                    state: HostState::Waiting { from: now },
                     first: None,
                     failures: 0,
                 }),
             }
         }
         // A host that comes back later may be another machine.
-        for host in self.hosts.iter_mut().filter(|host| !host.wanted) {
-            if matches!(host.standing, Standing::Spent) {
-                host.standing = Standing::Out { from: now };
+        for host in self.hosts.iter_mut().filter(|host| !host.is_listed) {
+            if matches!(host.state, HostState::GivenUp) {
+                host.state = HostState::Waiting { from: now };
             }
         }
     }
@@ -185,48 +186,50 @@ impl HostManager {
 
     /// Its launcher has answered, and its workers start.
     pub(super) fn up(&mut self, host: usize, now: Instant) {
-        if let Standing::In { up: up @ None, slots, .. } = &mut self.hosts[host].standing {
+        if let HostState::Active { up: up @ None, slots, .. } = &mut self.hosts[host].state {
             *up = Some(now);
             // A worker may have failed before this message came.
             for slot in slots.iter_mut().filter(|slot| slot.is_running()) {
-                slot.holder = Holder::Running { since: now };
+                slot.state = SlotState::Running { since: now };
             }
             self.begun = true;
         }
     }
 
     /// A worker has failed.
-    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> Fate {
+    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> OnFailure {
         let may = !self.is_ending() && self.used < self.limits.max_restarts;
         let enough_elsewhere = {
             let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
             others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
         };
-        let Standing::In { slots, .. } = &mut self.hosts[host].standing else { return Fate::Empty };
+        let HostState::Active { slots, .. } = &mut self.hosts[host].state else {
+            return OnFailure::LeaveEmpty;
+        };
         // A worker that does not run cannot fail, whatever a launcher reports.
         let slot = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
-        let Some(slot) = slot else { return Fate::Empty };
+        let Some(slot) = slot else { return OnFailure::LeaveEmpty };
         match slot.fail(now) {
             Some(after) if may => {
-                slot.holder = Holder::Cooling { until: now + after };
+                slot.state = SlotState::Restarting { at: now + after };
                 self.used += 1;
-                Fate::Replaced { after }
+                OnFailure::Replace { after }
             }
             // The other workers of this host end too. They hold the state, so there must be others elsewhere.
             None if may && enough_elsewhere => {
                 self.used += 1;
-                Fate::LeftOut { pause: self.leave_out(host, now) }
+                OnFailure::ExcludeHost { pause: self.exclude(host, now) }
             }
-            _ => Fate::Empty,
+            _ => OnFailure::LeaveEmpty,
         }
     }
 
     /// A worker has ended well.
     pub(super) fn done(&mut self, host: usize, slot: u32) {
-        if let Standing::In { slots, .. } = &mut self.hosts[host].standing
+        if let HostState::Active { slots, .. } = &mut self.hosts[host].state
             && let Some(slot) = slots.get_mut(slot as usize).filter(|slot| slot.is_running())
         {
-            slot.holder = Holder::Done;
+            slot.state = SlotState::Succeeded;
             self.done += 1;
         }
     }
@@ -234,32 +237,32 @@ impl HostManager {
     /// Its launcher has ended without being told to, or could not be reached. Returns how long the host is left out;
     /// none if it is for good.
     pub(super) fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
-        if let Standing::Leaving { .. } = self.hosts[host].standing {
+        if let HostState::Ending { .. } = self.hosts[host].state {
             self.ended(host);
             return None;
         }
-        let Standing::In { up, .. } = self.hosts[host].standing else { return None };
+        let HostState::Active { up, .. } = self.hosts[host].state else { return None };
         if let Some(since) = up {
             if now.saturating_duration_since(since) >= self.limits.cool_down.1 {
                 self.hosts[host].failures = 0;
             }
             if self.used >= self.limits.max_restarts || self.is_ending() {
-                self.hosts[host].standing = Standing::Spent;
+                self.hosts[host].state = HostState::GivenUp;
                 return None;
             }
             self.used += 1;
         }
         let pause = self.pause(host);
-        self.hosts[host].standing = Standing::Out { from: now + pause };
+        self.hosts[host].state = HostState::Waiting { from: now + pause };
         Some(pause)
     }
 
     /// Its launcher has ended as expected: it was told to, or no worker of it was left.
     pub(super) fn ended(&mut self, host: usize) {
         let host = &mut self.hosts[host];
-        host.standing = match host.standing {
-            Standing::Leaving { from, .. } => Standing::Out { from },
-            _ => Standing::Spent,
+        host.state = match host.state {
+            HostState::Ending { from, .. } => HostState::Waiting { from },
+            _ => HostState::GivenUp,
         };
     }
 
@@ -279,10 +282,10 @@ impl HostManager {
     }
 
     /// Its workers are ended, and it may be started again later.
-    fn leave_out(&mut self, host: usize, now: Instant) -> Duration {
+    fn exclude(&mut self, host: usize, now: Instant) -> Duration {
         let pause = self.pause(host);
         let count = self.hosts[host].slots().len() as u32;
-        self.hosts[host].standing = Standing::Leaving { from: now + pause, count };
+        self.hosts[host].state = HostState::Ending { from: now + pause, count };
         pause
     }
 }

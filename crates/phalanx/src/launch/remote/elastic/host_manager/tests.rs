@@ -8,10 +8,10 @@ use super::*;
 
 const FIRST: Duration = Duration::from_secs(5);
 const MOST: Duration = Duration::from_secs(20);
-const PATIENCE: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn limits(min: u32, max: u32, max_restarts: u32) -> Limits {
-    Limits { min, max, max_restarts, cool_down: (FIRST, MOST), patience: PATIENCE, is_open: false }
+    Limits { min, max, max_restarts, cool_down: (FIRST, MOST), timeout: TIMEOUT, is_open: false }
 }
 
 fn manager_of(limits: Limits, hosts: &[(&str, u32)], now: Instant) -> HostManager {
@@ -75,7 +75,7 @@ fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
     manager.up(1, now);
     assert_eq!(manager.lost(1, now), None);
     // It was not counted on yet.
-    assert_eq!(manager.decide(now + PATIENCE), []);
+    assert_eq!(manager.decide(now + TIMEOUT), []);
 }
 
 #[test]
@@ -85,11 +85,11 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
     for pause in [0, 1, 2] {
-        assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: seconds(pause) });
+        assert_eq!(manager.failed(1, 0, now), OnFailure::Replace { after: seconds(pause) });
         now += seconds(pause);
         assert!(manager.decide(now).contains(&Action::Replace { host: 1, slot: 0 }));
     }
-    assert_eq!(manager.failed(1, 0, now), Fate::LeftOut { pause: FIRST });
+    assert_eq!(manager.failed(1, 0, now), OnFailure::ExcludeHost { pause: FIRST });
     assert_eq!(manager.decide(now), [expect(2)]);
     manager.ended(1);
     assert_eq!(manager.decide(now), []);
@@ -108,9 +108,9 @@ fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
         now += seconds(2);
         manager.decide(now);
     }
-    let replaced = |after| Fate::Replaced { after: seconds(after) };
-    assert_eq!(fates, [replaced(0), replaced(1), replaced(2), Fate::Empty]);
-    assert_eq!(manager.failed(0, 1, now), Fate::Empty);
+    let replaced = |after| OnFailure::Replace { after: seconds(after) };
+    assert_eq!(fates, [replaced(0), replaced(1), replaced(2), OnFailure::LeaveEmpty]);
+    assert_eq!(manager.failed(0, 1, now), OnFailure::LeaveEmpty);
 }
 
 #[test]
@@ -146,8 +146,8 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
         let actions = manager.decide(start);
         assert_eq!(actions.contains(&over), !is_open && allowed == 0, "{actions:?}");
         if is_open {
-            assert_eq!(manager.wake_at(), Some(start + PATIENCE));
-            assert_eq!(manager.decide(start + PATIENCE), [over]);
+            assert_eq!(manager.wake_at(), Some(start + TIMEOUT));
+            assert_eq!(manager.decide(start + TIMEOUT), [over]);
         }
     }
     // If none has ever answered, the reason is the same for all, and will be the next time.
@@ -157,7 +157,7 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
     assert_eq!(manager.decide(start), [expect(1)]);
     manager.lost(1, start);
     assert_eq!(manager.decide(start), [expect(0), Action::TooFew { there: 0 }]);
-    assert_eq!(manager.decide(start + PATIENCE), []);
+    assert_eq!(manager.decide(start + TIMEOUT), []);
 }
 
 #[test]
@@ -166,11 +166,11 @@ fn nobody_begins_when_one_has_ended_well() {
     let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
-    assert_eq!(manager.failed(1, 1, now), Fate::Replaced { after: Duration::ZERO });
+    assert_eq!(manager.failed(1, 1, now), OnFailure::Replace { after: Duration::ZERO });
     manager.done(0, 1);
-    assert_eq!(manager.failed(0, 0, now), Fate::Empty);
+    assert_eq!(manager.failed(0, 0, now), OnFailure::LeaveEmpty);
     // The launcher waits for what becomes of the slot for which one was promised.
-    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, slot: 1 }]);
+    assert_eq!(manager.decide(now), [Action::LeaveEmpty { host: 1, slot: 1 }]);
     assert_eq!(manager.decide(now), []);
     // Nobody is waited for by looking again and again.
     assert_eq!(manager.wake_at(), None);
@@ -179,7 +179,7 @@ fn nobody_begins_when_one_has_ended_well() {
     manager.done(1, 0);
     assert_eq!(manager.lost(1, now), None);
     manager.ended(0);
-    assert_eq!(manager.decide(now + PATIENCE), []);
+    assert_eq!(manager.decide(now + TIMEOUT), []);
     assert!(manager.is_ending());
 }
 
@@ -189,10 +189,10 @@ fn who_was_promised_when_one_ended_well_is_not_missed() {
     let mut manager = manager_of(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
-    assert_eq!(manager.failed(1, 0, now), Fate::Replaced { after: Duration::ZERO });
+    assert_eq!(manager.failed(1, 0, now), OnFailure::Replace { after: Duration::ZERO });
     manager.done(0, 0);
-    assert_eq!(manager.decide(now), [Action::Vacate { host: 1, slot: 0 }]);
-    assert_eq!(manager.decide(now + PATIENCE), []);
+    assert_eq!(manager.decide(now), [Action::LeaveEmpty { host: 1, slot: 0 }]);
+    assert_eq!(manager.decide(now + TIMEOUT), []);
 }
 
 #[derive(Clone, Debug)]
@@ -234,7 +234,7 @@ impl World {
             match action {
                 Action::Launch { host, first, slots } => {
                     let numbers = first..first + slots;
-                    assert!(slots > 0 && manager.hosts[host].wanted && !manager.is_ending());
+                    assert!(slots > 0 && manager.hosts[host].is_listed && !manager.is_ending());
                     assert!(self.left_out.get(&host).is_none_or(|until| *until <= now));
                     let is_apart = |other: &std::ops::Range<u32>| {
                         numbers.end <= other.start || other.end <= numbers.start
@@ -246,7 +246,7 @@ impl World {
                     let (numbers, leaves) = &self.up[&host];
                     assert!(!leaves && slot < numbers.end - numbers.start);
                 }
-                Action::Vacate { host, slot } => {
+                Action::LeaveEmpty { host, slot } => {
                     let (numbers, leaves) = &self.up[&host];
                     assert!(!leaves && slot < numbers.end - numbers.start && manager.is_ending());
                 }
@@ -280,7 +280,7 @@ impl World {
             }
             Happens::Ends(host) if self.up.remove(&host).is_some() => manager.ended(host),
             Happens::Fails(host, slot) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                if let Fate::LeftOut { pause } = manager.failed(host, slot, *now) {
+                if let OnFailure::ExcludeHost { pause } = manager.failed(host, slot, *now) {
                     self.left_out.insert(host, *now + pause);
                     self.up.get_mut(&host).unwrap().1 = true;
                 }
@@ -314,12 +314,12 @@ proptest! {
             now = manager.wake_at().unwrap_or(now + seconds(1)).max(now);
         }
         let active = manager.hosts.iter().map(Host::active).sum::<u32>() + manager.done;
-        prop_assert!(world.over || active + manager.spared >= min, "{manager:?}");
+        prop_assert!(world.over || active + manager.not_needed >= min, "{manager:?}");
         // No launcher waits for ever for what becomes of a slot.
         let promised = |slot: &Slot| slot.due_at().is_some();
         prop_assert!(!manager.is_ending() || world.over || !manager.hosts.iter().flat_map(Host::slots).any(promised), "{manager:?}");
         // Nobody is left out who is named, could come and has room.
-        let waits = |host: &Host| host.wanted && matches!(host.standing, Standing::Out { .. });
+        let waits = |host: &Host| host.is_listed && matches!(host.state, HostState::Waiting { .. });
         let room = active < limits.max && !world.over && !manager.is_ending();
         prop_assert!(!(room && manager.hosts.iter().any(waits)), "{manager:?}");
     }

@@ -10,14 +10,14 @@ use std::io;
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 
-use crate::wire::auth::PATIENCE;
+use crate::wire::auth::MIN_HANDSHAKE;
 
-/// The most handshakes at once. With this many, and [`PATIENCE`] for each, more clients have their turn within the 10 s that a client
+/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE`] for each, more clients have their turn within the 10 s that a client
 /// waits than may wait to be admitted: so a client never waits in vain.
 const AT_ONCE: usize = 128;
 
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct HandshakeLimit {
     free: Semaphore,
     waiting: Cell<usize>,
     /// A client has begun to wait.
@@ -25,12 +25,12 @@ pub(super) struct Turns {
 }
 
 /// The right to do a handshake, until it is dropped.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+pub(super) struct HandshakePermit<'a> {
+    limit: &'a HandshakeLimit,
     _permit: SemaphorePermit<'a>,
 }
 
-impl Turns {
+impl HandshakeLimit {
     pub fn new() -> Self {
         Self::of(AT_ONCE)
     }
@@ -40,7 +40,7 @@ impl Turns {
     }
 
     /// Waits for a turn, in the order of arrival.
-    pub async fn take(&self) -> io::Result<Turn<'_>> {
+    pub async fn take(&self) -> io::Result<HandshakePermit<'_>> {
         let permit = match self.free.try_acquire() {
             Ok(permit) => permit,
             Err(_) => {
@@ -49,26 +49,26 @@ impl Turns {
                 self.free.acquire().await.map_err(io::Error::other)?
             }
         };
-        Ok(Turn { turns: self, _permit: permit })
+        Ok(HandshakePermit { limit: self, _permit: permit })
     }
 }
 
-impl Turn<'_> {
+impl HandshakePermit<'_> {
     /// Waits for the end of `handshake`. After its time is over it is given up, if others wait.
-    pub async fn last<T>(&self, handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    pub async fn run<T>(&self, handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
         tokio::select! {
             biased;
             done = handshake => done,
-            () = self.gives_way() => {
+            () = self.may_be_dropped() => {
                 Err(io::Error::new(io::ErrorKind::TimedOut, "its handshake is slow, and others wait"))
             }
         }
     }
 
-    async fn gives_way(&self) {
-        sleep(PATIENCE).await;
-        while self.turns.waiting.get() == 0 {
-            self.turns.crowded.notified().await;
+    async fn may_be_dropped(&self) {
+        sleep(MIN_HANDSHAKE).await;
+        while self.limit.waiting.get() == 0 {
+            self.limit.crowded.notified().await;
         }
     }
 }
@@ -107,52 +107,52 @@ mod tests {
     #[test]
     fn who_has_had_its_time_gives_way_to_who_waits_and_not_before() {
         run(async {
-            let turns = Rc::new(Turns::of(2));
-            let (slow, quick) = (turns.take().await.unwrap(), turns.take().await.unwrap());
+            let limit = Rc::new(HandshakeLimit::of(2));
+            let (slow, quick) = (limit.take().await.unwrap(), limit.take().await.unwrap());
             // No client waits: it may take longer.
-            let alone = timeout(PATIENCE * 2, slow.last(pending::<io::Result<()>>())).await;
+            let alone = timeout(MIN_HANDSHAKE * 2, slow.run(pending::<io::Result<()>>())).await;
             assert!(alone.is_err());
-            let shared = Rc::clone(&turns);
+            let shared = Rc::clone(&limit);
             let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
             // A handshake that is done frees its turn: the other is still taken.
-            quick.last(async { Ok(()) }).await.unwrap();
+            quick.run(async { Ok(()) }).await.unwrap();
             drop(quick);
             waiter.await.unwrap().unwrap();
-            let _third = turns.take().await.unwrap();
-            let shared = Rc::clone(&turns);
+            let _third = limit.take().await.unwrap();
+            let shared = Rc::clone(&limit);
             let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
             tokio::task::yield_now().await;
-            let error = slow.last(pending::<io::Result<()>>()).await.unwrap_err();
+            let error = slow.run(pending::<io::Result<()>>()).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
             drop(slow);
             waiter.await.unwrap().unwrap();
-            assert_eq!(turns.waiting.get(), 0);
+            assert_eq!(limit.waiting.get(), 0);
         });
     }
 
     #[test]
     fn turns_come_in_the_order_of_those_who_wait_and_who_leaves_is_forgotten() {
         run(async {
-            let turns = Rc::new(Turns::of(1));
+            let limit = Rc::new(HandshakeLimit::of(1));
             let order = Rc::<std::cell::RefCell<Vec<usize>>>::default();
-            let first = turns.take().await.unwrap();
+            let first = limit.take().await.unwrap();
             let tasks: Vec<_> = (0..4)
                 .map(|number| {
-                    let (turns, order) = (Rc::clone(&turns), Rc::clone(&order));
+                    let (limit, order) = (Rc::clone(&limit), Rc::clone(&order));
                     tokio::task::spawn_local(async move {
-                        let _turn = turns.take().await.unwrap();
+                        let _permit = limit.take().await.unwrap();
                         order.borrow_mut().push(number);
                     })
                 })
                 .collect();
             tokio::task::yield_now().await;
-            assert_eq!(turns.waiting.get(), 4);
+            assert_eq!(limit.waiting.get(), 4);
             tasks[1].abort();
             drop(first);
             for task in tasks {
                 let _ = task.await;
             }
-            assert_eq!((order.borrow().as_slice(), turns.waiting.get()), (&[0, 2, 3][..], 0));
+            assert_eq!((order.borrow().as_slice(), limit.waiting.get()), (&[0, 2, 3][..], 0));
         });
     }
 }

@@ -14,9 +14,9 @@ use crate::key::JobKey;
 /// through `/proc`: it is never on a disk, it does not depend on descriptors that wrappers close, and it is gone when
 /// the launcher ends, in any way.
 #[derive(Debug)]
-pub(super) struct LentKey(File);
+pub(super) struct KeyFile(File);
 
-impl LentKey {
+impl KeyFile {
     pub(super) fn new(key: &JobKey) -> Result<Self> {
         Self::write(key).map_err(|error| Error::io("the job's key cannot be lent to workers", error))
     }
@@ -45,7 +45,7 @@ mod tests {
     #[test]
     fn a_worker_reads_it_and_cannot_change_it() {
         let key = JobKey::generate().unwrap();
-        let lent = LentKey::new(&key).unwrap();
+        let lent = KeyFile::new(&key).unwrap();
         assert_eq!(JobKey::read(lent.path()).unwrap().bytes(), key.bytes());
         assert!(fs::write(lent.path(), "0".repeat(64)).is_err());
         assert_eq!(JobKey::read(lent.path()).unwrap().bytes(), key.bytes());

@@ -2,29 +2,28 @@
 
 use std::os::fd::BorrowedFd;
 
-use super::{AttemptEnd, Gathered, Nodes, Settled};
+use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::error::{Error, Result};
 use crate::launch::agent::{Agent, AgentConfig, Instruction};
 use crate::launch::attempts::Control;
-use crate::launch::exit::Outcome;
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::world_size::WorldSize;
 
 /// It neither serves a store nor decides: the driver gets all events.
 #[derive(Debug)]
-pub(in crate::launch) struct Led<'a> {
+pub(in crate::launch) struct AgentNode<'a> {
     job: &'a Job,
     agent: &'a Agent,
 }
 
-impl<'a> Led<'a> {
+impl<'a> AgentNode<'a> {
     pub(in crate::launch) fn new(job: &'a Job, agent: &'a Agent) -> Self {
         Self { job, agent }
     }
 }
 
-impl Nodes for Led<'_> {
+impl Nodes for AgentNode<'_> {
     fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
         let AgentConfig { run_id, host, port, first, most, node, nodes } = self.agent.part.clone();
         // Numbers have gaps if hosts have left.
@@ -52,7 +51,7 @@ impl Nodes for Led<'_> {
 
     fn tell(&mut self, _cause: &AttemptEnd) {}
 
-    fn outlived(&mut self, _place: u32, _process: u32) {}
+    fn worker_lost(&mut self, _slot: u32, _process: u32) {}
 
     fn next_instruction(&mut self) -> Option<Instruction> {
         self.agent.receive()
@@ -60,12 +59,7 @@ impl Nodes for Led<'_> {
 
     fn give_up(&mut self, _error: &Error) {}
 
-    fn settle(&mut self, end: AttemptEnd, _control: &mut Control<'_>) -> Result<Settled> {
-        Ok(Settled::Over(match end {
-            AttemptEnd::Succeeded => Outcome::Succeeded,
-            AttemptEnd::Failed(failure, _) => Outcome::Failed(failure),
-            AttemptEnd::Interrupted(signal) => Outcome::Interrupted(signal),
-            AttemptEnd::Stopped | AttemptEnd::Elsewhere => Outcome::Stopped,
-        }))
+    fn after_attempt(&mut self, end: AttemptEnd, _control: &mut Control<'_>) -> Result<AfterAttempt> {
+        Ok(AfterAttempt::Over(end.outcome()))
     }
 }

@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// Identifies the processes of one attempt.
 #[derive(Debug)]
-pub(super) struct Members {
+pub(super) struct JobProcesses {
     tag: Tag,
     /// The workers that were started so far.
     started: u32,
@@ -42,7 +42,7 @@ pub(super) struct Members {
 
 /// The running ones.
 #[derive(Debug, Default)]
-pub(super) struct Running {
+pub(super) struct RunningProcesses {
     in_groups: bool,
     /// Those in none of the workers' groups.
     pub(super) strays: Vec<Stray>,
@@ -52,7 +52,7 @@ pub(super) struct Running {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stray(ProcStat);
 
-impl Running {
+impl RunningProcesses {
     pub(super) fn is_empty(&self) -> bool {
         !self.in_groups && self.strays.is_empty()
     }
@@ -75,7 +75,7 @@ impl Stray {
     }
 }
 
-impl Members {
+impl JobProcesses {
     /// With `adopts`, this process becomes the parent of the job's orphans.
     pub(super) fn new(adopts: bool) -> Result<Self> {
         let mut tag = Tag::default();
@@ -96,7 +96,7 @@ impl Members {
     }
 
     /// All processes of the job start after this one.
-    pub(super) fn begin_with(&mut self, guard: u32) {
+    pub(super) fn set_guard(&mut self, guard: u32) {
         let pid = i32::try_from(guard).unwrap_or(0);
         self.guard = (pid, visible(pid).ok().flatten().map_or(0, |guard| guard.started));
     }
@@ -140,9 +140,9 @@ impl Members {
     /// users, which this one may not signal, do not count either.
     ///
     /// If there was no `/proc` when the job began, no process is found.
-    pub(super) fn look(&self, groups: &[Pid]) -> Option<Running> {
+    pub(super) fn running(&self, groups: &[Pid]) -> Option<RunningProcesses> {
         if !self.has_proc {
-            return Some(Running::default());
+            return Some(RunningProcesses::default());
         }
         let groups = numbers(groups);
         let me = me();
@@ -157,11 +157,14 @@ impl Members {
         self.add_tagged(&self.tag, &processes, &mut ours);
         let (in_groups, strays): (Vec<ProcStat>, Vec<ProcStat>) =
             living(&processes, &ours).partition(|process| groups.contains(&process.group));
-        Some(Running { in_groups: !in_groups.is_empty(), strays: strays.into_iter().map(Stray).collect() })
+        Some(RunningProcesses {
+            in_groups: !in_groups.is_empty(),
+            strays: strays.into_iter().map(Stray).collect(),
+        })
     }
 
     /// Kills all processes with the tag of one worker, and their children, until two looks in a row have found none.
-    pub(super) fn clear(&self, tag: &str, deadline: Deadline) {
+    pub(super) fn kill_tagged(&self, tag: &str, deadline: Deadline) {
         let mut empty = 0;
         while self.has_proc && empty < 2 && !deadline.has_passed() {
             let tagged = self.tagged(tag);
@@ -171,7 +174,7 @@ impl Members {
         }
     }
 
-    /// The running processes with the tag of one worker, and their children; None as for [`look`](Self::look).
+    /// The running processes with the tag of one worker, and their children; None as for [`running`](Self::running).
     pub(super) fn tagged(&self, tag: &str) -> Option<Vec<Stray>> {
         let processes = self.processes()?;
         let mut ours = HashSet::new();
@@ -200,7 +203,7 @@ impl Members {
     }
 }
 
-impl Drop for Members {
+impl Drop for JobProcesses {
     fn drop(&mut self) {
         if self.adopts {
             // The workers have been reaped.
@@ -308,15 +311,15 @@ mod tests {
 
     #[test]
     fn this_process_is_seen() {
-        let members = Members::new(false).unwrap();
-        let running = members.look(&[rustix::process::getpgrp()]).unwrap();
+        let members = JobProcesses::new(false).unwrap();
+        let running = members.running(&[rustix::process::getpgrp()]).unwrap();
         assert!(running.in_groups && !running.is_empty());
         assert!(all().unwrap().iter().any(|process| process.pid == me() && !process.is_dead()));
     }
 
     #[test]
     fn a_tag_is_found_in_another_session_and_told_from_its_neighbours() {
-        let mut members = Members::new(false).unwrap();
+        let mut members = JobProcesses::new(false).unwrap();
         let (first, second) = (members.next_tag(), members.next_tag());
         let mut child = std::process::Command::new("setsid")
             .args(["-w", "sleep", "60"])
@@ -324,15 +327,15 @@ mod tests {
             .spawn()
             .unwrap();
         let deadline = Instant::now() + Duration::from_secs(30);
-        while members.look(&[]).unwrap().is_empty() {
+        while members.running(&[]).unwrap().is_empty() {
             assert!(Instant::now() < deadline, "it was not seen");
             std::thread::sleep(Duration::from_millis(5));
         }
         assert!(members.tagged(&first).unwrap().is_empty());
-        members.clear(&first, Deadline::after(Duration::from_secs(30)));
+        members.kill_tagged(&first, Deadline::after(Duration::from_secs(30)));
         assert!(!members.tagged(&second).unwrap().is_empty());
-        members.clear(&second, Deadline::after(Duration::from_secs(30)));
-        assert!(members.look(&[]).unwrap().is_empty() && Instant::now() < deadline);
+        members.kill_tagged(&second, Deadline::after(Duration::from_secs(30)));
+        assert!(members.running(&[]).unwrap().is_empty() && Instant::now() < deadline);
         child.wait().unwrap();
     }
 
@@ -346,17 +349,17 @@ mod tests {
 
     #[test]
     fn the_guard_is_no_stray_even_if_nothing_else_is_known_of_it() {
-        let mut members = Members::new(false).unwrap();
+        let mut members = JobProcesses::new(false).unwrap();
         let tag = members.next_tag();
         let mut child =
             std::process::Command::new("sleep").arg("60").env(TAG_VARIABLE, &tag).spawn().unwrap();
         let deadline = Instant::now() + Duration::from_secs(30);
-        while members.look(&[]).unwrap().is_empty() {
+        while members.running(&[]).unwrap().is_empty() {
             assert!(Instant::now() < deadline, "it was not seen");
             std::thread::sleep(Duration::from_millis(5));
         }
         members.guard = (i32::try_from(child.id()).unwrap(), 0);
-        assert!(members.look(&[]).unwrap().is_empty());
+        assert!(members.running(&[]).unwrap().is_empty());
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -8,14 +8,14 @@ use crate::rank::Rank;
 
 /// An error of a rank, for the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Told {
+pub(crate) struct RemoteError {
     rank: u32,
     host: String,
     cause: String,
     remedy: Option<String>,
 }
 
-impl Told {
+impl RemoteError {
     /// What `error`, which this rank has met with, or was told, says to others.
     pub(crate) fn of(error: &Error, me: Rank) -> Self {
         Self {

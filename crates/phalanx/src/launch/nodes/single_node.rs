@@ -2,19 +2,18 @@
 
 use std::os::fd::BorrowedFd;
 
-use super::{AttemptEnd, Gathered, Nodes, Settled};
+use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::launch::attempts::Control;
 use crate::launch::event::Event;
-use crate::launch::exit::Outcome;
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::store::TcpStoreServer;
 
 /// The only node: it serves a new store for each attempt.
 #[derive(Debug)]
-pub(in crate::launch) struct Alone<'a> {
+pub(in crate::launch) struct SingleNode<'a> {
     job: &'a Job,
     run_id: String,
     restarts: u32,
@@ -23,13 +22,13 @@ pub(in crate::launch) struct Alone<'a> {
     publisher: Option<Publisher>,
 }
 
-impl<'a> Alone<'a> {
+impl<'a> SingleNode<'a> {
     pub(in crate::launch) fn new(job: &'a Job, run_id: String) -> Self {
         Self { job, run_id, restarts: 0, store: None, publisher: None }
     }
 }
 
-impl Nodes for Alone<'_> {
+impl Nodes for SingleNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         // The last store releases its port first: the next may need it.
         (self.store, self.publisher) = (None, None);
@@ -58,30 +57,27 @@ impl Nodes for Alone<'_> {
 
     fn tell(&mut self, _cause: &AttemptEnd) {}
 
-    fn outlived(&mut self, place: u32, process: u32) {
+    fn worker_lost(&mut self, slot: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
         if self.publisher.is_none() {
             self.publisher = Publisher::start(store, self.job.credentials(), &self.run_id).ok();
         }
         // Without a publisher the other workers must notice the end themselves.
         if let Some(publisher) = &self.publisher {
-            publisher.exited(place, process);
+            publisher.exited(slot, process);
         }
     }
 
     fn give_up(&mut self, _error: &Error) {}
 
-    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled> {
+    fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt> {
         Ok(match end {
             AttemptEnd::Failed(failure, _) if self.restarts < self.job.restarts_allowed() => {
                 self.restarts += 1;
                 control.tell(Event::Restarting { failure: &failure });
-                Settled::Again
+                AfterAttempt::Restart
             }
-            AttemptEnd::Failed(failure, _) => Settled::Over(Outcome::Failed(failure)),
-            AttemptEnd::Interrupted(signal) => Settled::Over(Outcome::Interrupted(signal)),
-            AttemptEnd::Stopped | AttemptEnd::Elsewhere => Settled::Over(Outcome::Stopped),
-            AttemptEnd::Succeeded => Settled::Over(Outcome::Succeeded),
+            end => AfterAttempt::Over(end.outcome()),
         })
     }
 }

@@ -4,12 +4,13 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use rustix::process::Signal as Raw;
 
-use super::membership::{Cause, Departure, Entry, Fault, MembershipState, Node, NodeId, Settings, Verdict};
+use super::membership::{
+    Cause, Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure,
+};
 use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
-use super::{AttemptEnd, Gathered, Nodes, Settled};
+use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::launch::attempts::Control;
@@ -19,13 +20,13 @@ use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
 use crate::log::View;
-use crate::poll::poll;
+use crate::poll::poll_readable;
 use crate::random;
 use crate::store::{Access, Refusals, TcpStoreServer};
 use crate::world_size::WorldSize;
 
 /// This node among the others.
-pub(in crate::launch) struct Several<'a> {
+pub(in crate::launch) struct MultiNode<'a> {
     cluster: &'a Cluster,
     /// Who may use a round's store.
     access: Access,
@@ -48,7 +49,7 @@ pub(in crate::launch) struct Several<'a> {
     shown: Option<usize>,
 }
 
-impl<'a> Several<'a> {
+impl<'a> MultiNode<'a> {
     pub(in crate::launch) fn new(
         job: &Job,
         cluster: &'a Cluster,
@@ -90,7 +91,7 @@ impl<'a> Several<'a> {
     fn take_news(&mut self) {
         (self.reached, self.view) = self.handler.look();
         // The launcher that serves the store ends when the job is over.
-        if self.lost.is_none() && self.view.state.verdict().is_none() {
+        if self.lost.is_none() && self.view.state.job_end().is_none() {
             self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
         }
     }
@@ -142,7 +143,7 @@ impl<'a> Several<'a> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
-        if self.view.is_given_up() && self.view.state.verdict().is_none() {
+        if self.view.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
             let cause =
                 format!("the other nodes have not heard of this one for {silence} s and go on without it");
@@ -196,15 +197,9 @@ impl<'a> Several<'a> {
 
     /// Waits for a message, a signal, or `timeout`; returns a signal that ends this launcher.
     fn wait(&mut self, control: &mut Control<'_>, timeout: Duration) -> Result<Option<Signal>> {
-        let mut descriptors: Vec<PollFd<'_>> = control
-            .signals
-            .iter()
-            .map(AsFd::as_fd)
-            .chain([self.handler.notice()])
-            .chain(control.refused.notice())
-            .map(|descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN))
-            .collect();
-        poll(&mut descriptors, Some(timeout))
+        let signals = control.signals.iter().map(AsFd::as_fd);
+        let descriptors = signals.chain([self.handler.notice()]).chain(control.refused.notice());
+        poll_readable(descriptors, Some(timeout))
             .map_err(|error| Error::io("cannot wait for the other nodes", error))?;
         control.tell_refusal();
         while let Some(number) = control.read_signal() {
@@ -223,13 +218,10 @@ impl<'a> Several<'a> {
         self.handler.propose(Entry::Left { node: self.me, why });
     }
 
-    fn outcome(&self, verdict: &Verdict) -> Outcome {
-        match verdict {
-            Verdict::Succeeded => Outcome::Succeeded,
-            Verdict::Failed(cause) => match describe(cause) {
-                Described::Worker(failure) => Outcome::Failed(failure),
-                Described::Node(failure) => Outcome::NodeFailed(failure),
-            },
+    fn outcome(&self, job_end: &JobEnd) -> Outcome {
+        match job_end {
+            JobEnd::Succeeded => Outcome::Succeeded,
+            JobEnd::Failed(cause) => outcome_of(cause),
         }
     }
 
@@ -269,10 +261,10 @@ impl<'a> Several<'a> {
         if !hosts.is_empty() {
             cause.push_str(&format!(": {}", hosts.join(", ")));
         }
-        match self.view.state.last_cause().map(describe) {
-            Some(Described::Worker(failure)) => cause.push_str(&format!("; before, {failure}")),
-            Some(Described::Node(failure)) => cause.push_str(&format!("; before, {failure}")),
-            None => {}
+        match self.view.state.last_cause().map(outcome_of) {
+            Some(Outcome::Failed(failure)) => cause.push_str(&format!("; before, {failure}")),
+            Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
+            _ => {}
         }
         Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
             "start `phalanx run` on every node, with the same address to meet at and the same --rdzv-id; \
@@ -281,7 +273,7 @@ impl<'a> Several<'a> {
     }
 }
 
-impl Nodes for Several<'_> {
+impl Nodes for MultiNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         let since = Instant::now();
         let mut enough_since = None;
@@ -289,8 +281,8 @@ impl Nodes for Several<'_> {
         loop {
             self.take_news();
             self.warn(control);
-            if let Some(verdict) = self.view.state.verdict() {
-                return Ok(Gathered::Over(self.outcome(verdict)));
+            if let Some(job_end) = self.view.state.job_end() {
+                return Ok(Gathered::Over(self.outcome(job_end)));
             }
             self.check()?;
             if let Some(placement) = self.placement()? {
@@ -343,8 +335,8 @@ impl Nodes for Several<'_> {
             AttemptEnd::Failed(failure, blames) => {
                 // A failure that cannot be encoded is a failure all the same.
                 let detail = postcard::to_stdvec(failure).unwrap_or_default();
-                let fault = Fault { rank: failure.rank.get(), blames: *blames, detail };
-                self.handler.propose(Entry::Failed { round, node: self.me, fault });
+                let failure = WorkerFailure { rank: failure.rank.get(), blames: *blames, detail };
+                self.handler.propose(Entry::Failed { round, node: self.me, failure });
             }
             AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
             AttemptEnd::Stopped => {
@@ -355,17 +347,17 @@ impl Nodes for Several<'_> {
     }
 
     // An elastic job runs on one node.
-    fn outlived(&mut self, _place: u32, _process: u32) {}
+    fn worker_lost(&mut self, _slot: u32, _process: u32) {}
 
     fn give_up(&mut self, error: &Error) {
         self.leave(Departure::GaveUp(error.to_string()));
     }
 
-    fn settle(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<Settled> {
-        let Some(round) = self.round else { return Ok(Settled::Again) };
+    fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt> {
+        let Some(round) = self.round else { return Ok(AfterAttempt::Restart) };
         let succeeded = match end {
-            AttemptEnd::Interrupted(signal) => return Ok(Settled::Over(Outcome::Interrupted(signal))),
-            AttemptEnd::Stopped => return Ok(Settled::Over(Outcome::Stopped)),
+            AttemptEnd::Interrupted(signal) => return Ok(AfterAttempt::Over(Outcome::Interrupted(signal))),
+            AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
         };
@@ -373,38 +365,33 @@ impl Nodes for Several<'_> {
         loop {
             self.take_news();
             self.warn(control);
-            if let Some(verdict) = self.view.state.verdict() {
-                return Ok(Settled::Over(self.outcome(verdict)));
+            if let Some(job_end) = self.view.state.job_end() {
+                return Ok(AfterAttempt::Over(self.outcome(job_end)));
             }
             self.check()?;
             if self.view.state.round() > round {
-                match self.view.state.last_cause().map(describe) {
-                    Some(Described::Worker(failure)) => control.tell(Event::Restarting { failure: &failure }),
-                    Some(Described::Node(failure)) => {
+                match self.view.state.last_cause().map(outcome_of) {
+                    Some(Outcome::Failed(failure)) => control.tell(Event::Restarting { failure: &failure }),
+                    Some(Outcome::NodeFailed(failure)) => {
                         control.tell(Event::Regrouping { left: Some(&failure) })
                     }
-                    None => control.tell(Event::Regrouping { left: None }),
+                    _ => control.tell(Event::Regrouping { left: None }),
                 }
-                return Ok(Settled::Again);
+                return Ok(AfterAttempt::Restart);
             }
             if let Some(signal) = self.wait(control, Duration::from_secs(3600))? {
                 self.leave(Departure::Signal(signal.number()));
-                return Ok(Settled::Over(Outcome::Interrupted(signal)));
+                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
             }
         }
     }
 }
 
-/// A cause, for the user.
-enum Described {
-    Worker(Failure),
-    Node(NodeFailure),
-}
-
-fn describe(cause: &Cause) -> Described {
+/// How a job ends for this cause.
+fn outcome_of(cause: &Cause) -> Outcome {
     match cause {
-        Cause::Worker(fault) => Described::Worker(
-            postcard::from_bytes(&fault.detail).unwrap_or_else(|_| Failure::unknown(fault.rank)),
+        Cause::Worker(failure) => Outcome::Failed(
+            postcard::from_bytes(&failure.detail).unwrap_or_else(|_| Failure::unknown(failure.rank)),
         ),
         Cause::Node { node, node_rank, why } => {
             let why = match why {
@@ -414,7 +401,11 @@ fn describe(cause: &Cause) -> Described {
                 Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
                 Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
             };
-            Described::Node(NodeFailure { node: node_rank.or(node.node_rank), host: node.host.clone(), why })
+            Outcome::NodeFailed(NodeFailure {
+                node: node_rank.or(node.node_rank),
+                host: node.host.clone(),
+                why,
+            })
         }
     }
 }

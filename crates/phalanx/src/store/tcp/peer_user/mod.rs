@@ -17,9 +17,9 @@ type Ends = (SocketAddr, SocketAddr);
 
 /// Finds the users of a store's clients.
 #[derive(Debug, Default)]
-pub(super) struct Neighbours(Rc<Tables>);
+pub(super) struct PeerUsers(Rc<Tables>);
 
-impl Neighbours {
+impl PeerUsers {
     /// The user who created the socket at `peer` that is connected to `here`. `None` if it is not on this host, or
     /// closing.
     ///
