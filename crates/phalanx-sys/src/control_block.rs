@@ -122,7 +122,7 @@ pub struct ControlBlock {
     /// Windows staged and taken so far.
     staged: u64,
     taken: u64,
-    still_lent: Option<io::Error>,
+    still_shared: Option<io::Error>,
 }
 
 impl ControlBlock {
@@ -145,7 +145,7 @@ impl ControlBlock {
             in_own_slot: 0,
             staged: 0,
             taken: 0,
-            still_lent: None,
+            still_shared: None,
         })
     }
 
@@ -162,7 +162,7 @@ impl ControlBlock {
     /// A call with `bytes` in the slot, at most [`SMALL`]. Returns all members' slots when all have been published.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
         self.begin(call, &[], bytes, None, Some(0..bytes.len()));
-        self.meet(watch)?;
+        self.wait_for_all(watch)?;
         Ok(Slots { control_block: self })
     }
 
@@ -178,7 +178,7 @@ impl ControlBlock {
     /// region; else in the windows that `work` stages.
     ///
     /// After an error the region is cut off, so that a peer that is still working on the call does no harm. If that
-    /// fails, [`still_lent`](Self::still_lent) says why.
+    /// fails, [`still_shared`](Self::still_shared) says why.
     pub fn in_place<R, E>(
         &mut self,
         call: Call,
@@ -206,22 +206,22 @@ impl ControlBlock {
         let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
-            (Some(lent), Err(_)) => self.still_lent = lent.cut_off().err(),
+            (Some(lent), Err(_)) => self.still_shared = lent.cut_off().err(),
             (None, _) => {}
         }
         outcome
     }
 
     /// Why the memory of the last call, which failed, could not be cut off. A late peer may still write into it.
-    pub fn still_lent(&mut self) -> Option<io::Error> {
-        self.still_lent.take()
+    pub fn still_shared(&mut self) -> Option<io::Error> {
+        self.still_shared.take()
     }
 
     /// A call in which other ranks may read `memory`, if all ranks' memory is a whole region. Otherwise as
     /// [`in_place`](Self::in_place). A rank without data does not affect which protocol is used.
     ///
     /// All ranks receive the `note`, with every protocol. In one call it has the same length on every rank.
-    pub fn apart<R, E>(
+    pub fn out_of_place<R, E>(
         &mut self,
         call: Call,
         note: &[u8],
@@ -233,7 +233,7 @@ impl ControlBlock {
         let region = self.own.find(memory);
         self.begin(call, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
         let windows = operation::Windows { ahead: false, results: self.staged };
-        SharedOperation::hold(self, operation::Memory::Apart(memory), windows, watch, work)
+        SharedOperation::hold(self, operation::Memory::OutOfPlace(memory), windows, watch, work)
     }
 
     /// Begins a call, with a region if there is one.
@@ -284,12 +284,12 @@ impl ControlBlock {
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
-        // Sleeping ranks are woken in `meet`.
+        // Sleeping ranks are woken in `wait_for_all`.
         own.word(slot).store(self.sequence, Ordering::Release);
     }
 
     /// Waits for all ranks' headers of this call. This rank has published its own.
-    fn meet<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
+    fn wait_for_all<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
         // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
         // processor, and no rank should wait for the fence.
         let have_come = self.waits.a_few(|| self.missing().next().is_none());

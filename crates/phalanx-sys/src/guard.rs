@@ -45,11 +45,11 @@ impl Guard {
         // Allocated before the fork: the child must not allocate.
         let mut watched = vec![0_i32; capacity];
         // SAFETY: the child may make only async-signal-safe calls, because other threads may have held
-        // locks. It runs only `stand_guard`, which does that and never returns. In the parent, fork has no
+        // locks. It runs only `run_guard`, which does that and never returns. In the parent, fork has no
         // requirement.
         match unsafe { libc::fork() } {
             -1 => Err(io::Error::last_os_error()),
-            0 => stand_guard(reader.as_raw_fd(), &mut watched, tag),
+            0 => run_guard(reader.as_raw_fd(), &mut watched, tag),
             pid => match Pid::from_raw(pid) {
                 Some(pid) => Ok(Self { orders: Some(writer), pid, is_reaped: false, is_certain: true }),
                 None => Err(io::ErrorKind::InvalidData.into()),
@@ -161,7 +161,7 @@ fn put_on_the_list(orders: RawFd) -> io::Result<()> {
 
 /// The guard's main function. Async-signal-safe: system calls on its own stack and on `watched`, which
 /// was allocated before the fork; no allocation, no lock, no panic.
-fn stand_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
+fn run_guard(orders: RawFd, watched: &mut [i32], tag: &Tag) -> ! {
     detach(orders);
     loop {
         let mut bytes = [0_u8; 4];

@@ -231,7 +231,7 @@ fn hosts_come_and_go_as_a_script_says() {
         std::thread::sleep(Duration::from_millis(5));
     }
     let err = job.finish(2);
-    assert!(err.contains("far1 is no longer listed so"), "{err}");
+    assert!(err.contains("far1 is no longer in the host list"), "{err}");
     assert_eq!(err.matches("--host-discovery-script").count(), 1, "{err}");
 }
 

@@ -111,7 +111,7 @@ fn read(mut control_block: ControlBlock) {
     // SAFETY: the region is the rank's own before the call.
     let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
     region.fill(1 + control_block.me() as u8);
-    let sum = control_block.apart(CALL, &[], region, None, &mut go_on, |operation| {
+    let sum = control_block.out_of_place(CALL, &[], region, None, &mut go_on, |operation| {
         Ok(operation.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
     });
     assert_eq!(sum, Ok((1..=ranks as u8).sum()));

@@ -10,7 +10,7 @@ use crate::arena::Arena;
 /// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
     InPlace(&'a mut [u8]),
-    Apart(&'a [u8]),
+    OutOfPlace(&'a [u8]),
 }
 
 impl Memory<'_> {
@@ -18,7 +18,7 @@ impl Memory<'_> {
     fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
         match self {
             Self::InPlace(memory) => Some(memory),
-            Self::Apart(_) => None,
+            Self::OutOfPlace(_) => None,
         }
     }
 }
@@ -97,18 +97,18 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         watch: Watch<'w, E>,
         work: impl FnOnce(&mut SharedOperation<'a, 'w, E>) -> Result<R, E>,
     ) -> Result<R, E> {
-        control_block.meet(&mut *watch)?;
-        let apart = matches!(memory, Memory::Apart(_));
+        control_block.wait_for_all(&mut *watch)?;
+        let out_of_place = matches!(memory, Memory::OutOfPlace(_));
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
             Memory::InPlace(memory) => control_block
                 .region(member, MemoryKind::Lent)
                 .is_some_and(|region| region.len() == memory.len()),
-            Memory::Apart(_) => control_block.region(member, MemoryKind::Shown).is_some(),
+            Memory::OutOfPlace(_) => control_block.region(member, MemoryKind::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
             (0..control_block.members())
-                .all(|member| apart && control_block.length(member) == 0 || goes(member))
+                .all(|member| out_of_place && control_block.length(member) == 0 || goes(member))
         };
         let protocol = match all(&small) {
             true => Protocol::Small,
@@ -208,7 +208,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// If the protocol is not [`Protocol::Direct`], or the memory is lent for writing.
     pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
         assert!(
-            self.protocol == Protocol::Direct && matches!(self.memory, Memory::Apart(_)),
+            self.protocol == Protocol::Direct && matches!(self.memory, Memory::OutOfPlace(_)),
             "it is not shown"
         );
         let regions: Vec<&[u8]> = (0..self.members())
@@ -231,7 +231,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         }
         let memory = match &self.memory {
             Memory::InPlace(memory) => &**memory,
-            Memory::Apart(memory) => memory,
+            Memory::OutOfPlace(memory) => memory,
         };
         self.control_block.stage(&mut *self.watch, |window| fill(memory, window))?;
         self.control_block.show(STAGED, self.control_block.staged);

@@ -95,7 +95,7 @@ fn regions_are_read_where_they_are() {
         let region = filled(arena, 10_000, control_block.me() as u8);
         let mut sum = 0;
         control_block
-            .apart(CALL, &[], region.as_slice(), None, &mut go_on, |operation| {
+            .out_of_place(CALL, &[], region.as_slice(), None, &mut go_on, |operation| {
                 sum = operation.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
@@ -128,8 +128,10 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
                 Ok(operation.protocol())
             });
         assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
-        let shown = control_block
-            .apart(CALL, &[], shorter.as_slice(), None, &mut go_on, |operation| Ok(operation.protocol()));
+        let shown =
+            control_block.out_of_place(CALL, &[], shorter.as_slice(), None, &mut go_on, |operation| {
+                Ok(operation.protocol())
+            });
         assert_eq!(shown, Ok(Protocol::Direct));
     });
 }
@@ -168,7 +170,7 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
         ] {
             let (memory, small) = if me == 1 { (memory, small) } else { (&[][..], None) };
             let outcome =
-                control_block.apart(CALL, &[me as u8; 24], memory, small, &mut go_on, |operation| {
+                control_block.out_of_place(CALL, &[me as u8; 24], memory, small, &mut go_on, |operation| {
                     assert!((0..3).all(|member| operation.note(member) == [member as u8; 24]));
                     match operation.protocol() {
                         Protocol::Small => {
@@ -351,7 +353,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             let own = filled(&other, 10_000, 1);
             let read = Cell::new(false);
             let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
-            let late = late.apart(CALL, &[], own.as_slice(), None, &mut watch, |operation| {
+            let late = late.out_of_place(CALL, &[], own.as_slice(), None, &mut watch, |operation| {
                 assert_eq!(operation.protocol(), Protocol::Direct);
                 working.send(()).unwrap();
                 failure.recv().unwrap();
@@ -368,7 +370,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             enough.set(enough.get() || worked.try_recv().is_ok());
             if enough.get() { Err("enough") } else { Ok(()) }
         };
-        let outcome = control_block.apart(CALL, &[], region.as_slice(), None, &mut watch, |_| Ok(()));
+        let outcome = control_block.out_of_place(CALL, &[], region.as_slice(), None, &mut watch, |_| Ok(()));
         assert_eq!(outcome, Err("enough"));
         drop(region);
         failed.send(()).unwrap();

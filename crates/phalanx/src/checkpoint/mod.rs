@@ -43,7 +43,7 @@
 mod disk;
 mod folder;
 #[cfg(test)]
-mod frozen;
+mod frozen_tests;
 mod layout;
 mod manifest;
 mod newest;

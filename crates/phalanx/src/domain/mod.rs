@@ -155,7 +155,7 @@ impl Domain {
                 self.out_of_place(job, sequence, (input, output), Some((sent, received)), timeout)
             }
         };
-        if let Some(reason) = self.control_block.still_lent() {
+        if let Some(reason) = self.control_block.still_shared() {
             // The group's failure has another cause, which stays. This is rare: there is no page, or no address, left.
             warn(format_args!(
                 "{call} {sequence}: a rank that is late can still write into this call's memory: do not use it for \
@@ -220,7 +220,7 @@ impl Domain {
             let routes = Routes::new((job, copying), None, members, |_| &[])?;
             return routes.copy(input, |from| slots.bytes(from), output);
         }
-        self.control_block.apart(call.encoded, &note, brought, small, &mut watch, |operation| {
+        self.control_block.out_of_place(call.encoded, &note, brought, small, &mut watch, |operation| {
             call.check(|index| operation.call(index))?;
             let Some(copying) = copying else {
                 return match operation.protocol() {

@@ -265,9 +265,8 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         Ok(())
     }
 
-    /// Stages all windows, and calls `put` with each piece for this rank and its destination. `destination`
-    /// returns the
-    /// destination of a rank's whole block.
+    /// Stages all windows, and calls `put` with each piece for this rank and where it belongs. `destination` is where a
+    /// rank's whole block belongs.
     fn copy(
         &self,
         operation: &mut Staging<'_, '_>,

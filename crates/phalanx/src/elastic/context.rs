@@ -5,7 +5,7 @@ use std::fmt;
 use super::retry::StepProgress;
 use super::rounds::Rounds;
 use super::snapshot::Snapshot;
-use super::{Drift, State, agreement};
+use super::{Drift, State, state_sync};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -115,7 +115,7 @@ impl<S: State> Context<'_, S> {
         self.snapshot.count(self.round);
         let workers_wait = self.rounds.as_ref().is_some_and(|rounds| rounds.workers_wait());
         let group = self.group.in_call(Caller::ElasticCommit);
-        let committed = agreement::commit(&group, self.snapshot, workers_wait, self.drift)?;
+        let committed = state_sync::commit(&group, self.snapshot, workers_wait, self.drift)?;
         if committed.repaired {
             self.state.load(&self.snapshot.parts)?;
         }
@@ -144,7 +144,7 @@ impl<S: State> Context<'_, S> {
     /// As every collective, and those of [`State`].
     pub fn sync(&mut self) -> Result<()> {
         let mut now = Snapshot::of(&*self.state)?;
-        if agreement::take_from(&self.group.in_call(Caller::ElasticSync), &mut now, Rank::MAIN)? {
+        if state_sync::take_from(&self.group.in_call(Caller::ElasticSync), &mut now, Rank::MAIN)? {
             self.state.load(&now.parts)?;
         }
         Ok(())

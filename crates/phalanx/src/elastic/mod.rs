@@ -40,7 +40,6 @@
 //!
 //! See the guide `docs/guide/elastic.md`.
 
-mod agreement;
 mod context;
 pub(crate) mod members;
 mod options;
@@ -53,6 +52,7 @@ mod run;
 mod session;
 mod snapshot;
 mod state;
+mod state_sync;
 mod step;
 
 pub use context::Context;

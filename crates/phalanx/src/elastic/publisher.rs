@@ -38,8 +38,8 @@ impl Publisher {
         Ok(Self { entries, changes: 0 })
     }
 
-    /// Publishes that the process in this slot has ended. Ranks of its group know already; workers that wait for the next group
-    /// would otherwise wait for its heartbeats to time out.
+    /// Publishes that the process in this slot has ended. The ranks of its group have seen that already. Workers that wait for the
+    /// next group would otherwise wait until its heartbeats time out.
     pub(crate) fn exited(&self, slot: u32, process: u32) {
         match random::number() {
             Ok(nonce) => self.tell(Entry::Exited { slot, process, nonce }),

@@ -5,7 +5,7 @@ use super::members::JobEnd;
 use super::options::ElasticEnv;
 use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
-use super::{Context, Options, State, agreement};
+use super::{Context, Options, State, state_sync};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -149,7 +149,7 @@ fn round_of<S: State, T, E: From<Error>>(
 /// Makes the state the same on every rank.
 fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()> {
     let group = context.group.in_call(Caller::ElasticRun);
-    let changed = agreement::sync(&group, context.snapshot, context.drift)?;
+    let changed = state_sync::sync(&group, context.snapshot, context.drift)?;
     if changed || *dirty {
         context.state.load(&context.snapshot.parts)?;
     }

@@ -64,13 +64,8 @@ impl ProcessGroup {
         let world = self.world_size();
         let (sent, received) = (Counts::new(sent, world)?, Counts::new(received, world)?);
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
-        let mut output = Buffer::zeroed(buffer.dtype(), received.total());
+        let output = Buffer::zeroed(buffer.dtype(), received.total());
         let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
-        self.start_with(call, move |engine, timeout| {
-            let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
-            let memory = Memory::OutOfPlaceV { input, output: into, sent: &sent, received: &received };
-            engine.collective(call, memory, timeout)?;
-            Ok(output)
-        })
+        self.start_out_of_place_v(call, buffer, output, (sent, received))
     }
 }

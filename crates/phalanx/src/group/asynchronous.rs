@@ -7,7 +7,7 @@ use super::engine::Engine;
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
-use crate::collective::{self, ReduceOp};
+use crate::collective::{self, Counts, ReduceOp};
 use crate::deadline::Timeout;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -69,7 +69,7 @@ impl ProcessGroup {
         })
     }
 
-    fn start(&self, call: Call, buffer: Buffer) -> Result<Work> {
+    pub(super) fn start(&self, call: Call, buffer: Buffer) -> Result<Work> {
         self.start_then(call, buffer, |buffer| buffer)
     }
 
@@ -89,6 +89,21 @@ impl ProcessGroup {
         self.start_with(call, move |engine, timeout| {
             let (input, into) = (input.as_bytes(), output.as_bytes_mut());
             engine.collective(call, Memory::OutOfPlace { input, output: into }, timeout)?;
+            Ok(output)
+        })
+    }
+
+    pub(super) fn start_out_of_place_v(
+        &self,
+        call: Call,
+        input: Buffer,
+        mut output: Buffer,
+        (sent, received): (Counts, Counts),
+    ) -> Result<Work> {
+        self.start_with(call, move |engine, timeout| {
+            let (input, into) = (input.as_bytes(), output.as_bytes_mut());
+            let memory = Memory::OutOfPlaceV { input, output: into, sent: &sent, received: &received };
+            engine.collective(call, memory, timeout)?;
             Ok(output)
         })
     }

@@ -76,7 +76,7 @@ pub(crate) fn connect_among(
     let Joined { partition, domain, reason } = joined;
     let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
     if !shares && kind != Some(TransportKind::Tcp) {
-        let reason = reason.unwrap_or_else(|| "they cannot map each other's".to_owned());
+        let reason = reason.unwrap_or_else(|| "they cannot map each other's memory".to_owned());
         // If all could share memory, the others use the control block without this rank. If all were configured to,
         // others may have been configured differently, and go on.
         if partition.is_one() || kind == Some(TransportKind::SharedMemory) {
@@ -86,7 +86,7 @@ pub(crate) fn connect_among(
     }
     if domain.is_none() && partition.domain_of(config.rank).len() > 1 {
         // The other ranks of its host would wait for it there.
-        return Err(health.fail(domain::refused("this rank has no memory for it")));
+        return Err(health.fail(domain::refused("this rank has no shared memory")));
     }
     let rings = messages::rings(config, partition.domain_of(config.rank), &health, deadline);
     let rings = rings.map_err(|error| health.fail(error))?;

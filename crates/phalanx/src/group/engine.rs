@@ -49,7 +49,7 @@ pub(super) struct Engine {
     health: Arc<Health>,
     /// The elements being sent, if the same elements are received and combined in that step.
     snapshot: AlignedBytes,
-    /// A copy of the whole input of a `reduce_scatter`, which is combined step by step.
+    /// Scratch memory: a copy of the whole input of a `reduce_scatter`, or the blocks of a tree.
     workspace: AlignedBytes,
     collectives: Sequence,
     /// This rank's latest calls, by their numbers modulo [`REMEMBERED`].
@@ -188,15 +188,24 @@ impl Engine {
         output: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let mut workspace = std::mem::take(&mut self.workspace);
-        workspace.reserve_len(input.len());
-        let data = &mut workspace.as_mut_slice()[..input.len()];
-        data.copy_from_slice(input);
-        let outcome = self.in_place(call, sequence, data, deadline);
-        if outcome.is_ok() {
-            let start = self.rank.index() * output.len();
+        self.with_workspace(input.len(), |engine, data| {
+            data.copy_from_slice(input);
+            engine.in_place(call, sequence, data, deadline)?;
+            let start = engine.rank.index() * output.len();
             output.copy_from_slice(&data[start..start + output.len()]);
-        }
+            Ok(())
+        })
+    }
+
+    /// Lends `bytes` bytes of scratch memory.
+    fn with_workspace(
+        &mut self,
+        bytes: usize,
+        work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut workspace = std::mem::take(&mut self.workspace);
+        workspace.reserve_len(bytes);
+        let outcome = work(self, &mut workspace.as_mut_slice()[..bytes]);
         self.workspace = workspace;
         outcome
     }
@@ -274,7 +283,8 @@ impl Engine {
         }
     }
 
-    /// A root does not wait for the others, and may have gone on before it receives a peer's different call.
+    /// If a peer's call differs, adds this rank's own call of the same number: a root does not wait for the others, and may have
+    /// made later calls before it receives the peer's.
     fn own_call_at(&self, error: Error, sequence: Sequence) -> Error {
         let theirs = error.sequence().filter(|theirs| error.is_mismatch() && *theirs < sequence);
         let Some(theirs) = theirs else { return error };

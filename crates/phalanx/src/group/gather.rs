@@ -19,7 +19,10 @@ impl ProcessGroup {
     /// As [`all_gather`](Self::all_gather), and if `root` is not a rank of this group.
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: Rank) -> Result<()> {
         let root = self.member(root)?;
-        let output = self.root_only("gather", "output", output, root, "input", input.len())?;
+        if self.rank() == root {
+            self.check_length("gather", "output", output.len(), "input", input.len())?;
+        }
+        let output = if self.rank() == root { output } else { &mut [] };
         self.run(
             self.call_of::<T>(Operation::Gather, input.len()).rooted_at(root),
             out_of_place(input, output),
@@ -102,14 +105,9 @@ impl ProcessGroup {
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         let counts = Counts::new(counts, self.world_size())?;
         self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
-        let mut output = Buffer::zeroed(buffer.dtype(), counts.total());
+        let output = Buffer::zeroed(buffer.dtype(), counts.total());
         let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
-        self.start_with(call, move |engine, timeout| {
-            let (input, into) = (buffer.as_bytes(), output.as_bytes_mut());
-            let memory = Memory::OutOfPlaceV { input, output: into, sent: &counts, received: &counts };
-            engine.collective(call, memory, timeout)?;
-            Ok(output)
-        })
+        self.start_out_of_place_v(call, buffer, output, (counts.clone(), counts))
     }
 
     /// As [`all_gather_v_async`](Self::all_gather_v_async), but each rank's elements are already at their place in
@@ -129,22 +127,5 @@ impl ProcessGroup {
             engine.collective(call, memory, timeout)?;
             Ok(buffer)
         })
-    }
-
-    /// The root's memory, after a check of its length; an empty slice on other ranks.
-    fn root_only<'a, T>(
-        &self,
-        operation: &str,
-        whole: &str,
-        memory: &'a mut [T],
-        root: Rank,
-        part: &str,
-        length: usize,
-    ) -> Result<&'a mut [T]> {
-        if self.rank() != root {
-            return Ok(&mut []);
-        }
-        self.check_length(operation, whole, memory.len(), part, length)?;
-        Ok(memory)
     }
 }

@@ -40,10 +40,7 @@ impl ProcessGroup {
         let root = self.member(root)?;
         let call = self.call(Operation::Reduce, buffer.dtype(), buffer.len()).reducing(op).rooted_at(root);
         call.prepare(op, buffer.as_bytes_mut())?;
-        self.start_with(call, move |engine, timeout| {
-            engine.collective(call, Memory::InPlace(buffer.as_bytes_mut()), timeout)?;
-            Ok(buffer)
-        })
+        self.start(call, buffer)
     }
 
     /// Combines `buffer` with the other ranks' buffers, and scatters the result in shards of different lengths: rank r
@@ -116,9 +113,6 @@ impl ProcessGroup {
         }
         let call = self.call(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
         call.prepare(op, packed.as_bytes_mut())?;
-        self.start_with(call, move |engine, timeout| {
-            engine.collective(call, Memory::InPlace(packed.as_bytes_mut()), timeout)?;
-            Ok(packed)
-        })
+        self.start(call, packed)
     }
 }

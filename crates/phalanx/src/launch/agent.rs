@@ -20,8 +20,8 @@ pub(super) struct AgentConfig {
     pub(super) port: u16,
     /// The number of the first worker here; the others have the next numbers.
     pub(super) first: u32,
-    /// How many workers may take part, here and elsewhere.
-    pub(super) most: u32,
+    /// The largest number of workers, on all hosts.
+    pub(super) max_workers: u32,
     /// This node's rank among the nodes, and the number of nodes.
     pub(super) node: u32,
     pub(super) nodes: u32,
@@ -42,7 +42,7 @@ pub(super) enum Instruction {
 /// The agent of this host, and the instructions of the driver for it.
 #[derive(Clone, Debug)]
 pub(super) struct Agent {
-    pub(super) part: AgentConfig,
+    pub(super) config: AgentConfig,
     instructions: Arc<InstructionQueue>,
 }
 
@@ -54,12 +54,12 @@ struct InstructionQueue {
 }
 
 impl Agent {
-    pub(super) fn new(part: AgentConfig) -> Result<Self> {
+    pub(super) fn new(config: AgentConfig) -> Result<Self> {
         let (notice, wake) = wake_pipe().map_err(|error| {
             Error::io("cannot make a pipe for the instructions of the job's driver", error)
         })?;
         let instructions = InstructionQueue { queue: Mutex::default(), notice, wake };
-        Ok(Self { part, instructions: Arc::new(instructions) })
+        Ok(Self { config, instructions: Arc::new(instructions) })
     }
 
     /// Queues an instruction.
@@ -86,16 +86,16 @@ mod tests {
 
     #[test]
     fn instructions_keep_their_order_and_sending_never_blocks() {
-        let part = AgentConfig {
+        let config = AgentConfig {
             run_id: "x".to_owned(),
             host: "h".to_owned(),
             port: 1,
             first: 0,
-            most: 1,
+            max_workers: 1,
             node: 0,
             nodes: 1,
         };
-        let agent = Agent::new(part).unwrap();
+        let agent = Agent::new(config).unwrap();
         assert_eq!(agent.receive(), None);
         // More than a pipe holds.
         (0..100_000).for_each(|place| agent.send(Instruction::Replace(place)));

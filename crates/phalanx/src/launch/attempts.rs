@@ -28,11 +28,11 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         control.tell(Event::Warning { text: NO_KEY });
     }
     let run_id = job.name_of_run()?;
-    let logs = job.log_files().map(|logs| logs.open(&run_id)).transpose()?;
+    let logs = job.logs.as_ref().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {
         control.tell(Event::Logging { folder: logs.folder() });
     }
-    let mut nodes: Box<dyn Nodes + '_> = match (job.agent(), job.other_nodes()) {
+    let mut nodes: Box<dyn Nodes + '_> = match (&job.agent, &job.cluster) {
         (Some(agent), _) => Box::new(AgentNode::new(job, agent)),
         (None, Some(cluster)) => Box::new(MultiNode::new(job, cluster, run_id, control.refused.refusals())?),
         (None, None) => Box::new(SingleNode::new(job, run_id)),

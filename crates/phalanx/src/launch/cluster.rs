@@ -33,8 +33,8 @@ pub(super) enum RendezvousBackend {
 
 /// The nodes of a job, as one node's launcher is configured for them.
 ///
-/// The launchers meet at a store. Each round of the job also has its own store, which the first node serves for the
-/// workers. If a launcher sends no heartbeats, or its node is gone, the round ends for all.
+/// The launchers find each other, and keep their log, in a store. Each round of the job also has its own store, which the first
+/// node serves for the workers. If a launcher sends no heartbeats, or its node is gone, the round ends for all.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     pub(super) min_nodes: u32,
@@ -53,7 +53,7 @@ impl Cluster {
     pub fn new(min_nodes: u32, max_nodes: u32, host: impl Into<String>, port: u16) -> Result<Self> {
         if port == 0 {
             return Err(Error::invalid_argument(
-                "port 0: the other nodes cannot know which port that becomes",
+                "port 0 means any free port, which the other nodes cannot know",
             )
             .with_remedy("give every node the same free port"));
         }
@@ -65,7 +65,7 @@ impl Cluster {
         )
     }
 
-    /// The same, but the launchers meet in the etcd cluster whose members are `endpoints`, `host:port,host:port`. Any
+    /// The same, but the launchers' store is in the etcd cluster whose members are `endpoints`, `host:port,host:port`. Any
     /// node may be lost, also the first.
     #[cfg(feature = "etcd")]
     pub fn etcd(min_nodes: u32, max_nodes: u32, endpoints: impl Into<String>) -> Result<Self> {
@@ -108,7 +108,7 @@ impl Cluster {
         self
     }
 
-    /// Who serves the store at which the launchers meet, if one of them does. The default is [`ByAddress`](Hosting::ByAddress).
+    /// Who serves the launchers' store, if one of them does. The default is [`ByAddress`](Hosting::ByAddress).
     pub fn hosting(mut self, serving: Hosting) -> Self {
         if let RendezvousBackend::Store { hosting, .. } = &mut self.backend {
             *hosting = serving;
@@ -116,7 +116,7 @@ impl Cluster {
         self
     }
 
-    /// The address at which the other nodes reach this one, if the launchers meet in etcd or in a file. If not given,
+    /// The address at which the other nodes reach this one, if the launchers' store is in etcd or a file. If not given,
     /// it is the address of the interface to etcd, or this host's name.
     pub fn local_addr(mut self, address: impl Into<String>) -> Self {
         self.local_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
@@ -158,7 +158,7 @@ impl Cluster {
         }
     }
 
-    /// How long a launcher may send nothing.
+    /// After how long without a heartbeat a launcher is declared dead.
     pub(super) fn silence(&self) -> Duration {
         self.keep_alive.0.saturating_mul(self.keep_alive.1)
     }

@@ -16,7 +16,7 @@ use serde_json::Value;
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
 
-/// A program that runs for so long after a panic has caught it.
+/// A program that still runs so long after a panic has caught the panic.
 const CAUGHT: Duration = Duration::from_secs(5);
 
 /// What a worker says about its failure.

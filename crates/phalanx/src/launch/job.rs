@@ -51,11 +51,11 @@ struct Elastic {
 /// it.
 #[derive(Clone, Debug)]
 pub struct Job {
-    program: OsString,
+    pub(super) program: OsString,
     name: Option<OsString>,
-    arguments: Vec<OsString>,
+    pub(super) arguments: Vec<OsString>,
     variables: Vec<(OsString, OsString)>,
-    workers: WorldSize,
+    pub(super) workers: WorldSize,
     role: String,
     master_addr: Option<String>,
     master_port: u16,
@@ -64,12 +64,12 @@ pub struct Job {
     max_restarts: u32,
     elastic: Option<Elastic>,
     run_id: Option<String>,
-    logs: Option<Logs>,
-    cluster: Option<Cluster>,
-    agent: Option<Agent>,
-    credentials: Credentials,
+    pub(super) logs: Option<Logs>,
+    pub(super) cluster: Option<Cluster>,
+    pub(super) agent: Option<Agent>,
+    pub(super) credentials: Credentials,
     open_store: bool,
-    subreaper: bool,
+    pub(super) subreaper: bool,
     shown: Option<Vec<u32>>,
 }
 
@@ -271,28 +271,12 @@ impl Job {
         attempts::run(self, observer)
     }
 
-    pub(super) fn program(&self) -> &OsStr {
-        &self.program
-    }
-
     pub(super) fn argv0(&self) -> &OsStr {
         self.name.as_ref().unwrap_or(&self.program)
     }
 
-    pub(super) fn argument_list(&self) -> &[OsString] {
-        &self.arguments
-    }
-
-    pub(super) fn workers(&self) -> WorldSize {
-        self.workers
-    }
-
     pub(super) fn grace_period(&self) -> Duration {
         self.grace.min(Duration::from_secs(365 * 24 * 3600))
-    }
-
-    pub(super) fn is_subreaper(&self) -> bool {
-        self.subreaper
     }
 
     /// Are the lines of the `local_rank`-th worker reported as events?
@@ -314,10 +298,6 @@ impl Job {
         unused.iter().fold(job, |job, name| job.variable(name, ""))
     }
 
-    pub(super) fn credentials(&self) -> &Credentials {
-        &self.credentials
-    }
-
     /// The given key, or a new one if no other launcher needs the same.
     pub(super) fn key_of_run(&self) -> Result<Option<JobKey>> {
         match &self.credentials.key {
@@ -332,7 +312,7 @@ impl Job {
         Access::to(self.credentials.clone(), keyless).telling(refusals)
     }
 
-    /// Who may use the store at which launchers meet.
+    /// Who may use the launchers' store.
     pub(super) fn launchers_access(&self, refusals: &Refusals) -> Access {
         Access::to(self.credentials.clone(), KeylessClients::None).telling(refusals)
     }
@@ -376,7 +356,7 @@ impl Job {
         }
         if self.cluster.is_some() {
             return Err(Error::invalid_argument(
-                "launchers that are started by hand cannot be those of an elastic job",
+                "an elastic job cannot have nodes whose launchers are started one by one (--nnodes)",
             )
             .with_remedy("let one command start all hosts, -H host:slots,.., or leave out --min-np"));
         }
@@ -388,18 +368,6 @@ impl Job {
             .with_remedy("--min-np may be at most --nproc-per-node"));
         }
         Ok(())
-    }
-
-    pub(super) fn agent(&self) -> Option<&Agent> {
-        self.agent.as_ref()
-    }
-
-    pub(super) fn other_nodes(&self) -> Option<&Cluster> {
-        self.cluster.as_ref()
-    }
-
-    pub(super) fn log_files(&self) -> Option<&Logs> {
-        self.logs.as_ref()
     }
 
     /// The job's name: the given one, or a new one.
@@ -420,7 +388,7 @@ impl Job {
         let (workers, limit) = match self.elastic {
             Some(Elastic { min, reset_limit }) => {
                 let limit = reset_limit.map_or_else(String::new, |limit| limit.to_string());
-                let most = self.agent.as_ref().map_or(self.workers.get(), |agent| agent.part.most);
+                let most = self.agent.as_ref().map_or(self.workers.get(), |agent| agent.config.max_workers);
                 (format!("{min}:{most}"), limit)
             }
             None => Default::default(),
@@ -434,7 +402,7 @@ impl Job {
 /// An open store accepts clients without TLS, which a job with TLS does not allow.
 pub(super) fn check_open_store(is_open: bool, credentials: &Credentials) -> Result<()> {
     if is_open && credentials.tls.is_some() {
-        return Err(Error::invalid_argument("an open store would let programs in that do not speak TLS")
+        return Err(Error::invalid_argument("an open store would admit programs that do not use TLS")
             .with_remedy("leave out open_store (--open-store), or the certificates (--tls-ca and so on)"));
     }
     Ok(())
@@ -454,7 +422,7 @@ mod tests {
     fn a_store_is_not_open_to_all_and_closed_to_those_without_tls() {
         let credentials = Credentials { tls: Some(good()), ..Credentials::default() };
         let error = check_open_store(true, &credentials).unwrap_err();
-        assert!(error.to_string().contains("do not speak TLS") && error.remedy().is_some(), "{error}");
+        assert!(error.to_string().contains("do not use TLS") && error.remedy().is_some(), "{error}");
         check_open_store(false, &credentials).unwrap();
         check_open_store(true, &Credentials::default()).unwrap();
     }

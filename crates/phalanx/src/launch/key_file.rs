@@ -18,7 +18,9 @@ pub(super) struct KeyFile(File);
 
 impl KeyFile {
     pub(super) fn new(key: &JobKey) -> Result<Self> {
-        Self::write(key).map_err(|error| Error::io("the job's key cannot be lent to workers", error))
+        Self::write(key).map_err(|error| {
+            Error::io("cannot make the file that passes the job's key to the workers", error)
+        })
     }
 
     fn write(key: &JobKey) -> io::Result<Self> {

@@ -57,6 +57,7 @@ mod policy;
 mod refusals;
 mod remote;
 mod replacements;
+mod root_cause;
 mod slot;
 mod supervisor;
 mod worker;

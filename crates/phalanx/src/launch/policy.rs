@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::exit::{Exit, Signal};
+use super::root_cause::root_cause;
 
 /// How long to wait for processes that have got SIGKILL. Only a process stuck in the kernel takes long.
 const AFTER_KILL: Duration = Duration::from_secs(5);
@@ -12,10 +13,10 @@ const AFTER_KILL: Duration = Duration::from_secs(5);
 /// milliseconds: they report what they saw, and a blamed rank that is still ending may turn out to be the first.
 const REPORTING: Duration = Duration::from_millis(500);
 
-/// How long a worker that is [awaited](Policy::tick) may take to end. A process that panics may write a long backtrace,
+/// How long a worker that is [about to fail](Policy::tick) may take to end. A process that panics may write a long backtrace,
 /// and wait for a processor, while the others know of it already.
-const ON_ITS_WAY_OUT: Duration = Duration::from_secs(5);
-/// How often to check whether it is still awaited.
+const FAILING: Duration = Duration::from_secs(5);
+/// How often to check whether it is still about to fail.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// The state of a job's workers, by index.
@@ -101,7 +102,7 @@ impl Policy {
                 failures.sort_by_key(|end| (!matches!(end.exit, Exit::Signal(_)), end.worker));
                 self.failures.extend(failures);
                 if self.all_exited() {
-                    return Some(self.judge(now));
+                    return Some(self.conclude(now));
                 }
                 if matches!(self.phase, Phase::Running) && !self.failures.is_empty() {
                     self.collect_reports(now);
@@ -135,24 +136,12 @@ impl Policy {
     }
 
     /// All have ended, or their time is over: the remaining processes are asked to end.
-    fn judge(&mut self, now: Instant) -> Signal {
+    fn conclude(&mut self, now: Instant) -> Signal {
+        let blamed = |end: &WorkerExit| self.failures.iter().find(|other| end.blames == Some(other.worker));
+        let first = root_cause(&self.failures, blamed);
         let elsewhere = self.elsewhere.then_some(EndReason::Elsewhere);
-        self.cause = self.root_cause().map(|worker| EndReason::Failed { worker }).or(elsewhere);
+        self.cause = first.map(|end| EndReason::Failed { worker: end.worker }).or(elsewhere);
         self.ask(Signal::TERM, now)
-    }
-
-    /// Follows the blame from the first failure to a worker that has failed and blames none that has failed.
-    fn root_cause(&self) -> Option<usize> {
-        let first = self.failures.first()?;
-        let mut current = first;
-        // Two that blame each other would be an endless loop.
-        for _ in &self.failures {
-            match self.failures.iter().find(|end| current.blames == Some(end.worker)) {
-                Some(blamed) => current = blamed,
-                None => return Some(current.worker),
-            }
-        }
-        Some(first.worker)
     }
 
     /// This process got `signal`.
@@ -185,16 +174,16 @@ impl Policy {
         }
     }
 
-    /// Time has passed. `awaited`: a worker that still runs is about to fail by itself, and its failure may be the
+    /// Time has passed. `about_to_fail`: a worker that still runs is about to fail by itself, and its failure may be the
     /// first.
-    pub(super) fn tick(&mut self, now: Instant, awaited: bool) -> Option<Signal> {
+    pub(super) fn tick(&mut self, now: Instant, about_to_fail: bool) -> Option<Signal> {
         match self.phase {
             Phase::Reporting { until, at_most } if now >= until => {
-                if awaited && now < at_most {
+                if about_to_fail && now < at_most {
                     self.phase = Phase::Reporting { until: at_most.min(now + LOOK), at_most };
                     return None;
                 }
-                Some(self.judge(now))
+                Some(self.conclude(now))
             }
             Phase::Ending { kill_at, .. } if now >= kill_at => Some(self.kill(now)),
             _ => None,
@@ -265,7 +254,7 @@ impl Policy {
     }
 
     fn collect_reports(&mut self, now: Instant) {
-        self.phase = Phase::Reporting { until: now + REPORTING, at_most: now + ON_ITS_WAY_OUT };
+        self.phase = Phase::Reporting { until: now + REPORTING, at_most: now + FAILING };
     }
 
     fn kill(&mut self, now: Instant) -> Signal {
@@ -388,7 +377,7 @@ mod tests {
 
         let (mut policy, now) = self::policy(2);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
-        assert_eq!(policy.tick(now + ON_ITS_WAY_OUT, true), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + FAILING, true), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
     }
 

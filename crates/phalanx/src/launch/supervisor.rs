@@ -50,8 +50,8 @@ pub(super) fn run(
     nodes: &mut dyn Nodes,
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
-    let count = job.workers().count();
-    let mut processes = JobProcesses::new(job.is_subreaper())?;
+    let count = job.workers.count();
+    let mut processes = JobProcesses::new(job.subreaper)?;
     let guard = Guard::start(count, processes.tag())
         .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;
     processes.set_guard(guard.pid());
@@ -112,7 +112,7 @@ enum Reported {
 
 impl Supervisor<'_, '_> {
     fn start_workers(&mut self) -> Result<()> {
-        for local in 0..self.job.workers().get() {
+        for local in 0..self.job.workers.get() {
             let worker = self.start_worker(local)?;
             let (rank, pid) = (worker.rank(), worker.id());
             self.workers.push(worker);
@@ -360,14 +360,14 @@ impl Supervisor<'_, '_> {
     }
 
     fn handle_time(&mut self) {
-        let awaited = self.awaits_failure();
-        let signal = self.policy.tick(Instant::now(), awaited);
+        let about_to_fail = self.any_about_to_fail();
+        let signal = self.policy.tick(Instant::now(), about_to_fail);
         self.deliver(signal);
     }
 
     /// Does a worker still run that is about to fail by itself? Either it has reported an error, or a worker that has
     /// failed blames it; a stopped worker does not end.
-    fn awaits_failure(&mut self) -> bool {
+    fn any_about_to_fail(&mut self) -> bool {
         if !self.policy.collects_reports() {
             return false;
         }

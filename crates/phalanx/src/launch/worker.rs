@@ -79,8 +79,8 @@ impl Worker {
         guard: &Guard,
     ) -> Result<Self> {
         let rank = placement.rank(local_rank);
-        let mut command = Command::new(job.program());
-        command.arg0(job.argv0()).args(job.argument_list()).stdin(Stdio::null());
+        let mut command = Command::new(&job.program);
+        command.arg0(job.argv0()).args(&job.arguments).stdin(Stdio::null());
         command.envs(job.environment(local_rank, placement));
         let (error_file, stdout, stderr) = match logs {
             Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),
@@ -100,8 +100,9 @@ impl Worker {
             if !job.captures_output() && sink.log.is_none() {
                 continue;
             }
-            let (capture, end) = Capture::open(stream, sink)
-                .map_err(|error| Error::io(format!("no pipe for rank {rank}"), error))?;
+            let (capture, end) = Capture::open(stream, sink).map_err(|error| {
+                Error::io(format!("cannot make a pipe for the output of rank {rank}"), error)
+            })?;
             match stream {
                 Stream::Stdout => command.stdout(end),
                 Stream::Stderr => command.stderr(end),
@@ -328,7 +329,7 @@ fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {
 }
 
 fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
-    let program = job.program();
+    let program = &job.program;
     let path = Path::new(program);
     let is_plain_name = path.components().count() == 1 && !program.as_encoded_bytes().contains(&b'/');
     let remedy = match error.kind() {

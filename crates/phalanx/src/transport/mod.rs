@@ -72,7 +72,7 @@ impl FromStr for TransportKind {
             "shm" => Ok(Self::SharedMemory),
             _ => {
                 Err(Error::invalid_argument(format!("{name:?} is no transport"))
-                    .with_remedy("tcp and shm are"))
+                    .with_remedy("use tcp or shm"))
             }
         }
     }

@@ -21,13 +21,13 @@
 mod clock;
 mod entry;
 #[cfg(any(test, fuzzing))]
-mod outside;
+mod fuzz;
 mod state;
 
 pub(super) use clock::{Clock, Step};
 pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
 #[cfg(any(test, fuzzing))]
-pub use outside::fuzz;
+pub use fuzz::fuzz;
 pub(super) use state::{JobEnd, MembersState};
 
 #[cfg(test)]

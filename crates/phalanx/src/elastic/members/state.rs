@@ -146,13 +146,13 @@ impl MembersState {
     /// A state that another worker has written.
     fn decode(bytes: &[u8]) -> Result<Self> {
         let state: Self = log::decode(STATE_VERSION, bytes, Self::AUTHOR)?;
-        let strange = || Error::protocol("the state of the workers' log makes no sense");
+        let strange = || Error::protocol("the state in the workers' log is not valid");
         state.is_sound().then_some(state).ok_or_else(strange)
     }
 
     fn join(&mut self, worker: Worker, settings: Settings) -> Result<(), String> {
         if !settings.are_sound() {
-            return Err(format!("{} to {} workers are no world", settings.min, settings.max));
+            return Err(format!("{} to {} workers is not a valid range", settings.min, settings.max));
         }
         let agreed = *self.settings.get_or_insert(settings);
         if agreed != settings {

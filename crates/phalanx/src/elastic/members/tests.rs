@@ -193,7 +193,7 @@ fn a_round_begins_when_all_have_come_who_can() {
 fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
     let limited = Settings { min: 1, max: 1, reset_limit: Some(1) };
     let mut state = MembersState::default();
-    assert!(state.apply(join(9, settings(3, 2))).unwrap_err().contains("no world"));
+    assert!(state.apply(join(9, settings(3, 2))).unwrap_err().contains("not a valid range"));
     state.apply(join(1, limited)).unwrap();
     assert!(state.apply(join(2, settings(1, 1))).unwrap_err().contains("reset limit"));
     for (dead, next) in [(1, 2), (2, 3)] {

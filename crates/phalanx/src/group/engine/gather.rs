@@ -1,7 +1,6 @@
 //! Gather, scatter and all-to-all: each message goes from the input of one rank directly into the output of another.
 
 use super::{Engine, Space, bytes_of};
-use crate::buffer::AlignedBytes;
 use crate::collective::{self, Counts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -136,12 +135,7 @@ impl Engine {
         block: usize,
         work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        let length = block * self.world.count();
-        let mut workspace: AlignedBytes = std::mem::take(&mut self.workspace);
-        workspace.reserve_len(length);
-        let outcome = work(self, &mut workspace.as_mut_slice()[..length]);
-        self.workspace = workspace;
-        outcome
+        self.with_workspace(block * self.world.count(), work)
     }
 }
 

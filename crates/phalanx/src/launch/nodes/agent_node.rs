@@ -25,13 +25,13 @@ impl<'a> AgentNode<'a> {
 
 impl Nodes for AgentNode<'_> {
     fn gather(&mut self, _control: &mut Control<'_>) -> Result<Gathered> {
-        let AgentConfig { run_id, host, port, first, most, node, nodes } = self.agent.part.clone();
+        let AgentConfig { run_id, host, port, first, max_workers, node, nodes } = self.agent.config.clone();
         // Numbers have gaps if hosts have left.
-        let last = first.saturating_add(self.job.workers().get());
+        let last = first.saturating_add(self.job.workers.get());
         Ok(Gathered::Placed(Placement {
             restarts: 0,
             first_rank: first,
-            world_size: WorldSize::new(most.max(last))?,
+            world_size: WorldSize::new(max_workers.max(last))?,
             node,
             nodes: nodes.max(node.saturating_add(1)),
             workers: Vec::new(),

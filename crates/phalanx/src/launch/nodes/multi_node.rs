@@ -57,7 +57,7 @@ impl<'a> MultiNode<'a> {
         refusals: &Refusals,
     ) -> Result<Self> {
         let me = NodeId(random::number()?);
-        let (workers, node_rank) = (job.workers().get(), cluster.node_rank);
+        let (workers, node_rank) = (job.workers.get(), cluster.node_rank);
         let node = move |serves_store| Node { id: me, host: host::name(), workers, node_rank, serves_store };
         let settings = Settings {
             min_nodes: cluster.min_nodes,
@@ -108,14 +108,14 @@ impl<'a> MultiNode<'a> {
         match server {
             Some(node) => {
                 let cause = format!(
-                    "node 0 ({}) is gone, and with it the store at which the launchers meet: {}",
+                    "node 0 ({}) is gone, and with it the launchers' store: {}",
                     node.host,
                     error.cause()
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
             None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
-                error.with_remedy("is the store at which the launchers meet up, and does this host reach it?")
+                error.with_remedy("is the launchers' store up, and does this host reach it?")
             }
             // It has ended before it joined, or has sent no heartbeat.
             // Another store answers there, or none, and the error says what to do.
@@ -146,7 +146,7 @@ impl<'a> MultiNode<'a> {
         if self.view.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
             let cause =
-                format!("the other nodes have not heard of this one for {silence} s and go on without it");
+                format!("the other nodes got no heartbeat of this one for {silence} s and go on without it");
             return Err(Error::new(Kind::PeerLeft, cause).with_remedy(
                 "was this host, or its network, stopped for a while? --rdzv-conf keep_alive_max_attempt=.. allows more",
             ));
@@ -267,7 +267,7 @@ impl<'a> MultiNode<'a> {
             _ => {}
         }
         Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
-            "start `phalanx run` on every node, with the same address to meet at and the same --rdzv-id; \
+            "start `phalanx run` on every node, with the same --rdzv-endpoint (or --master-addr and --master-port) and --rdzv-id; \
              --rdzv-conf join_timeout=.. waits longer",
         )
     }

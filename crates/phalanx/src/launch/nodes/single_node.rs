@@ -37,10 +37,10 @@ impl Nodes for SingleNode<'_> {
         Ok(Gathered::Placed(Placement {
             restarts: self.restarts,
             first_rank: 0,
-            world_size: self.job.workers(),
+            world_size: self.job.workers,
             node: 0,
             nodes: 1,
-            workers: vec![self.job.workers().get()],
+            workers: vec![self.job.workers.get()],
             master_addr: self.job.master_name(address),
             master_port: address.port(),
             run_id: self.run_id.clone(),
@@ -60,7 +60,7 @@ impl Nodes for SingleNode<'_> {
     fn worker_lost(&mut self, slot: u32, process: u32) {
         let Some(store) = self.store.as_ref().map(TcpStoreServer::reachable_addr) else { return };
         if self.publisher.is_none() {
-            self.publisher = Publisher::start(store, self.job.credentials(), &self.run_id).ok();
+            self.publisher = Publisher::start(store, &self.job.credentials, &self.run_id).ok();
         }
         // Without a publisher the other workers must notice the end themselves.
         if let Some(publisher) = &self.publisher {

@@ -2,8 +2,8 @@
 //!
 //! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. Over the launcher's standard
 //! input it sends the working directory, what to start and the node rank; over its standard output it receives events.
-//! [`protocol`] has the messages and their order. The launchers meet like those of [several nodes](super::Cluster);
-//! this command is not one of them.
+//! [`protocol`] has the messages and their order. The launchers have a rendezvous like those of
+//! [several nodes](super::Cluster); this command takes no part in it.
 //!
 //! No part outlives the job: a launcher whose standard input is closed, or silent for [`SILENCE`](node::SILENCE), ends
 //! its workers; and the other launchers notice a launcher that is gone.
@@ -118,7 +118,7 @@ impl RemoteJob {
         self
     }
 
-    /// How long the hosts may take to answer, and then their launchers to meet: 30 s each.
+    /// How long the hosts may take to answer, and then their launchers to find each other: 30 s each.
     pub fn start_timeout(mut self, timeout: Duration) -> Self {
         self.start_timeout = timeout;
         self

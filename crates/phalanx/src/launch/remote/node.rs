@@ -95,12 +95,12 @@ impl RemoteNode {
     pub fn part(&self, job: Job) -> Job {
         let job = job.key(self.config.key.key());
         match self.agent.clone() {
-            Some(agent) => job.run_id(agent.part.run_id.clone()).part_of(agent),
+            Some(agent) => job.run_id(agent.config.run_id.clone()).part_of(agent),
             None => job,
         }
     }
 
-    /// The hosts of the job, if there are several whose launchers must meet.
+    /// The nodes of the job, if there are several whose launchers have a rendezvous.
     pub fn cluster(&self) -> Result<Option<Cluster>> {
         let LauncherConfig { node, nodes, ref host, port, join_timeout, .. } = self.config;
         if nodes == 1 || self.agent.is_some() {

@@ -50,10 +50,10 @@ pub(super) struct LauncherConfig {
     /// Where the launchers' store is; for port 0 node 0 takes a free one.
     pub(super) host: String,
     pub(super) port: u16,
-    /// How long they may take to meet.
+    /// How long the launchers may take to find each other.
     pub(super) join_timeout: Duration,
     pub(super) key: SentKey,
-    /// In an elastic job, in which launchers do not meet.
+    /// In an elastic job, in which the driver takes the place of the launchers' rendezvous.
     pub(super) agent: Option<AgentConfig>,
 }
 

@@ -47,7 +47,7 @@ impl Gateway {
             if member.contains("://") || member.contains('/') {
                 let cause = format!("{endpoint:?} is not an end point of etcd");
                 return Err(Error::invalid_argument(cause).with_remedy(
-                    "write host:port[,host:port]; TLS is not spoken: let a proxy on this host do it",
+                    "write host:port[,host:port]; TLS to etcd is not supported: let a proxy on this host do it",
                 ));
             }
             let has_port = member.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::connection::invalid;
 use super::handshake_limit::{HandshakeLimit, HandshakePermit};
 use super::peer_user::PeerUsers;
-use super::stream::Stream;
+use super::server_connection::invalid;
+use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{HANDSHAKE, TAG, nonce};

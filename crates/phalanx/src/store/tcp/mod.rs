@@ -2,19 +2,19 @@
 
 mod access;
 mod client;
-mod connection;
+mod client_connection;
 mod handshake_limit;
-mod link;
 mod peer_user;
 mod server;
-mod stream;
+mod server_connection;
+mod server_stream;
 mod waiters;
 
 pub(crate) use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
-pub use link::fuzz;
-pub(crate) use link::host_port;
+pub use client_connection::fuzz;
+pub(crate) use client_connection::host_port;
 pub use server::TcpStoreServer;
 
 #[cfg(test)]

@@ -17,9 +17,9 @@ use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::connection::{Shared, serve};
-use super::link::{NO_ADDRESS_REMEDY, resolve};
-use super::stream::Stream;
+use super::client_connection::{NO_ADDRESS_REMEDY, resolve};
+use super::server_connection::{Shared, serve};
+use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};

@@ -198,7 +198,7 @@ fn a_foreign_server_is_named_and_its_lengths_are_not_believed() {
 
     let rude = foreign(drop);
     let error = TcpStore::connect(rude, soon()).unwrap_err();
-    assert!(error.to_string().contains("closes the connection when it is greeted"), "{error}");
+    assert!(error.to_string().contains("closes the connection during the greeting"), "{error}");
 
     let silent = foreign(|stream| {
         let _ = (&stream).read_to_end(&mut Vec::new());
@@ -369,8 +369,8 @@ fn a_stranger_takes_little_memory() {
         let (stream, _) = listener.accept().await.unwrap();
         let key = JobKey::generate().unwrap();
         let admission = super::access::Admission::new(Access::to(key.into(), KeylessClients::OfThisUser));
-        let stream = super::stream::Stream::new(stream);
-        let task = super::connection::serve(stream, admission.into(), Default::default(), || {});
+        let stream = super::server_stream::Stream::new(stream);
+        let task = super::server_connection::serve(stream, admission.into(), Default::default(), || {});
         assert!(size_of_val(&task) <= 2048, "{} bytes", size_of_val(&task));
     });
 }

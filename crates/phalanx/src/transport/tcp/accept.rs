@@ -12,7 +12,7 @@ use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
 use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
-use super::start::{self, LOOK};
+use super::start_failure::{self, LOOK};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
 use crate::poll::poll;
@@ -83,7 +83,7 @@ pub(super) fn accept(
             for (peer, pair) in config.world.ranks().skip(first).zip(pairs.iter()) {
                 pair.control
                     .as_ref()
-                    .map_or(Ok(()), |control| start::check_peer(peer, "unknown host", control))?;
+                    .map_or(Ok(()), |control| start_failure::check_peer(peer, "unknown host", control))?;
             }
         }
         let before = pending.len();

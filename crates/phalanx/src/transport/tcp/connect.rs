@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::accept::{Pair, accept};
 use super::control::Connections;
 use super::dial::dial;
-use super::{MeshConfig, start, stop_probe};
+use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
@@ -55,7 +55,7 @@ pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> 
     match hosts {
         Ok(hosts) => Ok(Mesh { connections, hosts }),
         Err(error) => {
-            let error = start::report(config, &host, error);
+            let error = start_failure::report(config, &host, error);
             // A rank that has all its connections no longer reads the store.
             connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
             Err(error)
@@ -85,8 +85,8 @@ fn build(
         nonce: [0; NONCE],
     };
     let listener = listen(config.interface)?;
-    let (stop, stopped) =
-        UnixStream::pair().map_err(|error| Error::io("the accepting thread has no signal", error))?;
+    let (stop, stopped) = UnixStream::pair()
+        .map_err(|error| Error::io("cannot make a socket pair that stops the accepting thread", error))?;
     let (finish, finished) = mpsc::channel();
     let missing = AtomicUsize::new(usize::MAX);
 
@@ -107,7 +107,7 @@ fn build(
                 let (data, control) = (to(Channel::Data)?, to(Channel::Control)?);
                 below.push(Pair { data, control, messages: to(Channel::Messages)? });
             }
-            start::watch(config, host, (&addresses, below), missing, &finished)?;
+            start_failure::watch(config, host, (&addresses, below), missing, &finished)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
         });
         if connecting.is_err() {
@@ -136,7 +136,7 @@ fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Resu
         config.store.set(KEY, &job, deadline)?;
         return Ok(job);
     }
-    start::wait_for(config, host, &[(Rank::MAIN, KEY.into())], deadline)?;
+    start_failure::wait_for(config, host, &[(Rank::MAIN, KEY.into())], deadline)?;
     let drawn = config.store.get(KEY, deadline)?;
     drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
 }
@@ -153,7 +153,7 @@ fn exchange_addresses(
     let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     config.store.set(&key(config.rank), &own, deadline)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
-    start::wait_for(config, host, &keys, deadline)?;
+    start_failure::wait_for(config, host, &keys, deadline)?;
     let keys: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let values = config.store.multi_get(&keys, deadline)?;
     let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::connect::{Address, no_descriptors};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
-use super::{MeshConfig, start};
+use super::{MeshConfig, start_failure};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Kind, Result, no_more_files};
 use crate::notice::Reminders;
@@ -69,7 +69,7 @@ pub(super) fn dial(
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
-                    return Err(start::gone(peer, address));
+                    return Err(start_failure::gone(peer, address));
                 }
             }
             _ => refusing = None,
@@ -82,9 +82,9 @@ pub(super) fn dial(
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
         if backoff.is_longest() {
-            start::check(config, host).map_err(|error| match error.peer() {
+            start_failure::check(config, host).map_err(|error| match error.peer() {
                 // The store has gone, and with it the rank that served it.
-                None if refusing.is_some() => start::gone(peer, address),
+                None if refusing.is_some() => start_failure::gone(peer, address),
                 _ => error,
             })?;
         }

@@ -11,7 +11,7 @@ mod dial;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;
-mod start;
+mod start_failure;
 mod stop_probe;
 mod stream;
 #[cfg(all(test, feature = "tls"))]
@@ -33,7 +33,7 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
 pub(crate) use self::control::{Connections, Monitor};
-pub(crate) use self::start::fail_start;
+pub(crate) use self::start_failure::fail_start;
 pub(crate) use self::stop_probe::publish_process;
 use self::stream::{Receiving, Sending};
 use super::{Incoming, Outgoing, Transport, late};

@@ -18,12 +18,12 @@
 
 mod entry;
 #[cfg(any(test, fuzzing))]
-mod outside;
+mod fuzz;
 mod state;
 
 pub(super) use entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 #[cfg(any(test, fuzzing))]
-pub use outside::fuzz;
+pub use fuzz::fuzz;
 pub(super) use state::{Cause, JobEnd, MembershipState};
 
 #[cfg(test)]

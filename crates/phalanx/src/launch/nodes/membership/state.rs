@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
+use crate::launch::root_cause::root_cause;
 use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
@@ -67,7 +68,7 @@ pub(crate) enum JobEnd {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cause {
     Worker(WorkerFailure),
-    /// `node_rank` and `ranks` if it took part.
+    /// `node_rank` if it took part.
     Node {
         node: Node,
         node_rank: Option<u32>,
@@ -387,7 +388,6 @@ impl Running {
         self.members.last().map_or(0, |member| member.first_rank + member.node.workers)
     }
 
-    /// Follows the blame from the first failure to one that blames no rank that has failed.
     fn root_cause(&self) -> Option<Cause> {
         // The workers of a node that sends no heartbeats died before the silence was noticed, and not every program
         // reports whom it blames.
@@ -395,19 +395,13 @@ impl Running {
         if let Some(silent) = self.causes.iter().find(silent) {
             return Some(silent.clone());
         }
-        let first = self.causes.first()?;
-        let mut current = first;
-        // Two that blame each other would be an endless loop.
-        for _ in &self.causes {
-            let Cause::Worker(WorkerFailure { blames: Some(blamed), .. }) = current else {
-                return Some(current.clone());
-            };
-            match self.causes.iter().find(|cause| self.concerns(cause, *blamed)) {
-                Some(blamed) => current = blamed,
-                None => return Some(current.clone()),
+        let blamed = |cause: &Cause| match cause {
+            Cause::Worker(WorkerFailure { blames: Some(rank), .. }) => {
+                self.causes.iter().find(|other| self.concerns(other, *rank))
             }
-        }
-        Some(first.clone())
+            _ => None,
+        };
+        root_cause(&self.causes, blamed).cloned()
     }
 
     /// Is it about `rank`?

@@ -36,7 +36,7 @@ pub(in crate::launch::remote) struct ElasticPlan {
     discovery_fails: bool,
     run_id: String,
     host_manager: HostManager,
-    most: u32,
+    max_workers: u32,
     store: Option<Store>,
     exits: Vec<Exit>,
     /// Failures that were not recovered from: of a worker, and of a host.
@@ -68,7 +68,7 @@ impl ElasticPlan {
             discovery_fails: false,
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             host_manager: HostManager::new(limits),
-            most: limits.max,
+            max_workers: limits.max,
             store: None,
             exits: Vec::new(),
             failure: None,
@@ -100,7 +100,9 @@ impl ElasticPlan {
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
                 Action::Retire { host } => {
                     let name = self.host_manager.name(host);
-                    let text = format!("{name} is no longer listed so: its workers are ended");
+                    let text = format!(
+                        "{name} is no longer in the host list, or has another number of slots there: its workers are ended"
+                    );
                     launchers.control.tell(Event::Warning { text: &text });
                     retire(launchers, host);
                 }
@@ -203,7 +205,7 @@ impl ElasticPlan {
             host: host.to_owned(),
             port,
             first: peer.first,
-            most: self.most,
+            max_workers: self.max_workers,
             node: u32::try_from(peer.index).unwrap_or(u32::MAX),
             nodes,
         };
@@ -363,7 +365,7 @@ impl Plan for ElasticPlan {
                 (None, None) => {
                     let there = self.too_few.unwrap_or(0);
                     return Err(Error::timeout(format!(
-                        "{there} workers are there, and no others have come"
+                        "{there} workers run, and no others have come in time"
                     ))
                     .with_remedy("does the host list name enough hosts? --elastic-timeout waits longer"));
                 }

@@ -507,10 +507,10 @@ fn tls_failed(address: &str, error: io::Error) -> Error {
 }
 
 fn closes(address: &str, credentials: &ClientCredentials) -> Error {
-    let error = not_a_store(address, "it closes the connection when it is greeted");
+    let error = not_a_store(address, "it closes the connection during the greeting");
     error.with_remedy(match (&credentials.tls, &credentials.secret) {
         (Some(_), _) => {
-            "if it is a store, it speaks no TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+            "if it is a store, it does not use TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
              PHALANX_TLS_KEY under torchrun. Otherwise another program has this port"
         }
         (None, Some(_)) => {

@@ -91,7 +91,7 @@ pub(super) fn wait_for(
                 there = count_there(config, &names, there);
                 if let Some((rank, _)) = keys.get(there) {
                     reminders.remind(|| {
-                        format!("rank {} waits for rank {rank} to say where it listens", config.rank)
+                        format!("rank {} waits for rank {rank} to publish its address", config.rank)
                     });
                     probe.check(*rank)?;
                 }
@@ -100,11 +100,9 @@ pub(super) fn wait_for(
         }
         if deadline.has_passed() {
             let error = match keys.get(count_there(config, &names, there)) {
-                Some((rank, _)) => {
-                    Error::timeout(format!("rank {rank} did not say where it listens in time"))
-                        .with_peer(*rank)
-                }
-                None => Error::timeout("not all ranks said in time where they listen"),
+                Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
+                    .with_peer(*rank),
+                None => Error::timeout("not all ranks published their addresses in time"),
             };
             return Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"));
         }

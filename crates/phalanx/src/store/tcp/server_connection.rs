@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::access::Admission;
-use super::stream::Stream;
+use super::server_stream::Stream;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
 use crate::wire::store::{CHECK_NOT_READY, CHECK_READY, Decoder, Op, Request, WAIT_CANCELLED, WAIT_DONE};
