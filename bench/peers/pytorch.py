@@ -2,7 +2,7 @@
 
     python pytorch.py --by gloo --ranks 2 all_reduce 4 65536 1048576
 
-By gloo; or by the operators that DeepSpeed and vLLM have for an all_reduce through shared memory, which are called
+By gloo, or by phalanx, as backends of `torch.distributed`; or by the operators that DeepSpeed and vLLM have for an all_reduce through shared memory, which are called
 themselves, without the Python that wraps them. (A script named after either would hide the package from `import`.)
 """
 
@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from clock import measure, tell
 
 HOST = "127.0.0.1"
+OPERATORS = ("deepspeed", "vllm")
 # How the names of the segments begin that both leave behind; what follows is a rank.
 DEEPSPEED = "deepspeed_allreduce_buffer_{uid}_{host}_{port}_"
 VLLM = "phalanx-peers-{port}-"
@@ -105,9 +106,11 @@ def bind(rank: int, ranks: int) -> None:
 def worker(rank: int, by: str, ranks: int, port: int, collective: str, sizes: list[int]) -> None:
     os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if by == "phalanx":
+        import phalanx_torch  # noqa: F401  It registers the backend.
+    dist.init_process_group("phalanx" if by == "phalanx" else "gloo", rank=rank, world_size=ranks)
     reduce = None
-    if by != "gloo":
+    if by in OPERATORS:
         bind(rank, ranks)
         reduce = (deepspeed if by == "deepspeed" else vllm)(rank, ranks, port)
     trips = 2 if collective == "send_recv" else 1
@@ -128,12 +131,12 @@ def worker(rank: int, by: str, ranks: int, port: int, collective: str, sizes: li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--by", choices=["gloo", "deepspeed", "vllm"], default="gloo")
+    parser.add_argument("--by", choices=["gloo", "phalanx", *OPERATORS], default="gloo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("collective")
     parser.add_argument("sizes", type=int, nargs="+")
     arguments = parser.parse_args()
-    if arguments.by != "gloo" and arguments.collective != "all_reduce":
+    if arguments.by in OPERATORS and arguments.collective != "all_reduce":
         parser.error(f"{arguments.by} is timed for all_reduce only")
     with socket.socket() as free:
         free.bind((HOST, 0))

@@ -23,10 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
 from peers import Case, Missing, Start, chosen, machine
 
-OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp"}
+OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp", PYTHON: PYTHON}
 LIMITS = {peer.name for peer in PEERS.values() if peer.limit}
 # What the shared memory of libraries is called that leave it behind where they are ended.
 SEGMENTS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "deepspeed_allreduce_buffer_*", "phalanx-peers-*")
@@ -201,18 +201,19 @@ def readable(size: int) -> str:
 def table(medians: dict[str, Times], sizes: list[int]) -> None:
     """Times, and the quickest of the others in terms of ours; then each other's ratio over all sizes."""
     others = [name for name in medians if name not in OURS and name not in LIMITS]
-    titles = ["size", *medians, *(["quickest peer / shm"] if SHM in medians and others else [])]
+    ours = next((name for name in (SHM, PYTHON) if name in medians), None)
+    titles = ["size", *medians, *([f"quickest peer / {OURS[ours]}"] if ours and others else [])]
     print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}")
     for size in sizes:
         row = [readable(size), *(f"{median[size]:,.1f}" if size in median else "–" for median in medians.values())]
         if len(titles) > len(row):
             there = [(medians[name][size], name) for name in others if size in medians[name]]
-            both = there and size in medians[SHM]
-            row.append(f"{min(there)[0] / medians[SHM][size]:.2f} {min(there)[1]}" if both else "–")
+            both = there and size in medians[ours]
+            row.append(f"{min(there)[0] / medians[ours][size]:.2f} {min(there)[1]}" if both else "–")
         print(f"| {' | '.join(row)} |")
     print()
     pairs = [(REGISTERED, FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
-    pairs += [(name, ours) for ours in (SHM, REGISTERED) for name in others]
+    pairs += [(name, ours) for ours in (SHM, REGISTERED, PYTHON) for name in others]
     for one, other in pairs:
         both = [size for size in sizes if size in medians.get(one, {}) and size in medians.get(other, {})]
         if both:

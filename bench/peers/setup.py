@@ -5,7 +5,7 @@
     python bench/peers/setup.py --folder /somewhere --peers gloo,intel-mpi
 
 All takes some five minutes and 6 GB, nearly all of it PyTorch. Nothing outside the folder is changed, and what is there
-already is not installed again. README.md says what each is.
+already is not installed again, but for phalanx_torch, which is built from this tree. README.md says what each is.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import venv
 from pathlib import Path
 
-from peers import FOLDER, PEERS, VLLM, Case, Missing, avx512, chosen
+from peers import FOLDER, PEERS, PHALANX_TORCH, VLLM, Case, Missing, avx512, chosen
 from run import Failed, times
 
 
@@ -32,6 +32,9 @@ def install(folder: Path, keys: list[str]) -> None:
         if name == "torch" and "vllm" in keys and avx512():
             # Its dependencies are all that a server of language models needs, its operators need none of them.
             pip(where, "--no-deps", VLLM)
+        if "phalanx-torch" in keys:
+            # This tree's, as it is now.
+            pip(where, "--no-deps", "--force-reinstall", str(PHALANX_TORCH))
 
 
 def pip(where: Path, *packages: str) -> None:

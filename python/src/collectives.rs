@@ -1,8 +1,10 @@
 //! The collectives of a group, on tensors and lists of tensors.
 
-use phalanx::{Buffer, DType, Element, Rank, Result};
+use phalanx::{Buffer, DType, Element, Rank, ReduceOp, Result};
 use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::dtypes::{Meaning, with_element};
 use crate::group::{Group, How, Op, Reduction};
@@ -29,6 +31,37 @@ impl Group {
             reduction,
             move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
         )
+    }
+
+    /// `allreduce` as PyTorch calls it, if its caller waits and its one tensor needs no preparation. Returns whether it was
+    /// that: otherwise nothing has been done, and `process_group.py` prepares it, or says what is wrong with it.
+    fn all_reduce_as_it_is(
+        &self,
+        py: Python<'_>,
+        tensors: &Bound<'_, PyAny>,
+        options: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let Ok(tensors) = tensors.cast::<PyList>() else { return Ok(false) };
+        let Some((number, timeout)) = waited_for(options)? else { return Ok(false) };
+        // A premultiplied sum has a factor, which takes longer to read.
+        let Ok(reduction) = Reduction::of((number, f64::NAN)) else { return Ok(false) };
+        if tensors.len() != 1 || matches!(reduction.op, ReduceOp::PreMulSum(_)) {
+            return Ok(false);
+        }
+        let Ok(mut memory) = Memory::of_tensor(&tensors.get_item(0)?, reduction.meaning()) else {
+            return Ok(false);
+        };
+        if matches!(reduction.op, ReduceOp::Avg) && is_integer(memory.dtype()) {
+            return Ok(false);
+        }
+        let op = reduction.op;
+        self.reduction(
+            py,
+            (timeout, true),
+            reduction,
+            move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
+        )?;
+        Ok(true)
     }
 
     fn all_reduce_coalesced(
@@ -304,6 +337,28 @@ impl Group {
                 Ok(())
             })
         })
+    }
+}
+
+/// The number of the operation in `AllreduceOptions`, and the limit in seconds if there is one. None if these are not such
+/// options, or if the caller does not wait.
+fn waited_for(options: &Bound<'_, PyAny>) -> PyResult<Option<(u8, Option<f64>)>> {
+    let py = options.py();
+    // Not all versions of PyTorch say it.
+    let Some(is_async) = options.getattr_opt(intern!(py, "asyncOp"))? else { return Ok(None) };
+    if is_async.is_truthy()? {
+        return Ok(None);
+    }
+    let Ok(number) = u8::try_from(options.getattr(intern!(py, "reduceOp"))?.hash()?) else { return Ok(None) };
+    let timeout = options.getattr(intern!(py, "timeout"))?;
+    let seconds: f64 = timeout.call_method0(intern!(py, "total_seconds"))?.extract()?;
+    Ok(Some((number, (seconds > 0.0).then_some(seconds))))
+}
+
+fn is_integer(dtype: DType) -> bool {
+    match dtype {
+        DType::I32 | DType::I64 | DType::U8 | DType::I8 => true,
+        DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::Bool => false,
     }
 }
 

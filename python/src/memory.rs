@@ -32,17 +32,17 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// The memory of `owner`, a tensor of PyTorch or an array of NumPy's kind. If it is `written`, it must be writable.
     pub fn of(owner: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
-        match owner.getattr_opt(intern!(owner.py(), "is_cpu"))? {
-            Some(is_cpu) => Self::of_tensor(owner, is_cpu.is_truthy()?, meaning),
-            None => Self::of_array(owner, meaning, written),
+        match owner.hasattr(intern!(owner.py(), "is_cpu"))? {
+            true => Self::of_tensor(owner, meaning),
+            false => Self::of_array(owner, meaning, written),
         }
     }
 
     /// The memory of a tensor on a CPU, which must be contiguous. A `meaning` of `Bytes` takes every type of elements.
-    fn of_tensor(tensor: &Bound<'_, PyAny>, is_cpu: bool, meaning: Meaning) -> PyResult<Self> {
+    pub fn of_tensor(tensor: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<Self> {
         let py = tensor.py();
         let (dtype, per_element) = dtypes::of_torch(&tensor.getattr(intern!(py, "dtype"))?, meaning)?;
-        if !is_cpu {
+        if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
             let device = tensor.getattr(intern!(py, "device"))?;
             return Err(PyTypeError::new_err(format!(
                 "this tensor is on {device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one"
@@ -51,8 +51,9 @@ impl Memory {
         if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
             return Err(PyValueError::new_err("this tensor is not contiguous"));
         }
-        // `conj()` and `imag` may only leave a mark: the elements are then others than those in memory.
-        let is_conj = tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
+        // `conj()` and `imag` may only leave a mark: the elements are then others than those in memory. Only complex numbers,
+        // which are two elements, can be conjugated.
+        let is_conj = per_element > 1 && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
         if is_conj || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
             return Err(PyValueError::new_err(
                 "this tensor is conjugated or negated only when it is read: resolve_conj().resolve_neg() makes one whose memory \

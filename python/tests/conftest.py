@@ -10,6 +10,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch  # noqa: F401
 
@@ -17,6 +18,10 @@ LIMIT = 90.0
 # Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
 SINCE_2_15 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 FORK = multiprocessing.get_context("fork")
+# Older versions do not tell a group whether its caller waits.
+needs_async_op = pytest.mark.skipif(
+    not hasattr(c10d.AllreduceOptions(), "asyncOp"), reason="this PyTorch's options do not say whether the caller waits"
+)
 
 
 def _child(rank, body, arguments, pipe):
@@ -83,6 +88,15 @@ def ranks(tmp_path):
         return processes(world, _in_group, world, url, timeout, body, arguments, dies=dies)
 
     return run
+
+
+def waiting(op=dist.ReduceOp.SUM, timeout=None):
+    """The options with which `dist.all_reduce` calls a group."""
+    options = c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, False
+    if timeout is not None:
+        options.timeout = datetime.timedelta(seconds=timeout)
+    return options
 
 
 def free_port():

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import needs_async_op, waiting
 
 REDUCED = [
     torch.float32,
@@ -75,6 +76,48 @@ def reduces(rank, world):
     dist.reduce(root, world - 1)
     mine = sum(filled(r, torch.float32) for r in range(world)) if rank == world - 1 else filled(rank, torch.float32)
     assert same(root, mine)
+
+
+def as_they_are(rank):
+    group = dist.group.WORLD
+    at_once = group._native.all_reduce_as_it_is
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64):
+        tensor = filled(rank, dtype)
+        assert at_once([tensor], waiting()) and same(tensor, filled(0, dtype) + filled(1, dtype)), dtype
+    empty = torch.ones(0)
+    assert at_once([empty], waiting()) and empty.numel() == 0
+    mean = torch.full((2,), float(rank))
+    assert at_once([mean], waiting(dist.ReduceOp.AVG)) and mean.tolist() == [0.5, 0.5]
+    # All else is left to the part in Python, with nothing done.
+    asynchronous, premultiplied = waiting(), waiting(dist._make_nccl_premul_sum(2.0))
+    asynchronous.asyncOp = True
+    plain = filled(rank, torch.float32)
+    for tensors, options in (
+        ([plain.t()], waiting()),
+        ([filled(rank, torch.int16)], waiting()),
+        ([filled(rank, torch.uint64)], waiting()),
+        ([filled(rank, torch.int32)], waiting(dist.ReduceOp.AVG)),
+        ([filled(rank, torch.complex64)], waiting(dist.ReduceOp.MAX)),
+        ([filled(rank, torch.complex64).conj()], waiting()),
+        ([torch.complex(plain, plain).conj().imag], waiting()),
+        ([torch.eye(3).to_sparse()], waiting()),
+        ([torch.ones(2, device="meta")], waiting()),
+        ([numpy.ones(2)], waiting()),
+        ([plain], premultiplied),
+        ([plain], asynchronous),
+        ([plain], None),
+        ([plain, plain], waiting()),
+        ([], waiting()),
+        (plain, waiting()),
+    ):
+        assert at_once(tensors, options) is False, tensors
+    assert same(plain, filled(rank, torch.float32))
+    assert at_once([plain], waiting()) and same(plain, filled(0, torch.float32) + filled(1, torch.float32))
+
+
+@needs_async_op
+def test_tensors_that_need_no_preparation_are_reduced_at_once(ranks):
+    ranks(2, as_they_are)
 
 
 def averages_of_integers(rank, world):

@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from conftest import SINCE_2_15, free_port
+from conftest import SINCE_2_15, free_port, needs_async_op, waiting
 
 import phalanx_torch
 from phalanx_torch.process_group import ProcessGroup
@@ -117,6 +118,33 @@ def late(rank):
 
 def test_time_outs(ranks):
     ranks(2, late, timeout=1.0)
+
+
+def limited(rank):
+    group, tensor = dist.group.WORLD, torch.ones(1)
+    store = group.get_group_store()
+    if rank == 1:
+        store.wait(["another thread has run"])
+        dist.all_reduce(tensor)
+        store.wait(["timed out"])
+        return
+    # A call that waits for the other rank lets this rank's other threads run.
+    other = threading.Thread(target=lambda: (time.sleep(0.2), store.set("another thread has run", "")))
+    other.start()
+    dist.all_reduce(tensor)
+    other.join()
+    assert tensor.item() == 2
+    begin, before = time.monotonic(), group._get_sequence_number_for_group()
+    with pytest.raises(Error, match=" Timed out .*rank 1 ") as caught:
+        group.allreduce([tensor], waiting(timeout=1.0))
+    assert caught.value.kind == "timeout" and time.monotonic() - begin < 30
+    assert group._get_sequence_number_for_group() == before + 1
+    store.set("timed out", "")
+
+
+@needs_async_op
+def test_a_call_that_waits_has_its_own_limit_and_lets_other_threads_run(ranks):
+    ranks(2, limited)
 
 
 def aborted(rank):

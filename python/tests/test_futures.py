@@ -1,11 +1,15 @@
 """Works and futures."""
 
+import datetime
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import needs_async_op, waiting
 
 from phalanx_torch.work import Work
 
@@ -31,6 +35,36 @@ def results(rank):
 
 def test_what_works_and_futures_say(ranks):
     ranks(2, results)
+
+
+def ended(rank):
+    group = dist.group.WORLD
+    # What a caller that waits gets from the group itself: `dist.all_reduce` drops it.
+    for tensor in (torch.ones(3), torch.ones(2, 3).t(), torch.ones(3, dtype=torch.int16)):
+        before = group._get_sequence_number_for_group()
+        work = group.allreduce([tensor], waiting())
+        assert group._get_sequence_number_for_group() == work._get_sequence_number() == before + 1
+        assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+        assert work.wait(datetime.timedelta(seconds=1))
+        work.synchronize()
+        assert len(work.result()) == 1 and work.result()[0] is tensor and bool((tensor == 2).all())
+        assert work.get_future() is work.get_future() and work.get_future().wait()[0] is tensor
+        assert work.get_future().then(lambda done: done.value()[0].sum().item()).wait() == tensor.sum().item()
+        with pytest.raises(RuntimeError, match="received from no rank"):
+            work.source_rank()
+        with pytest.raises(NotImplementedError):
+            work.get_future_result()
+    tensor = torch.ones(3)
+    seen = weakref.ref(tensor)
+    dist.all_reduce(tensor)
+    del tensor, work
+    gc.collect()
+    assert seen() is None
+
+
+@needs_async_op
+def test_a_work_that_has_ended_says_what_any_work_says(ranks):
+    ranks(2, ended)
 
 
 def nested(rank):
