@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::{BUFFERS, Call, ControlBlock, DONE, MemoryKind, STAGED, STAGING, Slots, TAKEN, WINDOW, Watch};
 use crate::arena::Arena;
+use crate::sync::{Ordering, fence};
 
 /// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
@@ -119,6 +120,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         let outcome = work(&mut operation)?;
         let SharedOperation { control_block, protocol, watch, .. } = operation;
         if protocol == Protocol::Direct {
+            // Pairs with the fence in `withdraw`: if `work` has read what a rank wrote after it withdrew, the check below sees that.
+            fence(Ordering::Acquire);
             control_block.show(DONE, control_block.sequence);
             let mut done = control_block.await_all(DONE, control_block.sequence, &mut *watch);
             if done.is_ok() {

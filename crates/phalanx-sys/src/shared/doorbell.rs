@@ -29,7 +29,9 @@ impl<'a> Doorbell<'a> {
     /// As [`ring`](Self::ring), after a sequentially consistent store has published something.
     pub(crate) fn wake(&self) {
         if self.sleeping.load(Ordering::SeqCst) != 0 {
-            self.rung.fetch_add(1, Ordering::Relaxed);
+            // Releases what was published to a thread that begins to sleep now: if it reads this value, and then would wait
+            // for the next, its fence lets it see what it was woken for.
+            self.rung.fetch_add(1, Ordering::Release);
             futex::wake(self.rung);
         }
     }
