@@ -12,13 +12,15 @@
 //! # }
 //! ```
 //!
-//! Devices besides Flex are features of this package: `cuda`, `wgpu`. What has been run on which is in the guide,
+//! Devices besides Flex are features of this package: `cuda`, `wgpu`, `tch`. What has been run on which is in the guide,
 //! `docs/guide/devices.md`.
 
 use std::fmt;
 use std::str::FromStr;
 
 use burn::backend::DispatchDevice;
+#[cfg(feature = "tch")]
+use burn::backend::libtorch::LibTorchDevice;
 use burn::tensor::Device;
 #[cfg(feature = "wgpu")]
 use burn::tensor::DeviceKind;
@@ -39,16 +41,27 @@ pub enum Kind {
     Cuda,
     /// GPUs through Vulkan, Metal or DirectX. Needs the feature `wgpu`.
     Wgpu,
+    /// The processors, with PyTorch's kernels (libtorch). There is one such device for each process. Needs the feature `tch`.
+    LibTorch,
 }
 
 impl Kind {
-    const ALL: [Self; 3] = [Self::Flex, Self::Cuda, Self::Wgpu];
+    const ALL: [Self; 4] = [Self::Flex, Self::Cuda, Self::Wgpu, Self::LibTorch];
 
     fn name(self) -> &'static str {
         match self {
             Self::Flex => "flex",
             Self::Cuda => "cuda",
             Self::Wgpu => "wgpu",
+            Self::LibTorch => "libtorch",
+        }
+    }
+
+    /// The feature of this package that it needs.
+    fn feature(self) -> &'static str {
+        match self {
+            Self::LibTorch => "tch",
+            Self::Flex | Self::Cuda | Self::Wgpu => self.name(),
         }
     }
 
@@ -70,17 +83,19 @@ impl Kind {
                     .partition(|device| *device == in_software);
                 Ok(if hardware.is_empty() { software } else { hardware })
             }
+            #[cfg(feature = "tch")]
+            Self::LibTorch => Ok(vec![Device::libtorch()]),
             #[allow(unreachable_patterns)]
             other => Err(Error::invalid_argument(format!(
                 "this program was built without devices of kind {other}"
             ))
-            .with_remedy(format!("build phalanx-burn with its feature `{other}`"))),
+            .with_remedy(format!("build phalanx-burn with its feature `{}`", other.feature()))),
         }
     }
 
     /// Do all processes of a host have the same device, the processors?
     fn is_shared(self) -> bool {
-        matches!(self, Self::Flex)
+        matches!(self, Self::Flex | Self::LibTorch)
     }
 }
 
@@ -150,11 +165,25 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
             RuntimeId::Metal => "metal",
             RuntimeId::Cpu => "cpu",
         }),
+        // Its other devices have not been tried.
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(LibTorchDevice::Cpu) => Ok(Kind::LibTorch.name()),
         #[allow(unreachable_patterns)]
         _ => Err(Error::invalid_argument(format!("this build of phalanx-burn does not know {device:?}"))
             .with_remedy(
-                "build phalanx-burn with its feature cuda or wgpu; or use one of their devices or Device::flex()",
+                "build phalanx-burn with its feature cuda, wgpu or tch; or use one of their devices or Device::flex()",
             )),
+    }
+}
+
+/// Do the tensors of `device` lie in this process's memory?
+pub(crate) fn is_in_memory(device: &Device) -> bool {
+    match device.as_dispatch() {
+        DispatchDevice::Flex(_) => true,
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(LibTorchDevice::Cpu) => true,
+        #[allow(unreachable_patterns)]
+        _ => false,
     }
 }
 
@@ -168,7 +197,7 @@ mod tests {
             assert_eq!(kind.to_string().parse::<Kind>().unwrap(), kind);
         }
         let error = "gpu".parse::<Kind>().unwrap_err().to_string();
-        assert!(error.contains("gpu") && error.contains("flex, cuda, wgpu"), "{error}");
+        assert!(error.contains("gpu") && error.contains("flex, cuda, wgpu, libtorch"), "{error}");
     }
 
     #[test]
@@ -185,6 +214,21 @@ mod tests {
     #[test]
     fn without_a_launcher_the_first_device_is_taken() {
         assert_eq!(for_local_rank(Kind::Flex).unwrap(), Device::flex());
+    }
+
+    #[cfg(feature = "tch")]
+    #[test]
+    fn devices_of_libtorch_that_were_never_tried_are_refused() {
+        assert_eq!(kind_of(&Device::libtorch().autodiff()).unwrap(), "libtorch");
+        let error = check(&Device::libtorch_cuda(0)).unwrap_err().to_string();
+        assert!(error.contains("does not know"), "{error}");
+    }
+
+    #[cfg(not(feature = "tch"))]
+    #[test]
+    fn a_kind_s_feature_may_have_another_name() {
+        let error = Kind::LibTorch.devices().unwrap_err().to_string();
+        assert!(error.contains("kind libtorch") && error.contains("feature `tch`"), "{error}");
     }
 
     #[cfg(not(feature = "cuda"))]

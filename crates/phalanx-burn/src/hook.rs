@@ -19,6 +19,8 @@ use std::sync::Arc;
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
@@ -93,7 +95,7 @@ impl ModuleMapper for Hooker {
 
 /// The two operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
 /// the module is private.
-#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait GradientHook: Backend {
     /// Identity on `tensor`; its backward reports the finished gradient to `target`. `token` only carries depth.
     fn gradient_hook(
@@ -115,6 +117,9 @@ impl GradientHook for Flex {}
 
 #[cfg(feature = "cube")]
 impl GradientHook for Cube {}
+
+#[cfg(feature = "tch")]
+impl GradientHook for LibTorch {}
 
 impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B, C> {
     fn gradient_hook(

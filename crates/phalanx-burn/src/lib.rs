@@ -136,10 +136,10 @@
 //! # Devices
 //!
 //! A model may be on any device that this build knows: on the processors with Flex, with or without gradient checkpointing; with
-//! the feature `cuda` or `wgpu` on those devices, too. [`device::for_local_rank`] gives each process its own.
-//! What has been run on which of them is in `docs/guide/devices.md`.
-//! On Flex, gradients are taken from where they lie. From any other device they are copied to this process while the device
-//! still computes those of the layers below, averaged, and copied back once. The fused optimizers are Burn's own there.
+//! the feature `cuda` or `wgpu` on those devices, too; with the feature `tch` on the processors with PyTorch's kernels.
+//! [`device::for_local_rank`] gives each process its own. What has been run on which of them is in `docs/guide/devices.md`.
+//! On Flex and LibTorch, gradients are taken from where they lie. From any other device they are copied to this process while the
+//! device still computes those of the layers below, averaged, and copied back once. The fused optimizers are Burn's own there.
 //!
 //! # Besides
 //!
@@ -162,6 +162,8 @@
 //!   [`Ddp::into_model`].
 //! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
 #![deny(unsafe_code)]
+// Burn 0.22 says of its LibTorch backend that a later version will not have it.
+#![cfg_attr(feature = "tch", allow(deprecated))]
 
 mod averager;
 mod clip;
@@ -176,6 +178,8 @@ mod gradients;
 mod hook;
 #[cfg(feature = "horovod")]
 pub mod horovod;
+#[cfg(feature = "tch")]
+mod libtorch;
 mod lr;
 mod optimizer;
 mod packed;

@@ -1,16 +1,20 @@
 //! The bytes of Burn's tensors: borrowed or read back, written in place, and made into tensors. Only this module and
 //! [`read_back`](crate::read_back) know where a backend stores them.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, Flex};
 #[cfg(feature = "cube")]
-use burn::backend::{Cube, DispatchDevice};
+use burn::backend::Cube;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, DispatchDevice, Flex};
+#[cfg(feature = "tch")]
+use burn::backend::{LibTorch, TensorMetadata};
 use burn::tensor::{Bytes, DType as BurnDType, Tensor, TensorData, bf16, f16};
 use burn_flex::FlexTensor;
 use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use phalanx::{DType, Error, Result};
 
 use crate::device;
+#[cfg(feature = "tch")]
+use crate::libtorch;
 use crate::read_back::ReadBack;
 
 /// A tensor's elements, row by row, while they are borrowed.
@@ -27,7 +31,7 @@ pub(crate) enum Access<'a> {
     Here(TensorBytes<'a>),
     /// They are in a device's memory. The call has the device copy them, after the work that it has been given so far, and
     /// does not wait for it.
-    #[cfg_attr(not(feature = "cube"), allow(dead_code))] // Flex alone has no such memory.
+    #[cfg_attr(not(feature = "cube"), allow(dead_code))] // Flex and LibTorch have no such memory.
     Away(Box<dyn FnOnce() -> ReadBack + 'a>),
 }
 
@@ -60,6 +64,14 @@ impl HostAccess for Flex {
                 take(Access::Here(TensorBytes { dtype: tensor.dtype(), bytes }))
             }
         }
+    }
+}
+
+#[cfg(feature = "tch")]
+impl HostAccess for LibTorch {
+    fn access<T>(tensor: FloatTensor<Self>, take: impl FnOnce(Access<'_>) -> T) -> T {
+        let tensor = libtorch::contiguous(tensor);
+        take(Access::Here(TensorBytes { dtype: tensor.dtype(), bytes: libtorch::bytes(&tensor) }))
     }
 }
 
@@ -114,14 +126,18 @@ pub(crate) fn with_bytes<const D: usize, T>(
     look: impl FnOnce(TensorBytes<'_>) -> T,
 ) -> Result<T> {
     let tensor = if tensor.is_autodiff() { tensor.inner() } else { tensor };
-    #[cfg(feature = "cube")]
-    if let DispatchDevice::Cube(_) = tensor.device().as_dispatch() {
-        let tensor = tensor.try_into_primitive::<Cube>().map_err(|_| elsewhere())?;
-        return Cube::read(tensor, look);
-    }
     device::check(&tensor.device())?;
-    let tensor = tensor.try_into_primitive::<Flex>().map_err(|_| elsewhere())?;
-    Flex::read(tensor, look)
+    match tensor.device().as_dispatch() {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => {
+            Cube::read(tensor.try_into_primitive::<Cube>().map_err(|_| elsewhere())?, look)
+        }
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(_) => {
+            LibTorch::read(tensor.try_into_primitive::<LibTorch>().map_err(|_| elsewhere())?, look)
+        }
+        _ => Flex::read(tensor.try_into_primitive::<Flex>().map_err(|_| elsewhere())?, look),
+    }
 }
 
 fn elsewhere() -> Error {
@@ -134,10 +150,8 @@ pub(crate) fn overwritten<const D: usize>(old: Tensor<D>, elements: &[u8]) -> Te
     let (tracked, needs_gradient) = (old.is_autodiff(), old.is_require_grad());
     let checkpointing = old.gradient_checkpointing_strategy();
     let bare = if tracked { old.inner() } else { old };
-    let written = bare.try_into_primitive::<Flex>().ok().and_then(|tensor| in_place(tensor, elements));
-    let tensor = match written {
+    let tensor = match in_place(bare, elements) {
         Some(tensor) => {
-            let tensor = Tensor::<D>::from_primitive::<Flex>(tensor);
             let tensor = if tracked { Tensor::from_inner(tensor) } else { tensor };
             match checkpointing {
                 Some(strategy) => tensor.with_gradient_checkpointing_strategy(strategy),
@@ -149,7 +163,24 @@ pub(crate) fn overwritten<const D: usize>(old: Tensor<D>, elements: &[u8]) -> Te
     if needs_gradient { tensor.require_grad() } else { tensor }
 }
 
-fn in_place(mut tensor: FlexTensor, elements: &[u8]) -> Option<FlexTensor> {
+/// None if the elements have to stand elsewhere.
+fn in_place<const D: usize>(tensor: Tensor<D>, elements: &[u8]) -> Option<Tensor<D>> {
+    match tensor.device().as_dispatch() {
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(_) => {
+            let mut tensor = tensor.try_into_primitive::<LibTorch>().ok()?;
+            let memory = libtorch::bytes_mut(&mut tensor).filter(|memory| memory.len() == elements.len());
+            memory?.copy_from_slice(elements);
+            Some(Tensor::from_primitive::<LibTorch>(tensor))
+        }
+        _ => {
+            let tensor = in_place_on_flex(tensor.try_into_primitive::<Flex>().ok()?, elements)?;
+            Some(Tensor::from_primitive::<Flex>(tensor))
+        }
+    }
+}
+
+fn in_place_on_flex(mut tensor: FlexTensor, elements: &[u8]) -> Option<FlexTensor> {
     fn write<T: burn::tensor::Element + Pod>(tensor: &mut FlexTensor, elements: &[u8]) {
         bytemuck::cast_slice_mut(tensor.storage_mut::<T>()).copy_from_slice(elements);
     }

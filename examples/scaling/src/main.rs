@@ -11,11 +11,12 @@
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
 //! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
 //! cargo run --release -p scaling --features cuda -- --device cuda # on GPUs
+//! cargo run --release -p scaling --features tch -- --device libtorch # with PyTorch's kernels
 //! ```
 //!
 //! With fewer devices than ranks, ranks share a device, and their figures say what sharing costs, too.
 //!
-//! On Flex, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
+//! On Flex and libtorch, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
 //! models, batches and turns.
 
 mod memory;
@@ -72,7 +73,7 @@ struct Options {
     /// Let the same steps be averaged by name, too, by Horovod's DistributedOptimizer, in turns with the others
     #[arg(long)]
     horovod: bool,
-    /// On which kind of device: flex, or, with the feature of that name, cuda or wgpu
+    /// On which kind of device: flex; with the feature of that name, cuda or wgpu; with the feature tch, libtorch
     #[arg(long, default_value = "flex", conflicts_with_all = ["memory", "parallel"])]
     device: Kind,
     /// Do without PyTorch, even if it is there
@@ -143,7 +144,8 @@ fn main() -> Result<()> {
         None => phalanx::spawn(RANKS, || measure_all(&options))?,
     }
     // PyTorch's are the processors.
-    if is_worker || options.without_pytorch || options.device != Kind::Flex {
+    let on_processors = matches!(options.device, Kind::Flex | Kind::LibTorch);
+    if is_worker || options.without_pytorch || !on_processors {
         return Ok(());
     }
     match options.parallel {

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{DType, Shape, TensorData};
@@ -84,7 +86,7 @@ pub enum Supply {
 }
 
 /// The operations. `pub` because the macro implements it for a public type; the module is private.
-#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait ParallelOp: Backend {
     /// `tensor` after the exchange's forward step; its gradient goes through the exchange's backward step.
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self>;
@@ -124,6 +126,13 @@ impl ParallelOp for Flex {
 
 #[cfg(feature = "cube")]
 impl ParallelOp for Cube {
+    fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
+        exchange.forward::<Self>(tensor)
+    }
+}
+
+#[cfg(feature = "tch")]
+impl ParallelOp for LibTorch {
     fn exchanged(tensor: FloatTensor<Self>, exchange: Exchange) -> FloatTensor<Self> {
         exchange.forward::<Self>(tensor)
     }

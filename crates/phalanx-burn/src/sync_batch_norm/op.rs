@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, TensorData, read_sync};
@@ -26,7 +28,7 @@ pub struct Layer {
 
 /// The operation, as Burn's extension API wants it. `pub` because the macro implements it for a public type; the module
 /// is private.
-#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"))]
+#[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait SyncBatchNormOp: Backend {
     /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where
     /// `mean` and `variance`, of shape `[channels]`, are those of all ranks' `x`.
@@ -46,6 +48,9 @@ impl SyncBatchNormOp for Flex {}
 
 #[cfg(feature = "cube")]
 impl SyncBatchNormOp for Cube {}
+
+#[cfg(feature = "tch")]
+impl SyncBatchNormOp for LibTorch {}
 
 impl<B: Backend, C: CheckpointStrategy> SyncBatchNormOp for Autodiff<B, C> {
     fn sync_batch_norm(

@@ -27,12 +27,22 @@ pub fn device() -> Device {
     plain().autodiff()
 }
 
-/// The device of all tests: the first of the kind that `PHALANX_TEST_DEVICE` names, or Flex. Each is a feature of the package.
+/// The kind of the device of all tests: that which `PHALANX_TEST_DEVICE` names, or Flex. Each is a feature of the package.
+fn kind() -> Kind {
+    std::env::var("PHALANX_TEST_DEVICE").map_or(Kind::Flex, |name| name.parse().unwrap())
+}
+
+/// Do tensors lie in the process's memory on [`plain`]?
+pub fn is_in_memory() -> bool {
+    matches!(kind(), Kind::Flex | Kind::LibTorch)
+}
+
+/// The device of all tests: the first of its kind.
 pub fn plain() -> Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     let first = || {
-        let kind = std::env::var("PHALANX_TEST_DEVICE").unwrap_or("flex".to_owned());
-        let devices = kind.parse::<Kind>().and_then(Kind::devices).unwrap();
+        let kind = kind();
+        let devices = kind.devices().unwrap();
         devices.into_iter().next().unwrap_or_else(|| panic!("this host has no device of kind {kind}"))
     };
     DEVICE.get_or_init(first).clone()

@@ -94,6 +94,11 @@ fn checkpoints_of_either_optimizer_are_continued_by_the_other() {
 fn address(model: &Mlp) -> usize {
     use burn::backend::Flex;
     let weight = model.layers[0].weight.val().inner();
+    #[cfg(feature = "tch")]
+    if weight.device() != burn::tensor::Device::flex() {
+        let weight = weight.try_into_primitive::<burn::backend::LibTorch>().unwrap();
+        return weight.tensor.data_ptr() as usize;
+    }
     let weight = weight.try_into_primitive::<Flex>().unwrap();
     weight.bytes().as_ptr() as usize
 }

@@ -6,12 +6,12 @@ use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 use phalanx::reducer::ReducerOptions;
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm};
 
-use crate::common::{Waves, device, distance, floats, plain, samples};
+use crate::common::{Waves, device, distance, floats, is_in_memory, samples};
 use crate::workers::start;
 
 /// Where workers leave their parameters.
@@ -129,8 +129,9 @@ fn buckets_are_averaged_while_backward_goes_on() {
     job(folder.path(), &[("PHALANX_TRACE", path.to_str().unwrap())]);
     let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
-    // On Flex a bucket is ready when backward comes to its last gradient; elsewhere a gradient's copy begins when backward comes to it.
-    let hooked = if plain() == Device::flex() { "ready" } else { "copy begins" };
+    // In the process's memory a bucket is ready when backward comes to its last gradient; elsewhere a gradient's copy begins when backward
+    // comes to it.
+    let hooked = if is_in_memory() { "ready" } else { "copy begins" };
     for rank in 0..RANKS as u64 {
         let times = |name: &str| -> Vec<f64> {
             let of_rank = events.iter().filter(|event| event["pid"] == rank && event["name"] == name);

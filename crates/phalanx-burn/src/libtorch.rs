@@ -1,0 +1,107 @@
+//! The memory of libtorch's tensors on the processors: borrowed, and written in place.
+//!
+//! Burn counts the tensors that stand in a piece of memory (`TchTensor::storage`), and changes the memory in place only for the only
+//! one. So whoever holds a tensor may read its memory, and whoever holds the only one may write it. libtorch has done its work on the
+//! processors when an operation returns.
+#![allow(unsafe_code)] // tch has nothing else for memory in place.
+
+use burn::backend::TensorMetadata;
+use burn::backend::libtorch::{LibTorchDevice, TchTensor};
+
+/// `tensor` with its elements row by row, in the same memory if they are.
+pub(crate) fn contiguous(tensor: TchTensor) -> TchTensor {
+    if tensor.tensor.is_contiguous() {
+        return tensor;
+    }
+    TchTensor::new(tensor.tensor.contiguous())
+}
+
+/// The elements of a [`contiguous`] tensor.
+pub(crate) fn bytes(tensor: &TchTensor) -> &[u8] {
+    let (first, length) = memory(tensor);
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: `memory` says that so many bytes of the process are there, and libtorch has written all of them or left them as the
+    // allocator gave them; the tensor, which is borrowed, keeps them, and while it is there Burn writes them for nobody.
+    unsafe { std::slice::from_raw_parts(first, length) }
+}
+
+/// The elements of a tensor, if they lie row by row and no other tensor shares the memory.
+pub(crate) fn bytes_mut(tensor: &mut TchTensor) -> Option<&mut [u8]> {
+    if !tensor.can_mut() || !tensor.tensor.is_contiguous() {
+        return None;
+    }
+    let (first, length) = memory(tensor);
+    if length == 0 {
+        return Some(&mut []);
+    }
+    // SAFETY: as in `bytes`; and this tensor, which is borrowed for as long, is the only one in that memory.
+    Some(unsafe { std::slice::from_raw_parts_mut(first, length) })
+}
+
+/// The elements of a tensor, which is copied first if they do not lie row by row or another tensor shares the memory.
+pub(crate) fn own_bytes(tensor: &mut TchTensor) -> &mut [u8] {
+    if bytes_mut(tensor).is_none() {
+        *tensor = TchTensor::new(tensor.tensor.contiguous().copy());
+    }
+    bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy is in no other tensor"))
+}
+
+/// Where the elements of a [`contiguous`] tensor lie, and how many bytes they are.
+fn memory(tensor: &TchTensor) -> (*mut u8, usize) {
+    assert!(tensor.device() == LibTorchDevice::Cpu, "`device::check` refuses libtorch's other devices");
+    assert!(tensor.tensor.is_contiguous(), "the elements do not lie in a row");
+    (tensor.tensor.data_ptr().cast(), tensor.tensor.numel() * tensor.dtype().size())
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::LibTorch;
+    use burn::tensor::{Device, Tensor};
+
+    use super::*;
+
+    fn primitive(tensor: Tensor<2>) -> TchTensor {
+        tensor.try_into_primitive::<LibTorch>().unwrap()
+    }
+
+    fn tensor() -> Tensor<2> {
+        Tensor::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &Device::libtorch())
+    }
+
+    fn elements(tensor: &TchTensor) -> &[f32] {
+        bytemuck::cast_slice(bytes(tensor))
+    }
+
+    #[test]
+    fn elements_are_read_where_they_lie_and_in_row_order() {
+        let whole = primitive(tensor());
+        let place = whole.tensor.data_ptr();
+        let whole = contiguous(whole);
+        assert_eq!((elements(&whole), whole.tensor.data_ptr()), (&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0][..], place));
+        let row = contiguous(primitive(tensor().slice([1..2, 0..3])));
+        assert_eq!(elements(&row), [4.0, 5.0, 6.0]);
+        let turned = contiguous(primitive(tensor().transpose()));
+        assert_eq!(elements(&turned), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        let column = contiguous(primitive(tensor().slice([0..2, 1..2])));
+        assert_eq!(elements(&column), [2.0, 5.0]);
+        assert_eq!(bytes(&contiguous(primitive(Tensor::zeros([0, 3], &Device::libtorch())))), [0u8; 0]);
+    }
+
+    #[test]
+    fn memory_is_written_by_its_only_tensor_and_no_other() {
+        let own = tensor();
+        let shared = own.clone();
+        assert!(bytes_mut(&mut primitive(shared)).is_none());
+        // A part of a tensor that is still there.
+        assert!(bytes_mut(&mut primitive(own.clone().slice([1..2, 0..3]))).is_none());
+        let mut own = primitive(own);
+        bytemuck::cast_slice_mut::<u8, f32>(bytes_mut(&mut own).unwrap())[4] = 9.0;
+        let own = Tensor::<2>::from_primitive::<LibTorch>(own);
+        assert_eq!(own.into_data().try_to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0, 9.0, 6.0]);
+        // One element that stands for a whole row.
+        let repeated = Tensor::<2>::ones([2, 1], &Device::libtorch()).expand([2, 3]);
+        assert!(bytes_mut(&mut primitive(repeated)).is_none());
+    }
+}
