@@ -2,11 +2,16 @@
 # The tests of phalanx-burn on Burn's devices besides Flex.
 #
 #     tests/devices/check.sh               on wgpu, which is Vulkan in software where there is no GPU
-#     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu
+#     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu, libtorch
+#
+# libtorch comes with PyPI's torch, into target/devices/python, unless PHALANX_LIBTORCH_PYTHON names a Python that has torch of that
+# version.
 #
 # First all tests, with ranks that are threads, without Burn's fusion, which does not support that; then those of ranks that are
 # processes, without fusion and with it. Without autotuning, which compiles each kernel many times.
 set -euo pipefail
+. "$(dirname "$0")/../../.ci/libtorch"
+libtorch_python=$(named_python PHALANX_LIBTORCH_PYTHON)
 cd "$(dirname "$0")/../.."
 devices=("$@")
 [ $# != 0 ] || devices=(wgpu)
@@ -54,7 +59,17 @@ esac
 
 # A folder of its own: Burn is built with other features than for all other tests.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/devices
-features=$(IFS=,; echo "${devices[*]}")
+features=
+for device in "${devices[@]}"; do
+    case $device in
+        libtorch)
+            with_libtorch 2.9.0 "$CARGO_TARGET_DIR/python" "$libtorch_python"
+            # One thread a rank: the ranks of a test share few processors.
+            export OMP_NUM_THREADS=1
+            features+=tch, ;;
+        *) features+=$device, ;;
+    esac
+done
 tests() { cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$@"; }
 for device in "${devices[@]}"; do
     export PHALANX_TEST_DEVICE=$device
@@ -64,12 +79,14 @@ for device in "${devices[@]}"; do
         printf 'not on %s: %s\n' "$device" "$test"
         skipped+=(--skip "$test")
     done
-    tests "$features" --test it -- --test-threads 2 "${skipped[@]}"
+    tests "${features%,}" --test it -- --test-threads 2 "${skipped[@]}"
     printf '\n== ranks that are processes, on %s\n' "$device"
-    tests "$features" --test jobs -- devices::
+    tests "${features%,}" --test jobs -- devices::
 done
 for device in "${devices[@]}"; do
+    # Burn does not fuse libtorch's operations.
+    [ "$device" != libtorch ] || continue
     export PHALANX_TEST_DEVICE=$device
     printf '\n== ranks that are processes, on %s with fusion\n' "$device"
-    tests "$features,burn/fusion" --test jobs -- devices::
+    tests "${features}burn/fusion" --test jobs -- devices::
 done
