@@ -4,11 +4,11 @@ use std::path::Path;
 use std::sync::Barrier;
 use std::time::Duration;
 
-use crate::common::{Mlp, Watched, device, distance, floats, is_in_memory, plain, run, samples};
+use crate::common::{Mlp, Watched, device, distance, floats, is_in_memory, run, samples};
 use burn::module::{Module, Param, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
-use burn::tensor::{Device, Distribution, Tensor};
+use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;

@@ -91,6 +91,7 @@ fn checkpoints_of_either_optimizer_are_continued_by_the_other() {
 }
 
 /// Where a parameter's elements lie.
+#[cfg_attr(feature = "tch", allow(deprecated, reason = "Burn says so of its LibTorch backend"))]
 fn address(model: &Mlp) -> usize {
     use burn::backend::Flex;
     let weight = model.layers[0].weight.val().inner();
