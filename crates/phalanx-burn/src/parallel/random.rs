@@ -16,9 +16,11 @@ pub(super) struct OwnNumbers {
 impl OwnNumbers {
     /// Keeps the program's random numbers of `device`.
     pub fn of(device: &Device) -> Self {
-        // Every device has numbers of 32 bits; some make them from floats, which have 24.
+        // Some devices make integers from floats, which have 24 bits.
         let sixteen_bits = Distribution::Uniform(0.0, f64::from(1 << 16));
-        let drawn = Tensor::<1, Int>::random([4], sixteen_bits, (device, DType::I32));
+        // libtorch's have 64 bits in Burn, and every other device has those of 32.
+        let dtype = if device.supports_dtype(DType::I32) { DType::I32 } else { DType::I64 };
+        let drawn = Tensor::<1, Int>::random([4], sixteen_bits, (device, dtype));
         let next = read_back::data(drawn)
             .ok()
             .map(|drawn| drawn.iter::<i64>().fold(0, |next, part| next << 16 | part as u64));

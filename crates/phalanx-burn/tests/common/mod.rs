@@ -37,6 +37,11 @@ pub fn is_in_memory() -> bool {
     matches!(kind(), Kind::Flex | Kind::LibTorch)
 }
 
+/// Does a square root on [`plain`] differ from that of the processor in the last bit? libtorch has Intel's MKL compute it.
+pub fn has_other_roots() -> bool {
+    kind() == Kind::LibTorch
+}
+
 /// The device of all tests: the first of its kind.
 pub fn plain() -> Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();

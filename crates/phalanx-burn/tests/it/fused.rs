@@ -1,6 +1,6 @@
 //! Fused optimizers give what Burn's give, in place, and continue each other's checkpoints.
 
-use crate::common::{Mlp, floats, plain, run, samples};
+use crate::common::{Mlp, distance, floats, has_other_roots, plain, run, samples};
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, Optimizer, SgdConfig};
@@ -22,6 +22,16 @@ fn train(mut model: Mlp, optimizer: &mut ModuleOptimizer, steps: std::ops::Range
     model
 }
 
+/// The same bits. On libtorch, whose square roots are not always the nearest, all but the last bits.
+fn assert_same(ours: &[Vec<f32>], theirs: &[Vec<f32>]) {
+    if has_other_roots() {
+        let distance = distance(ours, theirs);
+        assert!(distance < 1e-5, "{distance:e}");
+    } else {
+        assert_eq!(ours, theirs);
+    }
+}
+
 /// The same bits, over many steps that change everything.
 fn check(fused: ModuleOptimizer, composed: ModuleOptimizer) {
     let model = Mlp::new(&WIDTHS);
@@ -29,7 +39,7 @@ fn check(fused: ModuleOptimizer, composed: ModuleOptimizer) {
     let (ours, theirs) =
         (train(model.clone(), &mut fused, 0..60), train(model.clone(), &mut composed, 0..60));
     assert_ne!(floats(&theirs), floats(&model));
-    assert_eq!(floats(&ours), floats(&theirs));
+    assert_same(&floats(&ours), &floats(&theirs));
 }
 
 #[test]
@@ -73,7 +83,7 @@ fn check_checkpoint(first: ModuleOptimizer, second: ModuleOptimizer) {
     let bytes = first.into_bytes().unwrap();
     let mut second = second.from_bytes(bytes).unwrap();
     let (ours, theirs) = (train(model.clone(), &mut second, 10..20), train(model, &mut first, 10..20));
-    assert_eq!(floats(&ours), floats(&theirs));
+    assert_same(&floats(&ours), &floats(&theirs));
 }
 
 #[test]
@@ -153,7 +163,9 @@ fn other_types_and_views_are_updated_too() {
             ours = fused.step(0.1, ours.0, gradient.clone(), ours.1);
             theirs = composed.step(0.1, theirs.0, gradient.clone(), theirs.1);
         }
-        assert_eq!(ours.0.into_data(), theirs.0.into_data(), "{dtype:?}");
+        let (ours, theirs) = (ours.0.into_data(), theirs.0.into_data());
+        assert_eq!(ours.dtype(), dtype);
+        assert_same(&[ours.iter::<f32>().collect()], &[theirs.iter::<f32>().collect()]);
     }
     let dtypes = [DType::F32, DType::F64, DType::F16, DType::BF16];
     for dtype in dtypes.into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
