@@ -19,10 +19,14 @@ devices=("$@")
 # Tests of what a kind of device does not have. They fail on it, and no test passes without looking.
 without() {
     # That a tensor is changed where it lies is true only of devices that have the process's memory.
-    echo fused::parameters_are_updated_in_place
+    [ "$1" = libtorch ] || echo fused::parameters_are_updated_in_place
     case $1 in
         # WGSL has no integers of a byte.
         wgpu) echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted ;;
+        # Burn's integers on libtorch have 64 bits, and no others.
+        libtorch)
+            echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted
+            echo tensors::element_types_that_differ_are_an_error_and_nothing_is_reinterpreted ;;
     esac
 }
 
@@ -79,7 +83,7 @@ for device in "${devices[@]}"; do
         printf 'not on %s: %s\n' "$device" "$test"
         skipped+=(--skip "$test")
     done
-    tests "${features%,}" --test it -- --test-threads 2 "${skipped[@]}"
+    tests "${features%,}" --lib --test it -- --test-threads 2 "${skipped[@]}"
     printf '\n== ranks that are processes, on %s\n' "$device"
     tests "${features%,}" --test jobs -- devices::
 done

@@ -60,6 +60,11 @@ fn measure<'a>(
     if let Some(lines) = peer.stdout.take() {
         for line in BufReader::new(lines).lines() {
             let line = line?;
+            // gloo of some versions reports its connections there.
+            if !line.starts_with('{') {
+                eprintln!("{line}");
+                continue;
+            }
             print(&line).with_context(|| line.clone())?;
         }
     }
