@@ -25,11 +25,15 @@ fn train(mut model: Mlp, optimizer: &mut ModuleOptimizer, steps: std::ops::Range
 /// The same bits. On libtorch, whose square roots are not always the nearest, all but the last bits.
 fn assert_same(ours: &[Vec<f32>], theirs: &[Vec<f32>]) {
     if has_other_roots() {
-        let distance = distance(ours, theirs);
-        assert!(distance < 1e-5, "{distance:e}");
+        assert_near(ours, theirs, 1e-5);
     } else {
         assert_eq!(ours, theirs);
     }
+}
+
+fn assert_near(ours: &[Vec<f32>], theirs: &[Vec<f32>], tolerance: f64) {
+    let distance = distance(ours, theirs);
+    assert!(distance < tolerance, "{distance:e}");
 }
 
 /// The same bits, over many steps that change everything.
@@ -165,7 +169,10 @@ fn other_types_and_views_are_updated_too() {
         }
         let (ours, theirs) = (ours.0.into_data(), theirs.0.into_data());
         if has_other_roots() {
-            assert_same(&[ours.iter().collect()], &[theirs.iter().collect()]);
+            // When it multiplies a tensor of half precision by a number in place, libtorch rounds the number to half precision, too.
+            let is_half = matches!(dtype, DType::F16 | DType::BF16);
+            let tolerance = if is_half { 1e-2 } else { 1e-5 };
+            assert_near(&[ours.iter().collect()], &[theirs.iter().collect()], tolerance);
         } else {
             assert_eq!(ours, theirs, "{dtype:?}");
         }
