@@ -3,8 +3,10 @@
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
+#[cfg(any(feature = "cube", feature = "tch"))]
+use burn::backend::DispatchDevice;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, DispatchDevice, Flex};
+use burn::backend::{Backend, Flex};
 #[cfg(feature = "tch")]
 use burn::backend::{LibTorch, TensorMetadata};
 use burn::tensor::{Bytes, DType as BurnDType, Tensor, TensorData, bf16, f16};

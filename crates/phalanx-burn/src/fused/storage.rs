@@ -1,6 +1,8 @@
 //! Tensors as slices: the memory itself if no other tensor shares it.
 
-use burn::backend::{DispatchDevice, Flex};
+#[cfg(feature = "tch")]
+use burn::backend::DispatchDevice;
+use burn::backend::Flex;
 #[cfg(feature = "tch")]
 use burn::backend::{LibTorch, libtorch::TchTensor};
 use burn::tensor::{DType, Element, Tensor};
