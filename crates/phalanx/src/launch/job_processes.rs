@@ -8,10 +8,12 @@ use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Tag;
 use rustix::io::Errno;
+use rustix::param::clock_ticks_per_second;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process, pidfd_open, pidfd_send_signal,
     test_kill_process, waitid, waitpid,
 };
+use rustix::time::{ClockId, clock_gettime};
 
 use super::job::random_name;
 use crate::deadline::Deadline;
@@ -58,7 +60,31 @@ impl RunningProcesses {
     }
 }
 
+/// A time, in the kernel's ticks since boot, in which `/proc` gives the start of a process.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tick(u64);
+
+impl Tick {
+    pub(super) fn now() -> Self {
+        let since_boot = clock_gettime(ClockId::Boottime);
+        let per_second = clock_ticks_per_second();
+        let seconds = since_boot.tv_sec.cast_unsigned().saturating_mul(per_second);
+        let rest = since_boot.tv_nsec.cast_unsigned().saturating_mul(per_second) / 1_000_000_000;
+        Self(seconds.saturating_add(rest))
+    }
+}
+
 impl Stray {
+    /// Process number and start time, which no other process shares.
+    pub(super) fn id(&self) -> (i32, u64) {
+        (self.0.pid, self.0.started)
+    }
+
+    /// Did it run at this time already? It may have executed another program since.
+    pub(super) fn ran_at(&self, time: Tick) -> bool {
+        self.0.started <= time.0
+    }
+
     pub(super) fn signal(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.0.pid) else { return };
         match pidfd_open(pid, PidfdFlags::empty()) {
@@ -337,6 +363,21 @@ mod tests {
         members.kill_tagged(&second, Deadline::after(Duration::from_secs(30)));
         assert!(members.running(&[]).unwrap().is_empty() && Instant::now() < deadline);
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn what_has_started_after_a_time_did_not_run_then() {
+        let before = Tick::now();
+        // Longer than a tick.
+        std::thread::sleep(Duration::from_millis(50));
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let (own, child_stat) = (ProcStat::own().unwrap(), ProcStat::read(pid).unwrap().unwrap());
+        let now = Tick::now();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(Stray(own).ran_at(before));
+        assert!(!Stray(child_stat).ran_at(before) && Stray(child_stat).ran_at(now));
     }
 
     #[test]

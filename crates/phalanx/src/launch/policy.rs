@@ -220,6 +220,11 @@ impl Policy {
         self.exits.iter().all(Option::is_some)
     }
 
+    /// Has everything got SIGTERM, and nothing SIGKILL?
+    pub(super) fn has_swept(&self) -> bool {
+        matches!(self.phase, Phase::Ending { swept: true, .. })
+    }
+
     /// Have all workers got SIGKILL?
     pub(super) fn has_killed(&self) -> bool {
         matches!(self.phase, Phase::Killed { .. })
@@ -329,8 +334,11 @@ mod tests {
         let (mut policy, now) = policy(1);
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::INT));
         assert_eq!(policy.interrupted(Signal::HUP, now), None);
+        assert!(!policy.has_swept());
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), Some(Signal::TERM));
+        assert!(policy.has_swept());
         assert_eq!(policy.interrupted(Signal::INT, now), Some(Signal::KILL));
+        assert!(!policy.has_swept() && policy.has_killed());
         assert_eq!(policy.interrupted(Signal::INT, now), None);
         assert_eq!(policy.cause(), Some(EndReason::Interrupted(Signal::INT)));
     }

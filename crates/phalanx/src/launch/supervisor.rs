@@ -3,6 +3,7 @@
 //! One thread with one `poll`, and no runtime: it works inside any program, also under an async runtime, and failures
 //! that are seen at the same moment can be judged together.
 
+use std::collections::HashSet;
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
 use super::job::Job;
-use super::job_processes::{JobProcesses, RunningProcesses};
+use super::job_processes::{JobProcesses, RunningProcesses, Tick};
 use super::logs::JobLogs;
 use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
@@ -72,6 +73,8 @@ pub(super) fn run(
         processes,
         guard,
         reported: Reported::Nothing,
+        swept_at: Tick::now(),
+        swept: HashSet::new(),
         empty_since: None,
     };
     supervisor.start_workers()?;
@@ -96,6 +99,9 @@ struct Supervisor<'a, 'b> {
     processes: JobProcesses,
     guard: Guard,
     reported: Reported,
+    /// When all were last sent SIGTERM, and the processes outside the workers' groups that have got it.
+    swept_at: Tick,
+    swept: HashSet<(i32, u64)>,
     /// Since when no process of the job was found.
     empty_since: Option<Instant>,
 }
@@ -393,22 +399,40 @@ impl Supervisor<'_, '_> {
         if let Some(raw) = Raw::from_named_raw(signal.number()) {
             // Processes outside the workers' groups do not get the signals that a user or a scheduler has sent to the
             // job.
-            let strays = running.iter().flat_map(|running| &running.strays);
-            let strays = strays.filter(|_| matches!(raw, Raw::TERM | Raw::KILL));
-            strays.clone().for_each(|stray| stray.signal(raw));
+            match raw {
+                Raw::TERM => {
+                    self.swept_at = Tick::now();
+                    self.sweep(running.as_ref());
+                }
+                Raw::KILL => self.kill(running.as_ref()),
+                _ => {}
+            }
             self.send(raw);
             // A stopped process handles no signal but SIGKILL before it continues.
-            strays.for_each(|stray| stray.signal(Raw::CONT));
             self.send(Raw::CONT);
         }
     }
 
-    /// Kills processes that have started since all were killed.
+    /// Asks processes to end that could not be found when all were asked, and kills those that have started since all
+    /// were killed.
     fn handle_strays(&mut self) {
         if self.policy.has_killed() {
             self.kill(self.running().as_ref());
+        } else if self.policy.has_swept() && self.policy.all_exited() {
+            self.sweep(self.running().as_ref());
         }
         self.processes.reap(&self.groups());
+    }
+
+    /// Sends SIGTERM, once, to each process outside the workers' groups that ran when all were asked to end. What has
+    /// started later may be cleaning up.
+    fn sweep(&mut self, running: Option<&RunningProcesses>) {
+        for stray in running.into_iter().flat_map(|running| &running.strays) {
+            if stray.ran_at(self.swept_at) && self.swept.insert(stray.id()) {
+                stray.signal(Raw::TERM);
+                stray.signal(Raw::CONT);
+            }
+        }
     }
 
     fn kill(&self, running: Option<&RunningProcesses>) {
