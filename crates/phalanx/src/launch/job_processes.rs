@@ -8,12 +8,10 @@ use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Tag;
 use rustix::io::Errno;
-use rustix::param::clock_ticks_per_second;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process, pidfd_open, pidfd_send_signal,
     test_kill_process, waitid, waitpid,
 };
-use rustix::time::{ClockId, clock_gettime};
 
 use super::job::random_name;
 use crate::deadline::Deadline;
@@ -54,35 +52,33 @@ pub(super) struct RunningProcesses {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stray(ProcStat);
 
+/// Process number and start time: no other process has both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ProcessId(i32, u64);
+
+impl ProcessId {
+    fn of(process: &ProcStat) -> Self {
+        Self(process.pid, process.started)
+    }
+}
+
 impl RunningProcesses {
+    /// The strays with these identities, and those of their descendants that are strays too.
+    pub(super) fn with_descendants(&self, roots: HashSet<ProcessId>) -> impl Iterator<Item = &Stray> {
+        let processes: Vec<ProcStat> = self.strays.iter().map(|stray| stray.0).collect();
+        let mut numbers = roots.iter().map(|root| root.0).collect();
+        add_children(&processes, &mut numbers);
+        self.strays.iter().filter(move |stray| numbers.contains(&stray.0.pid))
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         !self.in_groups && self.strays.is_empty()
     }
 }
 
-/// A time, in the kernel's ticks since boot, in which `/proc` gives the start of a process.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Tick(u64);
-
-impl Tick {
-    pub(super) fn now() -> Self {
-        let since_boot = clock_gettime(ClockId::Boottime);
-        let per_second = clock_ticks_per_second();
-        let seconds = since_boot.tv_sec.cast_unsigned().saturating_mul(per_second);
-        let rest = since_boot.tv_nsec.cast_unsigned().saturating_mul(per_second) / 1_000_000_000;
-        Self(seconds.saturating_add(rest))
-    }
-}
-
 impl Stray {
-    /// Process number and start time, which no other process shares.
-    pub(super) fn id(&self) -> (i32, u64) {
-        (self.0.pid, self.0.started)
-    }
-
-    /// Did it run at this time already? It may have executed another program since.
-    pub(super) fn ran_at(&self, time: Tick) -> bool {
-        self.0.started <= time.0
+    pub(super) fn id(&self) -> ProcessId {
+        ProcessId::of(&self.0)
     }
 
     pub(super) fn signal(&self, signal: Signal) {
@@ -187,6 +183,14 @@ impl JobProcesses {
             in_groups: !in_groups.is_empty(),
             strays: strays.into_iter().map(Stray).collect(),
         })
+    }
+
+    /// All processes of the machine, of this job or not, that are in none of these groups; none if `/proc` cannot be read
+    /// now.
+    pub(super) fn outside(&self, groups: &[Pid]) -> HashSet<ProcessId> {
+        let groups = numbers(groups);
+        let processes = self.processes().unwrap_or_default();
+        processes.iter().filter(|process| !groups.contains(&process.group)).map(ProcessId::of).collect()
     }
 
     /// Kills all processes with the tag of one worker, and their children, until two looks in a row have found none.
@@ -366,18 +370,17 @@ mod tests {
     }
 
     #[test]
-    fn what_has_started_after_a_time_did_not_run_then() {
-        let before = Tick::now();
-        // Longer than a tick.
-        std::thread::sleep(Duration::from_millis(50));
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let pid = i32::try_from(child.id()).unwrap();
-        let (own, child_stat) = (ProcStat::own().unwrap(), ProcStat::read(pid).unwrap().unwrap());
-        let now = Tick::now();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert!(Stray(own).ran_at(before));
-        assert!(!Stray(child_stat).ran_at(before) && Stray(child_stat).ran_at(now));
+    fn those_with_certain_identities_are_found_with_what_they_have_started() {
+        let stat =
+            |pid, parent, started| ProcStat { pid, state: b'S', parent, group: pid, worked: 0, started };
+        let processes = [stat(3, 1, 10), stat(4, 3, 20), stat(5, 4, 30), stat(6, 1, 10)];
+        let running = RunningProcesses { in_groups: false, strays: processes.map(Stray).into() };
+        let found = |roots: &[ProcessId]| -> Vec<i32> {
+            running.with_descendants(roots.iter().copied().collect()).map(|stray| stray.0.pid).collect()
+        };
+        assert_eq!(found(&[ProcessId(3, 10)]), [3, 4, 5]);
+        assert_eq!(found(&[ProcessId(4, 20), ProcessId(6, 10)]), [4, 5, 6]);
+        assert!(found(&[]).is_empty());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::attempts::Control;
 use super::event::Event;
 use super::exit::{Exit, Signal};
 use super::job::Job;
-use super::job_processes::{JobProcesses, RunningProcesses, Tick};
+use super::job_processes::{JobProcesses, ProcessId, RunningProcesses, Stray};
 use super::logs::JobLogs;
 use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
@@ -73,8 +73,7 @@ pub(super) fn run(
         processes,
         guard,
         reported: Reported::Nothing,
-        swept_at: Tick::now(),
-        swept: HashSet::new(),
+        unasked: HashSet::new(),
         empty_since: None,
     };
     supervisor.start_workers()?;
@@ -99,9 +98,9 @@ struct Supervisor<'a, 'b> {
     processes: JobProcesses,
     guard: Guard,
     reported: Reported,
-    /// When all were last sent SIGTERM, and the processes outside the workers' groups that have got it.
-    swept_at: Tick,
-    swept: HashSet<(i32, u64)>,
+    /// The processes of this machine that were there when all of the job were sent SIGTERM, and have not got it. Which of
+    /// them are the job's was not quite known: in the middle of `execve` a process has no environment, and so no tag.
+    unasked: HashSet<ProcessId>,
     /// Since when no process of the job was found.
     empty_since: Option<Instant>,
 }
@@ -138,6 +137,9 @@ impl Supervisor<'_, '_> {
         loop {
             let over = self.policy.all_exited() && {
                 let running = self.running();
+                if self.policy.has_swept() {
+                    self.sweep(running.as_ref());
+                }
                 self.is_empty(running.as_ref())
             };
             if over || self.policy.gives_up(Instant::now()) {
@@ -401,10 +403,12 @@ impl Supervisor<'_, '_> {
             // job.
             match raw {
                 Raw::TERM => {
-                    self.swept_at = Tick::now();
+                    self.unasked = self.processes.outside(&self.groups());
+                    let strays = running.iter().flat_map(|running| &running.strays);
+                    self.unasked.extend(strays.map(Stray::id));
                     self.sweep(running.as_ref());
                 }
-                Raw::KILL => self.kill(running.as_ref()),
+                Raw::KILL => kill_strays(running.as_ref()),
                 _ => {}
             }
             self.send(raw);
@@ -413,30 +417,27 @@ impl Supervisor<'_, '_> {
         }
     }
 
-    /// Asks processes to end that could not be found when all were asked, and kills those that have started since all
-    /// were killed.
+    /// Kills processes that have started since all were killed.
     fn handle_strays(&mut self) {
         if self.policy.has_killed() {
             self.kill(self.running().as_ref());
-        } else if self.policy.has_swept() && self.policy.all_exited() {
-            self.sweep(self.running().as_ref());
         }
         self.processes.reap(&self.groups());
     }
 
-    /// Sends SIGTERM, once, to each process outside the workers' groups that ran when all were asked to end. What has
-    /// started later may be cleaning up.
+    /// Sends SIGTERM to the processes outside the workers' groups that were there when all were asked to end and have not
+    /// got it, and to their children. What others have started since may be cleaning up.
     fn sweep(&mut self, running: Option<&RunningProcesses>) {
-        for stray in running.into_iter().flat_map(|running| &running.strays) {
-            if stray.ran_at(self.swept_at) && self.swept.insert(stray.id()) {
-                stray.signal(Raw::TERM);
-                stray.signal(Raw::CONT);
-            }
+        let Some(running) = running else { return };
+        let roots = running.strays.iter().map(Stray::id).filter(|id| self.unasked.remove(id)).collect();
+        for stray in running.with_descendants(roots) {
+            stray.signal(Raw::TERM);
+            stray.signal(Raw::CONT);
         }
     }
 
     fn kill(&self, running: Option<&RunningProcesses>) {
-        running.into_iter().flat_map(|running| &running.strays).for_each(|stray| stray.signal(Raw::KILL));
+        kill_strays(running);
         self.send(Raw::KILL);
     }
 
@@ -445,8 +446,7 @@ impl Supervisor<'_, '_> {
         self.processes.running(&self.groups())
     }
 
-    /// Is no process left? Two looks, one poll apart, must agree: in the middle of `execve` a process has no
-    /// environment, and so no tag.
+    /// Is no process left? Two looks, one poll apart, must agree, because of those in the middle of `execve`.
     fn is_empty(&mut self, running: Option<&RunningProcesses>) -> bool {
         if !running.is_some_and(RunningProcesses::is_empty) {
             self.empty_since = None;
@@ -505,6 +505,10 @@ impl Supervisor<'_, '_> {
         let worker = &self.workers[worker];
         AttemptEnd::Failed(worker.failure(self.placement.node), worker.blames())
     }
+}
+
+fn kill_strays(running: Option<&RunningProcesses>) {
+    running.into_iter().flat_map(|running| &running.strays).for_each(|stray| stray.signal(Raw::KILL));
 }
 
 impl Drop for Supervisor<'_, '_> {
