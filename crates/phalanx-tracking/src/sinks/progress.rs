@@ -112,17 +112,22 @@ impl Sink for Progress {
     }
 
     fn finish(&mut self, outcome: &Outcome) -> io::Result<()> {
-        match (&self.bar, self.step, self.steps) {
-            // Steps that are counted from 0 end one before their number.
-            (Some(bar), Some(step), Some(steps)) if *outcome == Outcome::Finished && step + 1 == steps => {
-                bar.set_position(steps);
+        // Steps that are counted from 0 end one before their number.
+        let step = self.step.map(|step| match self.steps {
+            Some(steps) if *outcome == Outcome::Finished && step + 1 == steps => steps,
+            _ => step,
+        });
+        match (&self.bar, step) {
+            (Some(bar), step) => {
+                if let Some(step) = step {
+                    bar.set_position(step);
+                }
                 bar.abandon();
             }
-            (Some(bar), ..) => bar.abandon(),
-            (None, Some(step), _) if self.written.is_none_or(|(_, written)| written != step) => {
+            (None, Some(step)) if self.written.is_none_or(|(_, written)| written != step) => {
                 self.console.println(&self.line(step));
             }
-            (None, ..) => {}
+            (None, _) => {}
         }
         if let Outcome::Failed(cause) = outcome {
             self.console.println(&format!("the run has failed: {cause}"));
