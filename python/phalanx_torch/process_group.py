@@ -260,14 +260,12 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
         # The most frequent call of all: what is below costs more than the native part takes for a few bytes.
         if self._coalesced is None:
-            try:
-                has_ended = self._native.all_reduce_as_it_is(tensors, opts)
-            except Exception:
-                self._sequence += 1
-                raise
-            if has_ended:
-                self._sequence += 1
-                return ended(tensors, self._sequence)
+            self._sequence += 1
+            sequence = self._sequence
+            if self._native.all_reduce_as_it_is(tensors, opts):
+                return ended(tensors, sequence)
+            # Nothing was done yet; no other thread can have run.
+            self._sequence -= 1
         tensors, opts = _overload(tensors, opts, timeout, op, c10d.AllreduceOptions)
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:

@@ -20,6 +20,12 @@ export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch
 cargo test -p phalanx-sys --locked
 cargo build -p phalanx --example launched --locked
 # Two processes that meet as under any launcher.
+pids=() folder=
+clean() {
+    for pid in "${pids[@]}"; do kill "$pid" 2> /dev/null || true; done
+    [ -z "$folder" ] || rm -rf "$folder"
+}
+trap clean EXIT
 launched=("$target/$triple/debug/examples/launched" 2)
 for transport in shm tcp; do
     folder=$(mktemp -d)
@@ -30,8 +36,9 @@ for transport in shm tcp; do
         pids+=($!)
     done
     for pid in "${pids[@]}"; do wait "$pid"; done
-    echo "two ranks over $transport"
+    pids=()
     rm -r "$folder"
+    echo "two ranks over $transport"
 done
 # The Python package's library: one for every Python, so that none is needed for ARM.
 (cd python && cargo check --locked)

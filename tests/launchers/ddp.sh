@@ -9,7 +9,7 @@ for ranks in 2 3; do
     succeeds "$ranks replicas are as one process, restarts: 0" \
         "$phalanx" run --nproc-per-node $ranks -- "$PHALANX_TEST_PYTHON" "$script"
 done
-# Two nodes, whose launchers meet.
+# Two nodes, each with a launcher.
 port=$(free_port)
 node=("$phalanx" run --nnodes 2 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$port")
 timeout 120 "${node[@]}" --node-rank 1 -- "$PHALANX_TEST_PYTHON" "$script" > "$scratch/other" 2>&1 & started+=($!)

@@ -120,7 +120,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         let outcome = work(&mut operation)?;
         let SharedOperation { control_block, protocol, watch, .. } = operation;
         if protocol == Protocol::Direct {
-            // Pairs with the fence in `withdraw`: if `work` has read what a rank wrote after it withdrew, the check below sees that.
+            // For the fence in `withdraw`: if `work` has read what a rank wrote after it withdrew, the check below sees that. It
+            // holds on processors. The language has no rule for it, because those reads are not atomic.
             fence(Ordering::Acquire);
             control_block.show(DONE, control_block.sequence);
             let mut done = control_block.await_all(DONE, control_block.sequence, &mut *watch);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::members::{JobEnd, WorkerId};
+use super::members::{ElasticEnd, WorkerId};
 use super::options::{ElasticEnv, Options};
 use super::retry::{Decision, NUMBERS, Plan, Position, decide};
 use super::session::{NextRound, Round, Session};
@@ -23,7 +23,7 @@ pub(super) enum Next {
     FromCommit,
     /// In a new group, with the step that was cut off.
     Resume(Plan),
-    Over(JobEnd),
+    Over(ElasticEnd),
 }
 
 pub(super) struct Rounds {

@@ -1,7 +1,7 @@
 //! The loop around a training loop.
 
 use super::context::Ended;
-use super::members::JobEnd;
+use super::members::ElasticEnd;
 use super::options::ElasticEnv;
 use super::rounds::{Next, Rounds, failure_of};
 use super::snapshot::Snapshot;
@@ -158,12 +158,12 @@ fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()>
 }
 
 /// The end of the job for this worker: its result counts only if the others have succeeded too.
-fn over<T>(job_end: JobEnd, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
+fn over<T>(job_end: ElasticEnd, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
     match job_end {
-        JobEnd::Done => {
+        ElasticEnd::Done => {
             finished.ok_or_else(|| Error::aborted("the job was over before this worker could take part"))
         }
-        JobEnd::TooManyRounds => {
+        ElasticEnd::TooManyRounds => {
             let limit = reset_limit.unwrap_or(0);
             Err(Error::aborted(format!(
                 "the workers have changed more often than the reset limit, {limit}, allows"
@@ -219,9 +219,9 @@ mod tests {
 
     #[test]
     fn a_value_counts_only_if_the_job_is_done() {
-        assert_eq!(over(JobEnd::Done, Some(1), None).unwrap(), 1);
-        assert!(over(JobEnd::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
-        let error = over(JobEnd::TooManyRounds, Some(1), Some(3)).unwrap_err();
+        assert_eq!(over(ElasticEnd::Done, Some(1), None).unwrap(), 1);
+        assert!(over(ElasticEnd::Done, None::<u8>, None).unwrap_err().to_string().contains("was over"));
+        let error = over(ElasticEnd::TooManyRounds, Some(1), Some(3)).unwrap_err();
         assert!(error.to_string().contains("the reset limit, 3"), "{error}");
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::members::{Clock, Departure, Entry, JobEnd, MembersState, Settings, Step, Worker, WorkerId};
+use super::members::{Clock, Departure, ElasticEnd, Entry, MembersState, Settings, Step, Worker, WorkerId};
 use super::options::{ElasticEnv, Options};
 use super::round_store::{self, RoundStore};
 use crate::credentials::Credentials;
@@ -37,7 +37,7 @@ const LAST_MESSAGE: Duration = Duration::from_secs(1);
 /// The result of waiting for a round.
 pub(super) enum NextRound {
     Round(Box<Round>),
-    Over(JobEnd),
+    Over(ElasticEnd),
 }
 
 /// A round that this worker is a member of.
@@ -79,8 +79,8 @@ enum Phase {
 
 impl Session {
     /// Connects to the job's store, and asks to take part.
-    pub(super) fn start(env: &ElasticEnv, options: &Options) -> Result<Self> {
-        let ElasticEnv { env, settings } = env;
+    pub(super) fn start(elastic: &ElasticEnv, options: &Options) -> Result<Self> {
+        let ElasticEnv { env, settings } = elastic;
         let RendezvousEndpoint::Master { address, port } = &env.rendezvous else {
             return Err(Error::environment("an elastic job needs MASTER_ADDR and MASTER_PORT")
                 .with_remedy("start it with `phalanx run --min-np`"));

@@ -16,7 +16,7 @@ pub(crate) struct RemoteError {
 }
 
 impl RemoteError {
-    /// What `error`, which this rank has met with, or was told, says to others.
+    /// What `error`, which this rank has had itself or received, tells others.
     pub(crate) fn of(error: &Error, me: Rank) -> Self {
         Self {
             rank: error.rank().unwrap_or(me).get(),

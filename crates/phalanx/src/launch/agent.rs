@@ -98,8 +98,8 @@ mod tests {
         let agent = Agent::new(config).unwrap();
         assert_eq!(agent.receive(), None);
         // More than a pipe holds.
-        (0..100_000).for_each(|place| agent.send(Instruction::Replace(place)));
-        assert!((0..100_000).all(|place| agent.receive() == Some(Instruction::Replace(place))));
+        (0..100_000).for_each(|slot| agent.send(Instruction::Replace(slot)));
+        assert!((0..100_000).all(|slot| agent.receive() == Some(Instruction::Replace(slot))));
         assert_eq!(agent.receive(), None);
     }
 }

@@ -6,7 +6,7 @@
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store
 //! world      the world size that the first to come expects
 //! arrived    how many have come
-//! verdict    "ok", or what went wrong; written once, read by all
+//! verdict    the outcome: "ok", or what went wrong; written once, read by all
 //! ```
 //!
 //! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
@@ -51,7 +51,7 @@ impl Identity {
 pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
-    round_store: PrefixStore,
+    roll_call: PrefixStore,
     world_size: WorldSize,
 }
 
@@ -96,13 +96,13 @@ pub(super) fn arrive(
     let started = Instant::now();
     let (world_size, identity) = (config.world_size.to_string(), me.clone());
     let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
-    let (round_store, round) = sign_in(store, config, &entry, deadline)?;
+    let (roll_call, round) = sign_in(store, config, &entry, deadline)?;
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
     // Published here, so that ranks that get further can see if this one is stopped while it waits.
     transport::publish_process(&*group, config.rank, deadline)?;
     let world = entry.world_size.as_bytes();
-    let expected = round_store.compare_set("world", b"", world, deadline)?;
+    let expected = roll_call.compare_set("world", b"", world, deadline)?;
     if expected != world {
         let cause = format!(
             "rank {} expects a world of {}, another rank one of {}",
@@ -110,23 +110,23 @@ pub(super) fn arrive(
             config.world_size,
             String::from_utf8_lossy(&expected)
         );
-        return Err(fail(&round_store, Kind::Mismatch, None, cause, deadline));
+        return Err(fail(&roll_call, Kind::Mismatch, None, cause, deadline));
     }
-    if round_store.add("arrived", 1, deadline)? == i64::from(config.world_size.get()) {
-        round_store.compare_set("verdict", b"", OK, deadline)?;
+    if roll_call.add("arrived", 1, deadline)? == i64::from(config.world_size.get()) {
+        roll_call.compare_set("verdict", b"", OK, deadline)?;
     }
     // Some time is kept to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    let awaited = || awaited(&round_store, config, started);
-    match while_waiting(awaited, || round_store.get("verdict", waiting)) {
+    let awaited = || awaited(&roll_call, config, started);
+    match while_waiting(awaited, || roll_call.get("verdict", waiting)) {
         Ok(outcome) if outcome == OK => {}
         Ok(outcome) => return Err(read_outcome(&outcome)),
         Err(error) if error.is_timeout() => {
-            report_missing(&round_store, missing(&round_store, config, started, deadline), deadline)?
+            report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)?
         }
         Err(error) => return Err(error),
     }
-    Ok(Arrived { store: group, round_store, world_size: config.world_size })
+    Ok(Arrived { store: group, roll_call, world_size: config.world_size })
 }
 
 /// The part of the remaining time that is kept for reporting an error.
@@ -148,10 +148,10 @@ fn sign_in(
 ) -> Result<(PrefixStore, u64)> {
     let mine = entry.to_text().into_bytes();
     for round in 0.. {
-        let round_store = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
-        let there = round_store.compare_set(&format!("rank/{}", config.rank), b"", &mine, deadline)?;
+        let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
+        let there = roll_call.compare_set(&format!("rank/{}", config.rank), b"", &mine, deadline)?;
         if there == mine {
-            return Ok((round_store, round));
+            return Ok((roll_call, round));
         }
         let other = Entry::parse(&there)?.identity;
         if other != entry.identity {
@@ -159,29 +159,23 @@ fn sign_in(
                 "two processes have rank {}: process {} on {} and process {} on {}",
                 config.rank, other.process, other.host, entry.identity.process, entry.identity.host
             );
-            return Err(fail(&round_store, Kind::Mismatch, Some(config.rank), cause, deadline));
+            return Err(fail(&roll_call, Kind::Mismatch, Some(config.rank), cause, deadline));
         }
     }
     Err(Error::protocol("the store refuses this rank's arrival in every round"))
 }
 
 /// Writes an error of this rank as the outcome, and returns it.
-fn fail(
-    round_store: &PrefixStore,
-    kind: Kind,
-    peer: Option<Rank>,
-    cause: String,
-    deadline: Deadline,
-) -> Error {
+fn fail(roll_call: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
     let error = ArrivalError { kind, peer: peer.map(Rank::get), cause };
-    let _ = write_outcome(round_store, &error, deadline);
+    let _ = write_outcome(roll_call, &error, deadline);
     error.into_error()
 }
 
 /// This rank's time is up: reports that to every rank, unless there is an outcome already. An existing outcome holds for
 /// this rank as well: the others may have gone on.
-fn report_missing(round_store: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<()> {
-    match write_outcome(round_store, &error, deadline) {
+fn report_missing(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<()> {
+    match write_outcome(roll_call, &error, deadline) {
         Some(outcome) if outcome == OK => Ok(()),
         Some(outcome) => Err(read_outcome(&outcome)),
         None => Err(error.into_error()),
@@ -189,10 +183,10 @@ fn report_missing(round_store: &PrefixStore, error: ArrivalError, deadline: Dead
 }
 
 /// Writes an outcome unless there is one; returns the one that is there.
-fn write_outcome(round_store: &PrefixStore, error: &ArrivalError, deadline: Deadline) -> Option<Vec<u8>> {
+fn write_outcome(roll_call: &PrefixStore, error: &ArrivalError, deadline: Deadline) -> Option<Vec<u8>> {
     let outcome = serde_json::to_vec(error).ok()?;
     // If the store is gone too, the others find out at their own deadlines.
-    round_store.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
+    roll_call.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
 }
 
 /// How long reporting may take after the deadline.
@@ -229,11 +223,11 @@ fn read_outcome(outcome: &[u8]) -> Error {
 }
 
 /// Reports who is waited for, while there is time.
-fn awaited(round_store: &PrefixStore, config: &RankConfig, started: Instant) -> String {
+fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant) -> String {
     let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.
     let cause = match world <= ASKED || config.rank.is_main() {
-        true => missing(round_store, config, started, Deadline::after(LAST_MESSAGE * 10)).cause,
+        true => missing(roll_call, config, started, Deadline::after(LAST_MESSAGE * 10)).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
     format!("rank {} waits for the others: {cause}", config.rank)
@@ -241,14 +235,14 @@ fn awaited(round_store: &PrefixStore, config: &RankConfig, started: Instant) -> 
 
 /// Names the missing ranks.
 fn missing(
-    round_store: &PrefixStore,
+    roll_call: &PrefixStore,
     config: &RankConfig,
     started: Instant,
     deadline: Deadline,
 ) -> ArrivalError {
     let mut missing = Vec::new();
     for rank in config.world_size.ranks() {
-        match round_store.check(&[&format!("rank/{rank}")], deadline) {
+        match roll_call.check(&[&format!("rank/{rank}")], deadline) {
             Ok(true) => {}
             Ok(false) => missing.push(rank),
             Err(_) => break,
@@ -274,7 +268,7 @@ impl Arrived {
     pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
         let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        let entries = self.round_store.multi_get(&keys, deadline)?;
+        let entries = self.roll_call.multi_get(&keys, deadline)?;
         let hosts = entries.iter().map(|entry| {
             let Entry { identity, store, .. } = Entry::parse(entry)?;
             Ok(Host { name: identity.host, store })
@@ -302,11 +296,11 @@ mod tests {
         let late = || ArrivalError { kind: Kind::Timeout, peer: Some(2), cause: "rank 2 is late".into() };
         let soon = Deadline::after(Duration::from_secs(20));
         let settled = |outcome: &[u8]| {
-            let round_store = PrefixStore::new("round_store", Arc::new(MemoryStore::new()));
+            let roll_call = PrefixStore::new("roll_call", Arc::new(MemoryStore::new()));
             if !outcome.is_empty() {
-                round_store.set("verdict", outcome, soon).unwrap();
+                roll_call.set("verdict", outcome, soon).unwrap();
             }
-            report_missing(&round_store, late(), soon)
+            report_missing(&roll_call, late(), soon)
         };
         settled(OK).unwrap();
         let error = settled(b"").unwrap_err();

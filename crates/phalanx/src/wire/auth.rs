@@ -16,7 +16,7 @@ pub(crate) const TAG: usize = 32;
 
 /// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after that.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
-/// How long a TLS handshake may take while others wait for a turn.
+/// The time that each TLS handshake has at least, even if others wait for a permit.
 pub(crate) const MIN_HANDSHAKE: Duration = Duration::from_millis(500);
 
 pub(crate) type Nonce = [u8; NONCE];

@@ -28,7 +28,7 @@ pub(super) use clock::{Clock, Step};
 pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
 #[cfg(any(test, fuzzing))]
 pub use fuzz::fuzz;
-pub(super) use state::{JobEnd, MembersState};
+pub(super) use state::{ElasticEnd, MembersState};
 
 #[cfg(test)]
 mod tests;

@@ -21,7 +21,7 @@ pub(crate) struct MembersState {
     members: Vec<Member>,
     /// Who has joined since, in order.
     newcomers: Vec<Worker>,
-    job_end: Option<JobEnd>,
+    job_end: Option<ElasticEnd>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ impl Member {
 
 /// How the job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum JobEnd {
+pub(crate) enum ElasticEnd {
     /// All members of the last round have finished.
     Done,
     /// One more round would exceed the reset limit.
@@ -88,7 +88,7 @@ impl Machine for MembersState {
             }
             Entry::Gone { worker, why, .. } => self.leave(worker, why),
             Entry::Done { round, worker } if round == self.round && self.rank(worker).is_some() => {
-                self.job_end = Some(JobEnd::Done);
+                self.job_end = Some(ElasticEnd::Done);
             }
             Entry::Exited { slot, process, .. } => self.exited(slot, process),
             Entry::Expected { workers, .. } => self.expected = Some(workers),
@@ -201,7 +201,7 @@ impl MembersState {
     fn begin_with(&mut self, alone: bool) {
         let Some(settings) = self.settings else { return };
         if settings.reset_limit.is_some_and(|limit| self.round > limit.into()) {
-            self.job_end = Some(JobEnd::TooManyRounds);
+            self.job_end = Some(ElasticEnd::TooManyRounds);
             return;
         }
         let members = std::mem::take(&mut self.members);
@@ -275,7 +275,7 @@ impl MembersState {
         self.settings
     }
 
-    pub(crate) fn job_end(&self) -> Option<JobEnd> {
+    pub(crate) fn job_end(&self) -> Option<ElasticEnd> {
         self.job_end
     }
 

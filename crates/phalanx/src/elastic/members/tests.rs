@@ -146,7 +146,7 @@ fn who_was_given_up_stays_so_under_its_number() {
     state.apply(Entry::Done { round: 2, worker: WorkerId(2) }).unwrap();
     assert_eq!(state.job_end(), None);
     state.apply(Entry::Done { round: 2, worker: WorkerId(1) }).unwrap();
-    assert_eq!(state.job_end(), Some(JobEnd::Done));
+    assert_eq!(state.job_end(), Some(ElasticEnd::Done));
     assert!(state.apply(join(3, all)).unwrap_err().contains("over"));
 }
 
@@ -201,7 +201,7 @@ fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
         assert_eq!(state.job_end(), None);
         state.apply(join(next, limited)).unwrap();
     }
-    assert_eq!((state.round(), state.job_end()), (2, Some(JobEnd::TooManyRounds)));
+    assert_eq!((state.round(), state.job_end()), (2, Some(ElasticEnd::TooManyRounds)));
 }
 
 #[test]

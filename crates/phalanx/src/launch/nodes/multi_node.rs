@@ -145,8 +145,9 @@ impl<'a> MultiNode<'a> {
         }
         if self.view.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
-            let cause =
-                format!("the other nodes got no heartbeat of this one for {silence} s and go on without it");
+            let cause = format!(
+                "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
+            );
             return Err(Error::new(Kind::PeerLeft, cause).with_remedy(
                 "was this host, or its network, stopped for a while? --rdzv-conf keep_alive_max_attempt=.. allows more",
             ));

@@ -61,11 +61,11 @@ pub(super) struct Launchers<'a> {
     pub(super) control: Control<'a>,
     pub(super) started: Instant,
     /// Why all are ended; the first reason counts.
-    pub(super) end: Option<EndReason>,
+    pub(super) end: Option<DriverEnd>,
 }
 
 /// Why a job is ended.
-pub(super) enum EndReason {
+pub(super) enum DriverEnd {
     Interrupted(Signal),
     Stopped,
     Broken(Error),
@@ -106,7 +106,7 @@ impl<'a> Driver<'a> {
     pub(super) fn run(mut self) -> Result<Report> {
         loop {
             if let Err(error) = self.plan.act(&mut self.launchers) {
-                self.launchers.end_all(EndReason::Broken(error), Signal::TERM);
+                self.launchers.end_all(DriverEnd::Broken(error), Signal::TERM);
             }
             if self.plan.is_over(&self.launchers) {
                 return self.plan.conclude(self.launchers);
@@ -122,7 +122,7 @@ impl<'a> Driver<'a> {
             launchers.control.tell_refusal();
             if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
                 self.is_stopped = true;
-                launchers.end_all(EndReason::Stopped, Signal::TERM);
+                launchers.end_all(DriverEnd::Stopped, Signal::TERM);
             }
             launchers.peers.iter_mut().for_each(|peer| peer.connection.look());
             while let Some(index) = self.launchers.peers.iter().position(|peer| peer.connection.is_over()) {
@@ -233,7 +233,7 @@ impl Launchers<'_> {
     }
 
     /// Ends the job on all hosts.
-    pub(super) fn end_all(&mut self, cause: EndReason, signal: Signal) {
+    pub(super) fn end_all(&mut self, cause: DriverEnd, signal: Signal) {
         self.end.get_or_insert(cause);
         let timeout = self.job.end_timeout();
         self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, timeout));
@@ -279,7 +279,7 @@ impl Launchers<'_> {
                 }
                 _ => {
                     let signal = Signal::new(number);
-                    self.end_all(EndReason::Interrupted(signal), signal);
+                    self.end_all(DriverEnd::Interrupted(signal), signal);
                 }
             }
         }

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::address;
-use super::driver::{EndReason, Launchers, Plan};
+use super::driver::{DriverEnd, Launchers, Plan};
 use super::here::is_ours;
 use super::peer::{LauncherEnd, Peer};
 use super::protocol::RemoteEvent;
@@ -60,7 +60,7 @@ impl Plan for FixedHosts {
         let any_has_ended = !self.ended.is_empty() || launchers.peers.iter().any(|peer| peer.end.is_some());
         if bringing_up && any_has_ended {
             // The other launchers would wait for their instructions.
-            launchers.end_all(EndReason::Planned, Signal::TERM);
+            launchers.end_all(DriverEnd::Planned, Signal::TERM);
         }
         if launchers.end.is_some() {
             self.stage = Stage::Running;
@@ -126,7 +126,7 @@ impl Plan for FixedHosts {
     }
 
     fn handle_failure(&mut self, launchers: &mut Launchers<'_>) {
-        launchers.end_all(EndReason::Planned, Signal::TERM);
+        launchers.end_all(DriverEnd::Planned, Signal::TERM);
     }
 
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
@@ -136,7 +136,7 @@ impl Plan for FixedHosts {
             None if launchers.end.is_some() => {}
             None => {
                 let error = launchers.job.diagnose(&peer);
-                launchers.end_all(EndReason::Broken(error), Signal::TERM);
+                launchers.end_all(DriverEnd::Broken(error), Signal::TERM);
             }
         }
     }
@@ -172,16 +172,16 @@ impl Plan for FixedHosts {
             }
         }
         let error = match launchers.end {
-            Some(EndReason::Interrupted(signal)) => {
+            Some(DriverEnd::Interrupted(signal)) => {
                 report.outcome = Outcome::Interrupted(signal);
                 None
             }
-            Some(EndReason::Stopped) => {
+            Some(DriverEnd::Stopped) => {
                 report.outcome = Outcome::Stopped;
                 None
             }
-            Some(EndReason::Broken(error)) => Some(error),
-            Some(EndReason::Planned) | None => failed,
+            Some(DriverEnd::Broken(error)) => Some(error),
+            Some(DriverEnd::Planned) | None => failed,
         };
         match error {
             Some(error) if !matches!(report.outcome, Outcome::Failed(_)) => Err(error),

@@ -60,7 +60,7 @@ impl RemoteNode {
     /// Receives what to start; nothing if the job has ended. From now on it follows the user's command: it raises the
     /// command's signals in this process, and SIGTERM at its end.
     pub fn start() -> Result<Option<Self>> {
-        let mut messages = Messages::open()?;
+        let mut messages = DriverMessages::open()?;
         let (arguments, config) = loop {
             match messages.next().map_err(undecodable)? {
                 Some(ToLauncher::Start { arguments, config }) => break (arguments, config),
@@ -74,7 +74,7 @@ impl RemoteNode {
         }
         let follower = agent.clone();
         std::thread::Builder::new()
-            .name("phalanx-messages".into())
+            .name("phalanx-driver".into())
             .spawn(move || follow(messages, follower.as_ref()))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
@@ -143,7 +143,7 @@ pub(super) fn version() -> String {
 }
 
 fn enter_working_directory() -> Result<()> {
-    let (folder, variables) = match Messages::open()?.next().map_err(undecodable)? {
+    let (folder, variables) = match DriverMessages::open()?.next().map_err(undecodable)? {
         Some(ToLauncher::Environment { folder, variables }) => (folder, variables),
         Some(_) => return Err(Error::protocol("the command's first message is not the working directory")),
         None => return Ok(()),
@@ -166,7 +166,7 @@ fn undecodable(error: io::Error) -> Error {
 }
 
 /// Until the instructions end, which is the end of the job.
-fn follow(mut messages: Messages, agent: Option<&Agent>) {
+fn follow(mut messages: DriverMessages, agent: Option<&Agent>) {
     loop {
         let signal = match messages.next() {
             Ok(Some(ToLauncher::Signal(signal))) => Signal::from_named_raw(signal),
@@ -187,13 +187,13 @@ fn follow(mut messages: Messages, agent: Option<&Agent>) {
 }
 
 /// Standard input, without reading ahead: the program that this process executes next reads on.
-struct Messages {
+struct DriverMessages {
     stdin: File,
     /// How long nothing may come.
     silence: Duration,
 }
 
-impl Messages {
+impl DriverMessages {
     fn open() -> Result<Self> {
         let stdin = io::stdin().as_fd().try_clone_to_owned();
         stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(undecodable)
@@ -204,7 +204,7 @@ impl Messages {
     }
 }
 
-impl Read for Messages {
+impl Read for DriverMessages {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let silence = Timespec::try_from(self.silence).ok();
         let mut descriptors = [PollFd::new(&self.stdin, PollFlags::IN)];

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
-use super::handshake_limit::{HandshakeLimit, HandshakePermit};
+use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::peer_user::PeerUsers;
 use super::server_connection::invalid;
 use super::server_stream::Stream;
@@ -68,7 +68,7 @@ pub(super) struct Admission {
     tls: Option<Tls>,
     keyless: KeylessClients,
     refusals: Option<Refusals>,
-    handshakes: HandshakeLimit,
+    handshakes: HandshakePermits,
     peer_users: PeerUsers,
 }
 
@@ -83,7 +83,7 @@ impl Admission {
         let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;
         let (secret, handshakes, peer_users) =
-            (key.as_ref().map(StoreSecret::new), HandshakeLimit::new(), PeerUsers::default());
+            (key.as_ref().map(StoreSecret::new), HandshakePermits::new(), PeerUsers::default());
         Self { secret, tls, keyless, refusals, handshakes, peer_users }
     }
 

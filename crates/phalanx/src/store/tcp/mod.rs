@@ -3,7 +3,7 @@
 mod access;
 mod client;
 mod client_connection;
-mod handshake_limit;
+mod handshake_permits;
 mod peer_user;
 mod server;
 mod server_connection;

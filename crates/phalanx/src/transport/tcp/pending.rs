@@ -35,7 +35,7 @@ const _: () = assert!(size_of::<Pending>() + LONGEST_HELLO <= 4096 && HELLO_HEAD
 enum Stage {
     /// The first TLS record, which comes before our messages. It is empty until its length is known.
     ClientHello(Tls, Vec<u8>),
-    /// A turn for the TLS handshake: the record is complete.
+    /// A permit for the TLS handshake: the record is complete.
     WaitingForTls(Tls, Vec<u8>),
     /// The TLS handshake, which can be dropped for another after this time.
     Tls(Deadline),
@@ -57,7 +57,7 @@ impl HandshakeLimit {
         Self { free: AT_ONCE.saturating_sub(taken), waiting }
     }
 
-    /// Takes a turn for one of the waiting connections.
+    /// Takes a permit for one of the waiting connections.
     fn take(&mut self) -> bool {
         if self.free == 0 {
             return false;
@@ -66,8 +66,8 @@ impl HandshakeLimit {
         true
     }
 
-    /// Does a connection wait for a turn when none is free?
-    fn is_short(&self) -> bool {
+    /// Does a connection wait for a permit when none is free?
+    fn is_exhausted(&self) -> bool {
         self.waiting > self.free
     }
 }
@@ -100,7 +100,7 @@ impl Pending {
         self.deadline = Deadline::after(HANDSHAKE * 30);
     }
 
-    /// Does it wait for its turn?
+    /// Does it wait for a permit?
     pub(super) fn waits_for_tls(&self) -> bool {
         matches!(self.stage, Stage::WaitingForTls(..))
     }
@@ -109,7 +109,7 @@ impl Pending {
     pub(super) fn next_check(&self, limit: &HandshakeLimit) -> Option<Deadline> {
         match &self.stage {
             Stage::WaitingForTls(..) => (limit.free > 0).then(Deadline::now),
-            Stage::Tls(may_be_dropped) if limit.is_short() => Some(self.deadline.min(*may_be_dropped)),
+            Stage::Tls(droppable_at) if limit.is_exhausted() => Some(self.deadline.min(*droppable_at)),
             _ => Some(self.deadline),
         }
     }
@@ -187,7 +187,7 @@ impl Pending {
             // The time that others have taken does not count.
             self.deadline = Deadline::after(HANDSHAKE);
         }
-        let Stage::Tls(may_be_dropped) = self.stage else { return Ok(()) };
+        let Stage::Tls(droppable_at) = self.stage else { return Ok(()) };
         loop {
             match self.stream.handshake() {
                 Ok(true) => break,
@@ -195,7 +195,7 @@ impl Pending {
                 Ok(false) => return Err(Progress::Dropped),
                 Err(error) => {
                     let progress = match self.interrupted(error) {
-                        Progress::Waiting if may_be_dropped.has_passed() && limit.is_short() => {
+                        Progress::Waiting if droppable_at.has_passed() && limit.is_exhausted() => {
                             Progress::Dropped
                         }
                         progress => progress,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::ElasticHosts;
 use super::discovery::Discovery;
-use super::host_manager::{Action, HostManager, Limits, OnFailure};
+use super::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Publisher;
@@ -17,7 +17,7 @@ use crate::launch::event::Event;
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
 use crate::launch::job::random_name;
 use crate::launch::remote::address;
-use crate::launch::remote::driver::{EndReason, Launchers, Plan};
+use crate::launch::remote::driver::{DriverEnd, Launchers, Plan};
 use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
 use crate::launch::remote::is_this_machine;
@@ -98,11 +98,13 @@ impl ElasticPlan {
                 }
                 Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
-                Action::Retire { host } => {
+                Action::Retire { host, is_listed } => {
                     let name = self.host_manager.name(host);
-                    let text = format!(
-                        "{name} is no longer in the host list, or has another number of slots there: its workers are ended"
-                    );
+                    let cause = match is_listed {
+                        true => "has another number of slots in the host list",
+                        false => "is no longer in the host list",
+                    };
+                    let text = format!("{name} {cause}: its workers are ended");
                     launchers.control.tell(Event::Warning { text: &text });
                     retire(launchers, host);
                 }
@@ -114,7 +116,7 @@ impl ElasticPlan {
                 }
                 Action::TooFew { there } => {
                     self.too_few = Some(there);
-                    launchers.end_all(EndReason::Planned, Signal::TERM);
+                    launchers.end_all(DriverEnd::Planned, Signal::TERM);
                 }
             }
         }
@@ -236,11 +238,11 @@ impl ElasticPlan {
     fn lose_worker(&mut self, launchers: &mut Launchers<'_>, host: usize, slot: u32, failure: &Failure) {
         let on_failure = match launchers.end {
             None => self.host_manager.failed(host, slot, Instant::now()),
-            Some(_) => OnFailure::LeaveEmpty,
+            Some(_) => HostDecision::LeaveEmpty,
         };
         let replaced_in = match on_failure {
-            OnFailure::Replace { after } => Some(after),
-            OnFailure::LeaveEmpty | OnFailure::ExcludeHost { .. } => {
+            HostDecision::Replace { after } => Some(after),
+            HostDecision::LeaveEmpty | HostDecision::ExcludeHost { .. } => {
                 self.failure.get_or_insert_with(|| failure.clone());
                 instruct(launchers, host, Instruction::LeaveEmpty(slot));
                 None
@@ -248,7 +250,7 @@ impl ElasticPlan {
         };
         let (replacements, max_replacements) = self.host_manager.restarts();
         launchers.control.tell(Event::Lost { failure, replaced_in, replacements, max_replacements });
-        if let OnFailure::ExcludeHost { pause } = on_failure {
+        if let HostDecision::ExcludeHost { pause } = on_failure {
             let name = self.host_manager.name(host);
             let text =
                 format!("{name}: its workers fail again and again; it is left out for {}", seconds(pause));
@@ -356,10 +358,10 @@ impl Plan for ElasticPlan {
 
     fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report> {
         let outcome = match launchers.end {
-            Some(EndReason::Interrupted(signal)) => Outcome::Interrupted(signal),
-            Some(EndReason::Stopped) => Outcome::Stopped,
-            Some(EndReason::Broken(error)) => return Err(error),
-            Some(EndReason::Planned) => match (self.failure, self.trouble) {
+            Some(DriverEnd::Interrupted(signal)) => Outcome::Interrupted(signal),
+            Some(DriverEnd::Stopped) => Outcome::Stopped,
+            Some(DriverEnd::Broken(error)) => return Err(error),
+            Some(DriverEnd::Planned) => match (self.failure, self.trouble) {
                 (Some(failure), _) => Outcome::Failed(failure),
                 (None, Some(error)) => return Err(error),
                 (None, None) => {

@@ -55,7 +55,7 @@ impl HostManager {
             if !host.is_listed || listed_slots != host.slots {
                 let count = host.slots().len() as u32;
                 host.state = HostState::Ending { from: now, count };
-                actions.push(Action::Retire { host: index });
+                actions.push(Action::Retire { host: index, is_listed: host.is_listed });
             }
         }
     }

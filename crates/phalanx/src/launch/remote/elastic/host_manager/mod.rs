@@ -85,8 +85,8 @@ pub(super) enum Action {
     Replace { host: usize, slot: u32 },
     /// Leave this slot empty, though another worker was promised for it.
     LeaveEmpty { host: usize, slot: u32 },
-    /// End the workers of this host.
-    Retire { host: usize },
+    /// End the workers of this host: it is listed with another number of slots, or not at all.
+    Retire { host: usize, is_listed: bool },
     /// Tell the workers how many there are.
     Expect { workers: u32 },
     /// End the job: so few workers are left, and no more have come in time.
@@ -95,7 +95,7 @@ pub(super) enum Action {
 
 /// What to do about the failure of a slot's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OnFailure {
+pub(super) enum HostDecision {
     /// Start another worker in the slot, after this time.
     Replace { after: Duration },
     /// Leave the slot empty.
@@ -197,30 +197,30 @@ impl HostManager {
     }
 
     /// A worker has failed.
-    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> OnFailure {
+    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> HostDecision {
         let may = !self.is_ending() && self.used < self.limits.max_restarts;
         let enough_elsewhere = {
             let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
             others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
         };
         let HostState::Active { slots, .. } = &mut self.hosts[host].state else {
-            return OnFailure::LeaveEmpty;
+            return HostDecision::LeaveEmpty;
         };
         // A worker that does not run cannot fail, whatever a launcher reports.
         let slot = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
-        let Some(slot) = slot else { return OnFailure::LeaveEmpty };
+        let Some(slot) = slot else { return HostDecision::LeaveEmpty };
         match slot.fail(now) {
             Some(after) if may => {
                 slot.state = SlotState::Restarting { at: now + after };
                 self.used += 1;
-                OnFailure::Replace { after }
+                HostDecision::Replace { after }
             }
             // The other workers of this host end too. They hold the state, so there must be others elsewhere.
             None if may && enough_elsewhere => {
                 self.used += 1;
-                OnFailure::ExcludeHost { pause: self.exclude(host, now) }
+                HostDecision::ExcludeHost { pause: self.exclude(host, now) }
             }
-            _ => OnFailure::LeaveEmpty,
+            _ => HostDecision::LeaveEmpty,
         }
     }
 

@@ -85,11 +85,11 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
     for pause in [0, 1, 2] {
-        assert_eq!(manager.failed(1, 0, now), OnFailure::Replace { after: seconds(pause) });
+        assert_eq!(manager.failed(1, 0, now), HostDecision::Replace { after: seconds(pause) });
         now += seconds(pause);
         assert!(manager.decide(now).contains(&Action::Replace { host: 1, slot: 0 }));
     }
-    assert_eq!(manager.failed(1, 0, now), OnFailure::ExcludeHost { pause: FIRST });
+    assert_eq!(manager.failed(1, 0, now), HostDecision::ExcludeHost { pause: FIRST });
     assert_eq!(manager.decide(now), [expect(2)]);
     manager.ended(1);
     assert_eq!(manager.decide(now), []);
@@ -108,9 +108,9 @@ fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
         now += seconds(2);
         manager.decide(now);
     }
-    let replaced = |after| OnFailure::Replace { after: seconds(after) };
-    assert_eq!(fates, [replaced(0), replaced(1), replaced(2), OnFailure::LeaveEmpty]);
-    assert_eq!(manager.failed(0, 1, now), OnFailure::LeaveEmpty);
+    let replaced = |after| HostDecision::Replace { after: seconds(after) };
+    assert_eq!(fates, [replaced(0), replaced(1), replaced(2), HostDecision::LeaveEmpty]);
+    assert_eq!(manager.failed(0, 1, now), HostDecision::LeaveEmpty);
 }
 
 #[test]
@@ -125,7 +125,14 @@ fn what_is_no_longer_named_is_retired_and_what_is_new_comes() {
     manager.up(1, now);
     manager.list([("b", 3)], now);
     // Another number of slots is another start.
-    assert_eq!(manager.decide(now), [Action::Retire { host: 0 }, Action::Retire { host: 1 }, expect(0)]);
+    assert_eq!(
+        manager.decide(now),
+        [
+            Action::Retire { host: 0, is_listed: false },
+            Action::Retire { host: 1, is_listed: true },
+            expect(0)
+        ]
+    );
     manager.ended(0);
     manager.ended(1);
     assert_eq!(manager.decide(now), [launch(1, 1, 3), expect(3)]);
@@ -166,9 +173,9 @@ fn nobody_begins_when_one_has_ended_well() {
     let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
-    assert_eq!(manager.failed(1, 1, now), OnFailure::Replace { after: Duration::ZERO });
+    assert_eq!(manager.failed(1, 1, now), HostDecision::Replace { after: Duration::ZERO });
     manager.done(0, 1);
-    assert_eq!(manager.failed(0, 0, now), OnFailure::LeaveEmpty);
+    assert_eq!(manager.failed(0, 0, now), HostDecision::LeaveEmpty);
     // The launcher waits for what becomes of the slot for which one was promised.
     assert_eq!(manager.decide(now), [Action::LeaveEmpty { host: 1, slot: 1 }]);
     assert_eq!(manager.decide(now), []);
@@ -189,7 +196,7 @@ fn who_was_promised_when_one_ended_well_is_not_missed() {
     let mut manager = manager_of(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
-    assert_eq!(manager.failed(1, 0, now), OnFailure::Replace { after: Duration::ZERO });
+    assert_eq!(manager.failed(1, 0, now), HostDecision::Replace { after: Duration::ZERO });
     manager.done(0, 0);
     assert_eq!(manager.decide(now), [Action::LeaveEmpty { host: 1, slot: 0 }]);
     assert_eq!(manager.decide(now + TIMEOUT), []);
@@ -250,7 +257,7 @@ impl World {
                     let (numbers, leaves) = &self.up[&host];
                     assert!(!leaves && slot < numbers.end - numbers.start && manager.is_ending());
                 }
-                Action::Retire { host } => self.up.get_mut(&host).unwrap().1 = true,
+                Action::Retire { host, .. } => self.up.get_mut(&host).unwrap().1 = true,
                 Action::Expect { .. } => {}
                 Action::TooFew { there } => {
                     assert!(there < manager.limits.min);
@@ -280,7 +287,7 @@ impl World {
             }
             Happens::Ends(host) if self.up.remove(&host).is_some() => manager.ended(host),
             Happens::Fails(host, slot) if self.up.get(&host).is_some_and(|(_, leaves)| !leaves) => {
-                if let OnFailure::ExcludeHost { pause } = manager.failed(host, slot, *now) {
+                if let HostDecision::ExcludeHost { pause } = manager.failed(host, slot, *now) {
                     self.left_out.insert(host, *now + pause);
                     self.up.get_mut(&host).unwrap().1 = true;
                 }

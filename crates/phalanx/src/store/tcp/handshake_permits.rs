@@ -12,12 +12,12 @@ use tokio::time::sleep;
 
 use crate::wire::auth::MIN_HANDSHAKE;
 
-/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE`] for each, more clients have their turn within the 10 s that a client
+/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE`] for each, more clients get a permit within the 10 s that a client
 /// waits than may wait to be admitted: so a client never waits in vain.
 const AT_ONCE: usize = 128;
 
 #[derive(Debug)]
-pub(super) struct HandshakeLimit {
+pub(super) struct HandshakePermits {
     free: Semaphore,
     waiting: Cell<usize>,
     /// A client has begun to wait.
@@ -26,11 +26,11 @@ pub(super) struct HandshakeLimit {
 
 /// The right to do a handshake, until it is dropped.
 pub(super) struct HandshakePermit<'a> {
-    limit: &'a HandshakeLimit,
+    limit: &'a HandshakePermits,
     _permit: SemaphorePermit<'a>,
 }
 
-impl HandshakeLimit {
+impl HandshakePermits {
     pub fn new() -> Self {
         Self::of(AT_ONCE)
     }
@@ -39,7 +39,7 @@ impl HandshakeLimit {
         Self { free: Semaphore::new(most), waiting: Cell::new(0), crowded: Notify::new() }
     }
 
-    /// Waits for a turn, in the order of arrival.
+    /// Waits for a permit, in the order of arrival.
     pub async fn take(&self) -> io::Result<HandshakePermit<'_>> {
         let permit = match self.free.try_acquire() {
             Ok(permit) => permit,
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn who_has_had_its_time_gives_way_to_who_waits_and_not_before() {
         run(async {
-            let limit = Rc::new(HandshakeLimit::of(2));
+            let limit = Rc::new(HandshakePermits::of(2));
             let (slow, quick) = (limit.take().await.unwrap(), limit.take().await.unwrap());
             // No client waits: it may take longer.
             let alone = timeout(MIN_HANDSHAKE * 2, slow.run(pending::<io::Result<()>>())).await;
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn turns_come_in_the_order_of_those_who_wait_and_who_leaves_is_forgotten() {
         run(async {
-            let limit = Rc::new(HandshakeLimit::of(1));
+            let limit = Rc::new(HandshakePermits::of(1));
             let order = Rc::<std::cell::RefCell<Vec<usize>>>::default();
             let first = limit.take().await.unwrap();
             let tasks: Vec<_> = (0..4)
