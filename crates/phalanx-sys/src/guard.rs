@@ -414,7 +414,8 @@ fn interrupted() -> bool {
     io::Error::last_os_error().raw_os_error() == Some(libc::EINTR)
 }
 
-#[cfg(all(test, target_os = "linux"))]
+// Miri has neither `openat` nor `fork`.
+#[cfg(all(test, target_os = "linux", not(miri)))]
 mod tests {
     use super::*;
 
