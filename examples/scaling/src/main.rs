@@ -19,6 +19,7 @@
 //! On Flex and libtorch, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
 //! models, batches and turns.
 
+mod layers;
 mod memory;
 mod models;
 mod named;

@@ -11,6 +11,8 @@ use burn::nn::{
 use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 
+use crate::layers;
+
 /// A model that can be trained for its own sake.
 pub trait Subject: Module {
     /// What it takes.
@@ -212,7 +214,7 @@ impl Normed {
     }
 
     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
-        self.norm.forward(self.conv.forward(x))
+        layers::normalise(&self.norm, layers::convolve(&self.conv, x))
     }
 }
 
@@ -234,14 +236,14 @@ impl Block {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use burn::nn::transformer::{TransformerEncoderInput, TransformerEncoderLayer};
     use burn::tensor::Gradients;
 
     use super::*;
 
     /// The largest difference, as a share of the largest value.
-    fn between<const D: usize>([a, b]: [Tensor<D>; 2]) -> f32 {
+    pub fn between<const D: usize>([a, b]: [Tensor<D>; 2]) -> f32 {
         let largest = a.clone().abs().max().into_scalar::<f32>();
         (a - b).abs().max().into_scalar::<f32>() / largest
     }

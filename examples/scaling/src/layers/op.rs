@@ -1,0 +1,224 @@
+//! The layers as operations of Burn's extension API.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, Flex, backend_extension};
+use burn::tensor::{Bytes, DType, Shape};
+use burn_autodiff::checkpoint::base::Checkpointer;
+use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn_autodiff::grads::Gradients;
+use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_autodiff::{Autodiff, NodeId};
+use burn_flex::{FlexTensor, Layout};
+
+use super::normalisation::Statistics;
+use super::{convolution, normalisation};
+
+/// `pub` because the macro implements it for a public type; the module is private.
+#[backend_extension(Autodiff, Flex)]
+pub trait LayerOps: Backend {
+    /// `conv2d` with square kernels, one group, without dilation and bias.
+    fn convolve(
+        x: FloatTensor<Self>,
+        filters: FloatTensor<Self>,
+        stride: usize,
+        padding: usize,
+    ) -> FloatTensor<Self>;
+
+    /// `batch_norm_train`: the output, the means and the variances.
+    fn normalise(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}
+
+impl LayerOps for Flex {
+    fn convolve(x: FlexTensor, filters: FlexTensor, stride: usize, padding: usize) -> FlexTensor {
+        let (x, filters) = (x.to_contiguous(), filters.to_contiguous());
+        let shape = convolution_shape(&x, &filters, stride, padding);
+        let [height, width] = shape.output();
+        let output = [dims::<4>(&x)[0], shape.outputs, height, width];
+        filled(output, |y| convolution::forward(&shape, values(&x), values(&filters), y))
+    }
+
+    fn normalise(
+        x: FlexTensor,
+        gamma: FlexTensor,
+        beta: FlexTensor,
+        epsilon: f64,
+    ) -> (FlexTensor, FlexTensor, FlexTensor) {
+        let [x, gamma, beta] = [x, gamma, beta].map(|tensor| tensor.to_contiguous());
+        let mut y = vec![0.0; values(&x).len()];
+        let parameters = [values(&gamma), values(&beta)];
+        let statistics =
+            normalisation::forward(&normalisation_shape(&x), values(&x), parameters, epsilon, &mut y);
+        let channels = [statistics.mean.len()];
+        (tensor(dims::<4>(&x), y), tensor(channels, statistics.mean), tensor(channels, statistics.variance))
+    }
+}
+
+impl<C: CheckpointStrategy> LayerOps for Autodiff<Flex, C> {
+    fn convolve(
+        x: FloatTensor<Self>,
+        filters: FloatTensor<Self>,
+        stride: usize,
+        padding: usize,
+    ) -> FloatTensor<Self> {
+        let forward = |x, filters| Flex::convolve(x, filters, stride, padding);
+        match Convolve.prepare::<C>([x.node(), filters.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let saved = Convolution {
+                    x: prep.checkpoint(&x),
+                    filters: prep.checkpoint(&filters),
+                    stride,
+                    padding,
+                };
+                prep.finish(saved, forward(x.into_primitive(), filters.into_primitive()))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(forward(x.into_primitive(), filters.into_primitive())),
+        }
+    }
+
+    fn normalise(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let forward = |x: FloatTensor<Self>, gamma: FloatTensor<Self>, beta: FloatTensor<Self>| {
+            Flex::normalise(x.into_primitive(), gamma.into_primitive(), beta.into_primitive(), epsilon)
+        };
+        let nodes = [x.node(), gamma.node(), beta.node()];
+        let (output, mean, variance) = match Normalise.prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let (x_node, gamma_node) = (prep.checkpoint(&x), prep.checkpoint(&gamma));
+                let (output, mean, variance) = forward(x, gamma, beta);
+                let saved = Normalisation {
+                    x: x_node,
+                    gamma: gamma_node,
+                    mean: mean.clone(),
+                    variance: variance.clone(),
+                    epsilon,
+                };
+                (prep.finish(saved, output), mean, variance)
+            }
+            OpsKind::UnTracked(prep) => {
+                let (output, mean, variance) = forward(x, gamma, beta);
+                (prep.finish(output), mean, variance)
+            }
+        };
+        (output, FloatTensor::<Self>::new(mean), FloatTensor::<Self>::new(variance))
+    }
+}
+
+/// Backward of [`LayerOps::convolve`].
+#[derive(Debug)]
+struct Convolve;
+
+#[derive(Clone, Debug)]
+struct Convolution {
+    x: NodeId,
+    filters: NodeId,
+    stride: usize,
+    padding: usize,
+}
+
+impl Backward<Flex, 2> for Convolve {
+    type State = Convolution;
+
+    fn backward(self, ops: Ops<Self::State, 2>, gradients: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let dy = gradients.consume::<Flex>(&ops.node).to_contiguous();
+        let Convolution { x, filters, stride, padding } = ops.state;
+        let [x, filters] =
+            [x, filters].map(|node| checkpointer.retrieve_node_output::<FlexTensor>(node).to_contiguous());
+        let shape = convolution_shape(&x, &filters, stride, padding);
+        let [x_node, filters_node] = ops.parents;
+        if let Some(node) = x_node {
+            let dx = filled(dims::<4>(&x), |dx| {
+                convolution::backward_input(&shape, values(&filters), values(&dy), dx)
+            });
+            gradients.register::<Flex>(node.id, dx);
+        }
+        if let Some(node) = filters_node {
+            let dw = filled(dims::<4>(&filters), |dw| {
+                convolution::backward_filters(&shape, values(&x), values(&dy), dw)
+            });
+            gradients.register::<Flex>(node.id, dw);
+        }
+    }
+}
+
+/// Backward of [`LayerOps::normalise`].
+#[derive(Debug)]
+struct Normalise;
+
+#[derive(Clone, Debug)]
+struct Normalisation {
+    x: NodeId,
+    gamma: NodeId,
+    mean: FlexTensor,
+    variance: FlexTensor,
+    epsilon: f64,
+}
+
+impl Backward<Flex, 3> for Normalise {
+    type State = Normalisation;
+
+    fn backward(self, ops: Ops<Self::State, 3>, gradients: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let dy = gradients.consume::<Flex>(&ops.node).to_contiguous();
+        let Normalisation { x, gamma, mean, variance, epsilon } = ops.state;
+        let [x, gamma] =
+            [x, gamma].map(|node| checkpointer.retrieve_node_output::<FlexTensor>(node).to_contiguous());
+        let statistics = Statistics { mean: values(&mean).to_vec(), variance: values(&variance).to_vec() };
+        let mut dx = vec![0.0; values(&x).len()];
+        let inputs = [values(&x), values(&dy)];
+        let shape = normalisation_shape(&x);
+        let of = normalisation::backward(&shape, inputs, values(&gamma), &statistics, epsilon, &mut dx);
+
+        let [x_node, gamma_node, beta_node] = ops.parents;
+        if let Some(node) = x_node {
+            gradients.register::<Flex>(node.id, tensor(dims::<4>(&x), dx));
+        }
+        if let Some(node) = gamma_node {
+            gradients.register::<Flex>(node.id, tensor([shape.channels], of.gamma));
+        }
+        if let Some(node) = beta_node {
+            gradients.register::<Flex>(node.id, tensor([shape.channels], of.beta));
+        }
+    }
+}
+
+fn convolution_shape(
+    x: &FlexTensor,
+    filters: &FlexTensor,
+    stride: usize,
+    padding: usize,
+) -> convolution::Shape {
+    let ([_, inputs, height, width], [outputs, _, kernel, _]) = (dims(x), dims(filters));
+    convolution::Shape { inputs, height, width, outputs, kernel, stride, padding }
+}
+
+fn normalisation_shape(x: &FlexTensor) -> normalisation::Shape {
+    let [_, channels, height, width] = dims(x);
+    normalisation::Shape { channels, length: height * width }
+}
+
+fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
+    tensor.layout().shape().dims()
+}
+
+/// The elements of a contiguous tensor.
+fn values(tensor: &FlexTensor) -> &[f32] {
+    tensor.as_slice().expect("the layers are made for contiguous tensors of f32")
+}
+
+fn filled<const D: usize>(dims: [usize; D], fill: impl FnOnce(&mut [f32])) -> FlexTensor {
+    let mut values = vec![0.0; dims.iter().product()];
+    fill(&mut values);
+    tensor(dims, values)
+}
+
+fn tensor<const D: usize>(dims: [usize; D], values: Vec<f32>) -> FlexTensor {
+    FlexTensor::new(Bytes::from_elems(values), Layout::contiguous(Shape::new(dims)), DType::F32)
+}
