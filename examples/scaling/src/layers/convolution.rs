@@ -2,8 +2,8 @@
 //!
 //! Nothing is copied nine times for a kernel of 3 x 3, as im2col does. [`Shape::unfold`] copies a sample once for each
 //! *column* of the kernel, moved and strided as the column needs it, with the padding. A row of the kernel is then an offset
-//! into that copy, so a convolution is one matrix product for each row, added up where the result lies. All operands lie
-//! as the products want them: nothing is packed, and results are in their places.
+//! into that copy, so a convolution is one matrix product for each row, added up where the result lies. Operands lie as the
+//! products want them, so that hardly any is packed.
 //!
 //! One thread computes, as a rank of the benchmark has one.
 
