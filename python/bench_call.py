@@ -2,9 +2,16 @@
 """Times a small all_reduce in a world of one: over phalanx, and over backends that do nothing, which is PyTorch's own part.
 
     python bench_call.py
+
+With two ranks or more, over phalanx, it also tells how much of the time the first two ranks were on one processor:
+
+    python bench_call.py --ranks 2 --seconds 5
 """
 
+import argparse
+import ctypes
 import os
+import socket
 import sys
 import time
 
@@ -13,6 +20,7 @@ sys.path = [place for place in sys.path if place != os.path.dirname(os.path.absp
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch._C import _distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,7 +55,7 @@ def microseconds(call):
         for _ in range(CALLS):
             call()
         samples.append((time.perf_counter() - begin) / CALLS)
-    return 1e6 * sorted(samples)[SAMPLES // 2]
+    return 1e6 * median(samples)
 
 
 def in_group(backend, store, measure):
@@ -56,7 +64,49 @@ def in_group(backend, store, measure):
     dist.destroy_process_group()
 
 
+def rank_of_many(rank, ranks, port, seconds):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("phalanx", rank=rank, world_size=ranks)
+    processor = ctypes.CDLL(None).sched_getcpu
+    tensor, goes_on = torch.zeros(1), torch.ones(1)
+    rows, end = [], time.perf_counter() + seconds
+    while goes_on[0] > 0:
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            dist.all_reduce(tensor)
+        rows.append((1e6 * (time.perf_counter() - begin) / CALLS, processor()))
+        goes_on[0] = float(time.perf_counter() < end)
+        dist.all_reduce(goes_on, dist.ReduceOp.MIN)
+    every = [None] * ranks
+    dist.all_gather_object(every, rows)
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    times = [time for time, _ in rows]
+    print(f"{ranks} ranks, 4 bytes: median {median(times):.1f} µs, mean {sum(times) / len(times):.1f} µs")
+    shared = [first[1] == second[1] for first, second in zip(every[0], every[1])]
+    for on_one, where in ((True, "on one processor"), (False, "on two processors")):
+        these = [time for time, shares in zip(times, shared) if shares == on_one]
+        if these:
+            print(f"  ranks 0 and 1 {where}: {100 * sum(these) / sum(times):.0f}% of the time, median {median(these):.1f} µs")
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5)
+    arguments = parser.parse_args()
+    if arguments.ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        mp.spawn(rank_of_many, (arguments.ranks, port, arguments.seconds), nprocs=arguments.ranks)
+        return
     torch.set_num_threads(1)
     tensor, options = torch.ones(1), c10d.AllreduceOptions()
     options.asyncOp = False
