@@ -5,6 +5,7 @@
 //!
 //! ```text
 //!   doorbell   rung, sleeping               on cache lines of their own, as everything below
+//!   processor  where this rank was when it began its last call; beside `sleeping`, because it changes seldom
 //!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
 //!   staged     windows that this rank has filled
 //!   taken      windows of all ranks that this rank has read
@@ -35,7 +36,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use self::operation::{Protocol, SharedOperation, share};
-use self::wait::Waits;
+use self::wait::{Processor, Waits};
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
@@ -56,6 +57,7 @@ pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
 const BUFFERS: usize = 2;
 
 const START: usize = PAGE;
+const PROCESSOR: usize = START + LINE + 4;
 const DONE: usize = START + 2 * LINE;
 const STAGED: usize = DONE + LINE;
 const TAKEN: usize = STAGED + LINE;
@@ -110,6 +112,8 @@ pub struct ControlBlock {
     own: Arc<Arena>,
     members: Vec<Arc<Mapping>>,
     waits: Waits,
+    /// What this rank has published as its processor.
+    processor: Processor,
     sequence: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
     /// that a peer's processor is reading.
@@ -138,6 +142,7 @@ impl ControlBlock {
             own,
             waits: Waits::new(members.len()),
             members,
+            processor: 0,
             sequence: 0,
             own_header: Fields::default(),
             own_data: Box::new(SlotData([0; SMALL])),
@@ -246,6 +251,7 @@ impl ControlBlock {
         small: Option<Range<usize>>,
     ) {
         self.sequence += 1;
+        self.publish_processor();
         self.note = note.len();
         self.in_own_slot = note.len();
         self.put(0, note);
@@ -275,6 +281,15 @@ impl ControlBlock {
     /// The offset of this call's slot in each part of the control block.
     fn slot(&self) -> usize {
         SLOTS + (self.sequence % 2) as usize * SLOT
+    }
+
+    /// Tells the ranks that wait for this one where it is. It is only a hint: the kernel may move this rank at any time.
+    fn publish_processor(&mut self) {
+        let now = self.waits.processor();
+        if self.processor != now {
+            self.processor = now;
+            self.own.mapping().half_word(PROCESSOR).store(now, Ordering::Relaxed);
+        }
     }
 
     fn publish(&mut self, call: Call, kind: MemoryKind, offset: usize, bytes: usize) {
@@ -341,7 +356,8 @@ impl ControlBlock {
             if index != self.me {
                 let counter = member.word(counter);
                 let ready = || counter.load(Ordering::Acquire) >= value;
-                self.waits.until(ready, doorbell(self.own.mapping()), || watch(index))?;
+                let processor = || member.half_word(PROCESSOR).load(Ordering::Relaxed);
+                self.waits.until(ready, processor, doorbell(self.own.mapping()), || watch(index))?;
             }
         }
         Ok(())

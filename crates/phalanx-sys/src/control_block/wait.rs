@@ -8,7 +8,8 @@ use crate::shared::Doorbell;
 
 /// Polls before sleeping peers are woken, and after. A peer often finishes its next step within a microsecond. Each
 /// poll takes the cache line from the peer that is about to write it, so there is a pause between two polls. If ranks
-/// share processors, there is none: the other ranks can use that time.
+/// share processors, there is none: the other ranks can use that time. A rank that shares its own with the peer that it
+/// waits for polls only before.
 const LOOKS: u32 = 8;
 const SPINS: u32 = 156;
 /// The same without pauses, before and after.
@@ -24,12 +25,17 @@ const LONG: Duration = Duration::from_micros(100);
 /// The longest sleep before `watch` is called again.
 const SLEEP: Duration = Duration::from_millis(10);
 
+/// A processor's number plus one, or 0 if it is not known.
+pub(super) type Processor = u32;
+
 /// How a rank waits for its peers.
 pub(super) struct Waits {
     looks: u32,
     spins: u32,
     pauses: bool,
     rounds: u32,
+    /// The processor of the calling thread, if that affects how it waits.
+    processor: fn() -> Processor,
 }
 
 impl Waits {
@@ -38,12 +44,19 @@ impl Waits {
         if cfg!(loom) {
             // In a model one poll is as good as many: `until` polls once before it sleeps, and `a_few` polls at least
             // once.
-            Self { looks: 0, spins: 0, pauses: false, rounds: 0 }
+            Self { looks: 0, spins: 0, pauses: false, rounds: 0, processor: unknown }
         } else if ranks <= processors() {
-            Self { looks: LOOKS, spins: SPINS, pauses: true, rounds: ROUNDS }
+            let (looks, spins, rounds) = (LOOKS, SPINS, ROUNDS);
+            Self { looks, spins, pauses: true, rounds, processor: current }
         } else {
-            Self { looks: CROWDED_LOOKS, spins: CROWDED_LOOKS, pauses: false, rounds: CROWDED_ROUNDS }
+            let (looks, spins, rounds) = (CROWDED_LOOKS, CROWDED_LOOKS, CROWDED_ROUNDS);
+            Self { looks, spins, pauses: false, rounds, processor: unknown }
         }
+    }
+
+    /// The processor of the calling thread. 0 also if it does not matter to peers.
+    pub(super) fn processor(&self) -> Processor {
+        (self.processor)()
     }
 
     /// Polls a few times whether it is `ready`.
@@ -63,14 +76,16 @@ impl Waits {
         false
     }
 
-    /// Waits until `ready`, or until `watch` returns an error.
+    /// Waits until `ready`, or until `watch` returns an error. `peer` is the processor on which the peer was last seen.
     pub(super) fn until<E>(
         &self,
         ready: impl Fn() -> bool,
+        peer: impl FnOnce() -> Processor,
         doorbell: Doorbell<'_>,
         mut watch: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        if self.look(self.spins, &ready) {
+        // While this rank polls, a peer on the same processor cannot go on.
+        if !share_a_processor(self.processor(), peer) && self.look(self.spins, &ready) {
             return Ok(());
         }
         let mut rounds = 0..self.rounds;
@@ -102,6 +117,25 @@ impl Waits {
     }
 }
 
+/// Is the peer on this rank's processor, as far as that is known? The peer's is only looked at if this rank's is known.
+fn share_a_processor(own: Processor, peer: impl FnOnce() -> Processor) -> bool {
+    own != 0 && own == peer()
+}
+
+/// The processor of the calling thread.
+fn current() -> Processor {
+    // SAFETY: it has no arguments, and returns a number.
+    #[cfg(all(target_os = "linux", not(miri)))]
+    let number = unsafe { libc::sched_getcpu() };
+    #[cfg(not(all(target_os = "linux", not(miri))))]
+    let number = -1;
+    u32::try_from(number).map_or(0, |number| number + 1)
+}
+
+fn unknown() -> Processor {
+    0
+}
+
 /// The number of this host's processors, not of those that this process is bound to: a launcher may bind each rank to
 /// its own.
 fn processors() -> usize {
@@ -128,6 +162,7 @@ mod tests {
                     looks.set(looks.get() + 1);
                     false
                 },
+                || 0,
                 doorbell,
                 || {
                     let most = if asked.get() == 0 { spins } else { TURNS + 1 };
@@ -137,6 +172,30 @@ mod tests {
                 },
             );
             assert_eq!(outcome, Err("enough"));
+        }
+    }
+
+    #[test]
+    fn processors_are_one_only_if_they_are_known() {
+        assert!(share_a_processor(2, || 2));
+        assert!(!share_a_processor(2, || 1));
+        assert!(!share_a_processor(2, || 0));
+        assert!(!share_a_processor(0, || unreachable!("this rank's is not known")));
+    }
+
+    #[test]
+    fn a_rank_beside_its_peer_lets_it_go_first() {
+        let (rung, sleeping) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (mut waits, seven): (_, fn() -> Processor) = (Waits::new(1), || 7);
+        for (processor, polls) in [(unknown as fn() -> Processor, SPINS), (seven, 0)] {
+            waits.processor = processor;
+            let looks = Cell::new(0);
+            let ready = || {
+                looks.set(looks.get() + 1);
+                false
+            };
+            let outcome = waits.until(ready, || 7, Doorbell::new(&rung, &sleeping), || Err(looks.get()));
+            assert_eq!(outcome, Err(polls));
         }
     }
 }
