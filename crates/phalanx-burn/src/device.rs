@@ -165,9 +165,13 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
             RuntimeId::Metal => "metal",
             RuntimeId::Cpu => "cpu",
         }),
-        // Its other devices have not been tried.
         #[cfg(feature = "tch")]
         DispatchDevice::LibTorch(LibTorchDevice::Cpu) => Ok(Kind::LibTorch.name()),
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(other) => Err(Error::invalid_argument(format!(
+            "libtorch's device {other:?} has not been tried: of libtorch's, phalanx-burn takes the processors alone"
+        ))
+        .with_remedy("use Device::libtorch(), or a GPU with phalanx-burn's feature `cuda` or `wgpu`")),
         #[allow(unreachable_patterns)]
         _ => Err(Error::invalid_argument(format!("this build of phalanx-burn does not know {device:?}"))
             .with_remedy(
@@ -221,7 +225,7 @@ mod tests {
     fn devices_of_libtorch_that_were_never_tried_are_refused() {
         assert_eq!(kind_of(&Device::libtorch().autodiff()).unwrap(), "libtorch");
         let error = check(&Device::libtorch_cuda(0)).unwrap_err().to_string();
-        assert!(error.contains("does not know"), "{error}");
+        assert!(error.contains("Cuda(0)") && error.contains("the processors alone"), "{error}");
     }
 
     #[cfg(not(feature = "tch"))]

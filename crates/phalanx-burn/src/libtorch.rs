@@ -5,6 +5,9 @@
 //! processors when an operation returns.
 #![allow(unsafe_code)] // tch has nothing else for memory in place.
 
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+
 use burn::backend::TensorMetadata;
 use burn::backend::libtorch::{LibTorchDevice, TchTensor};
 
@@ -19,9 +22,6 @@ pub(crate) fn contiguous(tensor: TchTensor) -> TchTensor {
 /// The elements of a [`contiguous`] tensor.
 pub(crate) fn bytes(tensor: &TchTensor) -> &[u8] {
     let (first, length) = memory(tensor);
-    if length == 0 {
-        return &[];
-    }
     // SAFETY: `memory` says that so many bytes of the process are there, and libtorch has written all of them or left them as the
     // allocator gave them; the tensor, which is borrowed, keeps them, and while it is there Burn writes them for nobody.
     unsafe { std::slice::from_raw_parts(first, length) }
@@ -32,10 +32,9 @@ pub(crate) fn bytes_mut(tensor: &mut TchTensor) -> Option<&mut [u8]> {
     if !tensor.can_mut() || !tensor.tensor.is_contiguous() {
         return None;
     }
+    // Burn reads its count without an order. What other threads did in this memory, before they dropped their tensors, comes first.
+    fence(Ordering::Acquire);
     let (first, length) = memory(tensor);
-    if length == 0 {
-        return Some(&mut []);
-    }
     // SAFETY: as in `bytes`; and this tensor, which is borrowed for as long, is the only one in that memory.
     Some(unsafe { std::slice::from_raw_parts_mut(first, length) })
 }
@@ -48,11 +47,15 @@ pub(crate) fn own_bytes(tensor: &mut TchTensor) -> &mut [u8] {
     bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy is in no other tensor"))
 }
 
-/// Where the elements of a [`contiguous`] tensor lie, and how many bytes they are.
+/// Where the elements of a [`contiguous`] tensor lie, aligned to their type, and how many bytes they are.
 fn memory(tensor: &TchTensor) -> (*mut u8, usize) {
     assert!(tensor.device() == LibTorchDevice::Cpu, "`device::check` refuses libtorch's other devices");
     assert!(tensor.tensor.is_contiguous(), "the elements do not lie in a row");
-    (tensor.tensor.data_ptr().cast(), tensor.tensor.numel() * tensor.dtype().size())
+    match tensor.tensor.numel() * tensor.dtype().size() {
+        // libtorch's address is null.
+        0 => (NonNull::<u64>::dangling().as_ptr().cast(), 0),
+        length => (tensor.tensor.data_ptr().cast(), length),
+    }
 }
 
 #[cfg(test)]
@@ -86,7 +89,13 @@ mod tests {
         assert_eq!(elements(&turned), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
         let column = contiguous(primitive(tensor().slice([0..2, 1..2])));
         assert_eq!(elements(&column), [2.0, 5.0]);
-        assert_eq!(bytes(&contiguous(primitive(Tensor::zeros([0, 3], &Device::libtorch())))), [0u8; 0]);
+    }
+
+    #[test]
+    fn no_elements_are_a_slice_of_any_type() {
+        let mut none = primitive(Tensor::zeros([0, 3], &Device::libtorch()));
+        assert_eq!(bytemuck::cast_slice::<u8, f64>(bytes(&none)), [0.0; 0]);
+        assert_eq!(bytemuck::cast_slice_mut::<u8, f64>(own_bytes(&mut none)), [0.0; 0]);
     }
 
     #[test]
