@@ -60,9 +60,10 @@ impl FusedAdamWConfig {
     }
 }
 
-/// Burn's [`AdamW`] in one pass over memory: the same results, and the same saved state.
+/// Burn's [`AdamW`] in one pass over memory: the same results, and the same saved state. (On LibTorch the last bits may differ: it has
+/// other square roots.)
 ///
-/// On the Flex backend, for f32 and f64, a step reads each parameter, its gradient and both moments once and writes the
+/// On Flex and LibTorch, for f32 and f64, a step reads each parameter, its gradient and both moments once and writes the
 /// parameter and the moments once, in place where no other tensor shares the memory, on all threads of the rayon
 /// pool. Elsewhere it is Burn's own AdamW, step by step.
 ///
