@@ -20,8 +20,6 @@ devices=("$@")
 without() {
     # That a tensor is changed where it lies is true only of devices that have the process's memory.
     [ "$1" = libtorch ] || echo fused::parameters_are_updated_in_place
-    # On Flex alone tensors stand in the memory that ranks share, which it counts.
-    echo parallel::fsdp::layers::memory_and_traffic_are_those_of_the_formula
     case $1 in
         # WGSL has no integers of a byte.
         wgpu) echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted ;;

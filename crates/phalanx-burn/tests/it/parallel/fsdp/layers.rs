@@ -3,7 +3,7 @@
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Bool, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
 use phalanx::Result;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
@@ -12,7 +12,7 @@ use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 
 use super::super::model::scalar;
 use super::{all_options, options};
-use crate::common::{Mlp, device, distance, floats, run, samples};
+use crate::common::{Mlp, device, distance, floats, plain, run, samples};
 
 /// Dense layers, each a unit.
 #[derive(Module, Debug)]
@@ -179,9 +179,12 @@ fn memory_and_traffic_are_those_of_the_formula() {
             for (bytes, traffic) in all {
                 let what = format!("{ranks} ranks, {reshard} {prefetch}: {bytes:?}");
                 assert_eq!(bytes.shards, UNITS * unit / ranks as usize, "{what}");
-                let whole = if reshard { (1 + prefetch) * unit } else { UNITS * unit };
-                assert_eq!(bytes.parameters_peak, whole, "{what}");
-                assert_eq!(bytes.gradients_peak, 2 * unit, "{what}");
+                // Elsewhere the device has the tensors, and what is counted is freed when they have been copied there.
+                if plain() == Device::flex() {
+                    let whole = if reshard { (1 + prefetch) * unit } else { UNITS * unit };
+                    assert_eq!(bytes.parameters_peak, whole, "{what}");
+                    assert_eq!(bytes.gradients_peak, 2 * unit, "{what}");
+                }
                 for (step, traffic) in traffic.iter().enumerate() {
                     assert_eq!(*traffic, ((step + 1) * passes * UNITS * unit) as u64, "{what}");
                 }
