@@ -185,12 +185,12 @@ impl JobProcesses {
         })
     }
 
-    /// All processes of the machine, of this job or not, that are in none of these groups; none if `/proc` cannot be read
+    /// All processes of the machine, of this job or not, that are in none of these groups; None if `/proc` cannot be read
     /// now.
-    pub(super) fn outside(&self, groups: &[Pid]) -> HashSet<ProcessId> {
+    pub(super) fn outside(&self, groups: &[Pid]) -> Option<HashSet<ProcessId>> {
         let groups = numbers(groups);
-        let processes = self.processes().unwrap_or_default();
-        processes.iter().filter(|process| !groups.contains(&process.group)).map(ProcessId::of).collect()
+        let processes = self.processes()?;
+        Some(processes.iter().filter(|process| !groups.contains(&process.group)).map(ProcessId::of).collect())
     }
 
     /// Kills all processes with the tag of one worker, and their children, until two looks in a row have found none.

@@ -73,7 +73,8 @@ pub(super) fn run(
         processes,
         guard,
         reported: Reported::Nothing,
-        unasked: HashSet::new(),
+        may_be_asked: None,
+        asked: HashSet::new(),
         empty_since: None,
     };
     supervisor.start_workers()?;
@@ -98,9 +99,12 @@ struct Supervisor<'a, 'b> {
     processes: JobProcesses,
     guard: Guard,
     reported: Reported,
-    /// The processes of this machine that were there when all of the job were sent SIGTERM, and have not got it. Which of
-    /// them are the job's was not quite known: in the middle of `execve` a process has no environment, and so no tag.
-    unasked: HashSet<ProcessId>,
+    /// The processes of this machine, outside the workers' groups, that were there when all of the job were asked to end;
+    /// None if that could not be seen yet. Which of them are the job's was not quite known: in the middle of `execve` a
+    /// process has no environment, and so no tag.
+    may_be_asked: Option<HashSet<ProcessId>>,
+    /// Those of the job that have got SIGTERM.
+    asked: HashSet<ProcessId>,
     /// Since when no process of the job was found.
     empty_since: Option<Instant>,
 }
@@ -403,9 +407,11 @@ impl Supervisor<'_, '_> {
             // job.
             match raw {
                 Raw::TERM => {
-                    self.unasked = self.processes.outside(&self.groups());
+                    self.may_be_asked = self.processes.outside(&self.groups());
                     let strays = running.iter().flat_map(|running| &running.strays);
-                    self.unasked.extend(strays.map(Stray::id));
+                    self.may_be_asked
+                        .iter_mut()
+                        .for_each(|known| known.extend(strays.clone().map(Stray::id)));
                     self.sweep(running.as_ref());
                 }
                 Raw::KILL => kill_strays(running.as_ref()),
@@ -425,14 +431,20 @@ impl Supervisor<'_, '_> {
         self.processes.reap(&self.groups());
     }
 
-    /// Sends SIGTERM to the processes outside the workers' groups that were there when all were asked to end and have not
-    /// got it, and to their children. What others have started since may be cleaning up.
+    /// Sends SIGTERM, once, to the processes outside the workers' groups that were there when all were asked to end, and to
+    /// the children of those that are asked late. What others have started since may be cleaning up.
     fn sweep(&mut self, running: Option<&RunningProcesses>) {
-        let Some(running) = running else { return };
-        let roots = running.strays.iter().map(Stray::id).filter(|id| self.unasked.remove(id)).collect();
+        if self.may_be_asked.is_none() {
+            self.may_be_asked = self.processes.outside(&self.groups());
+        }
+        let (Some(running), Some(known)) = (running, &self.may_be_asked) else { return };
+        let is_new = |id: &ProcessId| known.contains(id) && !self.asked.contains(id);
+        let roots = running.strays.iter().map(Stray::id).filter(is_new).collect();
         for stray in running.with_descendants(roots) {
-            stray.signal(Raw::TERM);
-            stray.signal(Raw::CONT);
+            if self.asked.insert(stray.id()) {
+                stray.signal(Raw::TERM);
+                stray.signal(Raw::CONT);
+            }
         }
     }
 
