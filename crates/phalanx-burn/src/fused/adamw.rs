@@ -60,8 +60,8 @@ impl FusedAdamWConfig {
     }
 }
 
-/// Burn's [`AdamW`] in one pass over memory: the same results, and the same saved state. (On LibTorch the last bits may differ: it has
-/// other square roots.)
+/// Burn's [`AdamW`] in one pass over memory: the same saved state, and the same results, but for the last bits on LibTorch, whose
+/// square roots are rounded in another way.
 ///
 /// On Flex and LibTorch, for f32 and f64, a step reads each parameter, its gradient and both moments once and writes the
 /// parameter and the moments once, in place where no other tensor shares the memory, on all threads of the rayon

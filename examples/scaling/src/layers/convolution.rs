@@ -256,13 +256,16 @@ fn multiply(
     stride: usize,
     add: bool,
 ) {
-    let values = |columns: usize, stride: usize, rows: usize| (columns - 1) * stride + rows;
+    let values = |columns: usize, stride: usize, rows: usize| {
+        let last = (columns - 1).checked_mul(stride).and_then(|last| last.checked_add(rows));
+        last.expect("no slice is so long")
+    };
     assert!(m > 0 && n > 0 && k > 0 && stride >= m && product.len() >= values(n, stride, m));
     assert!(left.values.len() >= values(k, left.stride, m));
     assert!(right.values.len() >= values(n, right.stride, k));
     let columns = [stride, left.stride, right.stride].map(|stride| stride as isize);
     // SAFETY: the product reads and writes the first m or k values of n or k columns, all of which lie in the slices.
-    // Nobody else writes into them, and columns of the product do not overlap, because they are not farther apart than
+    // Nobody else writes into them, and columns of the product do not overlap, because they are at least as far apart as
     // they are long.
     unsafe {
         gemm(

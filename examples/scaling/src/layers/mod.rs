@@ -33,10 +33,10 @@ pub fn convolve(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
     Tensor::from_dispatch(Dispatch::convolve(x.into_dispatch(), filters, stride, padding))
 }
 
-/// `norm.forward(x)`.
+/// `norm.forward(x)`. Burn's runs where it does not train: without autodiff, and for a frozen layer.
 pub fn normalise(norm: &BatchNorm, x: Tensor<4>) -> Tensor<4> {
     let device = x.device();
-    if !is_flex(&device) || !device.is_autodiff() {
+    if !is_flex(&device) || !device.is_autodiff() || !norm.training.is_enabled() {
         return norm.forward(x);
     }
     let (gamma, beta) = (norm.gamma.val().into_dispatch(), norm.beta.val().into_dispatch());
@@ -56,7 +56,7 @@ fn is_flex(device: &Device) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use burn::module::Param;
+    use burn::module::{Module, Param};
     use burn::nn::BatchNormConfig;
     use burn::nn::conv::Conv2dConfig;
     use burn::tensor::TensorData;
@@ -144,6 +144,18 @@ mod tests {
                 assert!(apart < CLOSE, "{what}, gradient of the weight: {apart}");
             }
         }
+    }
+
+    #[test]
+    fn a_frozen_batch_norm_keeps_its_running_statistics() {
+        let device = Device::flex().autodiff();
+        let frozen = || BatchNormConfig::new(3).init(&device).freeze();
+        let (burns, ours) = (frozen(), frozen());
+        let x = numbers([2, 3, 4, 5], 1, &device);
+        let apart = between([burns.forward(x.clone()), normalise(&ours, x)]);
+        assert!(apart < CLOSE, "{apart}");
+        let mean = ours.running_mean.value_sync().into_data().try_to_vec::<f32>().expect("numbers of f32");
+        assert_eq!(mean, [0.0; 3]);
     }
 
     /// A tensor whose elements do not lie row by row is one that operations before have transposed.

@@ -49,11 +49,12 @@ impl LayerOps for Flex {
         epsilon: f64,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let [x, gamma, beta] = [x, gamma, beta].map(|tensor| tensor.to_contiguous());
+        let channels = [normalisation_shape(&x).channels];
+        assert_eq!([dims(&gamma), dims(&beta)], [channels; 2], "parameters for another number of channels");
         let mut y = vec![0.0; values(&x).len()];
         let parameters = [values(&gamma), values(&beta)];
         let statistics =
             normalisation::forward(&normalisation_shape(&x), values(&x), parameters, epsilon, &mut y);
-        let channels = [statistics.mean.len()];
         (tensor(dims::<4>(&x), y), tensor(channels, statistics.mean), tensor(channels, statistics.variance))
     }
 }
@@ -196,6 +197,8 @@ fn convolution_shape(
     padding: usize,
 ) -> convolution::Shape {
     let ([_, inputs, height, width], [outputs, _, kernel, _]) = (dims(x), dims(filters));
+    assert_eq!(dims(filters), [outputs, inputs, kernel, kernel], "filters that do not fit {inputs} channels");
+    assert!(kernel <= height.min(width) + 2 * padding, "a kernel that is larger than the image");
     convolution::Shape { inputs, height, width, outputs, kernel, stride, padding }
 }
 

@@ -124,9 +124,10 @@ pub struct Fsdp<M> {
 pub struct FsdpBytes {
     /// This rank's shards. Their gradients take as much, and AdamW's state twice as much.
     pub shards: usize,
-    /// The most that whole parameters have taken at one time. On devices besides Flex, where they are copied to: what they are copied from.
+    /// The most that whole parameters have taken at one time. On other devices than Flex it counts the host buffers from which they are copied, and not
+    /// the tensors on the device.
     pub parameters_peak: usize,
-    /// The most that whole gradients have taken at one time; likewise.
+    /// The most that whole gradients have taken at one time, counted likewise.
     pub gradients_peak: usize,
     /// All buffers that were gathered, reduced and scattered, counted once for each operation, and what replicas have averaged. Of a
     /// buffer of b bytes each of n ranks sends b (n-1) / n.
