@@ -42,7 +42,11 @@ pub(crate) fn bytes_mut(tensor: &mut TchTensor) -> Option<&mut [u8]> {
 /// The elements of a tensor, which is copied first if they do not lie row by row or another tensor shares the memory.
 pub(crate) fn own_bytes(tensor: &mut TchTensor) -> &mut [u8] {
     if bytes_mut(tensor).is_none() {
-        *tensor = TchTensor::new(tensor.tensor.contiguous().copy());
+        // tch's `copy` keeps strides. A dimension of length 1 may have stride 0, for which Burn takes the tensor for a repeated one.
+        let theirs = &tensor.tensor;
+        let mut own = theirs.new_zeros(theirs.size(), (theirs.kind(), theirs.device()));
+        own.copy_(theirs);
+        *tensor = TchTensor::new(own);
     }
     bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy is in no other tensor"))
 }
@@ -96,6 +100,19 @@ mod tests {
         let mut none = primitive(Tensor::zeros([0, 3], &Device::libtorch()));
         assert_eq!(bytemuck::cast_slice::<u8, f64>(bytes(&none)), [0.0; 0]);
         assert_eq!(bytemuck::cast_slice_mut::<u8, f64>(own_bytes(&mut none)), [0.0; 0]);
+    }
+
+    #[test]
+    fn a_repeated_tensor_gets_memory_of_its_own() {
+        let rows = Tensor::<1>::from_floats([1.0, 2.0, 3.0], &Device::libtorch()).expand([2, 3]);
+        // Its rows are one row; so is the stride of 0 of what is left of them, where it is of no account.
+        let row = rows.clone().slice([0..1, 0..3]);
+        for (repeated, expected) in [(rows, &[9.0, 2.0, 3.0, 1.0, 2.0, 3.0][..]), (row, &[9.0, 2.0, 3.0])] {
+            let mut tensor = primitive(repeated);
+            assert_eq!(tensor.tensor.stride(), [0, 1]);
+            bytemuck::cast_slice_mut::<u8, f32>(own_bytes(&mut tensor))[0] = 9.0;
+            assert_eq!(elements(&tensor), expected);
+        }
     }
 
     #[test]
