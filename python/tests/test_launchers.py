@@ -52,13 +52,13 @@ def phalanx():
     return str(found[0])
 
 
-def succeeds(command, program, path):
+def succeeds(command, program, path, transport="shm"):
     path.write_text(program)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert f"rank {rank} of 2 over shm" in done.stdout, done.stdout + done.stderr
+        assert f"rank {rank} of 2 over {transport}" in done.stdout, done.stdout + done.stderr
 
 
 def test_torchrun(tmp_path):
@@ -100,3 +100,36 @@ def test_a_rank_without_the_job_s_key_does_not_join(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "joined with another key" not in done.stdout, done.stdout + done.stderr
     assert re.search("job'?s? key", done.stdout + done.stderr), done.stdout + done.stderr
+
+
+def certificates(folder):
+    subprocess.run([phalanx(), "certgen", str(folder), "localhost"], check=True, capture_output=True, timeout=60)
+    return {"ca": folder / "ca.pem", "cert": folder / "localhost.pem", "key": folder / "localhost.key"}
+
+
+@pytest.mark.parametrize("program", [PROGRAM, ARRAYS.replace("over shm", "over tcp")], ids=["torch", "numpy"])
+def test_phalanx_run_with_certificates(tmp_path, monkeypatch, program):
+    monkeypatch.setenv("PHALANX_TRANSPORT", "tcp")
+    options = [f"--tls-{name}={path}" for name, path in certificates(tmp_path / "tls").items()]
+    command = [phalanx(), "run", "--nproc-per-node", "2", *options, "--", sys.executable]
+    succeeds(command, program, tmp_path / "program.py", "tcp")
+
+
+UNCERTIFIED = """
+import os, sys, torch.distributed as dist, phalanx_torch
+if os.environ["RANK"] == "1":
+    for name, path in zip(("CA", "CERT", "KEY"), sys.argv[1:]):
+        os.environ["PHALANX_TLS_" + name] = path
+dist.init_process_group("phalanx")
+print("joined with a certificate of another CA", flush=True)
+"""
+
+
+def test_a_rank_with_a_certificate_of_another_ca_does_not_join(tmp_path):
+    program, others = tmp_path / "program.py", certificates(tmp_path / "others").values()
+    options = [f"--tls-{name}={path}" for name, path in certificates(tmp_path / "tls").items()]
+    program.write_text(UNCERTIFIED)
+    command = [phalanx(), "run", "-np", "2", *options, sys.executable, str(program), *map(str, others)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "joined" not in done.stdout, done.stdout + done.stderr
+    assert "certificate" in done.stdout + done.stderr, done.stdout + done.stderr

@@ -108,8 +108,8 @@ on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a
 nodes that it loses as long as MIN are left, and new nodes join it, up to MAX. All workers are then started again.
 
 Who may take part:
-  The processes of a job authenticate each other with a key. On one machine this command makes it. For several, make one with \
-`phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it any process that reaches the job's ports can \
+  The processes of a job authenticate each other with a key. This command makes it on one machine, and with -H. If you start one on each \
+node, make a key with `phalanx keygen FILE`, copy it to each and give --job-key-file FILE; without it any process that reaches the job's ports can \
 take part. Connections are authenticated, and not encrypted, unless each process has a certificate of one CA: make them with \
 `phalanx certgen FOLDER HOST...`, and give --tls-ca, --tls-cert and --tls-key on every node. Programs that do not know the key, such as PyTorch's, may use the \
 store if this user runs them on the store's own machine, or with --open-store.

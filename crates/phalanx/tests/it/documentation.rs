@@ -15,13 +15,13 @@ fn variables(text: &str) -> BTreeSet<String> {
     ours.filter(|word| !OWN.iter().any(|own| word.starts_with(own))).map(str::to_owned).collect()
 }
 
-/// Calls `look` with all Rust files below `folder`.
+/// Calls `look` with all Rust files and shell scripts below `folder`.
 fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
             sources(&path, look);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "sh") {
             look(&fs::read_to_string(&path).unwrap());
         }
     }
@@ -34,6 +34,8 @@ fn the_page_of_variables_has_those_that_the_sources_have() {
     let mut look = |text: &str| found.extend(variables(text));
     sources(&root.join("examples"), &mut look);
     sources(&root.join("python/src"), &mut look);
+    sources(&root.join("tests"), &mut look);
+    look(&fs::read_to_string(root.join("tch/check.sh")).unwrap());
     for package in fs::read_dir(root.join("crates")).unwrap() {
         let package = package.unwrap().path();
         for folder in ["src", "examples"].map(|folder| package.join(folder)) {
