@@ -183,7 +183,14 @@ def mpi4py(case: Case) -> Start:
     where = installed(case, "ompi", "bin/mpirun")
     if not next(where.glob("lib/python*/site-packages/mpi4py"), None):
         raise Missing(f"mpi4py is missing in {where}: python bench/peers/setup.py --folder {case.folder}")
-    return open_mpi(case, f"{where}/bin/mpirun", f"{where}/bin/python", str(HERE / "mpi_python.py"))
+    return open_mpi(case, f"{where}/bin/mpirun", f"{where}/bin/python", str(HERE / "arrays.py"), "mpi4py")
+
+
+def phalanx_arrays(case: Case) -> Start:
+    case.only("all_reduce")
+    where = installed(case, "torch", "bin/phalanx")
+    command = [f"{where}/bin/phalanx", "run", "--nproc-per-node", str(case.ranks), "--log-line-prefix-template", ""]
+    return Start([*command, "--", f"{where}/bin/python", str(HERE / "arrays.py"), "phalanx", *case.listed()], {"OMP_NUM_THREADS": "1"})
 
 
 def mpich(case: Case) -> Start:
@@ -225,7 +232,7 @@ def oneccl(case: Case) -> Start:
 # Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
 FLOOR, TCP_FLOOR = "bare loop", "bare sockets"
 REGISTERED, SHM, TCP = "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
-PYTHON = "phalanx_torch"
+PYTHON, ARRAYS = "phalanx_torch", "phalanx_torch, NumPy"
 PEERS = {
     "floor": Peer(FLOOR, floor, limit=True),
     "tcp-floor": Peer(TCP_FLOOR, tcp_floor, limit=True),
@@ -233,6 +240,7 @@ PEERS = {
     "shm": Peer(SHM, phalanx("shm", "ordinary")),
     "tcp": Peer(TCP, phalanx("tcp", "ordinary")),
     "phalanx-torch": Peer(PYTHON, pytorch("phalanx"), packages=("torch", TORCH)),
+    "phalanx-arrays": Peer(ARRAYS, phalanx_arrays, packages=("torch", TORCH)),
     "gloo": Peer("gloo", pytorch("gloo"), packages=("torch", TORCH)),
     "intel-mpi": Peer("Intel MPI", intel_mpi, packages=("intel", INTEL)),
     "oneccl": Peer("oneCCL", oneccl, packages=("intel", INTEL)),

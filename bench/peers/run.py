@@ -23,10 +23,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import ARRAYS, COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
 from peers import Case, Missing, Start, chosen, machine
 
-OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp", PYTHON: PYTHON}
+OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp", PYTHON: PYTHON, ARRAYS: ARRAYS}
 LIMITS = {peer.name for peer in PEERS.values() if peer.limit}
 # What the shared memory of libraries is called that leave it behind where they are ended.
 SEGMENTS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "deepspeed_allreduce_buffer_*", "phalanx-peers-*")
@@ -201,7 +201,7 @@ def readable(size: int) -> str:
 def table(medians: dict[str, Times], sizes: list[int]) -> None:
     """Times, and the quickest of the others in terms of ours; then each other's ratio over all sizes."""
     others = [name for name in medians if name not in OURS and name not in LIMITS]
-    ours = next((name for name in (SHM, PYTHON) if name in medians), None)
+    ours = next((name for name in (SHM, ARRAYS, PYTHON) if name in medians), None)
     titles = ["size", *medians, *([f"quickest peer / {OURS[ours]}"] if ours and others else [])]
     print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}")
     for size in sizes:
@@ -213,7 +213,7 @@ def table(medians: dict[str, Times], sizes: list[int]) -> None:
         print(f"| {' | '.join(row)} |")
     print()
     pairs = [(REGISTERED, FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
-    pairs += [(name, ours) for ours in (SHM, REGISTERED, PYTHON) for name in others]
+    pairs += [(name, ours) for ours in (SHM, REGISTERED, ARRAYS, PYTHON) for name in others]
     for one, other in pairs:
         both = [size for size in sizes if size in medians.get(one, {}) and size in medians.get(other, {})]
         if both:

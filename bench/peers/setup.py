@@ -32,7 +32,7 @@ def install(folder: Path, keys: list[str]) -> None:
         if name == "torch" and "vllm" in keys and avx512():
             # Its dependencies are all that a server of language models needs, its operators need none of them.
             pip(where, "--no-deps", VLLM)
-        if name == "torch" and "phalanx-torch" in keys:
+        if name == "torch" and {"phalanx-torch", "phalanx-arrays"} & set(keys):
             # This tree's, as it is now.
             pip(where, "--no-deps", "--force-reinstall", str(PHALANX_TORCH))
 

@@ -30,8 +30,8 @@ def init(url="env://", rank=None, world_size=None, timeout=1800.0):
 
 def _lent(array):
     """``array`` as the native part takes it: with NumPy's interface, through NumPy if it has none. Nothing is copied."""
-    # Tensors of PyTorch have `is_cpu`.
-    if hasattr(array, "__array_interface__") or hasattr(array, "is_cpu"):
+    # The type first, since an array makes its interface anew whenever it is asked for it. Tensors of PyTorch have `is_cpu`.
+    if hasattr(type(array), "__array_interface__") or hasattr(array, "is_cpu") or hasattr(array, "__array_interface__"):
         return array
     what = type(array).__name__
     try:

@@ -62,6 +62,33 @@ def rank_of_arrays(rank, world, port):
             group.all_reduce(numpy.zeros(3, dtype=">f4"))
         with pytest.raises(ValueError, match="is none of"):
             group.all_reduce(numpy.zeros(3), "mean")
+        # Arrays of every form: without dimensions, without elements, by columns, views of others, of a subclass.
+        scalar = numpy.array(rank + 1.0)
+        group.all_reduce(scalar)
+        assert scalar == world * (world + 1) / 2
+        for empty in (numpy.zeros(0), numpy.zeros((3, 0)), numpy.zeros((0, 3))):
+            group.all_reduce(empty)
+        with pytest.raises(ValueError, match="not contiguous"):
+            group.all_reduce(numpy.zeros((2, 3), order="F"))
+        whole = numpy.zeros((4, 3))
+        whole[1:3] = rank
+        group.all_reduce(whole[1:3])
+        assert whole.tolist() == [[0.0] * 3] + [[world * (world - 1) / 2] * 3] * 2 + [[0.0] * 3]
+        with pytest.raises(ValueError, match="not aligned"):
+            group.all_reduce(numpy.zeros(9, dtype="u1")[1:].view("f8"))
+        derived = numpy.full(2, float(rank)).view(numpy.recarray)
+        group.all_reduce(derived, "max")
+        assert derived.tolist() == [world - 1.0] * 2
+        pairs = numpy.full(2, rank + 1j)
+        group.all_reduce(pairs)
+        assert pairs.tolist() == [world * (world - 1) / 2 + 1j * world] * 2
+        with pytest.raises(ValueError, match="summed and averaged"):
+            group.all_reduce(pairs, "max")
+        with pytest.raises(TypeError, match="only moved"):
+            group.all_reduce(numpy.zeros(2, dtype="u4"))
+        moved = numpy.full(2, rank, dtype="u4")
+        group.broadcast(moved, root=1)
+        assert moved.tolist() == [1, 1]
         group.barrier()
 
 
