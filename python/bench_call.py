@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times a small all_reduce in a world of one: over phalanx, and over backends that do nothing, which is PyTorch's own part.
+"""Times a small all_reduce in a world of one: over phalanx, over backends that do nothing, which is PyTorch's own part, and without PyTorch.
 
     python bench_call.py
 
@@ -18,13 +18,14 @@ import time
 # The package that is installed, and not its sources, which lie beside this file without the native part.
 sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C import _distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import phalanx_torch  # noqa: F401
+import phalanx_torch
 
 CALLS, SAMPLES = 50, 400
 
@@ -124,6 +125,10 @@ def main():
     in_group("phalanx", dist.HashStore(), phalanx)
     of = "dist.all_reduce over a backend that does nothing"
     in_group("nothing", dist.HashStore(), lambda group: shown(f"{of}, in Python", lambda: dist.all_reduce(tensor)))
+    with phalanx_torch.init(rank=0, world_size=1) as group:
+        array = numpy.ones(1, dtype=numpy.float32)
+        shown("ArrayGroup.all_reduce of a NumPy array", lambda: group.all_reduce(array))
+        shown("ArrayGroup.all_reduce of a tensor", lambda: group.all_reduce(tensor))
     in_group("fake", FakeStore(), lambda group: shown(f"{of}, in C++", lambda: dist.all_reduce(tensor)))
 
 
