@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times all_reduce beside gloo's, in the same processes, one after the other, and prints medians.
 
-    python bench.py --ranks 2
+    python python/bench.py --ranks 2
 
 Each line is one size: the calls of the two backends alternate, so that what else the machine does meets both.
 """

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Times a small all_reduce in a world of one: over phalanx, over backends that do nothing, which is PyTorch's own part, and without PyTorch.
+"""Times a small all_reduce in a world of one: over phalanx, over backends that do nothing, so that PyTorch's own part is left, and with
+ArrayGroup, which does not pass through torch.distributed.
 
-    python bench_call.py
+    python python/bench_call.py
 
 With two ranks or more, over phalanx, it also tells how much of the time the first two ranks were on one processor:
 
-    python bench_call.py --ranks 2 --seconds 5
+    python python/bench_call.py --ranks 2 --seconds 5
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times a training step of PyTorch's DistributedDataParallel over phalanx and over gloo, in the same processes, and prints medians.
 
-    python bench_ddp.py                             the MLP, the encoder and ResNet-20 of bench/peers/ddp.py, 2 ranks
-    python bench_ddp.py --steps 41 --view encoder   with gradient_as_bucket_view
+    python python/bench_ddp.py                             the MLP, the encoder and ResNet-20 of bench/peers/ddp.py, 2 ranks
+    python python/bench_ddp.py --steps 41 --view encoder   with gradient_as_bucket_view
 
 Each round is one step over each of phalanx, gloo and nothing: replicas that train alone, at the same time on every rank. Every second
 round goes the other way round. So what else the machine does meets all. The last columns are medians of the

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Makes and destroys groups again and again, with operations of every kind between, and watches what the processes hold.
 
-    python soak.py --cycles 10000
-    python soak.py --cycles 200 --seconds 60        ends after 60 seconds, however far it has come
-    python soak.py --cycles 500 --backend gloo      PyTorch's own, to compare
-    python soak.py --minutes 60 --ranks 3           everything at once, until an hour has passed
+    python python/soak.py --cycles 10000
+    python python/soak.py --cycles 200 --seconds 60        ends after 60 seconds, however far it has come
+    python python/soak.py --cycles 500 --backend gloo      PyTorch's own, to compare
+    python python/soak.py --minutes 60 --ranks 3           everything at once, until an hour has passed
 
 Each cycle is `init_process_group`, collectives, messages, futures, a group of all ranks and one of some, and
 `destroy_process_group`; in every tenth the last rank aborts the group instead. Every result is checked. After the first

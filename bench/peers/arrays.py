@@ -51,7 +51,7 @@ def main() -> None:
         data, total = base + world.rank, base * world.ranks + world.ranks * (world.ranks - 1) / 2
         call = world.call(data)
         call()
-        # The most that any rank has.
+        # The largest number of wrong elements on any rank.
         wrong = int(world.longest(float((data != total).sum())))
         # Sums of zeros stay zeros, however often they are summed.
         data[:] = 0

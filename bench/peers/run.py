@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import ARRAYS, COLLECTIVES, FLOOR, FOLDER, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import ARRAYS, COLLECTIVES, FLOOR, FOLDER, MPI4PY, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
 from peers import Case, Missing, Start, chosen, machine
 
 OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp", PYTHON: PYTHON, ARRAYS: ARRAYS}
@@ -201,7 +201,7 @@ def readable(size: int) -> str:
 def table(medians: dict[str, Times], sizes: list[int]) -> None:
     """Times, and the quickest of the others in terms of ours; then each other's ratio over all sizes."""
     others = [name for name in medians if name not in OURS and name not in LIMITS]
-    ours = next((name for name in (SHM, ARRAYS, PYTHON) if name in medians), None)
+    ours = next((name for name in (SHM, PYTHON, ARRAYS) if name in medians), None)
     titles = ["size", *medians, *([f"quickest peer / {OURS[ours]}"] if ours and others else [])]
     print(f"| {' | '.join(titles)} |\n|{'---:|' * len(titles)}")
     for size in sizes:
@@ -213,7 +213,8 @@ def table(medians: dict[str, Times], sizes: list[int]) -> None:
         print(f"| {' | '.join(row)} |")
     print()
     pairs = [(REGISTERED, FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
-    pairs += [(name, ours) for ours in (SHM, REGISTERED, ARRAYS, PYTHON) for name in others]
+    pairs += [(name, ours) for ours in (SHM, REGISTERED, PYTHON) for name in others]
+    pairs.append((MPI4PY, ARRAYS))
     for one, other in pairs:
         both = [size for size in sizes if size in medians.get(one, {}) and size in medians.get(other, {})]
         if both:

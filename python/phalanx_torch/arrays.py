@@ -1,5 +1,7 @@
 """Groups for programs without PyTorch, on NumPy's arrays, and on other memory through NumPy."""
 
+import sys
+
 from phalanx_torch import _exit, _native
 
 _OPS = {
@@ -30,8 +32,12 @@ def init(url="env://", rank=None, world_size=None, timeout=1800.0):
 
 def _lent(array):
     """``array`` as the native part takes it: with NumPy's interface, through NumPy if it has none. Nothing is copied."""
-    # The type first, since an array makes its interface anew whenever it is asked for it. Tensors of PyTorch have `is_cpu`.
-    if hasattr(type(array), "__array_interface__") or hasattr(array, "is_cpu") or hasattr(array, "__array_interface__"):
+    # NumPy's own first: an array makes its interface anew whenever it is asked for it.
+    loaded = sys.modules.get("numpy")
+    if loaded is not None and type(array) is loaded.ndarray:
+        return array
+    # Tensors of PyTorch have `is_cpu`.
+    if hasattr(array, "is_cpu") or hasattr(array, "__array_interface__"):
         return array
     what = type(array).__name__
     try:
@@ -76,6 +82,11 @@ class ArrayGroup:
     def world_size(self):
         """The number of ranks."""
         return self._native.world_size
+
+    @property
+    def transport(self):
+        """How the ranks exchange data: ``shm``, ``tcp``, or both; None in a world of one."""
+        return self._native.transport
 
     @property
     def local_rank(self):

@@ -12,6 +12,7 @@ use std::ffi::{c_char, c_int, c_void};
 
 use phalanx::{DType, Element};
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -48,15 +49,19 @@ impl ArrayInterface {
     const WRITEABLE: c_int = 0x400;
 }
 
-/// NumPy's type of arrays, if the program has imported NumPy.
+/// NumPy's type of arrays, if the program has imported NumPy. It is written in C, so that Python cannot replace its attributes.
 fn ndarray(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
-    static NDARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    static NDARRAY: PyOnceLock<Option<Py<PyType>>> = PyOnceLock::new();
     let found = NDARRAY.get_or_try_init(py, || {
         let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
         let ndarray = modules.get_item(intern!(py, "numpy"))?.getattr(intern!(py, "ndarray"))?;
-        Ok::<_, PyErr>(ndarray.cast_into::<PyType>()?.unbind())
+        let ndarray = ndarray.cast_into::<PyType>()?;
+        // SAFETY: it is a type.
+        let flags = unsafe { ffi::PyType_GetFlags(ndarray.as_type_ptr()) };
+        // Classes that Python makes are on the heap.
+        Ok::<_, PyErr>((flags & ffi::Py_TPFLAGS_HEAPTYPE == 0).then(|| ndarray.unbind()))
     });
-    found.ok().map(|ndarray| ndarray.bind(py))
+    found.ok()?.as_ref().map(|ndarray| ndarray.bind(py))
 }
 
 // SAFETY: the pointer is to memory of the owner, which no thread owns: PyTorch and NumPy let any thread read and write
@@ -149,8 +154,8 @@ impl Memory {
         }
         let capsule = array.getattr(intern!(py, "__array_struct__")).ok()?;
         let pointer = capsule.cast::<PyCapsule>().ok()?.pointer_checked(None).ok()?;
-        // SAFETY: this capsule of an `ndarray` holds a `PyArrayInterface`, which lives as long as the capsule, and
-        // is aligned as the allocator of C aligns.
+        // SAFETY: NumPy's own code makes the capsule of an `ndarray`, and puts a `PyArrayInterface` into it, which lives as
+        // long as the capsule, and is aligned as the allocator of C aligns.
         let described = unsafe { pointer.cast::<ArrayInterface>().as_ref() };
         let needed = ArrayInterface::USUAL | if written { ArrayInterface::WRITEABLE } else { 0 };
         if described.two != 2 || described.flags & needed != needed {
@@ -159,7 +164,7 @@ impl Memory {
         let dimensions = usize::try_from(described.dimensions).ok()?;
         let mut elements = 1_usize;
         for dimension in 0..dimensions {
-            // SAFETY: `shape` has so many elements.
+            // SAFETY: `shape` has `dimensions` elements; without any it is null, and not read.
             let length = unsafe { *described.shape.add(dimension) };
             elements = elements.checked_mul(usize::try_from(length).ok()?)?;
         }

@@ -62,7 +62,10 @@ def rank_of_arrays(rank, world, port):
             group.all_reduce(numpy.zeros(3, dtype=">f4"))
         with pytest.raises(ValueError, match="is none of"):
             group.all_reduce(numpy.zeros(3), "mean")
-        # Arrays of every form: without dimensions, without elements, by columns, views of others, of a subclass.
+        for kind in ("S3", "U2", "O", "V2", "g", "G", "M8[s]", "m8[s]", "f4,i4"):
+            with pytest.raises(TypeError, match="cannot be exchanged"):
+                group.all_reduce(numpy.zeros(4, dtype=kind))
+        # Without dimensions, without elements, by columns, views of others, of a subclass.
         scalar = numpy.array(rank + 1.0)
         group.all_reduce(scalar)
         assert scalar == world * (world + 1) / 2

@@ -42,13 +42,13 @@ pub(crate) fn bytes_mut(tensor: &mut TchTensor) -> Option<&mut [u8]> {
 /// The elements of a tensor, which is copied first if they do not lie row by row or another tensor shares the memory.
 pub(crate) fn own_bytes(tensor: &mut TchTensor) -> &mut [u8] {
     if bytes_mut(tensor).is_none() {
-        // tch's `copy` keeps strides. A dimension of length 1 may have stride 0, for which Burn takes the tensor for a repeated one.
+        // tch's `copy` keeps strides. A dimension of length 1 may have stride 0, and Burn takes the tensor for a repeated one then.
         let theirs = &tensor.tensor;
-        let mut own = theirs.new_zeros(theirs.size(), (theirs.kind(), theirs.device()));
+        let mut own = theirs.new_empty(theirs.size(), (theirs.kind(), theirs.device()));
         own.copy_(theirs);
         *tensor = TchTensor::new(own);
     }
-    bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy is in no other tensor"))
+    bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy lies row by row, and in no other tensor"))
 }
 
 /// Where the elements of a [`contiguous`] tensor lie, aligned to their type, and how many bytes they are.
@@ -104,8 +104,9 @@ mod tests {
 
     #[test]
     fn a_repeated_tensor_gets_memory_of_its_own() {
-        let rows = Tensor::<1>::from_floats([1.0, 2.0, 3.0], &Device::libtorch()).expand([2, 3]);
-        // Its rows are one row; so is the stride of 0 of what is left of them, where it is of no account.
+        let first = Tensor::<1>::from_floats([1.0, 2.0, 3.0], &Device::libtorch());
+        let rows = first.clone().expand([2, 3]);
+        // Both rows are the same memory (stride 0). A slice of one row keeps that stride, though with length 1 it does not matter.
         let row = rows.clone().slice([0..1, 0..3]);
         for (repeated, expected) in [(rows, &[9.0, 2.0, 3.0, 1.0, 2.0, 3.0][..]), (row, &[9.0, 2.0, 3.0])] {
             let mut tensor = primitive(repeated);
@@ -113,6 +114,7 @@ mod tests {
             bytemuck::cast_slice_mut::<u8, f32>(own_bytes(&mut tensor))[0] = 9.0;
             assert_eq!(elements(&tensor), expected);
         }
+        assert_eq!(first.into_data().try_to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0]);
     }
 
     #[test]
