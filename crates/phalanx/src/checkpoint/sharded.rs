@@ -179,7 +179,7 @@ pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together)
         manifest
             .files
             .iter()
-            .try_for_each(|file| see(&begun, file, deadline))
+            .try_for_each(|file| threads.see(&begun, file, deadline))
             .map_err(|unseen| unseen.at(Rank::MAIN, host::name()))?;
         Ok(manifest)
     });
@@ -199,7 +199,7 @@ pub(super) fn follow(path: &Path, job: &Job, together: &Together) -> Result<()> 
     let threads = Threads::of(together);
     let rank = together.threads.rank();
     let name: String = threads.tell(None)?;
-    let written = visible(path, &name, rank, threads.visible()).and_then(|begun| {
+    let written = threads.begun(path, &name).and_then(|begun| {
         let file = shard(rank.get(), job.world_size);
         // Only rank 0 changes the folder itself, since it checks that it still owns it.
         let written = folder::write_files(&SystemDisk, &begun, &file, &job.snapshot, || Ok(()));
@@ -235,55 +235,6 @@ pub(super) fn manifest(
     manifest.check().map(|()| manifest)
 }
 
-/// The folder that rank 0 has made, as soon as this rank sees it.
-fn visible(path: &Path, name: &str, rank: Rank, deadline: Deadline) -> Result<PathBuf> {
-    let begun = path.join(name);
-    let found = wait(path, deadline, || begun.is_dir().then_some(()).ok_or(()));
-    match found {
-        Ok(()) => Ok(begun),
-        Err(()) => {
-            let path = path.display();
-            Err(Error::environment(format!(
-                "rank {rank} does not see {name}, which rank 0 has made, in {path}"
-            ))
-            .at(rank, host::name())
-            .with_remedy(SHARE))
-        }
-    }
-}
-
-/// Makes sure that rank 0 sees the file that a rank has written.
-fn see(begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
-    let seen = wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
-    seen.map_err(|unfit| {
-        let (cause, source) = match unfit {
-            Unfit::Torn(cause) => (cause, None),
-            Unfit::Unread(cause, source) => (cause, source),
-        };
-        let error = Error::environment(format!(
-            "rank 0 does not see in {} what was written: {cause}",
-            begun.display()
-        ))
-        .with_remedy(SHARE);
-        source.into_iter().fold(error, Error::with_source)
-    })
-}
-
-/// Repeats `attempt`, which looks into the folder `above`, until it succeeds; returns the last failure when the
-/// deadline passes.
-fn wait<T, E>(above: &Path, deadline: Deadline, mut attempt: impl FnMut() -> Result<T, E>) -> Result<T, E> {
-    let mut backoff = Backoff::new(PAUSES, deadline);
-    loop {
-        match attempt() {
-            Err(_) if backoff.pause() => {
-                // A network file system reads the folder again when it is opened.
-                let _ = std::fs::read_dir(above).map(Iterator::count);
-            }
-            outcome => return outcome,
-        }
-    }
-}
-
 /// The group of the writing threads. If this one ends before its part is done, the others notice.
 struct Threads<'a>(&'a ProcessGroup);
 
@@ -295,6 +246,59 @@ impl<'a> Threads<'a> {
     /// How long a rank waits to see what another has made: the others wait for it meanwhile, and must learn the result.
     fn visible(&self) -> Deadline {
         Deadline::after((self.0.timeout() / 2).min(VISIBLE))
+    }
+
+    /// The folder that rank 0 has made, as soon as this rank sees it.
+    fn begun(&self, path: &Path, name: &str) -> Result<PathBuf> {
+        let (begun, rank) = (path.join(name), self.0.rank());
+        match self.wait(path, self.visible(), || begun.is_dir().then_some(()).ok_or(())) {
+            Ok(()) => Ok(begun),
+            Err(()) => {
+                let path = path.display();
+                Err(Error::environment(format!(
+                    "rank {rank} does not see {name}, which rank 0 has made, in {path}"
+                ))
+                .at(rank, host::name())
+                .with_remedy(SHARE))
+            }
+        }
+    }
+
+    /// Makes sure that rank 0 sees the file that a rank has written.
+    fn see(&self, begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
+        let seen = self.wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
+        seen.map_err(|unfit| {
+            let (cause, source) = match unfit {
+                Unfit::Torn(cause) => (cause, None),
+                Unfit::Unread(cause, source) => (cause, source),
+            };
+            let error = Error::environment(format!(
+                "rank 0 does not see in {} what was written: {cause}",
+                begun.display()
+            ))
+            .with_remedy(SHARE);
+            source.into_iter().fold(error, Error::with_source)
+        })
+    }
+
+    /// Repeats `attempt`, which looks into the folder `above`, until it succeeds; returns the last failure when the
+    /// deadline passes, or the group has failed: then rank 0 may have removed what this rank looks for.
+    fn wait<T, E>(
+        &self,
+        above: &Path,
+        deadline: Deadline,
+        mut attempt: impl FnMut() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut backoff = Backoff::new(PAUSES, deadline);
+        loop {
+            match attempt() {
+                Err(_) if self.0.failure().is_none() && backoff.pause() => {
+                    // A network file system reads the folder again when it is opened.
+                    let _ = std::fs::read_dir(above).map(Iterator::count);
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
     /// Gives every rank rank 0's result; the others pass `None`.

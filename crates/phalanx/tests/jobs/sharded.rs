@@ -28,6 +28,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("ranks_without_a_file_of_their_own_look_too", ranks_without_a_file_of_their_own_look_too),
     ("a_slow_disk_is_no_failure_of_the_group", a_slow_disk_is_no_failure_of_the_group),
     ("a_panic_of_one_rank_s_thread_is_named_on_all", a_panic_of_one_rank_s_thread_is_named_on_all),
+    (
+        "who_looks_for_a_folder_hears_that_another_rank_has_failed",
+        who_looks_for_a_folder_hears_that_another_rank_has_failed,
+    ),
     ("both_kinds_go_into_one_folder_and_old_ones_go", both_kinds_go_into_one_folder_and_old_ones_go),
     ("the_program_s_collectives_go_on_meanwhile", the_program_s_collectives_go_on_meanwhile),
     ("a_rank_that_is_killed_while_it_writes_is_named", || a_rank_ends_while_it_writes("kill")),
@@ -391,6 +395,28 @@ fn a_panic_of_one_rank_s_thread_is_named_on_all() {
             let said = error.to_string();
             assert!(said.starts_with(&format!("rank {culprit} (")) && said.contains("panicked"), "{said}");
         }
+    }
+}
+
+fn who_looks_for_a_folder_hears_that_another_rank_has_failed() {
+    let (folder, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let start = Instant::now();
+    let errors = run(3, Fabric::Tcp, |group| {
+        // Rank 1 will not see what rank 0 makes. By itself it would look for a minute.
+        let rank = group.rank().index();
+        let path = if rank == 1 { other.path() } else { folder.path() };
+        let checkpoints = Checkpoints::open(path, &group).unwrap();
+        let saved = checkpoints.save_sharded(1, |snapshot| {
+            let memory = Vanishing(std::thread::current().id());
+            if rank == 2 { snapshot.tensor_bytes("lent", DType::F32, &[1], memory) } else { Ok(()) }
+        });
+        saved.unwrap();
+        checkpoints.finish().unwrap_err()
+    });
+    assert!(start.elapsed() < LIMIT);
+    for error in errors {
+        let said = error.to_string();
+        assert!(said.starts_with("rank 2 (") && said.contains("panicked"), "{said}");
     }
 }
 
