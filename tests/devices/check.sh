@@ -61,6 +61,9 @@ case " ${devices[*]} " in *" cuda "*)
     fi ;;
 esac
 
+# With debug assertions, wgpu takes a backtrace at each lock if backtraces are wanted.
+export RUST_BACKTRACE=0
+
 # A folder of its own: Burn is built with other features than for all other tests.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/devices
 features=
