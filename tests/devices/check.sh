@@ -20,6 +20,8 @@ devices=("$@")
 without() {
     # That a tensor is changed where it lies is true only of devices that have the process's memory.
     [ "$1" = libtorch ] || echo fused::parameters_are_updated_in_place
+    # Burn 0.22 on CubeCL takes 1 from a length of 0, which panics in this build: docs/guide/devices.md.
+    [ "$1" = libtorch ] || echo sync_batch_norm::batches_may_differ_in_size_and_be_empty
     case $1 in
         # WGSL has no integers of a byte.
         wgpu) echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted ;;
@@ -60,6 +62,9 @@ case " ${devices[*]} " in *" cuda "*)
         fi
     fi ;;
 esac
+
+# With debug assertions, wgpu takes a backtrace at each lock if backtraces are wanted.
+export RUST_BACKTRACE=0
 
 # A folder of its own: Burn is built with other features than for all other tests.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/devices

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::CHUNK;
 use super::real::Real;
-use super::storage::{Storage, supported};
+use super::storage::{Storage, is_empty, supported};
 
 /// [`FusedAdamW`]'s configuration; the defaults are those of Burn's [`AdamWConfig`].
 ///
@@ -174,6 +174,13 @@ impl Optimizer for FusedAdamW {
         let (tensor, state) = match dtype {
             Some(DType::F32) => self.step_here::<f32, D>(lr, tensor, grad, state),
             Some(DType::F64) => self.step_here::<f64, D>(lr, tensor, grad, state),
+            _ if is_empty(&tensor) => {
+                let first =
+                    || AdamWState::new(AdaptiveMomentumState::new(0, grad.zeros_like(), grad.zeros_like()));
+                let mut state = state.unwrap_or_else(first);
+                state.momentum.time += 1;
+                (tensor, state)
+            }
             _ => return self.composed.step(lr, tensor, grad, state),
         };
         (tensor, Some(state))

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::CHUNK;
 use super::real::Real;
-use super::storage::{Storage, supported};
+use super::storage::{Storage, is_empty, supported};
 
 /// The name under which Burn's SGD saves the velocity.
 const VELOCITY: &str = "momentum.velocity";
@@ -164,6 +164,7 @@ impl Optimizer for FusedSgd {
         let (tensor, velocity) = match dtype {
             Some(DType::F32) => self.step_here::<f32, D>(lr, tensor, grad, velocity),
             Some(DType::F64) => self.step_here::<f64, D>(lr, tensor, grad, velocity),
+            _ if is_empty(&tensor) => (tensor, velocity.or_else(|| self.momentum.as_ref().map(|_| grad))),
             _ => self.step_composed(lr, tensor, grad, velocity),
         };
         (tensor, Some(FusedSgdState { velocity }))

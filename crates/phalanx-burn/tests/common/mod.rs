@@ -37,6 +37,11 @@ pub fn is_in_memory() -> bool {
     matches!(kind(), Kind::Flex | Kind::LibTorch)
 }
 
+/// `steps` of training, or `fewer` on a device that is handed each operation, which is slow where it is software.
+pub fn steps(steps: usize, fewer: usize) -> usize {
+    if is_in_memory() { steps } else { fewer }
+}
+
 /// Does a square root on [`plain`] differ from that of the processor in the last bit? libtorch has Intel's MKL compute it.
 pub fn has_other_roots() -> bool {
     kind() == Kind::LibTorch
