@@ -1,9 +1,12 @@
 """Times all_reduce on NumPy's arrays, in place, through mpi4py or phalanx_torch, and prints a line of JSON for each size.
 
     mpirun -n 2 python arrays.py mpi4py 4 65536 1048576
-    phalanx run -np 2 python arrays.py phalanx 4 65536 1048576
+    python arrays.py phalanx --ranks 2 4 65536 1048576
 """
 
+import argparse
+import multiprocessing
+import socket
 import sys
 from collections.abc import Callable
 
@@ -28,11 +31,11 @@ class Mpi:
 
 
 class Phalanx:
-    def __init__(self) -> None:
+    def __init__(self, rank: int, ranks: int, port: int) -> None:
         import phalanx_torch
 
-        self._group = phalanx_torch.init()
-        self.rank, self.ranks = self._group.rank, self._group.world_size
+        self._group = phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, ranks)
+        self.rank, self.ranks = rank, ranks
 
     def call(self, data: numpy.ndarray) -> Callable[[], None]:
         group = self._group
@@ -44,9 +47,8 @@ class Phalanx:
         return float(most[0])
 
 
-def main() -> None:
-    world = {"mpi4py": Mpi, "phalanx": Phalanx}[sys.argv[1]]()
-    for size in map(int, sys.argv[2:]):
+def timed(world: Mpi | Phalanx, sizes: list[int]) -> None:
+    for size in sizes:
         base = numpy.arange(size // 4, dtype=numpy.float32) % 61
         data, total = base + world.rank, base * world.ranks + world.ranks * (world.ranks - 1) / 2
         call = world.call(data)
@@ -58,6 +60,33 @@ def main() -> None:
         seconds = measure(call, world.longest)
         if world.rank == 0:
             tell(size, seconds, wrong)
+
+
+def rank_of_phalanx(rank: int, ranks: int, port: int, sizes: list[int]) -> None:
+    timed(Phalanx(rank, ranks, port), sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("by", choices=["mpi4py", "phalanx"])
+    parser.add_argument("--ranks", type=int, help="for phalanx")
+    parser.add_argument("sizes", type=int, nargs="+", metavar="BYTES")
+    arguments = parser.parse_args()
+    if arguments.by == "mpi4py":
+        timed(Mpi(), arguments.sizes)
+        return
+    if not arguments.ranks:
+        parser.error("phalanx needs --ranks")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fresh = multiprocessing.get_context("spawn")
+    each = [(rank, arguments.ranks, port, arguments.sizes) for rank in range(arguments.ranks)]
+    ranks = [fresh.Process(target=rank_of_phalanx, args=arguments) for arguments in each]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

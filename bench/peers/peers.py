@@ -188,9 +188,11 @@ def mpi4py(case: Case) -> Start:
 
 def phalanx_arrays(case: Case) -> Start:
     case.only("all_reduce")
-    where = installed(case, "torch", "bin/phalanx")
-    command = [f"{where}/bin/phalanx", "run", "--nproc-per-node", str(case.ranks), "--log-line-prefix-template", ""]
-    return Start([*command, "--", f"{where}/bin/python", str(HERE / "arrays.py"), "phalanx", *case.listed()], {"PHALANX_TRANSPORT": "shm"})
+    where = installed(case, "torch", "bin/python")
+    if not next(where.glob("lib/python*/site-packages/phalanx_torch"), None):
+        raise Missing(f"phalanx_torch is missing in {where}: python bench/peers/setup.py --folder {case.folder}")
+    command = [f"{where}/bin/python", str(HERE / "arrays.py"), "phalanx", "--ranks", str(case.ranks), *case.listed()]
+    return Start(command, {"PHALANX_TRANSPORT": "shm"})
 
 
 def mpich(case: Case) -> Start:

@@ -114,6 +114,8 @@ def times(start: Start, limit: float) -> tuple[Times, str | None]:
     rows = [json.loads(line) for line in lines]
     if wrong := [row["bytes"] for row in rows if row["wrong"]]:
         raise Failed(f"it computed wrong elements at {', '.join(map(readable, wrong))}")
+    if not rows and note is None:
+        raise Failed(f"it has printed no times: {' '.join(start.command)}")
     return {row["bytes"]: row["time_us"] for row in rows}, note
 
 

@@ -47,6 +47,7 @@ FAKES = {
     "gone": Peer("gone", missing),
     "false": Peer("false", lambda _: program(row(4), row(64, wrong=1))),
     "broken": Peer("broken", lambda _: program("sys.exit('no such device')")),
+    "silent": Peer("silent", lambda _: program("print('a greeting')")),
     "orphaned": Peer("orphaned", lambda _: program(row(4), CHILD, "sys.exit('a rank is gone')")),
     "slow": Peer("slow", lambda _: program(row(4), "time.sleep(60)")),
 }
@@ -96,6 +97,11 @@ class Runs(unittest.TestCase):
         self.assertIn("slow: ended after 1 s", text)
         self.assertEqual(self.rows(), {("slow", 4): [1.5]})
 
+    def test_one_that_prints_no_times_has_failed(self) -> None:
+        text, code = self.run_with("--rounds", "1", "--peers", "silent")
+        self.assertEqual(code, 1)
+        self.assertIn("silent: failed: it has printed no times", text)
+
     def test_a_launcher_that_fails_while_a_child_lives_on_has_failed_and_the_child_is_ended(self) -> None:
         text, code = self.run_with("--rounds", "1", "--peers", "orphaned", "--limit", "1")
         self.assertEqual(code, 1)
@@ -119,7 +125,7 @@ class Runs(unittest.TestCase):
             other = f"import subprocess; other = subprocess.Popen([{sys.executable!r}, '-c', {'import time; ' + hold!r}], "
             other += "stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True); other.stdout.readline()"
             pid = Path(folder) / "pid"
-            run.times(program(*make, other, f"open('{pid}', 'w').write(str(other.pid))"), 30.0)
+            run.times(program(*make, other, f"open('{pid}', 'w').write(str(other.pid))", row(4)), 30.0)
             try:
                 self.assertEqual([path.exists() for path in (opened, mapped, left)], [True, True, False])
             finally:
