@@ -151,7 +151,7 @@ fn buffers_accumulation_unused_parameters_and_other_participants_are_joined_too(
                 }
             }
             assert_eq!(statistics.len(), 2);
-            (floats(&ddp.model().clone().valid()), statistics)
+            (floats(&ddp.model().dense.clone().valid()), statistics)
         });
         assert!(trained.iter().all(|ours| *ours == trained[0]), "{ranks} ranks");
         assert!(trained[0].1[0] != trained[0].1[1]);
