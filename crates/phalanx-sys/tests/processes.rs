@@ -13,8 +13,15 @@ use rustix::process::{Pid, Signal, getpid, kill_process, test_kill_process};
 #[cfg(target_os = "linux")]
 use rustix::process::{Resource, Rlimit, prlimit};
 
-/// No process has this in its environment: these tests are of process groups.
+/// No process has this in its environment: most of these tests are of process groups.
 const TAG: &Tag = b"phalanx-sys:no-worker-has-this:0";
+
+/// A tag of the test called `test`, in this process: whoever runs these tests at the same time has others.
+#[cfg(target_os = "linux")]
+fn tag_of(test: char) -> Tag {
+    let tag = format!("phalanx-sys:{:019}{test}", std::process::id());
+    tag.into_bytes().try_into().unwrap()
+}
 
 /// Only one catcher lives at a time, and tests run in parallel.
 static SIGNALS: Mutex<()> = Mutex::new(());
@@ -123,16 +130,16 @@ fn a_program_that_cannot_be_executed_leaves_nothing_on_the_list() {
 #[cfg(target_os = "linux")]
 #[test]
 fn what_carries_the_tag_is_killed_in_any_session_and_what_does_not_is_left_alone() {
-    const OURS: &Tag = b"phalanx-sys:one-worker-has-this0";
+    let ours = tag_of('0');
     // Wherever it stands among much else: the guard reads some thousand bytes at a time.
     let start = |before: usize, tag: &[u8]| {
         let mut command = Command::new("setsid");
         command.args(["-w", "sleep", "60"]).env_clear().env("PATH", std::env::var_os("PATH").unwrap());
         command.env("A", "x".repeat(before)).env("B", str::from_utf8(tag).unwrap()).spawn().unwrap()
     };
-    let guard = Guard::start(1, OURS).unwrap();
-    let mut tagged: Vec<Child> = [0, 4030, 4040, 4050, 4060, 9000].map(|before| start(before, OURS)).into();
-    let mut other = start(0, &OURS[..31]);
+    let guard = Guard::start(1, &ours).unwrap();
+    let mut tagged: Vec<Child> = [0, 4030, 4040, 4050, 4060, 9000].map(|before| start(before, &ours)).into();
+    let mut other = start(0, &ours[..31]);
     let has_executed = |child: &Child| {
         std::fs::read(format!("/proc/{}/cmdline", child.id())).is_ok_and(|line| line.starts_with(b"sleep"))
     };
@@ -148,13 +155,13 @@ fn what_carries_the_tag_is_killed_in_any_session_and_what_does_not_is_left_alone
 #[cfg(target_os = "linux")]
 #[test]
 fn a_guard_without_descriptors_looks_again_when_it_has_some() {
-    const OURS: &Tag = b"phalanx-sys:one-worker-has-this1";
+    let ours = tag_of('1');
     let mut stray = Command::new("setsid")
         .args(["-w", "sleep", "60"])
-        .env("TAG", str::from_utf8(OURS).unwrap())
+        .env("TAG", str::from_utf8(&ours).unwrap())
         .spawn()
         .unwrap();
-    let mut guard = Guard::start(1, OURS).unwrap();
+    let mut guard = Guard::start(1, &ours).unwrap();
     let of_guard = Pid::from_raw(guard.pid().cast_signed());
     let descriptors = |current| {
         let limit = Rlimit { current: Some(current), maximum: Some(1024) };
