@@ -97,7 +97,8 @@ class ArrayGroup:
         """Combines the ranks' arrays element by element, in place. ``op``: sum, avg, product, min, max, band, bor, bxor."""
         if op not in _OPS:
             raise ValueError(f"all_reduce: {op!r} is none of {', '.join(_OPS)}")
-        self._native.all_reduce(_lent(array), (_OPS[op], 1.0), _NOW)
+        if not self._native.all_reduce_array_as_it_is(array, _OPS[op]):
+            self._native.all_reduce(_lent(array), (_OPS[op], 1.0), _NOW)
 
     def broadcast(self, array, root=0):
         """Copies the root's array to every rank. The root's may be read-only, and is copied once more then."""

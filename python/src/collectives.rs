@@ -43,25 +43,20 @@ impl Group {
     ) -> PyResult<bool> {
         let Ok(tensors) = tensors.cast::<PyList>() else { return Ok(false) };
         let Some((number, timeout)) = waited_for(options)? else { return Ok(false) };
-        // A premultiplied sum has a factor, which takes longer to read.
-        let Ok(reduction) = Reduction::of((number, f64::NAN)) else { return Ok(false) };
-        if tensors.len() != 1 || matches!(reduction.op, ReduceOp::PreMulSum(_)) {
+        let Some(reduction) = Reduction::usual(number) else { return Ok(false) };
+        if tensors.len() != 1 {
             return Ok(false);
         }
-        let Ok(mut memory) = Memory::of_tensor(&tensors.get_item(0)?, reduction.meaning()) else {
-            return Ok(false);
-        };
-        if matches!(reduction.op, ReduceOp::Avg) && is_integer(memory.dtype()) {
-            return Ok(false);
-        }
-        let op = reduction.op;
-        self.reduction(
-            py,
-            (timeout, true),
-            reduction,
-            move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
-        )?;
-        Ok(true)
+        let memory = Memory::of_tensor(&tensors.get_item(0)?, reduction.meaning()).ok();
+        self.all_reduce_usual(py, memory, timeout, reduction)
+    }
+
+    /// `ArrayGroup.all_reduce` of an array of NumPy's with nothing unusual about it. Returns whether it was that: otherwise nothing
+    /// has been done, and `arrays.py` looks for its memory, or says what is wrong with it.
+    fn all_reduce_array_as_it_is(&self, py: Python<'_>, array: &Bound<'_, PyAny>, op: u8) -> PyResult<bool> {
+        let Some(reduction) = Reduction::usual(op) else { return Ok(false) };
+        let memory = Memory::of_usual_array(array, reduction.meaning(), true);
+        self.all_reduce_usual(py, memory, None, reduction)
     }
 
     fn all_reduce_coalesced(
@@ -337,6 +332,29 @@ impl Group {
                 Ok(())
             })
         })
+    }
+}
+
+impl Group {
+    /// Carries out an `all_reduce` whose caller waits, if there is `memory` and nothing is to be done with it before and after.
+    fn all_reduce_usual(
+        &self,
+        py: Python<'_>,
+        memory: Option<Memory>,
+        timeout: Option<f64>,
+        reduction: Reduction,
+    ) -> PyResult<bool> {
+        let op = reduction.op;
+        // Averages of integers are sums that are divided at the end.
+        let memory = memory.filter(|memory| !matches!(op, ReduceOp::Avg) || !is_integer(memory.dtype()));
+        let Some(mut memory) = memory else { return Ok(false) };
+        self.reduction(
+            py,
+            (timeout, true),
+            reduction,
+            move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
+        )?;
+        Ok(true)
     }
 }
 

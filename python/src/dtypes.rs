@@ -82,33 +82,51 @@ pub fn of_torch(dtype: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<(DType, 
 
 /// As [`of_torch`], of an array's `typestr`, such as `<f4`, and the name of its type.
 pub fn of_numpy(typestr: &str, name: &str, meaning: Meaning) -> PyResult<(DType, usize)> {
-    let known = match typestr {
-        "<f4" => Known::Same(DType::F32),
-        "<f8" => Known::Same(DType::F64),
-        "<f2" => Known::Same(DType::F16),
-        "<i4" => Known::Same(DType::I32),
-        "<i8" => Known::Same(DType::I64),
-        "|u1" => Known::Same(DType::U8),
-        "|i1" => Known::Same(DType::I8),
-        "|b1" => Known::Same(DType::Bool),
-        "<c8" => Known::Complex(DType::F32),
-        "<c16" => Known::Complex(DType::F64),
-        "<i2" | "<u2" => Known::Opaque(2),
-        "<u4" => Known::Opaque(4),
-        "<u8" => Known::Opaque(8),
+    // A letter for the order of bytes, one for the kind, and the length: elements of one byte have no order.
+    let parse = || {
+        let (kind, bytes) = typestr.get(1..)?.split_at_checked(1)?;
         // Of the package ml_dtypes, for which NumPy's interface has no letter.
-        "<V2" if name == "bfloat16" => Known::Same(DType::BF16),
-        _ => {
-            return Err(PyTypeError::new_err(format!(
-                "arrays of type {name} ({typestr}) cannot be exchanged: use floats, integers, complex numbers or bool in this \
-                 machine's byte order"
-            )));
+        if typestr == "<V2" && name == "bfloat16" {
+            return Some(Known::Same(DType::BF16));
         }
+        let bytes: usize = bytes.parse().ok()?;
+        let order = if bytes == 1 { '|' } else { '<' };
+        (typestr == format!("{order}{kind}{bytes}")).then_some(())?;
+        Known::in_numpy(*kind.as_bytes().first()?, bytes)
     };
-    known.as_seen(&name, meaning)
+    let known = parse().ok_or_else(|| {
+        PyTypeError::new_err(format!(
+            "arrays of type {name} ({typestr}) cannot be exchanged: use floats, integers, complex numbers or bool in this \
+             machine's byte order"
+        ))
+    });
+    known?.as_seen(&name, meaning)
+}
+
+/// As [`of_numpy`], in this machine's byte order, by the letter of the kind and the length; None if it would be an error.
+pub fn of_usual_numpy(kind: u8, bytes: usize, meaning: Meaning) -> Option<(DType, usize)> {
+    Known::in_numpy(kind, bytes)?.as_seen(&"", meaning).ok()
 }
 
 impl Known {
+    /// NumPy's type with the letter `kind`, with so many bytes an element, in this machine's byte order.
+    fn in_numpy(kind: u8, bytes: usize) -> Option<Self> {
+        Some(match (kind, bytes) {
+            (b'f', 2) => Self::Same(DType::F16),
+            (b'f', 4) => Self::Same(DType::F32),
+            (b'f', 8) => Self::Same(DType::F64),
+            (b'i', 1) => Self::Same(DType::I8),
+            (b'i', 4) => Self::Same(DType::I32),
+            (b'i', 8) => Self::Same(DType::I64),
+            (b'u', 1) => Self::Same(DType::U8),
+            (b'b', 1) => Self::Same(DType::Bool),
+            (b'c', 8) => Self::Complex(DType::F32),
+            (b'c', 16) => Self::Complex(DType::F64),
+            (b'i', 2) | (b'u', 2 | 4 | 8) => Self::Opaque(bytes),
+            _ => return None,
+        })
+    }
+
     /// What collectives see of it, and how many of those an element is. `name` is the type's.
     fn as_seen(self, name: &impl Display, meaning: Meaning) -> PyResult<(DType, usize)> {
         match (self, meaning) {

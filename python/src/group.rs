@@ -361,6 +361,12 @@ impl Reduction {
         Ok(Self { op, caller: (number == INTEGER_AVERAGE).then_some(Caller::IntegerAverage) })
     }
 
+    /// The one with PyTorch's number, unless it has a factor, which takes longer to read, or there is none.
+    pub fn usual(number: u8) -> Option<Self> {
+        let reduction = Self::of((number, f64::NAN)).ok()?;
+        (!matches!(reduction.op, ReduceOp::PreMulSum(_))).then_some(reduction)
+    }
+
     /// What it means for elements.
     pub fn meaning(self) -> Meaning {
         match self.op {

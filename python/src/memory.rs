@@ -52,16 +52,18 @@ impl ArrayInterface {
 /// NumPy's type of arrays, if the program has imported NumPy. It is written in C, so that Python cannot replace its attributes.
 fn ndarray(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
     static NDARRAY: PyOnceLock<Option<Py<PyType>>> = PyOnceLock::new();
-    let found = NDARRAY.get_or_try_init(py, || {
-        let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
-        let ndarray = modules.get_item(intern!(py, "numpy"))?.getattr(intern!(py, "ndarray"))?;
-        let ndarray = ndarray.cast_into::<PyType>()?;
-        // SAFETY: it is a type.
-        let flags = unsafe { ffi::PyType_GetFlags(ndarray.as_type_ptr()) };
-        // Classes that Python makes are on the heap.
-        Ok::<_, PyErr>((flags & ffi::Py_TPFLAGS_HEAPTYPE == 0).then(|| ndarray.unbind()))
-    });
-    found.ok()?.as_ref().map(|ndarray| ndarray.bind(py))
+    if let Some(known) = NDARRAY.get(py) {
+        return known.as_ref().map(|ndarray| ndarray.bind(py));
+    }
+    let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
+    // A program without NumPy comes here with each tensor: a look into the dictionary raises nothing.
+    let numpy = modules.cast::<PyDict>().ok()?.get_item(intern!(py, "numpy")).ok()??;
+    let ndarray = numpy.getattr(intern!(py, "ndarray")).ok()?.cast_into::<PyType>().ok()?;
+    // SAFETY: it is a type.
+    let flags = unsafe { ffi::PyType_GetFlags(ndarray.as_type_ptr()) };
+    // Classes that Python makes are on the heap.
+    let known = (flags & ffi::Py_TPFLAGS_HEAPTYPE == 0).then(|| ndarray.unbind());
+    NDARRAY.get_or_init(py, || known).as_ref().map(|ndarray| ndarray.bind(py))
 }
 
 // SAFETY: the pointer is to memory of the owner, which no thread owns: PyTorch and NumPy let any thread read and write
@@ -71,6 +73,9 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// The memory of `owner`, a tensor of PyTorch or an array of NumPy's kind. If it is `written`, it must be writable.
     pub fn of(owner: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
+        if let Some(memory) = Self::of_usual_array(owner, meaning, written) {
+            return Ok(memory);
+        }
         match owner.hasattr(intern!(owner.py(), "is_cpu"))? {
             true => Self::of_tensor(owner, meaning),
             false => Self::of_array(owner, meaning, written),
@@ -107,9 +112,6 @@ impl Memory {
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
     fn of_array(array: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Self> {
-        if let Some(memory) = Self::of_usual_array(array, meaning, written) {
-            return Ok(memory);
-        }
         let py = array.py();
         let interface = array.getattr(intern!(py, "__array_interface__"))?;
         let interface = interface.cast::<PyDict>()?;
@@ -144,9 +146,9 @@ impl Memory {
         Self::new(pointer, elements, dtype, !read_only, (array, interface).into_pyobject(py)?.as_any())
     }
 
-    /// As `of_array`, of a `numpy.ndarray` with nothing unusual about it. Its description is a structure of C, which
+    /// The memory of a `numpy.ndarray` with nothing unusual about it. Its description is a structure of C, which
     /// takes a tenth of a microsecond, and the interface that every kind of array has takes two.
-    fn of_usual_array(array: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> Option<Self> {
+    pub fn of_usual_array(array: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> Option<Self> {
         let py = array.py();
         // Exactly that type: of others, the attribute might be anybody's.
         if !array.get_type().is(ndarray(py)?) {
@@ -168,9 +170,8 @@ impl Memory {
             let length = unsafe { *described.shape.add(dimension) };
             elements = elements.checked_mul(usize::try_from(length).ok()?)?;
         }
-        let order = if described.item_size == 1 { '|' } else { '<' };
-        let typestr = format!("{order}{}{}", char::from(described.kind as u8), described.item_size);
-        let (dtype, per_element) = dtypes::of_numpy(&typestr, &typestr, meaning).ok()?;
+        let bytes = usize::try_from(described.item_size).ok()?;
+        let (dtype, per_element) = dtypes::of_usual_numpy(described.kind as u8, bytes, meaning)?;
         let is_writable = described.flags & ArrayInterface::WRITEABLE != 0;
         Self::new(described.data as usize, elements.checked_mul(per_element), dtype, is_writable, array).ok()
     }

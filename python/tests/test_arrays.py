@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import sys
+import types
 
 import numpy
 import pytest
@@ -65,6 +66,11 @@ def rank_of_arrays(rank, world, port):
         for kind in ("S3", "U2", "O", "V2", "g", "G", "M8[s]", "m8[s]", "f4,i4"):
             with pytest.raises(TypeError, match="cannot be exchanged"):
                 group.all_reduce(numpy.zeros(4, dtype=kind))
+        # Another's description must be written as NumPy's is.
+        for typestr in ("|f4", ">f4", "<f04", "<f+4", "<u1", "|V2", "f4", "<", ""):
+            described = {"version": 3, "shape": (3,), "typestr": typestr, "data": (numpy.zeros(3).ctypes.data, False)}
+            with pytest.raises(TypeError, match="cannot be exchanged"):
+                group.all_reduce(types.SimpleNamespace(__array_interface__=described))
         # Without dimensions, without elements, by columns, views of others, of a subclass.
         scalar = numpy.array(rank + 1.0)
         group.all_reduce(scalar)
