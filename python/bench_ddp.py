@@ -4,9 +4,9 @@
     python python/bench_ddp.py                             the MLP, the encoder and ResNet-20 of bench/peers/ddp.py, 2 ranks
     python python/bench_ddp.py --steps 41 --view encoder   with gradient_as_bucket_view
 
-Each round is one step over each of phalanx, gloo and nothing: replicas that train alone, at the same time on every rank. Every second
-round goes the other way round. So what else the machine does meets all. The last columns are medians of the
-rounds' own ratios, with their quartiles.
+Each round is one step over each of phalanx, gloo, DDP that averages nothing, and no DDP: replicas that train alone, at the same time on
+every rank. Every second round goes the other way round. So what else the machine does meets all. DDP that averages nothing still copies
+gradients into buckets and back, and broadcasts buffers: a bound for every backend, but for a Python call for each bucket. The last columns are medians of the rounds' own ratios, with their quartiles.
 """
 
 import argparse
@@ -33,15 +33,24 @@ import phalanx_torch  # noqa: F401
 WARM_UP = 3
 
 
+def averages_nothing(_, bucket):
+    """A communication hook that takes the rank's own gradients for the average."""
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 class Replica:
     """A model, and what trains it: over a group, or alone."""
 
-    def __init__(self, name, group, view):
+    def __init__(self, name, group, view, hook=None):
         torch.manual_seed(0)
         self.bare = MODELS[name]()
         self.model = self.bare
         if group is not None:
             self.model = DistributedDataParallel(self.bare, process_group=group, gradient_as_bucket_view=view)
+            if hook is not None:
+                self.model.register_comm_hook(None, hook)
         self.optimizer = torch.optim.AdamW(self.bare.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(self, sample, answers):
@@ -56,6 +65,8 @@ class Replica:
 def rounds(name, groups, steps, view):
     """The seconds of each step, of this rank, by what it went over."""
     replicas = {over: Replica(name, group, view) for over, group in groups.items()}
+    replicas["nothing"] = Replica(name, groups["phalanx"], view, averages_nothing)
+    replicas["alone"] = Replica(name, None, view)
     model = replicas["phalanx"].bare
     times = {over: [] for over in replicas}
     for number in range(WARM_UP + steps):
@@ -82,23 +93,25 @@ def rank_of_bench(rank, arguments, folder):
     torch.set_flush_denormal(True)
     dist.init_process_group("phalanx", f"file://{folder}/store", rank=rank, world_size=arguments.ranks)
     gloo = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=120))
-    groups = {"phalanx": dist.group.WORLD, "gloo": gloo, "alone": None}
+    groups = {"phalanx": dist.group.WORLD, "gloo": gloo}
     if rank == 0:
         load = os.getloadavg()[0]
         print(
             f"steps of DDP, {arguments.ranks} ranks, transport {dist.group.WORLD.transport}, medians of {arguments.steps} rounds; "
             f"load average {load:.1f}, {len(os.sched_getaffinity(0))} processors, PyTorch {torch.__version__}"
         )
-        print(f"{'':8} {'phalanx':>10} {'gloo':>10} {'alone':>10}   {'gloo/phalanx':22}  {'phalanx/alone':22}")
+        heads = " ".join(f"{over:>10}" for over in ("phalanx", "gloo", "nothing", "alone"))
+        print(f"{'':8} {heads}   {'gloo/phalanx':22}  {'gloo/nothing':22}  phalanx/alone")
     for name in arguments.models or MODELS:
         times = rounds(name, groups, arguments.steps, arguments.view)
         gathered = [None] * arguments.ranks
         dist.all_gather_object(gathered, times)
         # A step has ended when it has on all ranks.
-        times = {over: [max(step) for step in zip(*(one[over] for one in gathered))] for over in groups}
+        times = {over: [max(step) for step in zip(*(one[over] for one in gathered))] for over in times}
         if rank == 0:
-            medians = " ".join(f"{1e3 * statistics.median(times[over]):7.1f} ms" for over in groups)
-            print(f"{name:8} {medians}   {ratios(times, 'gloo', 'phalanx'):22}  {ratios(times, 'phalanx', 'alone')}", flush=True)
+            medians = " ".join(f"{1e3 * statistics.median(of):7.1f} ms" for of in times.values())
+            columns = [ratios(times, *pair) for pair in (("gloo", "phalanx"), ("gloo", "nothing"), ("phalanx", "alone"))]
+            print(f"{name:8} {medians}   {'  '.join(f'{column:22}' for column in columns).rstrip()}", flush=True)
     dist.destroy_process_group()
 
 
