@@ -352,20 +352,23 @@ mod tests {
         let mut members = JobProcesses::new(false).unwrap();
         let (first, second) = (members.next_tag(), members.next_tag());
         let mut child = std::process::Command::new("setsid")
-            .args(["-w", "sleep", "60"])
+            .args(["-w", "sleep", "600"])
             .env(TAG_VARIABLE, &second)
             .spawn()
             .unwrap();
-        let deadline = Instant::now() + Duration::from_secs(30);
-        while members.running(&[]).unwrap().is_empty() {
-            assert!(Instant::now() < deadline, "it was not seen");
+        // In the middle of `execve`, first of `setsid` and then of `sleep`, it has no environment.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let read = |file| fs::read(format!("/proc/{}/{file}", child.id())).unwrap();
+        while !read("cmdline").starts_with(b"sleep") || read("environ").is_empty() {
+            assert!(Instant::now() < deadline, "it was not executed");
             std::thread::sleep(Duration::from_millis(5));
         }
+        assert!(!members.running(&[]).unwrap().is_empty());
         assert!(members.tagged(&first).unwrap().is_empty());
-        members.kill_tagged(&first, Deadline::after(Duration::from_secs(30)));
+        members.kill_tagged(&first, Deadline::after(Duration::from_secs(60)));
         assert!(!members.tagged(&second).unwrap().is_empty());
-        members.kill_tagged(&second, Deadline::after(Duration::from_secs(30)));
-        assert!(members.running(&[]).unwrap().is_empty() && Instant::now() < deadline);
+        members.kill_tagged(&second, Deadline::after(Duration::from_secs(60)));
+        assert!(members.running(&[]).unwrap().is_empty());
         child.wait().unwrap();
     }
 
