@@ -46,7 +46,7 @@ const PIECE: usize = 1 << 20;
 /// call.
 const WORTH_A_CALL: usize = 64 << 10;
 /// Bytes before the regions.
-const RESERVED: usize = PAGE + control_block::BYTES;
+const RESERVED: usize = control_block::END;
 
 /// The memory that this process lends to the other processes of its host.
 pub struct Arena {
@@ -76,7 +76,7 @@ impl Arena {
         }
         let allowed = memory::allowed(bytes, arenas).max(RESERVED + PAGE) / PAGE * PAGE;
         let file = memfd::create(NAME, allowed as u64)?;
-        memfd::allocate(&file, 0, RESERVED as u64)?;
+        memfd::allocate(&file, 0, control_block::ALLOCATED as u64)?;
         let mapping = Mapping::new(&file, allowed)?;
         mapping.word(8).store(nonce, Ordering::Relaxed);
         mapping.word(0).store(MAGIC, Ordering::Release);
@@ -125,6 +125,13 @@ impl Arena {
         let region = Region { arena: self.clone(), offset, bytes };
         memfd::allocate(&self.file, offset as u64, pages as u64)?;
         Ok(region)
+    }
+
+    /// Allocates memory for the rest of the control block.
+    pub(crate) fn complete_control_block(&self) -> io::Result<()> {
+        let rest = RESERVED - control_block::ALLOCATED;
+        memory::check(rest)?;
+        memfd::allocate(&self.file, control_block::ALLOCATED as u64, rest as u64)
     }
 
     /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, unregistered memory, or

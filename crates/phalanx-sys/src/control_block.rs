@@ -7,11 +7,11 @@
 //!   doorbell   rung, sleeping               on cache lines of their own, as everything below
 //!   processor  where this rank was when it began its last call; beside `sleeping`, because it changes seldom
 //!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
-//!   staged     windows that this rank has filled
+//!   staged     windows that this rank has filled; beside it, in which staging buffer each of the last ones is
 //!   taken      windows of all ranks that this rank has read
 //!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data
 //!   slot 1     the same; calls with even numbers use slot 0, calls with odd numbers slot 1
-//!   staging    two windows, filled in turn
+//!   staging    buffers, each for one window
 //! ```
 //!
 //! All ranks of the control block make the same calls. At the start of a call each rank writes its slot header,
@@ -23,20 +23,21 @@
 //!
 //! Larger data is read and written in place, if every rank gives a whole region of its arena
 //! ([`SharedOperation::combine`], [`SharedOperation::read`]). The call ends when all ranks are done. Otherwise the data
-//! passes through the staging buffers ([`SharedOperation::stage`]). Either the others read a window
-//! ([`SharedOperation::take`]), or each of them changes its own block of it ([`SharedOperation::combine_staged`]), and
-//! the owner then finds the result where its input was ([`SharedOperation::take_back`]). The slot header says what each
+//! passes through the staging buffers, one window at a time ([`SharedOperation::pass`]). The slot header says what each
 //! rank gives, so all ranks choose the same protocol.
 
 mod operation;
 mod wait;
+mod windows;
 
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
 pub use self::operation::{Protocol, SharedOperation, share};
-use self::wait::{Processor, Waits};
+use self::wait::{Patience, Processor, Waits};
+pub use self::windows::TakeBack;
+use self::windows::{Staging, Windows};
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
@@ -51,10 +52,13 @@ pub const SMALL: usize = 16 << 10;
 const READY: usize = 1 << 10;
 /// The same if only one peer has read the slot.
 const READY_FOR_ONE: usize = 4 << 10;
-/// Bytes of each staging buffer: both fit into a second-level cache.
+/// Bytes of each staging buffer: two fit into a second-level cache.
 pub const WINDOW: usize = if cfg!(loom) { 64 } else { 256 << 10 };
-/// Staging buffers of each rank: while the others work on one, the next is filled.
-const BUFFERS: usize = 2;
+/// Staging buffers of each rank.
+const BUFFERS: usize = if cfg!(loom) { 3 } else { 8 };
+/// The buffers that are in use while all ranks keep pace: while the others work on one, the next is filled. The others
+/// are for the time in which a peer is late, and get memory when that first happens.
+const USUAL: usize = 2;
 
 const START: usize = PAGE;
 const PROCESSOR: usize = START + LINE + 4;
@@ -64,8 +68,10 @@ const TAKEN: usize = STAGED + LINE;
 const SLOTS: usize = TAKEN + LINE;
 const SLOT: usize = SMALL + LINE;
 const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
-/// Bytes of a rank's part of the control block.
-pub(crate) const BYTES: usize = STAGING + BUFFERS * WINDOW - START;
+/// The end of a rank's part of the control block.
+pub(crate) const END: usize = STAGING + BUFFERS * WINDOW;
+/// The end of what has memory from the beginning.
+pub(crate) const ALLOCATED: usize = STAGING + USUAL * WINDOW;
 
 /// A call as the ranks compare it.
 pub type Call = [u8; 16];
@@ -123,9 +129,7 @@ pub struct ControlBlock {
     note: usize,
     /// Bytes of this call in this rank's own slot, including the note.
     in_own_slot: usize,
-    /// Windows staged and taken so far.
-    staged: u64,
-    taken: u64,
+    staging: Staging,
     still_shared: Option<io::Error>,
 }
 
@@ -148,8 +152,7 @@ impl ControlBlock {
             own_data: Box::new(SlotData([0; SMALL])),
             note: 0,
             in_own_slot: 0,
-            staged: 0,
-            taken: 0,
+            staging: Staging::default(),
             still_shared: None,
         })
     }
@@ -174,13 +177,12 @@ impl ControlBlock {
     /// The members that have not published their header of this rank's latest call.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
         let late = |member: &Mapping| member.word(self.slot()).load(Ordering::Acquire) < self.sequence;
-        let others = self.members.iter().enumerate().filter(|(index, _)| *index != self.me);
-        others.filter_map(move |(index, member)| late(member).then_some(index))
+        self.others().filter_map(move |(index, member)| late(member).then_some(index))
     }
 
     /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks give one of the same
     /// length. Otherwise the data is sent as `unregistered` says: in the slots, if all ranks do so and no rank lends a
-    /// region; else in the windows that `work` stages.
+    /// region; else in windows.
     ///
     /// After an error the region is cut off, so that a peer that is still working on the call does no harm. If that
     /// fails, [`still_shared`](Self::still_shared) says why.
@@ -194,20 +196,18 @@ impl ControlBlock {
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         let lent = region.map(|offset| operation::Lent::new(self.own.clone(), offset));
-        let results = self.staged;
+        let first = self.staging.staged();
         let (mut small, mut ahead) = (None, false);
         match unregistered {
             Unregistered::InSlot(part) => small = Some(part),
             Unregistered::InWindow(fill) if region.is_none() => {
-                self.stage(&mut *watch, |window| fill(memory, window))?;
-                // Published together with the call: no rank waits for it earlier.
-                self.own.mapping().word(STAGED).store(self.staged, Ordering::Release);
+                self.stage_ahead(&mut *watch, |window| fill(memory, window))?;
                 ahead = true;
             }
             Unregistered::InWindow(_) | Unregistered::Later => {}
         }
         self.begin(call, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
-        let windows = operation::Windows { ahead, results };
+        let windows = Windows { ahead, first, patience: Patience::Yields };
         let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
@@ -237,7 +237,7 @@ impl ControlBlock {
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         self.begin(call, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
-        let windows = operation::Windows { ahead: false, results: self.staged };
+        let windows = Windows { ahead: false, first: self.staging.staged(), patience: Patience::Yields };
         SharedOperation::hold(self, operation::Memory::OutOfPlace(memory), windows, watch, work)
     }
 
@@ -335,11 +335,7 @@ impl ControlBlock {
 
     /// Wakes sleeping ranks.
     fn wake(&self) {
-        for (index, member) in self.members.iter().enumerate() {
-            if index != self.me {
-                doorbell(member).wake();
-            }
-        }
+        self.others().for_each(|(_, member)| doorbell(member).wake());
     }
 
     /// Withdraws this rank's `done`, because its call has failed.
@@ -352,15 +348,24 @@ impl ControlBlock {
 
     /// Waits until the others' `counter` has reached `value`.
     fn await_all<E>(&self, counter: usize, value: u64, watch: Watch<'_, E>) -> Result<(), E> {
-        for (index, member) in self.members.iter().enumerate() {
-            if index != self.me {
-                let counter = member.word(counter);
-                let ready = || counter.load(Ordering::Acquire) >= value;
-                let processor = || member.half_word(PROCESSOR).load(Ordering::Relaxed);
-                self.waits.until(ready, processor, doorbell(self.own.mapping()), || watch(index))?;
-            }
-        }
-        Ok(())
+        self.others().try_for_each(|(index, member)| {
+            let ready = || member.word(counter).load(Ordering::Acquire) >= value;
+            self.waits.until(ready, || processor_of(member), doorbell(self.own.mapping()), || watch(index))
+        })
+    }
+
+    /// Polls for a while whether the others' `counter` has reached `value`, as `patience` says.
+    fn has_reached(&self, counter: usize, value: u64, patience: &mut Patience) -> bool {
+        self.others().all(|(_, member)| {
+            let ready = || member.word(counter).load(Ordering::Acquire) >= value;
+            self.waits.a_while(ready, || processor_of(member), patience)
+        })
+    }
+
+    /// The other members, with their indices.
+    fn others(&self) -> impl Iterator<Item = (usize, &Mapping)> {
+        let members = self.members.iter().map(|member| &**member).enumerate();
+        members.filter(move |(index, _)| *index != self.me)
     }
 
     /// A field of a member's header of this call.
@@ -412,6 +417,11 @@ impl<'a> Slots<'a> {
             false => &[],
         }
     }
+}
+
+/// The processor on which a member began its last call.
+fn processor_of(member: &Mapping) -> Processor {
+    member.half_word(PROCESSOR).load(Ordering::Relaxed)
 }
 
 fn doorbell(mapping: &Mapping) -> Doorbell<'_> {

@@ -53,6 +53,10 @@ impl Arena {
         &self.mapping
     }
 
+    pub(crate) fn complete_control_block(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     pub(crate) fn find(&self, memory: &[u8]) -> Option<usize> {
         let offset = (memory.as_ptr() as usize).checked_sub(self.mapping.bytes.as_ptr() as usize)?;
         (offset == self.region.start && memory.len() == self.region.len()).then_some(offset)

@@ -16,17 +16,23 @@ const FEW: usize = 8;
 const SHARE: usize = 64;
 /// Bytes of each rank's block of a window.
 const BLOCK: usize = WINDOW / 2;
-const REGION: usize = STAGING + BUFFERS * WINDOW;
+const REGION: usize = END;
 
 fn arena(ranks: usize) -> Arc<Arena> {
     let slots = || [SLOTS, SLOTS + SLOT].into_iter();
     let words = slots().flat_map(|slot| (slot..slot + HEAD).step_by(8));
     let words = [DONE, STAGED, TAKEN].into_iter().chain(words);
+    let noted = (0..BUFFERS as u64).map(windows::noted);
     let blocks = BUFFERS * WINDOW / BLOCK;
     let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
     let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
     let parts = slots().map(|slot| slot + HEAD..slot + HEAD + FEW).chain(windows).chain(shares);
-    Arena::modelled(words, [START, START + LINE], parts, REGION..REGION + ranks * SHARE)
+    Arena::modelled(
+        words,
+        [START, START + LINE].into_iter().chain(noted),
+        parts,
+        REGION..REGION + ranks * SHARE,
+    )
 }
 
 /// Runs `rank` on `ranks` threads, each with its handle of the control block, in every interleaving. If `preemptions`
@@ -124,77 +130,86 @@ fn loom_regions_stay_until_all_have_read_them() {
     model(2, Some(3), read);
 }
 
-fn filled_with(byte: u8) -> impl Fn(&[u8], &mut [u8]) -> Result<(), Infallible> {
-    move |_, staged| {
-        staged.fill(byte);
+/// Fills the window with this number: a different byte for each rank and window.
+fn fill(me: usize) -> impl FnMut(usize, &[u8], &mut [u8]) -> Result<(), Infallible> {
+    move |number, _, window| {
+        window.fill((16 * number + me) as u8);
         Ok(())
     }
 }
 
-/// More windows than there are buffers, staged one ahead; the first is staged before the call.
-fn stage(mut control_block: ControlBlock) {
-    let mut memory = [0];
-    let first = filled_with(control_block.me() as u8);
-    let outcome =
-        control_block.in_place(CALL, &mut memory, Unregistered::InWindow(&first), &mut go_on, |operation| {
-            let me = operation.me() as u8;
-            operation.stage(|_, _| unreachable!("it is staged already"))?;
-            for window in 0..3 {
-                if window < 2 {
-                    operation.stage(filled_with(16 * (window + 1) + me))?;
-                }
-                operation.take(|windows, _| {
-                    for (member, staged) in windows.iter().enumerate() {
-                        assert!(staged.iter().all(|byte| *byte == 16 * window + member as u8));
-                    }
-                    Ok(())
-                })?;
+/// More windows than there are buffers, which both ranks read; the first is staged before the call.
+fn read_windows(mut control_block: ControlBlock) {
+    let me = control_block.me();
+    let first = |memory: &[u8], window: &mut [u8]| fill(me)(0, memory, window);
+    let read = |operation: &mut SharedOperation<'_, '_, Infallible>, number| {
+        operation.take(|windows, _| {
+            for (member, window) in windows.iter().enumerate() {
+                assert!(window.iter().all(|byte| *byte == (16 * number + member) as u8));
             }
-            Ok(operation.protocol())
+            Ok(())
+        })
+    };
+    let outcome =
+        control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&first), &mut go_on, |operation| {
+            operation.pass(BUFFERS + 1, fill(me), read, None)
         });
-    assert_eq!(outcome, Ok(Protocol::Staged));
+    assert_eq!(outcome, Ok(()));
 }
 
 #[test]
 fn loom_windows_stay_until_all_have_taken_them() {
-    model(2, Some(2), stage);
+    model(2, Some(2), read_windows);
 }
 
 /// More windows than there are buffers. Each rank adds to its block of the other's window, whose owner takes it back.
-fn combine_staged(mut control_block: ControlBlock) {
-    let mut memory = [0];
-    let first = filled_with(control_block.me() as u8);
+fn combine_windows(mut control_block: ControlBlock) {
+    let (me, other) = (control_block.me(), 1 - control_block.me());
+    let first = |memory: &[u8], window: &mut [u8]| fill(me)(0, memory, window);
+    let combine = |operation: &mut SharedOperation<'_, '_, Infallible>, number| {
+        operation.combine_staged(BLOCK, |blocks, _| {
+            assert_eq!(usize::from(blocks[0][0]), 16 * number + other);
+            blocks[0].fill((16 * number + other + 2) as u8);
+            Ok(())
+        })
+    };
+    let take_back: TakeBack<'_, Infallible> = &mut |number, window, _| {
+        let block = &window[other * BLOCK..][..BLOCK];
+        assert!(block.iter().all(|byte| usize::from(*byte) == 16 * number + me + 2));
+        Ok(())
+    };
     let outcome =
-        control_block.in_place(CALL, &mut memory, Unregistered::InWindow(&first), &mut go_on, |operation| {
-            let (me, other) = (operation.me(), 1 - operation.me());
-            let take_back = |operation: &mut SharedOperation<'_, '_, Infallible>, window: u8| {
-                operation.take_back(|staged, _| {
-                    let block = &staged[other * BLOCK..][..BLOCK];
-                    assert!(block.iter().all(|byte| *byte == 16 * window + me as u8 + 2));
-                    Ok(())
-                })
-            };
-            operation.stage(|_, _| unreachable!("it is staged already"))?;
-            for window in 0..3 {
-                if window < 2 {
-                    if window > 0 {
-                        take_back(operation, window - 1)?;
-                    }
-                    operation.stage(filled_with(16 * (window + 1) + me as u8))?;
-                }
-                operation.combine_staged(BLOCK, |blocks, _| {
-                    assert_eq!(blocks[0][0], 16 * window + other as u8);
-                    blocks[0].fill(16 * window + other as u8 + 2);
-                    Ok(())
-                })?;
-            }
-            take_back(operation, 1)?;
-            take_back(operation, 2)
+        control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&first), &mut go_on, |operation| {
+            operation.pass(BUFFERS + 1, fill(me), combine, Some(take_back))
         });
     assert_eq!(outcome, Ok(()));
 }
 
 #[test]
 fn loom_windows_come_back_when_all_have_combined_into_them() {
-    model(2, Some(2), combine_staged);
+    model(2, Some(2), combine_windows);
+}
+
+/// Windows of a call that nobody takes back, and then those of the next.
+fn two_calls(mut control_block: ControlBlock) {
+    let me = control_block.me();
+    for call in 0..2 {
+        let fill = |memory: &[u8], window: &mut [u8]| fill(me)(call, memory, window);
+        let read = |operation: &mut SharedOperation<'_, '_, Infallible>, _| {
+            operation.take(|windows, _| {
+                assert_eq!(usize::from(windows[1 - me][0]), 16 * call + 1 - me);
+                Ok(())
+            })
+        };
+        let outcome =
+            control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&fill), &mut go_on, |operation| {
+                operation.pass(1, |_, memory, window| fill(memory, window), read, None)
+            });
+        assert_eq!(outcome, Ok(()));
+    }
+}
+
+#[test]
+fn loom_the_next_call_leaves_windows_alone_that_are_still_read() {
+    model(2, Some(2), two_calls);
 }

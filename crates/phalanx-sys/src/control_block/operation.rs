@@ -4,7 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{BUFFERS, Call, ControlBlock, DONE, MemoryKind, STAGED, STAGING, Slots, TAKEN, WINDOW, Watch};
+use super::windows::Windows;
+use super::{Call, ControlBlock, DONE, MemoryKind, Slots, Watch};
 use crate::arena::Arena;
 use crate::sync::{Ordering, fence};
 
@@ -16,7 +17,7 @@ pub(super) enum Memory<'a> {
 
 impl Memory<'_> {
     /// The memory that the call may change.
-    fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
+    pub(super) fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
         match self {
             Self::InPlace(memory) => Some(memory),
             Self::OutOfPlace(_) => None,
@@ -37,19 +38,11 @@ pub enum Protocol {
 
 /// A call of all members, in progress.
 pub struct SharedOperation<'a, 'w, E> {
-    control_block: &'a mut ControlBlock,
-    memory: Memory<'a>,
-    protocol: Protocol,
-    windows: Windows,
-    watch: Watch<'w, E>,
-}
-
-/// This rank's windows in a call.
-pub(super) struct Windows {
-    /// The first window is already staged.
-    pub(super) ahead: bool,
-    /// The number of the next window to take back.
-    pub(super) results: u64,
+    pub(super) control_block: &'a mut ControlBlock,
+    pub(super) memory: Memory<'a>,
+    pub(super) protocol: Protocol,
+    pub(super) windows: Windows,
+    pub(super) watch: Watch<'w, E>,
 }
 
 /// A region that peers may write into. If the call does not complete, the region is cut off from them.
@@ -99,6 +92,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         work: impl FnOnce(&mut SharedOperation<'a, 'w, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         control_block.wait_for_all(&mut *watch)?;
+        control_block.free_windows_before(windows.first);
         let out_of_place = matches!(memory, Memory::OutOfPlace(_));
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
@@ -226,92 +220,6 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             .collect();
         work(&regions)
     }
-
-    /// Fills the next window, and publishes it.
-    pub fn stage(&mut self, fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
-        if std::mem::take(&mut self.windows.ahead) {
-            return Ok(());
-        }
-        let memory = match &self.memory {
-            Memory::InPlace(memory) => &**memory,
-            Memory::OutOfPlace(memory) => memory,
-        };
-        self.control_block.stage(&mut *self.watch, |window| fill(memory, window))?;
-        self.control_block.show(STAGED, self.control_block.staged);
-        Ok(())
-    }
-
-    /// Lends all members' next window, in the order of the members, together with this rank's memory.
-    pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        self.await_staged()?;
-        // The windows do not overlap this rank's memory.
-        let windows: Vec<&[u8]> = self.control_block.windows().collect();
-        work(&windows, self.memory.as_mut_slice().unwrap_or_default())?;
-        self.show_taken();
-        Ok(())
-    }
-
-    /// Lends this rank's block of each other member's next window for writing, in the order of the members without this
-    /// one, together with this rank's memory. A window has a block of `bytes` for each member. All members must pass
-    /// the same `bytes`, and all must call this for the window; see [`shared`](crate::shared) on trust.
-    ///
-    /// # Panics
-    /// If the blocks do not fit into a window.
-    pub fn combine_staged(
-        &mut self,
-        bytes: usize,
-        work: impl FnOnce(&mut [&mut [u8]], &mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        assert!(bytes <= WINDOW / self.members(), "the blocks do not fit into a window");
-        self.await_staged()?;
-        let (control_block, start) =
-            (&*self.control_block, window(self.control_block.taken) + self.control_block.me * bytes);
-        let others = control_block.members.iter().enumerate().filter(|(index, _)| *index != control_block.me);
-        let mut blocks: Vec<&mut [u8]> = others
-            // SAFETY: the member has staged the window, and does not touch it until this rank has published it as
-            // taken, which needs this borrow to end. Every other rank accesses only its own block, and blocks do not
-            // overlap.
-            .map(|(_, member)| unsafe { member.lend_mut(start, bytes) })
-            .collect();
-        work(&mut blocks, self.memory.as_mut_slice().unwrap_or_default())?;
-        self.show_taken();
-        Ok(())
-    }
-
-    /// Lends this rank's own window, after all ranks have combined into it, together with this rank's memory. Windows
-    /// are taken back in the order in which they were staged.
-    ///
-    /// # Panics
-    /// If the window has been filled again, or is not staged yet.
-    pub fn take_back(&mut self, work: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        let (number, staged) = (self.windows.results, self.control_block.staged);
-        assert!(number < staged && staged - number <= BUFFERS as u64, "the window is another's by now");
-        self.control_block.await_all(TAKEN, number + 1, &mut *self.watch)?;
-        // SAFETY: all ranks have published it as taken. No rank accesses it until this rank stages it again, which has
-        // not happened yet, as just checked, and needs this borrow to end.
-        let window = unsafe { self.control_block.own.mapping().lend(window(number), WINDOW) };
-        work(window, self.memory.as_mut_slice().unwrap_or_default())?;
-        self.windows.results += 1;
-        Ok(())
-    }
-
-    fn await_staged(&mut self) -> Result<(), E> {
-        assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
-        let taken = self.control_block.taken;
-        assert!(self.control_block.staged > taken, "what is taken must be staged");
-        self.control_block.await_all(STAGED, taken + 1, &mut *self.watch)
-    }
-
-    fn show_taken(&mut self) {
-        self.control_block.taken += 1;
-        self.control_block.show(TAKEN, self.control_block.taken);
-    }
-}
-
-/// The offset of window `number` in each part of the control block.
-fn window(number: u64) -> usize {
-    STAGING + (number % BUFFERS as u64) as usize * WINDOW
 }
 
 impl ControlBlock {
@@ -332,33 +240,6 @@ impl ControlBlock {
         let offset = usize::try_from(word & !3).ok()?;
         (self.memory_kind(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)
-    }
-
-    /// Fills the next window without publishing it.
-    pub(super) fn stage<E>(
-        &mut self,
-        watch: Watch<'_, E>,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let taken = (self.staged + 1).saturating_sub(BUFFERS as u64);
-        // This includes this rank: it would wait for itself.
-        assert!(self.taken >= taken, "more is staged than there are buffers");
-        self.await_all(TAKEN, taken, watch)?;
-        // SAFETY: in this rank's own part of the control block. All ranks have taken the window's last content, and no
-        // rank reads it before it is published, which needs this borrow to end.
-        fill(unsafe { self.own.mapping().lend_mut(window(self.staged), WINDOW) })?;
-        self.staged += 1;
-        Ok(())
-    }
-
-    /// The window of each member that this rank takes next. All members have staged it.
-    fn windows(&self) -> impl Iterator<Item = &[u8]> {
-        let offset = window(self.taken);
-        self.members.iter().map(move |member| {
-            // SAFETY: in the member's part of the control block. It was published as staged, and is filled again only
-            // when this rank has published it as taken, which needs this borrow of the control block to end.
-            unsafe { member.lend(offset, WINDOW) }
-        })
     }
 }
 

@@ -212,87 +212,161 @@ fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
     assert_eq!(Slots { control_block: &control_block }.bytes(0), [7; 8]);
 }
 
+/// A fill that writes the rank's byte, plus the window's number.
+fn numbered(me: usize) -> impl FnMut(usize, &[u8], &mut [u8]) -> Result<(), String> {
+    move |number, _, window| {
+        window.fill((me + number) as u8);
+        Ok(())
+    }
+}
+
+/// Passes `count` windows that all ranks read, in which this rank has written its number plus theirs.
+fn read_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
+    let (me, ranks) = (operation.me(), operation.members());
+    let read = |operation: &mut SharedOperation<'_, '_, String>, number| {
+        operation.take(|windows, memory| {
+            for (member, window) in windows.iter().enumerate() {
+                assert_eq!(window.len(), WINDOW);
+                assert!([window[0], window[WINDOW - 1]].iter().all(|byte| *byte == (member + number) as u8));
+            }
+            memory[0] += windows.len() as u8 / ranks as u8;
+            Ok(())
+        })
+    };
+    operation.pass(count, numbered(me), read, None)
+}
+
+/// Passes `count` windows, into each of which every other rank adds ten times its own number plus one.
+fn combine_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
+    let (me, ranks) = (operation.me(), operation.members());
+    let block = WINDOW / ranks / 64 * 64;
+    let combine = |operation: &mut SharedOperation<'_, '_, String>, number| {
+        operation.combine_staged(block, |blocks, _| {
+            let others = (0..ranks).filter(|other| *other != me);
+            for (bytes, other) in blocks.iter_mut().zip(others) {
+                assert_eq!((bytes.len(), bytes[block - 1]), (block, (other + number) as u8));
+                bytes.iter_mut().for_each(|byte| *byte += 10 * (me as u8 + 1));
+            }
+            Ok(())
+        })
+    };
+    let mut back = 0;
+    let take_back: TakeBack<'_, String> = &mut |number, window, _| {
+        assert_eq!(number, back);
+        back += 1;
+        for other in (0..ranks).filter(|other| *other != me) {
+            let bytes = &window[other * block..][..block];
+            let expected = (me + number + 10 * (other + 1)) as u8;
+            assert!(bytes.iter().all(|byte| *byte == expected), "{number} {other}");
+        }
+        Ok(())
+    };
+    operation.pass(count, numbered(me), combine, Some(take_back))?;
+    assert_eq!(back, count);
+    Ok(())
+}
+
 #[test]
 fn windows_pass_in_order() {
-    run(3, |control_block, _| {
-        let mut memory = vec![control_block.me() as u8; 8];
-        let sums = control_block.in_place(CALL, &mut memory, Unregistered::Later, &mut go_on, |operation| {
-            let mut sums = Vec::new();
-            let fill = |window: u8| {
-                move |memory: &[u8], staged: &mut [u8]| {
-                    staged.fill(memory[0] + window);
-                    Ok(())
-                }
-            };
-            operation.stage(fill(0))?;
-            for window in 0..40 {
-                if window < 39 {
-                    operation.stage(fill(window + 1))?;
-                }
-                operation.take(|windows, memory| {
-                    assert!(windows.iter().all(|window| window.len() == WINDOW));
-                    memory[7] = window;
-                    sums.push(windows.iter().map(|window| window[WINDOW - 1]).sum::<u8>());
-                    Ok(())
-                })?;
+    for has_all in [None, Some(false)] {
+        run(3, |control_block, _| {
+            // Without memory for more buffers two are enough.
+            control_block.staging.has_all = has_all;
+            for count in [1, 2, 40] {
+                let mut memory = vec![0; 8];
+                control_block
+                    .in_place(CALL, &mut memory, Unregistered::Later, &mut go_on, |operation| {
+                        read_windows(operation, count)
+                    })
+                    .unwrap();
+                assert_eq!(usize::from(memory[0]), count);
             }
-            Ok::<_, String>(sums)
         });
-        assert_eq!(sums.unwrap(), (0..40).map(|window| 3 + 3 * window).collect::<Vec<_>>());
-        assert_eq!(memory[7], 39);
-    });
+    }
 }
 
 #[test]
 fn windows_are_combined_by_all_and_come_back() {
-    const RANKS: usize = 3;
-    const BLOCK: usize = WINDOW / RANKS / 64 * 64;
-    run(RANKS, |control_block, _| {
-        let me = control_block.me();
-        // The first call finds its window already staged.
-        for ahead in [true, false] {
-            let fill = |_: &[u8], staged: &mut [u8]| {
-                staged.fill(me as u8);
-                Ok(())
-            };
-            let unregistered = if ahead { Unregistered::InWindow(&fill) } else { Unregistered::Later };
-            let outcome = control_block.in_place(CALL, &mut [0; 8], unregistered, &mut go_on, |operation| {
-                let take_back = |operation: &mut SharedOperation<'_, '_, String>, number: u8| {
-                    operation.take_back(|window, _| {
-                        for other in (0..RANKS).filter(|other| *other != me) {
-                            let block = &window[other * BLOCK..][..BLOCK];
-                            let expected = me as u8 + number + 10 * (other as u8 + 1);
-                            assert!(block.iter().all(|byte| *byte == expected), "{number} {other}");
-                        }
-                        Ok(())
+    for has_all in [None, Some(false)] {
+        run(3, |control_block, _| {
+            control_block.staging.has_all = has_all;
+            let me = control_block.me();
+            let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
+            // Every other call finds its first window already staged.
+            for (index, count) in [1, 2, 20, 20, 1].into_iter().enumerate() {
+                let unregistered =
+                    if index % 2 == 0 { Unregistered::InWindow(&first) } else { Unregistered::Later };
+                control_block
+                    .in_place(CALL, &mut [0; 8], unregistered, &mut go_on, |operation| {
+                        combine_windows(operation, count)
                     })
-                };
-                operation.stage(fill)?;
-                for number in 0..20 {
-                    if number < 19 {
-                        if number > 0 {
-                            take_back(operation, number - 1)?;
-                        }
-                        operation.stage(|_, staged| {
-                            staged.fill(me as u8 + number + 1);
-                            Ok(())
-                        })?;
+                    .unwrap();
+            }
+        });
+    }
+}
+
+/// Ranks that are late in turns, at any window.
+#[test]
+fn ranks_go_on_while_one_is_late() {
+    run(3, |control_block, _| {
+        let me = control_block.me();
+        for round in 0..30 {
+            control_block
+                .in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+                    if round % 3 == me {
+                        thread::sleep(Duration::from_millis(2));
                     }
-                    operation.combine_staged(BLOCK, |blocks, _| {
-                        let others = (0..RANKS as u8).filter(|other| *other != me as u8);
-                        for (block, other) in blocks.iter_mut().zip(others) {
-                            assert_eq!((block.len(), block[BLOCK - 1]), (BLOCK, other + number));
-                            block.iter_mut().for_each(|byte| *byte += 10 * (me as u8 + 1));
-                        }
-                        Ok(())
-                    })?;
-                }
-                take_back(operation, 18)?;
-                take_back(operation, 19)
-            });
-            outcome.unwrap();
+                    if round % 2 == 0 { combine_windows(operation, 20) } else { read_windows(operation, 20) }
+                })
+                .unwrap();
         }
     });
+}
+
+#[test]
+fn a_rank_fills_all_buffers_before_it_waits_for_a_late_one() {
+    let windows_of_the_first = |has_all: Option<bool>| {
+        let mut blocks = blocks(2);
+        let ((mut late, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
+        control_block.staging.has_all = has_all;
+        let staged = late.members[0].clone();
+        let staged = || staged.word(STAGED).load(Ordering::Acquire);
+        let (sees, seen) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                // Says with the first look in vain at the late rank how many windows are staged.
+                let mut watch = |missing| {
+                    sees.send(()).ok();
+                    go_on(missing)
+                };
+                control_block
+                    .in_place(CALL, &mut [0; 8], Unregistered::Later, &mut watch, |operation| {
+                        combine_windows(operation, 20)
+                    })
+                    .unwrap();
+            });
+            late.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+                // All looks before this were for the late rank's header, and these are for its first window.
+                seen.try_iter().for_each(drop);
+                (0..2).for_each(|_| seen.recv().unwrap());
+                let staged = staged();
+                combine_windows(operation, 20)?;
+                Ok(staged)
+            })
+            .unwrap()
+        })
+    };
+    assert_eq!(windows_of_the_first(None), BUFFERS as u64);
+    assert_eq!(windows_of_the_first(Some(false)), USUAL as u64);
+}
+
+#[test]
+fn a_buffer_that_no_rank_has_is_not_looked_for() {
+    let (control_block, _) = blocks(2).swap_remove(0);
+    control_block.members[1].half_word(windows::noted(7)).store(u32::MAX, Ordering::Relaxed);
+    let place = control_block.window(1, 7);
+    assert!(place.start >= STAGING && place.end <= END);
 }
 
 #[test]

@@ -34,6 +34,8 @@ pub(super) struct Waits {
     spins: u32,
     pauses: bool,
     rounds: u32,
+    /// Ranks share processors.
+    crowded: bool,
     /// The processor of the calling thread, if that affects how it waits.
     processor: fn() -> Processor,
 }
@@ -44,13 +46,13 @@ impl Waits {
         if cfg!(loom) {
             // In a model one poll is as good as many: `until` polls once before it sleeps, and `a_few` polls at least
             // once.
-            Self { looks: 0, spins: 0, pauses: false, rounds: 0, processor: unknown }
+            Self { looks: 0, spins: 0, pauses: false, rounds: 0, crowded: false, processor: unknown }
         } else if ranks <= processors() {
             let (looks, spins, rounds) = (LOOKS, SPINS, ROUNDS);
-            Self { looks, spins, pauses: true, rounds, processor: current }
+            Self { looks, spins, pauses: true, rounds, crowded: false, processor: current }
         } else {
             let (looks, spins, rounds) = (CROWDED_LOOKS, CROWDED_LOOKS, CROWDED_ROUNDS);
-            Self { looks, spins, pauses: false, rounds, processor: unknown }
+            Self { looks, spins, pauses: false, rounds, crowded: true, processor: unknown }
         }
     }
 
@@ -62,6 +64,32 @@ impl Waits {
     /// Polls a few times whether it is `ready`.
     pub(super) fn a_few(&self, ready: impl Fn() -> bool) -> bool {
         self.look(self.looks.max(1), ready)
+    }
+
+    /// Polls for as long as a peer that keeps pace may need, and at least once. `peer` is as in [`until`](Self::until).
+    pub(super) fn a_while(
+        &self,
+        ready: impl Fn() -> bool,
+        peer: impl FnOnce() -> Processor,
+        patience: &mut Patience,
+    ) -> bool {
+        if ready() || *patience != Patience::Looks && self.spin(&ready, peer) {
+            return true;
+        }
+        // Ranks that share processors take turns.
+        if !self.crowded || *patience != Patience::Yields {
+            return false;
+        }
+        let turns = take_turns(&ready);
+        if turns == Turns::Long {
+            *patience = Patience::Spins;
+        }
+        turns == Turns::Ready
+    }
+
+    fn spin(&self, ready: impl Fn() -> bool, peer: impl FnOnce() -> Processor) -> bool {
+        // While this rank polls, a peer on the same processor cannot go on.
+        !share_a_processor(self.processor(), peer) && self.look(self.spins, ready)
     }
 
     fn look(&self, times: u32, ready: impl Fn() -> bool) -> bool {
@@ -84,8 +112,7 @@ impl Waits {
         doorbell: Doorbell<'_>,
         mut watch: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        // While this rank polls, a peer on the same processor cannot go on.
-        if !share_a_processor(self.processor(), peer) && self.look(self.spins, &ready) {
+        if self.spin(&ready, peer) {
             return Ok(());
         }
         let mut rounds = 0..self.rounds;
@@ -100,21 +127,49 @@ impl Waits {
                 doorbell.sleep_unless(SLEEP, &ready);
                 continue;
             }
-            let mut before = Instant::now();
-            for _ in 0..TURNS {
-                yield_now();
-                if ready() {
-                    return Ok(());
-                }
-                let now = Instant::now();
-                if now - before > LONG {
-                    rounds = 0..0;
-                    break;
-                }
-                before = now;
+            match take_turns(&ready) {
+                Turns::Ready => return Ok(()),
+                Turns::Long => rounds = 0..0,
+                Turns::Over => {}
             }
         }
     }
+}
+
+/// How long a rank polls that has other things to do.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Patience {
+    /// Once.
+    Looks,
+    /// Without a yield: one took long, so others than ranks want this processor.
+    Spins,
+    Yields,
+}
+
+/// How a round of yields ended.
+#[derive(PartialEq)]
+enum Turns {
+    Ready,
+    /// A yield took long.
+    Long,
+    Over,
+}
+
+/// Yields until `ready`, for a round.
+fn take_turns(ready: impl Fn() -> bool) -> Turns {
+    let mut before = Instant::now();
+    for _ in 0..TURNS {
+        yield_now();
+        if ready() {
+            return Turns::Ready;
+        }
+        let now = Instant::now();
+        if now - before > LONG {
+            return Turns::Long;
+        }
+        before = now;
+    }
+    Turns::Over
 }
 
 /// Is the peer on this rank's processor, as far as that is known? The peer's is only looked at if this rank's is known.

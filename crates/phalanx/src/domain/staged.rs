@@ -1,8 +1,7 @@
 //! Collectives on memory that other ranks cannot reach: the data passes through staging buffers, one window at a time.
 //!
-//! While the others work on one window, the next is copied. All ranks stage and take the same number of windows, even
-//! if some are empty. Two buffers are enough: a rank that refills one has itself read the others' window in the other,
-//! and waits only for ranks that have not yet read what is in this one.
+//! While the others work on one window, the next is copied. All ranks pass the same number of windows, even if some are
+//! empty.
 //!
 //! A result for all ranks is combined in the windows: each rank writes it into its block of every window, where the
 //! owner finds it. So a cache line of a window goes to one other processor and comes back, and no byte is copied from
@@ -10,7 +9,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{SharedOperation, WINDOW, share};
+use phalanx_sys::control_block::{SharedOperation, TakeBack, WINDOW, share};
 
 use super::routes::Routes;
 use super::{Block, InPlace, Job, LINE, direct};
@@ -159,36 +158,24 @@ pub(super) fn copy(
 fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
     let (me, for_all) = (job.me, kind != InPlace::Reduce);
     let layout = WindowLayout::new(job.ranks, |index| given(job, kind, index));
-    let take_back = |operation: &mut Staging<'_, '_>, number| {
-        if !for_all && me != job.root {
-            return Ok(());
+    let take_back: TakeBack<'_, Error> = &mut |number, window, memory| {
+        for index in (0..job.ranks).filter(|index| *index != me) {
+            let piece = layout.piece(index, number);
+            let length = piece.len();
+            memory[piece].copy_from_slice(&window[layout.start(index)..][..length]);
         }
-        operation.take_back(|window, memory| {
-            for index in (0..job.ranks).filter(|index| *index != me) {
-                let piece = layout.piece(index, number);
-                let length = piece.len();
-                memory[piece].copy_from_slice(&window[layout.start(index)..][..length]);
-            }
-            Ok(())
-        })
+        Ok(())
     };
-    layout.stage(operation, me, 0)?;
-    for number in 0..layout.count {
-        if number + 1 < layout.count {
-            // There are two buffers: the next window replaces the one before this.
-            if number > 0 {
-                take_back(operation, number - 1)?;
-            }
-            layout.stage(operation, me, number + 1)?;
-        }
+    let work = |operation: &mut Staging<'_, '_>, number| {
         operation.combine_staged(layout.bytes, |blocks, memory| {
             let own = layout.piece(me, number);
             let mut chunks: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
             chunks.insert(me, &mut memory[own]);
             if for_all { job.fold().apply(&mut chunks) } else { direct::reduce(job, &mut chunks, job.root) }
-        })?;
-    }
-    (layout.count.saturating_sub(2)..layout.count).try_for_each(|number| take_back(operation, number))
+        })
+    };
+    let has_result = for_all || me == job.root;
+    operation.pass(layout.count, layout.filler(me), work, has_result.then_some(take_back))
 }
 
 /// How a rank's input is divided into blocks, one for each receiver, and the blocks into windows.
@@ -241,11 +228,12 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         }
     }
 
-    fn stage(&self, operation: &mut Staging<'_, '_>, me: usize, number: usize) -> Result<()> {
-        operation.stage(|memory, window| {
+    /// What fills the windows of rank `me`.
+    fn filler(&self, me: usize) -> impl FnMut(usize, &[u8], &mut [u8]) -> Result<()> {
+        move |number, memory, window| {
             self.fill(me, number, memory, window);
             Ok(())
-        })
+        }
     }
 
     /// Stages all windows, and calls `work` with all ranks' windows, this rank's memory and the window's number.
@@ -255,14 +243,10 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         me: usize,
         mut work: impl FnMut(&[&[u8]], &mut [u8], usize) -> Result<()>,
     ) -> Result<()> {
-        self.stage(operation, me, 0)?;
-        for number in 0..self.count {
-            if number + 1 < self.count {
-                self.stage(operation, me, number + 1)?;
-            }
-            operation.take(|windows, memory| work(windows, memory, number))?;
-        }
-        Ok(())
+        let work = |operation: &mut Staging<'_, '_>, number| {
+            operation.take(|windows, memory| work(windows, memory, number))
+        };
+        operation.pass(self.count, self.filler(me), work, None)
     }
 
     /// Stages all windows, and calls `put` with each piece for this rank and where it belongs. `destination` is where a
