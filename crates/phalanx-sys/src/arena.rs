@@ -45,6 +45,8 @@ const PIECE: usize = 1 << 20;
 /// Parts of a region are freed separately if they have at least this many bytes of whole pages: each costs a system
 /// call.
 const WORTH_A_CALL: usize = 64 << 10;
+/// Memory that can be done without is taken if there is this many times as much.
+const MARGIN: usize = 64;
 /// Bytes before the regions.
 const RESERVED: usize = control_block::END;
 
@@ -127,11 +129,13 @@ impl Arena {
         Ok(region)
     }
 
-    /// Allocates memory for the rest of the control block.
+    /// Allocates memory for the rest of the control block, which can do without it. An error if memory is scarce: all ranks
+    /// may ask at the same time, and the program needs it more.
     pub(crate) fn complete_control_block(&self) -> io::Result<()> {
-        let rest = RESERVED - control_block::ALLOCATED;
-        memory::check(rest)?;
-        memfd::allocate(&self.file, control_block::ALLOCATED as u64, rest as u64)
+        let (start, rest) = (control_block::ALLOCATED, RESERVED - control_block::ALLOCATED);
+        memory::check(MARGIN * rest)?;
+        memfd::allocate(&self.file, start as u64, rest as u64)
+            .inspect_err(|_| drop(memfd::release(&self.file, start as u64, rest as u64)))
     }
 
     /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, unregistered memory, or

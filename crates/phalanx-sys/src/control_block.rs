@@ -8,7 +8,7 @@
 //!   processor  where this rank was when it began its last call; beside `sleeping`, because it changes seldom
 //!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
 //!   staged     windows that this rank has filled; beside it, in which staging buffer each of the last ones is
-//!   taken      windows of all ranks that this rank has read
+//!   taken      windows of all ranks that this rank has worked on
 //!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data
 //!   slot 1     the same; calls with even numbers use slot 0, calls with odd numbers slot 1
 //!   staging    buffers, each for one window
@@ -207,7 +207,7 @@ impl ControlBlock {
             Unregistered::InWindow(_) | Unregistered::Later => {}
         }
         self.begin(call, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
-        let windows = Windows { ahead, first, patience: Patience::Yields };
+        let windows = Windows { ahead, first, patience: Patience::new() };
         let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
@@ -237,7 +237,7 @@ impl ControlBlock {
     ) -> Result<R, E> {
         let region = self.own.find(memory);
         self.begin(call, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
-        let windows = Windows { ahead: false, first: self.staging.staged(), patience: Patience::Yields };
+        let windows = Windows { ahead: false, first: self.staging.staged(), patience: Patience::new() };
         SharedOperation::hold(self, operation::Memory::OutOfPlace(memory), windows, watch, work)
     }
 

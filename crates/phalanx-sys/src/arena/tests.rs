@@ -42,6 +42,18 @@ fn memory_that_comes_again_is_zero_again() {
 }
 
 #[test]
+fn the_rest_of_the_control_block_gets_memory_when_it_is_asked_for() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let allocated = || rustix::fs::fstat(&arena.file).unwrap().st_blocks as usize * 512;
+    // Huge pages may make it more.
+    assert!(allocated() >= control_block::ALLOCATED);
+    for _ in 0..2 {
+        arena.complete_control_block().unwrap();
+        assert!(allocated() >= RESERVED);
+    }
+}
+
+#[test]
 fn too_little_memory_is_an_error() {
     let arena = Arena::create(BYTES, 1, 7).unwrap();
     let error = arena.alloc(BYTES).unwrap_err();

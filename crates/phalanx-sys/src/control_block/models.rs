@@ -190,26 +190,32 @@ fn loom_windows_come_back_when_all_have_combined_into_them() {
     model(2, Some(2), combine_windows);
 }
 
-/// Windows of a call that nobody takes back, and then those of the next.
-fn two_calls(mut control_block: ControlBlock) {
+/// A window that nobody takes back, and then those of another call. The first of these is staged before that call, or after
+/// its header.
+fn two_calls(mut control_block: ControlBlock, is_ahead: bool) {
     let me = control_block.me();
-    for call in 0..2 {
+    for (call, count) in [(0, 1), (1, 2)] {
         let fill = |memory: &[u8], window: &mut [u8]| fill(me)(call, memory, window);
+        let unregistered = if is_ahead { Unregistered::InWindow(&fill) } else { Unregistered::Later };
         let read = |operation: &mut SharedOperation<'_, '_, Infallible>, _| {
             operation.take(|windows, _| {
                 assert_eq!(usize::from(windows[1 - me][0]), 16 * call + 1 - me);
                 Ok(())
             })
         };
-        let outcome =
-            control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&fill), &mut go_on, |operation| {
-                operation.pass(1, |_, memory, window| fill(memory, window), read, None)
-            });
+        let outcome = control_block.in_place(CALL, &mut [0], unregistered, &mut go_on, |operation| {
+            operation.pass(count, |_, memory, window| fill(memory, window), read, None)
+        });
         assert_eq!(outcome, Ok(()));
     }
 }
 
 #[test]
 fn loom_the_next_call_leaves_windows_alone_that_are_still_read() {
-    model(2, Some(2), two_calls);
+    model(2, Some(2), |control_block| two_calls(control_block, true));
+}
+
+#[test]
+fn loom_windows_are_free_when_all_have_begun_the_next_call() {
+    model(2, Some(2), |control_block| two_calls(control_block, false));
 }

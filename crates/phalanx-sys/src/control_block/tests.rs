@@ -1,4 +1,5 @@
 use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,7 +36,7 @@ fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
 /// If one rank's test fails, the others keep waiting for it, but not for ever.
 fn go_on(missing: usize) -> Result<(), String> {
     static START: OnceLock<Instant> = OnceLock::new();
-    let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(60);
+    let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(300);
     if waited { Err(format!("member {missing} does not come")) } else { Ok(()) }
 }
 
@@ -272,10 +273,15 @@ fn windows_pass_in_order() {
         run(3, |control_block, _| {
             // Without memory for more buffers two are enough.
             control_block.staging.has_all = has_all;
-            for count in [1, 2, 40] {
+            let me = control_block.me();
+            let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
+            // Every other call finds its first window already staged, while others may still read those of the call before.
+            for (index, count) in [1, 2, 40, 40, 2, 1, 1, 8, 1].into_iter().enumerate() {
+                let unregistered =
+                    if index % 2 == 0 { Unregistered::InWindow(&first) } else { Unregistered::Later };
                 let mut memory = vec![0; 8];
                 control_block
-                    .in_place(CALL, &mut memory, Unregistered::Later, &mut go_on, |operation| {
+                    .in_place(CALL, &mut memory, unregistered, &mut go_on, |operation| {
                         read_windows(operation, count)
                     })
                     .unwrap();
@@ -335,7 +341,7 @@ fn a_rank_fills_all_buffers_before_it_waits_for_a_late_one() {
         let (sees, seen) = mpsc::channel();
         thread::scope(|scope| {
             scope.spawn(move || {
-                // Says with the first look in vain at the late rank how many windows are staged.
+                // Reports each look in vain at the late rank.
                 let mut watch = |missing| {
                     sees.send(()).ok();
                     go_on(missing)
@@ -359,6 +365,35 @@ fn a_rank_fills_all_buffers_before_it_waits_for_a_late_one() {
     };
     assert_eq!(windows_of_the_first(None), BUFFERS as u64);
     assert_eq!(windows_of_the_first(Some(false)), USUAL as u64);
+}
+
+#[test]
+fn ranks_that_keep_pace_use_two_buffers() {
+    let mut staging = Staging::default();
+    for number in 0..20 {
+        // As `ControlBlock::stage` does.
+        let buffer = staging.free_buffer();
+        assert_eq!(buffer, number as usize % USUAL);
+        staging.buffers[number as usize % BUFFERS] = buffer;
+        staging.staged += 1;
+        staging.free = staging.staged.saturating_sub(1);
+    }
+}
+
+/// One rank has given up between two windows, and numbers its windows otherwise than the other from then on.
+#[test]
+fn windows_do_not_pass_after_a_call_that_failed_between_them() {
+    let (mut control_block, _) = blocks(1).swap_remove(0);
+    let failed = control_block.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+        operation.pass(2, numbered(0), |_, _| Err("enough".to_owned()), None)
+    });
+    assert_eq!(failed, Err("enough".to_owned()));
+    let next = catch_unwind(AssertUnwindSafe(|| {
+        control_block.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+            read_windows(operation, 2)
+        })
+    }));
+    assert!(next.is_err());
 }
 
 #[test]

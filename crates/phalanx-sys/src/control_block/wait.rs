@@ -14,6 +14,9 @@ const LOOKS: u32 = 8;
 const SPINS: u32 = 156;
 /// The same without pauses, before and after.
 const CROWDED_LOOKS: u32 = 64;
+/// A rank that can go on without its peers polls this many times as often before it does so: a peer may work on a window for
+/// ten microseconds.
+const PATIENT: u32 = 4;
 /// Rounds of polls in which the rank yields. If a peer shares this processor, it can continue meanwhile. If each rank
 /// has a processor of its own, the thread that gets the processor may be this rank's own computation.
 const ROUNDS: u32 = 2;
@@ -34,7 +37,7 @@ pub(super) struct Waits {
     spins: u32,
     pauses: bool,
     rounds: u32,
-    /// Ranks share processors.
+    /// There are more ranks than processors.
     crowded: bool,
     /// The processor of the calling thread, if that affects how it waits.
     processor: fn() -> Processor,
@@ -73,23 +76,23 @@ impl Waits {
         peer: impl FnOnce() -> Processor,
         patience: &mut Patience,
     ) -> bool {
-        if ready() || *patience != Patience::Looks && self.spin(&ready, peer) {
-            return true;
+        let mut reached = ready();
+        if !reached && !patience.is_late {
+            reached = self.spin(PATIENT * self.spins, &ready, peer);
+            // Ranks that share processors take turns.
+            if !reached && self.crowded && patience.yields {
+                let turns = take_turns(&ready);
+                patience.yields = turns != Turns::Long;
+                reached = turns == Turns::Ready;
+            }
         }
-        // Ranks that share processors take turns.
-        if !self.crowded || *patience != Patience::Yields {
-            return false;
-        }
-        let turns = take_turns(&ready);
-        if turns == Turns::Long {
-            *patience = Patience::Spins;
-        }
-        turns == Turns::Ready
+        patience.is_late = !reached;
+        reached
     }
 
-    fn spin(&self, ready: impl Fn() -> bool, peer: impl FnOnce() -> Processor) -> bool {
+    fn spin(&self, times: u32, ready: impl Fn() -> bool, peer: impl FnOnce() -> Processor) -> bool {
         // While this rank polls, a peer on the same processor cannot go on.
-        !share_a_processor(self.processor(), peer) && self.look(self.spins, ready)
+        !share_a_processor(self.processor(), peer) && self.look(times, ready)
     }
 
     fn look(&self, times: u32, ready: impl Fn() -> bool) -> bool {
@@ -112,7 +115,7 @@ impl Waits {
         doorbell: Doorbell<'_>,
         mut watch: impl FnMut() -> Result<(), E>,
     ) -> Result<(), E> {
-        if self.spin(&ready, peer) {
+        if self.spin(self.spins, &ready, peer) {
             return Ok(());
         }
         let mut rounds = 0..self.rounds;
@@ -136,14 +139,23 @@ impl Waits {
     }
 }
 
-/// How long a rank polls that has other things to do.
-#[derive(Clone, Copy, PartialEq)]
-pub(super) enum Patience {
-    /// Once.
-    Looks,
-    /// Without a yield: one took long, so others than ranks want this processor.
-    Spins,
-    Yields,
+/// How long a rank polls that can go on without its peers.
+pub(super) struct Patience {
+    /// A peer was late when this rank last polled. Until it has come, this rank polls once.
+    is_late: bool,
+    /// No yield has taken long: programs other than the ranks do not want this processor.
+    yields: bool,
+}
+
+impl Patience {
+    pub(super) fn new() -> Self {
+        Self { is_late: false, yields: true }
+    }
+
+    /// That of a rank that polls once.
+    pub(super) fn none() -> Self {
+        Self { is_late: true, yields: false }
+    }
 }
 
 /// How a round of yields ended.

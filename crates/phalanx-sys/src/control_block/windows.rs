@@ -19,13 +19,13 @@ use crate::sync::Ordering;
 #[derive(Default)]
 pub(super) struct Staging {
     /// Windows of this rank that all ranks have taken, and that it has taken back.
-    free: u64,
+    pub(super) free: u64,
     /// Windows that this rank has filled.
-    staged: u64,
+    pub(super) staged: u64,
     /// Windows of all ranks that this rank has worked on.
     taken: u64,
     /// The buffer of each window from `free` to `staged`, at the window's number modulo their number.
-    buffers: [usize; BUFFERS],
+    pub(super) buffers: [usize; BUFFERS],
     /// Is there memory for more than the usual buffers? None if it was never asked for.
     pub(super) has_all: Option<bool>,
 }
@@ -55,12 +55,12 @@ impl Staging {
 
     /// The buffer of a window in use.
     fn buffer(&self, number: u64) -> usize {
-        assert!((self.free..self.staged).contains(&number), "the window is another's by now");
+        assert!((self.free..self.staged).contains(&number), "the window is not in use");
         self.buffers[slot(number)]
     }
 
     /// The first buffer that is free.
-    fn free_buffer(&self) -> usize {
+    pub(super) fn free_buffer(&self) -> usize {
         let in_use = (self.free..self.staged).fold(0u32, |in_use, number| in_use | 1 << self.buffer(number));
         let buffer = (!in_use).trailing_zeros() as usize;
         assert!(buffer < BUFFERS, "more is staged than there are buffers");
@@ -82,7 +82,8 @@ impl<E> SharedOperation<'_, '_, E> {
     /// see [`shared`](crate::shared) on trust.
     ///
     /// # Panics
-    /// If the protocol is not [`Protocol::Staged`], or windows of this operation have passed before.
+    /// If the protocol is not [`Protocol::Staged`], if windows of this operation have passed before, or if an earlier call has
+    /// failed between windows.
     pub fn pass(
         &mut self,
         count: usize,
@@ -92,11 +93,17 @@ impl<E> SharedOperation<'_, '_, E> {
     ) -> Result<(), E> {
         assert_eq!(self.protocol, Protocol::Staged, "the others may be writing into it");
         let Windows { ahead, first, .. } = self.windows;
-        assert_eq!(self.control_block.staging.staged, first + u64::from(ahead), "windows have passed before");
+        let Staging { staged, taken, .. } = self.control_block.staging;
+        // So all ranks count alike: what has staged and taken as many windows as this one.
+        assert_eq!(
+            (staged, taken),
+            (first + u64::from(ahead), first),
+            "windows have passed before, or a call has failed"
+        );
         let (mut staged, mut taken, mut back) = (usize::from(ahead), 0, 0);
         loop {
             let step = if staged < count && staged < taken + USUAL {
-                // In the buffer that comes back next. In another one if that takes long.
+                // Fill the buffer that comes back next, or another one if that takes long.
                 let has_buffer = staged - back < USUAL || !self.is_back() && self.has_buffer();
                 if has_buffer { Step::Stage } else { Step::TakeBack }
             } else if taken < staged {
@@ -248,7 +255,7 @@ impl ControlBlock {
     ) -> Result<(), E> {
         // Peers may still be working on windows of the last call.
         while self.staging.in_use() > 0
-            && self.has_reached(TAKEN, self.staging.free + 1, &mut Patience::Looks)
+            && self.has_reached(TAKEN, self.staging.free + 1, &mut Patience::none())
         {
             self.staging.free += 1;
         }
@@ -284,8 +291,9 @@ impl ControlBlock {
     fn stage<E>(&mut self, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<(), E> {
         let (number, buffer) = (self.staging.staged, self.staging.free_buffer());
         let place = in_buffer(buffer);
-        // SAFETY: in this rank's own part of the control block. All ranks have taken the window that was in this buffer, and
-        // no rank accesses it before the next one is published, which needs this borrow to end.
+        // SAFETY: in this rank's own part of the control block. All ranks have taken the window that was in this buffer, or
+        // have begun a later call, for which `pass` compares the counts. No rank accesses the buffer before the next window
+        // is published, which needs this borrow to end.
         fill(unsafe { self.own.mapping().lend_mut(place.start, place.len()) })?;
         self.staging.buffers[slot(number)] = buffer;
         self.staging.staged += 1;
@@ -294,7 +302,7 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// Where the window of `member` is that it has published as staged, and that not all ranks have taken.
+    /// Where `member`'s window is. The member has published it as staged, and not all ranks have taken it.
     pub(super) fn window(&self, member: usize, number: u64) -> Range<usize> {
         in_buffer(match member {
             member if member == self.me => self.staging.buffer(number),
