@@ -6,6 +6,8 @@
 #     rustup target add aarch64-unknown-linux-gnu
 #     tests/aarch64/check.sh
 #
+# `tests/aarch64/wheel.sh check` runs it in a Debian of its own, without rustup.
+#
 # qemu translates ARM's instructions into the host's. On x86 its memory stays as strongly ordered as the host's: that our orderings are
 # enough for ARM's is what loom's models show, and not this.
 set -euo pipefail

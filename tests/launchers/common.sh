@@ -9,8 +9,8 @@ needs() {
 }
 
 cargo build --quiet --locked -p phalanx --example launched -p phalanx-cli --bin phalanx
-launched=$PWD/${CARGO_TARGET_DIR:-target}/debug/examples/launched
-phalanx=$PWD/${CARGO_TARGET_DIR:-target}/debug/phalanx
+launched=$(realpath -m "${CARGO_TARGET_DIR:-target}")/debug/examples/launched
+phalanx=$(realpath -m "${CARGO_TARGET_DIR:-target}")/debug/phalanx
 
 scratch=$(mktemp -d)
 started=()

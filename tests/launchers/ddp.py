@@ -1,4 +1,7 @@
-"""Trains a small model with PyTorch's DistributedDataParallel, and the same in one process: both must come to the same."""
+"""Trains a small model with PyTorch's DistributedDataParallel, and the same in one process: both must come to the same.
+
+    ddp.py [BACKEND]    over gloo, or over the backend of this name
+"""
 
 import os
 import sys
@@ -30,7 +33,11 @@ def train(model, rank, world):
 
 def main():
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    backend = sys.argv[1] if len(sys.argv) > 1 else "gloo"
+    if backend == "phalanx":
+        import phalanx_torch  # noqa: F401
+
+    dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if os.environ.get("FAILS_ONCE") and rank == 1 and restarts == "0":

@@ -53,8 +53,8 @@ fn is_dead(pid: Pid) -> bool {
 #[test]
 fn a_worker_leads_a_group_and_has_default_signals() {
     let guard = Guard::start(1, TAG).unwrap();
-    let mut child =
-        guard.spawn(shell("ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill -PIPE $$")).unwrap();
+    let script = "cut -d ' ' -f 5 /proc/$$/stat; grep SigIgn /proc/$$/status; kill -PIPE $$";
+    let mut child = guard.spawn(shell(script)).unwrap();
     let mut output = String::new();
     child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
     let mut lines = output.lines();
