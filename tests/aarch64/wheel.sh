@@ -30,8 +30,8 @@ for tool in debootstrap unshare; do
 done
 [ "$(dpkg --print-architecture)" != arm64 ] || { echo "this is an ARM: .ci/full python tests the wheel there" >&2; exit 1; }
 # In namespaces of its own, so that whatever it mounts is gone with it.
-if [ -z "${PHALANX_OWN_MOUNTS:-}" ]; then
-    PHALANX_OWN_MOUNTS=1 exec unshare --mount --propagation private tests/aarch64/wheel.sh "${parts[@]}"
+if [ -z "${IN_OWN_MOUNTS:-}" ]; then
+    IN_OWN_MOUNTS=1 exec unshare --mount --propagation private tests/aarch64/wheel.sh "${parts[@]}"
 fi
 
 # The first Debian whose Rust is new enough. PyTorch's wheel for ARM on PyPI has 139 MB in this version; in later ones it has 400 and more, and
