@@ -31,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx_torch  # noqa: F401
 
 WARM_UP = 3
+# What is compared with what.
+RATIOS = (("gloo", "phalanx"), ("gloo", "nothing"), ("phalanx", "nothing"), ("phalanx", "alone"))
 
 
 def averages_nothing(_, bucket):
@@ -101,7 +103,8 @@ def rank_of_bench(rank, arguments, folder):
             f"load average {load:.1f}, {len(os.sched_getaffinity(0))} processors, PyTorch {torch.__version__}"
         )
         heads = " ".join(f"{over:>10}" for over in ("phalanx", "gloo", "nothing", "alone"))
-        print(f"{'':8} {heads}   {'gloo/phalanx':22}  {'gloo/nothing':22}  phalanx/alone")
+        names = [f"{over}/{under}" for over, under in RATIOS]
+        print(f"{'':8} {heads}   {'  '.join(f'{name:22}' for name in names).rstrip()}")
     for name in arguments.models or MODELS:
         times = rounds(name, groups, arguments.steps, arguments.view)
         gathered = [None] * arguments.ranks
@@ -110,7 +113,7 @@ def rank_of_bench(rank, arguments, folder):
         times = {over: [max(step) for step in zip(*(one[over] for one in gathered))] for over in times}
         if rank == 0:
             medians = " ".join(f"{1e3 * statistics.median(of):7.1f} ms" for of in times.values())
-            columns = [ratios(times, *pair) for pair in (("gloo", "phalanx"), ("gloo", "nothing"), ("phalanx", "alone"))]
+            columns = [ratios(times, *pair) for pair in RATIOS]
             print(f"{name:8} {medians}   {'  '.join(f'{column:22}' for column in columns).rstrip()}", flush=True)
     dist.destroy_process_group()
 

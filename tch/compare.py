@@ -5,12 +5,13 @@ Two processes of each take turns, step by step, so that what slows the machine f
 
   together   two ranks that average gradients
   apart      two processes side by side that never speak
+  slower     the slower of these two in each step: ranks that train together wait for it
   alone      one process
 
     tch/check.sh ./compare.py mlp encoder resnet
 
 It builds nothing: run tch/check.sh first. PyTorch runs with gradient_as_bucket_view, as phalanx-tch always does. Times are
-medians, of both ranks' means."""
+medians, but for `slower` of both ranks' means."""
 
 import argparse
 import os
@@ -21,6 +22,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 PEERS = os.path.join(HERE, "..", "bench", "peers")
 WARM_UP = 3
+KINDS = ("together", "apart", "alone")
 
 
 def peer(model: str) -> None:
@@ -61,12 +63,13 @@ class Pair:
         assert len(counts) == 1
         return counts.pop()
 
-    def step(self, kind: str) -> float:
+    def step(self, kind: str) -> list[float]:
+        """Trains one step; gives the milliseconds of each rank that does."""
         ranks = self.ranks[:1] if kind == "alone" else self.ranks
         for rank in ranks:
             rank.stdin.write("apart\n" if kind == "alone" else f"{kind}\n")
             rank.stdin.flush()
-        return sum(float(rank.stdout.readline()) for rank in ranks) / len(ranks)
+        return [float(rank.stdout.readline()) for rank in ranks]
 
     def end(self) -> None:
         for rank in self.ranks:
@@ -82,26 +85,31 @@ def compare(model: str, steps: int, ours: str) -> None:
     pairs = {"phalanx-tch": Pair([ours, model]), "PyTorch": Pair([sys.executable, __file__, "--peer", model])}
     counts = {pair.parameters() for pair in pairs.values()}
     assert len(counts) == 1, f"the models differ: {counts}"
-    times = {(name, kind): [] for name in pairs for kind in ("together", "apart", "alone")}
+    times = {(name, kind): [] for name in pairs for kind in ("together", "apart", "slower", "alone")}
     for step in range(WARM_UP + steps):
         for name, pair in pairs.items():
-            for kind in ("together", "apart", "alone"):
+            # In another order in each step: the first one after a pause is the slowest.
+            for kind in (KINDS * 2)[step % 3 :][:3]:
                 milliseconds = pair.step(kind)
-                if step >= WARM_UP:
-                    times[name, kind].append(milliseconds)
+                if step < WARM_UP:
+                    continue
+                times[name, kind].append(sum(milliseconds) / len(milliseconds))
+                if kind == "apart":
+                    times[name, "slower"].append(max(milliseconds))
     for pair in pairs.values():
         pair.end()
     of = {key: median(values) for key, values in times.items()}
     for name in pairs:
-        together, apart, alone = (of[name, kind] for kind in ("together", "apart", "alone"))
-        scaling = f"{apart / together:.1%}"
+        alone, apart, slower, together = (of[name, kind] for kind in ("alone", "apart", "slower", "together"))
+        scaling, limit = (f"{time / together:.1%}" for time in (apart, slower))
         faster = f"{of['PyTorch', 'together'] / together:.2f}"
-        print(f"| {model} | {name} | {alone:.1f} | {apart:.1f} | {together:.1f} | {scaling} | {faster} |", flush=True)
+        columns = [f"{time:.1f}" for time in (alone, apart, slower, together)] + [scaling, limit, faster]
+        print(f"| {model} | {name} | {' | '.join(columns)} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=12, help="a multiple of 3 gives each kind each place equally often")
     parser.add_argument("--ours", default=os.path.join(HERE, os.environ.get("CARGO_TARGET_DIR", "target"), "debug/examples/compare"))
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("models", nargs="*", choices=["mlp", "encoder", "resnet", []])
@@ -110,8 +118,8 @@ def main() -> None:
         return peer(arguments.peer)
     if not os.access(arguments.ours, os.X_OK):
         sys.exit(f"{arguments.ours} is not there: run tch/check.sh first, which builds it")
-    print("| model | | alone, ms | apart, ms | two ranks, ms | weak scaling | PyTorch's two ranks / these |")
-    print("|---|---|---|---|---|---|---|")
+    print("| model | | alone, ms | apart, ms | slower, ms | two ranks, ms | apart / two ranks | slower / two ranks | PyTorch's two ranks / these |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in arguments.models or ["mlp", "encoder", "resnet"]:
         compare(model, arguments.steps, arguments.ours)
 

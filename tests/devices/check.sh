@@ -2,7 +2,7 @@
 # The tests of phalanx-burn on Burn's devices besides Flex.
 #
 #     tests/devices/check.sh               on wgpu, which is Vulkan in software where there is no GPU
-#     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu, libtorch
+#     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu, cpu, libtorch
 #
 # libtorch comes with PyPI's torch, into target/devices/python, unless PHALANX_LIBTORCH_PYTHON names a Python that has torch of that
 # version.
@@ -39,15 +39,16 @@ for package in burn burn-{autodiff,backend,core,dispatch,flex,nn,optim,std,tenso
     lightly+=(--config "profile.dev.package.$package.opt-level=1")
 done
 
-# cuda links LLVM, which a build script downloads from GitHub. Where GitHub cannot be reached, PyPI's static libraries of the same
+# cuda and cpu link LLVM, which a build script downloads from GitHub. Where GitHub cannot be reached, PyPI's static libraries of the same
 # version take its place; the script looks for them in the user's folder of data.
-case " ${devices[*]} " in *" cuda "*)
+case " ${devices[*]} " in *" cuda "* | *" cpu "*)
     python=${PHALANX_TEST_PYTHON:-python3}
     bundle=tracel/tracel-llvm-23.1.0-4
     installed=$bundle/.tracel-llvm-installed
     if [ ! -e "${XDG_DATA_HOME:-$HOME/.local/share}/$installed" ] &&
         ! "$python" -c 'import urllib.request as web; web.urlopen("https://github.com", timeout=20)' 2> /dev/null; then
-        export XDG_DATA_HOME=$PWD/${CARGO_TARGET_DIR:-target}/full/data
+        XDG_DATA_HOME=$(realpath -m "${CARGO_TARGET_DIR:-target}")/full/data
+        export XDG_DATA_HOME
         if [ ! -e "$XDG_DATA_HOME/$installed" ]; then
             wheels=mlc-llvm-static
             mkdir -p "$XDG_DATA_HOME/$bundle"

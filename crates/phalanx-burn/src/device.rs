@@ -12,7 +12,7 @@
 //! # }
 //! ```
 //!
-//! Devices besides Flex are features of this package: `cuda`, `wgpu`, `tch`. What has been run on which is in the guide,
+//! Devices besides Flex are features of this package: `cuda`, `wgpu`, `cpu`, `tch`. What has been run on which is in the guide,
 //! `docs/guide/devices.md`.
 
 use std::fmt;
@@ -41,18 +41,22 @@ pub enum Kind {
     Cuda,
     /// GPUs through Vulkan, Metal or DirectX. Needs the feature `wgpu`.
     Wgpu,
+    /// The processors, with CubeCL's kernels, which are compiled when the program runs. There is one such device for each process.
+    /// Needs the feature `cpu`.
+    Cpu,
     /// The processors, with PyTorch's kernels (libtorch). There is one such device for each process. Needs the feature `tch`.
     LibTorch,
 }
 
 impl Kind {
-    const ALL: [Self; 4] = [Self::Flex, Self::Cuda, Self::Wgpu, Self::LibTorch];
+    const ALL: [Self; 5] = [Self::Flex, Self::Cuda, Self::Wgpu, Self::Cpu, Self::LibTorch];
 
     fn name(self) -> &'static str {
         match self {
             Self::Flex => "flex",
             Self::Cuda => "cuda",
             Self::Wgpu => "wgpu",
+            Self::Cpu => "cpu",
             Self::LibTorch => "libtorch",
         }
     }
@@ -61,7 +65,7 @@ impl Kind {
     fn feature(self) -> &'static str {
         match self {
             Self::LibTorch => "tch",
-            Self::Flex | Self::Cuda | Self::Wgpu => self.name(),
+            Self::Flex | Self::Cuda | Self::Wgpu | Self::Cpu => self.name(),
         }
     }
 
@@ -83,6 +87,8 @@ impl Kind {
                     .partition(|device| *device == in_software);
                 Ok(if hardware.is_empty() { software } else { hardware })
             }
+            #[cfg(feature = "cpu")]
+            Self::Cpu => Ok(vec![Device::cpu()]),
             #[cfg(feature = "tch")]
             Self::LibTorch => Ok(vec![Device::libtorch()]),
             #[allow(unreachable_patterns)]
@@ -95,7 +101,7 @@ impl Kind {
 
     /// Do all processes of a host have the same device, the processors?
     fn is_shared(self) -> bool {
-        matches!(self, Self::Flex | Self::LibTorch)
+        matches!(self, Self::Flex | Self::Cpu | Self::LibTorch)
     }
 }
 
@@ -160,10 +166,10 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
         DispatchDevice::Cube(device) => Ok(match device.runtime() {
             RuntimeId::Cuda => Kind::Cuda.name(),
             RuntimeId::Wgpu => Kind::Wgpu.name(),
+            RuntimeId::Cpu => Kind::Cpu.name(),
             // The program's own choice, by features of Burn's.
             RuntimeId::Hip => "rocm",
             RuntimeId::Metal => "metal",
-            RuntimeId::Cpu => "cpu",
         }),
         #[cfg(feature = "tch")]
         DispatchDevice::LibTorch(LibTorchDevice::Cpu) => Ok(Kind::LibTorch.name()),
@@ -175,7 +181,7 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
         #[allow(unreachable_patterns)]
         _ => Err(Error::invalid_argument(format!("this build of phalanx-burn does not know {device:?}"))
             .with_remedy(
-                "build phalanx-burn with its feature cuda, wgpu or tch; or use one of their devices or Device::flex()",
+                "build phalanx-burn with its feature cuda, wgpu, cpu or tch; or use one of their devices or Device::flex()",
             )),
     }
 }
@@ -201,7 +207,7 @@ mod tests {
             assert_eq!(kind.to_string().parse::<Kind>().unwrap(), kind);
         }
         let error = "gpu".parse::<Kind>().unwrap_err().to_string();
-        assert!(error.contains("gpu") && error.contains("flex, cuda, wgpu, libtorch"), "{error}");
+        assert!(error.contains("gpu") && error.contains("flex, cuda, wgpu, cpu, libtorch"), "{error}");
     }
 
     #[test]
