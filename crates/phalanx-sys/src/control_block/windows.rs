@@ -1,8 +1,8 @@
 //! Data that passes through staging buffers, one window at a time.
 //!
-//! Windows are numbered through all calls. A rank fills a window ([`Staging::stage`]), and publishes its number as
-//! `staged`. The others work on it when all ranks have staged theirs, and each publishes the number as `taken`. When all
-//! have, the owner takes the window back, and its buffer is free.
+//! Windows are numbered through all calls. A rank fills a window, and publishes its number as `staged`. The others work on
+//! it when all ranks have staged theirs, and each publishes the number as `taken`. When all have, the owner takes the
+//! window back, and its buffer is free.
 //!
 //! While all ranks keep pace, two buffers take turns, which stay in a cache. A peer that is late, because it has no
 //! processor, need not stop this rank: it fills further buffers meanwhile, and the peer finds them filled. So each
