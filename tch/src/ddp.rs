@@ -98,8 +98,8 @@ impl Ddp {
     /// an evaluation, use the model alone.
     ///
     /// # Errors
-    /// If a collective fails; or if gradients came after the last `forward` from a backward pass that averages nothing, such
-    /// as `loss.backward()` or `optimizer.backward_step(&loss)`: the call is `ddp.backward(&loss)`.
+    /// If a collective fails; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
         self.group.step()?;
@@ -121,7 +121,8 @@ impl Ddp {
     /// last call are in the average, too. A parameter without a gradient on any rank has none afterwards.
     ///
     /// If the loss went through the model of another `Ddp` too, as a generator's goes through the discriminator, the
-    /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks.
+    /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks. Models that
+    /// are trained with one loss belong in one `VarStore`, with one `Ddp`.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_tracked(loss)?;
         self.buffers_stale = true;

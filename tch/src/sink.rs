@@ -41,6 +41,8 @@ struct Deliveries {
     is_awaited: bool,
     /// A parameter whose gradient came meanwhile from a backward pass that no `Ddp` runs.
     missed: Option<usize>,
+    /// A parameter whose gradient came meanwhile from the backward pass of another `Ddp`.
+    foreign: Option<usize>,
 }
 
 thread_local! {
@@ -58,6 +60,7 @@ impl Sink {
             given: vec![false; parameters.len()],
             is_awaited: false,
             missed: None,
+            foreign: None,
         };
         Self(HookedReducer::new(reducer, deliveries))
     }
@@ -111,17 +114,24 @@ impl Sink {
             deliveries.start(reducer)
         })?;
         let outcome = run(backward);
-        self.0.attempt(|reducer, deliveries| {
-            deliveries.delivery = Delivery::Ignore;
-            outcome?;
-            deliveries.hand_over(reducer)
-        })?;
-        self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()))
+        self.or_panic(|| {
+            self.0.attempt(|reducer, deliveries| {
+                deliveries.delivery = Delivery::Ignore;
+                outcome?;
+                deliveries.hand_over(reducer)
+            })?;
+            self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()))
+        })
     }
 
     /// Averages the gradients of the last step again, in the group that follows a failed one.
     pub fn replay(&self) -> Result<()> {
-        self.0.replay(|reducer, deliveries| deliveries.place(reducer, 1.0))
+        self.or_panic(|| self.0.replay(|reducer, deliveries| deliveries.place(reducer, 1.0)))
+    }
+
+    /// Runs `end` of a backward pass. A panic, such as a communication hook's, is an error on every rank, as it is within the pass.
+    fn or_panic(&self, end: impl FnOnce() -> Result<()>) -> Result<()> {
+        catch_unwind(AssertUnwindSafe(end)).unwrap_or_else(|panic| self.call(|_| Err(panicked(&*panic))))
     }
 
     /// Runs `call` on the reducer. An error ends it, unless it has failed before.
@@ -175,17 +185,29 @@ impl Deliveries {
                 Ok(())
             }
             Delivery::Ignore => {
-                if self.is_awaited && !RUNS.get() {
-                    self.missed.get_or_insert(index);
+                if self.is_awaited {
+                    if RUNS.get() { &mut self.foreign } else { &mut self.missed }.get_or_insert(index);
                 }
                 Ok(())
             }
         }
     }
 
-    /// From here on a backward pass is awaited, or no longer. An error if one came that was not this `Ddp`'s.
+    /// From here on a backward pass is awaited, or no longer. An error if one came that was not this `Ddp`'s, or if that of another
+    /// `Ddp` was the only one since the last forward pass.
     fn await_backward(&mut self, is_awaited: bool) -> Result<()> {
         self.is_awaited = is_awaited;
+        if let Some(index) = self.foreign.take().filter(|_| is_awaited) {
+            let name = &self.parameters[index].spec;
+            return Err(Error::invalid_argument(format!(
+                "after Ddp::forward, parameter {name} got its gradient from the backward pass of another Ddp, which averages only its \
+                 own parameters"
+            ))
+            .with_remedy(
+                "to train models with one loss, make them of one VarStore, with one Ddp; to use a model for the loss of another, call it \
+                 without Ddp::forward",
+            ));
+        }
         let Some(index) = self.missed.take() else { return Ok(()) };
         let name = &self.parameters[index].spec;
         Err(Error::invalid_argument(format!(
@@ -235,9 +257,13 @@ impl Deliveries {
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;
             let Some(place) = reducer.gradient(index)?.map(<[u8]>::as_ptr) else {
-                continue; // No rank had one.
+                // No rank had one. In a replay there may be what the first attempt left, with the gradient of a rank that died.
+                if leaf.grad().defined() {
+                    shim::set_gradient(leaf, None)?;
+                }
+                continue;
             };
-            check_kind(parameter)?;
+            parameter.check_kind()?;
             if !is_at(&leaf.grad(), place) {
                 let view = &mut self.views[index];
                 if !view.as_ref().is_some_and(|view| is_at(view, place)) {
@@ -278,7 +304,7 @@ fn gradient(parameter: &Named) -> Result<Option<Tensor>> {
     if !gradient.defined() {
         return Ok(None);
     }
-    check_kind(parameter)?;
+    parameter.check_kind()?;
     if !shim::is_plain(&gradient) || gradient.kind() != leaf.kind() || gradient.numel() != leaf.numel() {
         return Err(Error::invalid_argument(format!(
             "the gradient of parameter {spec} is sparse, or of another type"
@@ -286,18 +312,6 @@ fn gradient(parameter: &Named) -> Result<Option<Tensor>> {
         .with_remedy("dense gradients in the type of their parameter are averaged"));
     }
     tch::no_grad(|| gradient.f_contiguous()).map(Some).map_err(torch)
-}
-
-/// An error if a parameter is no longer what the ranks have compared.
-fn check_kind(Named { spec, tensor: leaf }: &Named) -> Result<()> {
-    if leaf.numel() == spec.elements() && shim::dtype(leaf.kind()).is_ok_and(|dtype| dtype == spec.dtype) {
-        return Ok(());
-    }
-    let (kind, size) = (leaf.kind(), leaf.size());
-    Err(Error::invalid_argument(format!(
-        "the variable's type changed since Ddp::new: parameter {spec} is {kind:?} {size:?} now"
-    ))
-    .with_remedy("change the VarStore first, then make the Ddp"))
 }
 
 /// Writes `gradient` to `memory`, unless it lies there.

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use crate::tensors::{self, Inventory};
+use crate::tensors::{self, Inventory, Named};
 use crate::{Ddp, DdpOptions, Optimizer};
 
 /// Everything that the next step of a training depends on: the variables of a `VarStore`, the optimizer with its state, the
@@ -69,7 +69,9 @@ use crate::{Ddp, DdpOptions, Optimizer};
 ///
 /// # Limits
 ///
-/// Gradients that [`Ddp::backward_no_sync`] holds and libtorch's random number generator are not included.
+/// Gradients that [`Ddp::backward_no_sync`] holds, a communication hook's state (PowerSGD's errors) and libtorch's random number
+/// generator are not included. A hook is removed wherever the state changes its group ([`with_group`](Self::with_group),
+/// [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of an elastic job): register it again after that.
 pub struct TrainState<T = ()> {
     /// The model's variables, and their averages.
     pub ddp: Ddp,
@@ -221,14 +223,10 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         writer.value("model", &Inventory::specs(state))?;
         for one in state {
             let ParameterSpec { name, shape, dtype } = &one.spec;
-            let mut write = Ok(());
-            let tensor = [one.tensor.shallow_clone()];
-            tensors::with_elements(&tensor, |parts| {
-                let bytes = parts.first().map_or(&[][..], |part| part.bytes);
-                write = writer.tensor(&format!("model.{name}"), *dtype, shape, bytes);
-                Ok(())
+            tensors::read_elements(&[one.tensor.shallow_clone()], |parts| {
+                let bytes = parts.first().copied().unwrap_or_default();
+                writer.tensor(&format!("model.{name}"), *dtype, shape, bytes)
             })?;
-            write?;
         }
         self.optimizer.save(writer, "optimizer")?;
         writer.value("steps", &self.steps)?;
@@ -243,6 +241,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         if here != saved {
             return Err(other_model(&here, &saved));
         }
+        self.ddp.state().iter().try_for_each(Named::check_kind)?;
         let tensor =
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;

@@ -24,6 +24,23 @@ impl Clone for Named {
     }
 }
 
+impl Named {
+    /// An error if it is no longer what the ranks have compared.
+    pub fn check_kind(&self) -> Result<()> {
+        let Self { spec, tensor } = self;
+        if tensor.numel() == spec.elements()
+            && shim::dtype(tensor.kind()).is_ok_and(|dtype| dtype == spec.dtype)
+        {
+            return Ok(());
+        }
+        let (kind, size) = (tensor.kind(), tensor.size());
+        Err(Error::invalid_argument(format!(
+            "the variable's type changed since Ddp::new: {spec} is {kind:?} {size:?} now"
+        ))
+        .with_remedy("change the VarStore first, then make the Ddp"))
+    }
+}
+
 /// The tensors of a `VarStore`.
 #[derive(Debug)]
 pub(crate) struct Inventory {
@@ -116,18 +133,11 @@ pub(crate) fn with_elements<T>(
     change: impl FnOnce(&mut [StateTensor<'_>]) -> Result<T>,
 ) -> Result<T> {
     let _guard = tch::no_grad_guard();
-    let mut rows: Vec<(usize, Tensor)> = Vec::new();
-    for (index, is_shared) in distinct(tensors) {
-        let tensor = &tensors[index];
-        let own = if is_shared { tensor.f_detach_copy() } else { tensor.f_detach() };
-        rows.push((index, own.and_then(|tensor| tensor.f_contiguous()).map_err(torch)?));
-    }
+    let mut rows = rows(tensors)?;
     let mut parts = Vec::with_capacity(rows.len());
     for (index, row) in &mut rows {
         let dtype = shim::dtype(row.kind())?;
-        let bytes = shim::bytes_mut(row).ok_or_else(|| {
-            Error::invalid_argument(format!("tensor {index} has no memory of this machine"))
-        })?;
+        let bytes = shim::bytes_mut(row).ok_or_else(|| without_memory(*index))?;
         parts.push(StateTensor { dtype, bytes });
     }
     let outcome = change(&mut parts)?;
@@ -139,6 +149,30 @@ pub(crate) fn with_elements<T>(
         }
     }
     Ok(outcome)
+}
+
+/// Gives `look` the elements of all `tensors`, as [`with_elements`] does, and leaves the tensors alone: autograd refuses to run backward
+/// through one that was written since.
+pub(crate) fn read_elements<T>(tensors: &[Tensor], look: impl FnOnce(&[&[u8]]) -> Result<T>) -> Result<T> {
+    let _guard = tch::no_grad_guard();
+    let rows = rows(tensors)?;
+    let bytes = |(index, row)| shim::bytes(row).ok_or_else(|| without_memory(index));
+    let parts = rows.iter().map(|(index, row)| bytes((*index, row))).collect::<Result<Vec<_>>>()?;
+    look(&parts)
+}
+
+/// Of the tensors that [`distinct`] names, the position and the elements row by row: in place where they lie so.
+fn rows(tensors: &[Tensor]) -> Result<Vec<(usize, Tensor)>> {
+    let row = |(index, is_shared): (usize, bool)| {
+        let tensor = &tensors[index];
+        let own = if is_shared { tensor.f_detach_copy() } else { tensor.f_detach() };
+        Ok((index, own.and_then(|tensor| tensor.f_contiguous()).map_err(torch)?))
+    };
+    distinct(tensors).into_iter().map(row).collect()
+}
+
+fn without_memory(index: usize) -> Error {
+    Error::invalid_argument(format!("tensor {index} has no memory of this machine"))
 }
 
 /// The positions of the tensors, without those that lie within another one, which has their elements; and of each, does it
@@ -180,7 +214,7 @@ pub(crate) fn from_rank(group: &dyn Communicator, root: Rank, tensors: &[Tensor]
 
 /// Are `tensors` the same bits on every rank?
 pub(crate) fn identical(group: &dyn Communicator, tensors: &[Tensor]) -> Result<bool> {
-    with_elements(tensors, |parts| states_identical(group, parts.iter().map(|part| &*part.bytes)))
+    read_elements(tensors, |parts| states_identical(group, parts.iter().copied()))
 }
 
 /// Handles of all tensors.

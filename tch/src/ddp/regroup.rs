@@ -7,6 +7,7 @@ use tch::Tensor;
 
 use super::{Ddp, DdpOptions, prepare};
 use crate::Optimizer;
+use crate::shim;
 use crate::tensors::Named;
 
 impl Ddp {
@@ -48,7 +49,8 @@ impl Ddp {
         // Made again: parameters may have been frozen since.
         (self.inventory, self.sink) = prepare(&self.variables, &self.group, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
-        Ok(())
+        // Those that are there belong to a step that was not finished.
+        self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }
 
     /// Leaves its group, for one of this process alone.
@@ -114,5 +116,131 @@ impl Ddp {
     pub(crate) fn again(mut self, group: phalanx::join::JoinGroup, options: &DdpOptions) -> Result<Self> {
         self.unhook();
         Self::of(self.variables.clone(), group, options)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::thread;
+
+    use phalanx::WorldSize;
+    use phalanx::reducer::ReducerOptions;
+    use tch::nn::{Init, VarStore};
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    /// Two parameters whose gradients are a rank's `number` and, if it uses the second one, ten times that.
+    struct Pair {
+        both: Tensor,
+        extra: Tensor,
+        store: VarStore,
+    }
+
+    impl Pair {
+        fn new() -> Self {
+            let store = VarStore::new(Device::Cpu);
+            let [both, extra] = ["both", "extra"].map(|name| store.root().var(name, &[1], Init::Const(1.0)));
+            Self { both, extra, store }
+        }
+
+        fn loss(&self, number: f64, uses_extra: bool) -> Tensor {
+            let extra = if uses_extra {
+                &self.extra * (10.0 * number)
+            } else {
+                Tensor::zeros([1], (Kind::Float, Device::Cpu))
+            };
+            (&self.both * number + extra).sum(Kind::Float)
+        }
+
+        fn gradients(&self) -> [Option<f64>; 2] {
+            [&self.both, &self.extra].map(|parameter| {
+                let gradient = parameter.grad();
+                gradient.defined().then(|| gradient.double_value(&[0]))
+            })
+        }
+
+        fn zero_grad(&self) {
+            [&self.both, &self.extra].into_iter().for_each(|one| shim::set_gradient(one, None).unwrap());
+        }
+    }
+
+    fn groups(world: u32) -> Vec<ProcessGroup> {
+        ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
+        let left = groups(2).into_iter().map(Some).chain([None]);
+        thread::scope(|scope| {
+            for (group, left) in groups(3).into_iter().zip(left) {
+                scope.spawn(move || {
+                    let pair = Pair::new();
+                    let mut options = DdpOptions::default();
+                    options.reducer = ReducerOptions::default().find_unused_parameters(true);
+                    let mut ddp = Ddp::with_options(&pair.store, &group, options).unwrap();
+                    let number = group.rank().index() as f64 + 1.0;
+                    // Only the rank that dies uses the second parameter.
+                    let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
+                    ddp.backward_replayable(&loss).unwrap();
+                    assert_eq!(pair.gradients(), [Some(2.0), Some(10.0)]);
+                    let Some(left) = left else { return };
+                    // This rank has seen the step's end, and others have not.
+                    ddp.replay(&left).unwrap();
+                    assert_eq!(pair.gradients(), [Some(1.5), None]);
+                    for uses_extra in [true, false] {
+                        let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
+                        pair.zero_grad();
+                        ddp.backward_replayable(&loss).unwrap();
+                        assert_eq!(pair.gradients(), [Some(1.5), uses_extra.then_some(15.0)]);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_group_that_follows_between_steps_has_the_next_one() {
+        let left = groups(2).into_iter().map(Some).chain([None]);
+        thread::scope(|scope| {
+            for (group, left) in groups(3).into_iter().zip(left) {
+                scope.spawn(move || {
+                    let pair = Pair::new();
+                    let mut ddp = Ddp::new(&pair.store, &group).unwrap();
+                    let number = group.rank().index() as f64 + 1.0;
+                    let step = |ddp: &mut Ddp| {
+                        let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
+                        pair.zero_grad();
+                        ddp.backward_replayable(&loss).unwrap();
+                        pair.gradients()
+                    };
+                    assert_eq!(step(&mut ddp), [Some(2.0), Some(20.0)]);
+                    let Some(left) = left else { return };
+                    ddp.follow(&left).unwrap();
+                    assert_eq!(step(&mut ddp), [Some(1.5), Some(15.0)]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_new_round_begins_without_gradients() {
+        thread::scope(|scope| {
+            for (first, second) in groups(2).into_iter().zip(groups(2)) {
+                scope.spawn(move || {
+                    let pair = Pair::new();
+                    let mut ddp = Ddp::new(&pair.store, &first).unwrap();
+                    let loss = ddp.forward(|| pair.loss(1.0, true)).unwrap();
+                    ddp.backward_no_sync(&loss).unwrap();
+                    ddp.leave(&ProcessGroup::alone().unwrap());
+                    ddp.enter(&second, &DdpOptions::default()).unwrap();
+                    assert_eq!(pair.gradients(), [None, None]);
+                    let loss = ddp.forward(|| pair.loss(1.0, true)).unwrap();
+                    ddp.backward(&loss).unwrap();
+                    assert_eq!(pair.gradients(), [Some(1.0), Some(10.0)]);
+                });
+            }
+        });
     }
 }

@@ -177,6 +177,8 @@ fn parameters_with_channels_last_are_averaged() {
         for _ in 0..3 {
             let rank = group.rank().index();
             let loss = ddp.forward(|| x(rank).apply(&conv).square().mean(Kind::Float)).unwrap();
+            // It reads, and backward can still run.
+            assert!(ddp.replicas_identical().unwrap());
             store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
             ddp.backward(&loss).unwrap();
         }
@@ -288,7 +290,7 @@ fn ranks_with_fewer_batches_answer_the_others() {
         let mut ddp = Ddp::new(&model.store, &group).unwrap();
         let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
         let batches = 3 + 2 * group.rank().index();
-        let steps = ddp
+        let (steps, last) = ddp
             .join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
                 for step in 0..batches {
                     let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
@@ -296,18 +298,21 @@ fn ranks_with_fewer_batches_answer_the_others() {
                     ddp.backward(&loss)?;
                     optimizer.step(0.01)?;
                 }
-                Ok(batches)
+                Ok((batches, floats(&model.store)))
             })
             .unwrap();
+        let joined = floats(&model.store);
         // One step more together: with other states of the optimizer, replicas would drift apart.
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         optimizer.zero_grad().unwrap();
         ddp.backward(&loss).unwrap();
         optimizer.step(0.01).unwrap();
-        (steps, floats(&model.store))
+        (steps, last, joined, floats(&model.store))
     });
     assert_eq!(ends.iter().map(|end| end.0).collect::<Vec<_>>(), [3, 5, 7]);
-    assert!(ends.iter().all(|end| end.1 == ends[0].1));
+    // All have what the rank with the most steps had at its end.
+    assert_ne!(ends[0].1, ends[2].1);
+    assert!(ends.iter().all(|end| end.2 == ends[2].1 && end.3 == ends[0].3));
 }
 
 #[test]
@@ -456,33 +461,61 @@ fn a_backward_pass_that_averages_nothing_is_the_error_of_the_next_call() {
 }
 
 #[test]
+fn two_models_of_one_loss_with_a_ddp_each_are_refused() {
+    run(2, |group| {
+        let (encoder, decoder) = (Mlp::new(&[8, 8]), Mlp::new(&[8, 3]));
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let mut ddp_e = Ddp::new(&encoder.store, &group)?;
+            let mut ddp_d = Ddp::new(&decoder.store, &group)?;
+            for step in 0..2 {
+                let (x, y) = samples(step, step + 4);
+                let code = ddp_e.forward(|| encoder.forward(&x))?;
+                let loss = ddp_d.forward(|| decoder.loss((code, y)))?;
+                ddp_e.backward(&loss)?;
+            }
+            Ok::<_, Error>(())
+        };
+        let error = attempt().unwrap_err().to_string();
+        assert!(error.contains("`0.") && error.contains("one VarStore, with one Ddp"), "{error}");
+    });
+}
+
+#[test]
 fn a_panic_of_a_hook_is_an_error_of_backward() {
-    struct Panics;
+    /// It panics within backward, or when a bucket has arrived.
+    struct Panics {
+        late: bool,
+    }
     impl CommHook for Panics {
         fn describe(&self) -> String {
             "panics".into()
         }
-        fn start(&mut self, _: &dyn Communicator, _: GradBucket) -> Result<Pending> {
-            panic!("the hook's own")
+        fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+            assert!(self.late, "the hook's own");
+            let work = group.all_reduce_async(bucket.buffer, ReduceOp::Avg)?;
+            Ok(Pending::then(work, |_, _| panic!("the hook's own")))
         }
         fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
             Ok(())
         }
     }
-    run(2, |group| {
-        let model = Mlp::new(&WIDTHS);
-        // The first rank's error ends the group, so the other may get it in an earlier call.
-        let attempt = || {
-            let mut ddp = Ddp::new(&model.store, &group)?;
-            ddp.register_comm_hook(Panics)?;
-            let loss = ddp.forward(|| model.loss(samples(0, 4)))?;
-            let outcome = ddp.backward(&loss);
-            assert!(ddp.forward(|| ()).unwrap_err().to_string().contains("the hook's own"));
-            outcome
-        };
-        let error = attempt().unwrap_err().to_string();
-        assert!(error.contains("the hook's own"), "{error}");
-    });
+    for late in [false, true] {
+        run(2, |group| {
+            let model = Mlp::new(&WIDTHS);
+            // The first rank's error ends the group, so the other may get it in an earlier call.
+            let attempt = || {
+                let mut ddp = Ddp::new(&model.store, &group)?;
+                ddp.register_comm_hook(Panics { late })?;
+                let loss = ddp.forward(|| model.loss(samples(0, 4)))?;
+                let outcome = ddp.backward(&loss);
+                assert!(ddp.forward(|| ()).unwrap_err().to_string().contains("the hook's own"));
+                outcome
+            };
+            let error = attempt().unwrap_err().to_string();
+            assert!(error.contains("the hook's own"), "late {late}: {error}");
+        });
+    }
 }
 
 #[test]

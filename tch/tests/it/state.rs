@@ -3,7 +3,7 @@
 use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
 use phalanx_tch::{Optimizer, Rule, TrainState};
-use tch::{Kind, nn};
+use tch::{Device, Kind, Tensor, nn};
 
 use crate::common::{Mlp, floats, run, samples};
 
@@ -88,4 +88,12 @@ fn another_model_or_optimizer_is_refused_and_nothing_changes() {
     let mut other = TrainState::new(&model.store, optimizer, String::new()).unwrap();
     let error = other.resume(&checkpoints).unwrap_err();
     assert!(error.is_mismatch() && error.to_string().contains("`1.bias`"), "{error}");
+
+    // One whose buffer has become another since.
+    let mut other = Training::new(Rule::ADAMW);
+    let before = floats(&other.model.store);
+    other.norm.running_mean.set_data(&Tensor::zeros([3], (Kind::Double, Device::Cpu)));
+    let error = other.state.resume(&checkpoints).unwrap_err().to_string();
+    assert!(error.contains("`norm.running_mean`") && error.contains("Double"), "{error}");
+    assert_eq!(floats(&other.model.store), before);
 }

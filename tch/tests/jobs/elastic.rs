@@ -10,25 +10,28 @@ use phalanx::launch::{Event, Outcome, Stream};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, Result};
 use phalanx_tch::{Optimizer, Rule, TrainState};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 use tch::{Kind, Tensor, nn};
 
 use crate::common::{Mlp, samples};
 
 const STEPS: u64 = 60;
 const SAMPLES: usize = 200;
+/// The step in which a worker kills itself, if it does. No commit is behind it.
+const DIES_AT: u64 = 22;
 /// Set where training goes on until the replacement has come.
 const REPLACED: &str = "PHALANX_TEST_REPLACED";
 
 pub const TESTS: &[(&str, fn())] = &[
     ("model_and_optimizer_outlive_a_worker_that_is_killed", || killed(3)),
     ("without_a_replacement_fewer_go_on", || killed(0)),
+    ("a_death_in_backward_costs_no_step", died_in_backward),
 ];
 
 type Training = TrainState<ElasticSampler>;
 
 /// What a worker does. No seed is set: newcomers begin with other parameters.
-pub fn play(folder: &Path) -> Result<()> {
+pub fn play(case: &str, folder: &Path) -> Result<()> {
     let model = Mlp::new(&[8, 32, 3]);
     let norm = nn::batch_norm1d(model.store.root() / "norm", 3, Default::default());
     let optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
@@ -60,7 +63,15 @@ pub fn play(folder: &Path) -> Result<()> {
                 let loss = || (model.forward(&x).apply_t(&norm, true) - &y).square().mean(Kind::Float);
                 let loss = context.state.ddp.forward(loss)?;
                 context.state.optimizer.zero_grad()?;
+                if case == "dies" && rank.get() == 1 && context.state.steps() == DIES_AT {
+                    // The others are in backward by then.
+                    std::thread::sleep(Duration::from_secs(1));
+                    kill_process(getpid(), Signal::KILL).unwrap();
+                }
                 let averaged = TrainState::backward(context, &loss)?;
+                for missing in &averaged.missing {
+                    println!("rank {missing} is missing in step {}", context.state.steps());
+                }
                 context.state.progress.put_back(&averaged.missing);
                 context.state.step(0.01)?;
                 std::thread::sleep(Duration::from_millis(5));
@@ -109,11 +120,33 @@ fn killed(restarts: u32) {
     });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {stderr}", report.outcome);
     assert!(victim.is_none(), "nobody was killed");
+    assert_same_models(folder.path(), &lines, if restarts > 0 { 3 } else { 2 });
+}
+
+fn died_in_backward() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = crate::job("elastic dies", 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    let (mut stderr, mut lines) = (String::new(), Vec::new());
+    let report = crate::run(&job, |event| match event {
+        Event::Line { stream: Stream::Stderr, text, .. } => {
+            stderr += &format!("{}\n", String::from_utf8_lossy(text))
+        }
+        Event::Line { text, .. } => lines.push(String::from_utf8_lossy(text).into_owned()),
+        _ => {}
+    });
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {stderr}", report.outcome);
+    assert_same_models(folder.path(), &lines, 2);
+    let missing = format!("rank 1 is missing in step {DIES_AT}");
+    assert_eq!(lines.iter().filter(|line| **line == missing).count(), 2, "{lines:?}");
+    // Nobody went back to a commit, which would begin a round.
+    assert_eq!(lines.iter().filter(|line| line.starts_with("round")).count(), 3, "{lines:?}");
+}
+
+/// `workers` ended, with the same model; newcomers too.
+fn assert_same_models(folder: &Path, lines: &[String], workers: usize) {
     let done = lines.iter().filter(|line| line.starts_with("done")).count();
-    assert_eq!(done, if restarts > 0 { 3 } else { 2 }, "{lines:?}");
-    // All ended with the same model, newcomers too.
-    let files: Vec<_> =
-        std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(done, workers, "{lines:?}");
+    let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     let of = |path: &Path| {
         let mut tensors = Tensor::read_safetensors(path).unwrap();
         tensors.sort_by(|a, b| a.0.cmp(&b.0));

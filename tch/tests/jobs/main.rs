@@ -25,7 +25,7 @@ fn main() {
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
         let outcome = match role.split_once(' ') {
             Some(("equivalence", case)) => equivalence::play(case, &folder),
-            Some(("elastic", _)) => elastic::play(&folder),
+            Some(("elastic", case)) => elastic::play(case, &folder),
             _ => panic!("no role {role}"),
         };
         if let Err(error) = outcome {
