@@ -256,15 +256,21 @@ impl<M: Module> Ddp<M> {
     /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
-        if !self.sharded {
-            return clip::clip_grad_norm(self.model(), gradients, max_norm);
-        }
         clip::check(max_norm)?;
+        // The others wait for this rank's numbers, or for its next gradients.
+        let own =
+            clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;
+        if !self.sharded {
+            return Ok(clip::scale(
+                self.model(),
+                gradients,
+                max_norm,
+                own.into_iter().map(|(_, square)| square),
+            ));
+        }
         let indices = &self.inventory.indices;
         let mut squares = vec![0.0; indices.len()];
-        // The others wait for this rank's numbers.
-        let own = clip::squares_of(self.model(), gradients);
-        for (id, sum) in own.inspect_err(|error| self.group.abort(error.clone()))? {
+        for (id, sum) in own {
             if let Some(square) = indices.get(&id).and_then(|&index| squares.get_mut(index)) {
                 *square = sum;
             }

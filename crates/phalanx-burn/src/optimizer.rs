@@ -135,10 +135,20 @@ pub(crate) fn from_rank(
     parameters: &[Parameter],
 ) -> Result<ModuleOptimizer> {
     if group.rank() == root {
-        broadcast(group, root, &OptimizerState::of(optimizer, parameters)?.into_bytes()?)?;
+        broadcast(group, root, &own_state(optimizer, group, parameters)?)?;
         return Ok(optimizer.clone());
     }
     OptimizerState::from_bytes(broadcast(group, root, &[])?)?.load(optimizer, parameters)
+}
+
+/// The state of this rank's `optimizer`. An error ends the group: the others wait for it.
+fn own_state(
+    optimizer: &ModuleOptimizer,
+    group: &dyn Communicator,
+    parameters: &[Parameter],
+) -> Result<Bytes> {
+    let state = OptimizerState::of(optimizer, parameters).and_then(OptimizerState::into_bytes);
+    state.inspect_err(|error| group.abort(error.clone()))
 }
 
 /// `optimizer` with the states of all ranks together, on rank `to`; elsewhere nothing.
@@ -148,7 +158,7 @@ pub(crate) fn gather(
     to: Rank,
     parameters: &[Parameter],
 ) -> Result<Option<ModuleOptimizer>> {
-    let mine = OptimizerState::of(optimizer, parameters)?.into_bytes()?;
+    let mine = own_state(optimizer, group, parameters)?;
     let mut whole = OptimizerState::empty();
     for rank in group.world_size().ranks() {
         let state = broadcast(group, rank, &mine)?;

@@ -24,7 +24,7 @@ use crate::tensor_bytes::TensorBytes;
 /// A copy that a device has been told to make.
 pub(crate) struct ReadBack {
     dtype: DType,
-    bytes: Pin<Box<dyn Future<Output = Result<Bytes>> + Send>>,
+    bytes: Pin<Box<dyn Future<Output = std::result::Result<Bytes, Lost>> + Send>>,
     /// What keeps the device from changing the elements where they lie. The processors' device does not copy: it lends its memory.
     source: Option<Box<dyn Any + Send>>,
     /// Where its end is noted, and of which parameter's gradient it is.
@@ -40,7 +40,7 @@ impl ReadBack {
     }
 
     /// Waits for the elements, and calls `look` with them.
-    pub fn wait<T>(self, look: impl FnOnce(TensorBytes<'_>) -> T) -> Result<T> {
+    pub fn wait<T>(self, look: impl FnOnce(TensorBytes<'_>) -> T) -> std::result::Result<T, Lost> {
         let Self { dtype, bytes, source, noted } = self;
         let bytes = read_sync(bytes)?;
         if let Some((trace, index)) = noted {
@@ -73,21 +73,27 @@ pub(crate) fn arrived<E: fmt::Debug>(
     data: std::result::Result<TensorData, E>,
     what: &str,
 ) -> Result<TensorData> {
-    let (bytes, shape, dtype) = data.map_err(|cause| failed_of(what, cause))?.into_parts();
-    bytes.read(Reader::default()).map_err(|cause| failed_of(what, cause))?;
+    let (bytes, shape, dtype) = data.map_err(|cause| Lost::by(cause).of(what))?.into_parts();
+    bytes.read(Reader::default()).map_err(|cause| Lost::by(cause).of(what))?;
     Ok(TensorData::from_bytes(bytes, shape, dtype))
 }
 
-/// The error of a copy that a device could not make, or of the work before it.
-#[cfg(any(feature = "cube", test))]
-fn failed(cause: impl fmt::Debug) -> phalanx::Error {
-    failed_of("a tensor", cause)
-}
+/// A copy that a device could not make, or the work before it, with the device's own words.
+#[derive(Debug)]
+pub(crate) struct Lost(String);
 
-fn failed_of(what: &str, cause: impl fmt::Debug) -> phalanx::Error {
-    phalanx::Error::aborted(format!("{what} could not be read back from its device: {cause:?}")).with_remedy(
-        "see the device's own messages; it may have run out of memory, or its driver may have failed",
-    )
+impl Lost {
+    fn by(cause: impl fmt::Debug) -> Self {
+        Self(format!("{cause:?}"))
+    }
+
+    /// The error for a copy of `what`.
+    pub fn of(self, what: impl fmt::Display) -> phalanx::Error {
+        phalanx::Error::aborted(format!("{what} could not be read back from its device: {}", self.0))
+            .with_remedy(
+                "see the device's own messages; it may have run out of memory, or its driver may have failed",
+            )
+    }
 }
 
 /// Copies that are under way, in the order in which they began.
@@ -140,7 +146,7 @@ pub(crate) mod tests {
 
     /// A copy that a device cannot make.
     pub(crate) fn failing() -> ReadBack {
-        ReadBack { bytes: Box::pin(async { Err(failed("out of memory")) }), ..read(0.0) }
+        ReadBack { bytes: Box::pin(async { Err(Lost::by("out of memory")) }), ..read(0.0) }
     }
 
     fn element((key, read): (usize, ReadBack)) -> (usize, f32) {
@@ -161,6 +167,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_copy_that_fails_is_an_error() {
-        assert!(failing().wait(|_| ()).unwrap_err().to_string().contains("out of memory"));
+        let error = failing().wait(|_| ()).unwrap_err().of("`weight`").to_string();
+        assert!(error.contains("`weight`") && error.contains("out of memory"), "{error}");
     }
 }

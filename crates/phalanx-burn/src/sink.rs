@@ -7,7 +7,7 @@ use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
 use crate::hook::GradientSink;
-use crate::read_back::InFlight;
+use crate::read_back::{InFlight, ReadBack};
 use crate::tensor_bytes::{self, Access, TensorBytes};
 
 /// What to do with a gradient that is ready.
@@ -147,7 +147,7 @@ impl Deliveries {
         match gradient {
             Access::Here(gradient) => self.ready(reducer, index, gradient),
             Access::Away(read) => match self.in_flight.push(index, read().traced(reducer.trace(), index)) {
-                Some((index, read)) => read.wait(|gradient| self.ready(reducer, index, gradient))?,
+                Some((index, read)) => self.arrived(reducer, index, read),
                 None => Ok(()),
             },
         }
@@ -156,9 +156,18 @@ impl Deliveries {
     /// Waits for the gradients that are on their way, which are delivered as each arrives.
     fn land(&mut self, reducer: &mut Reducer) -> Result<()> {
         while let Some((index, read)) = self.in_flight.pop() {
-            read.wait(|gradient| self.ready(reducer, index, gradient))??;
+            self.arrived(reducer, index, read)?;
         }
         Ok(())
+    }
+
+    /// Waits for a gradient that is on its way, and delivers it.
+    fn arrived(&mut self, reducer: &mut Reducer, index: usize, read: ReadBack) -> Result<()> {
+        let delivered = read.wait(|gradient| self.ready(reducer, index, gradient));
+        delivered.map_err(|lost| match reducer.parameters().get(index) {
+            Some(parameter) => lost.of(format_args!("the gradient of {parameter}")),
+            None => lost.of("a gradient"),
+        })?
     }
 
     /// Backward is over: the sums that are still held go to the reducer.
@@ -298,7 +307,10 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         for error in &errors {
-            assert!(error.contains("out of memory"), "{errors:?}");
+            assert!(
+                error.contains("the gradient of `weight`") && error.contains("out of memory"),
+                "{errors:?}"
+            );
         }
     }
 }

@@ -47,7 +47,7 @@ pub trait HostAccess: Backend {
     fn read<T>(tensor: FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>) -> T) -> Result<T> {
         Self::access(tensor, |access| match access {
             Access::Here(bytes) => Ok(look(bytes)),
-            Access::Away(read) => read().wait(look),
+            Access::Away(read) => read().wait(look).map_err(|lost| lost.of("a tensor")),
         })
     }
 }

@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::checkpoint::{Saved, Snapshot};
-use phalanx::{Caller, Error, Rank, Result, WorldSize};
+use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
 use crate::Ddp;
 use crate::gradients::Synced;
@@ -66,7 +66,9 @@ impl ZeroRedundancyOptimizer {
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
-        Ok(Self { inner: optimizer::restricted(optimizer, ddp.parameters(), &own)?, own })
+        let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
+        // The others go on, and wait for this rank's part.
+        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives

@@ -137,9 +137,11 @@ impl FusedSgd {
         if let Some(config) = &self.momentum {
             let last = velocity.take().map(MomentumState::new);
             let (direction, _) = Momentum::new(config).transform(gradient.clone(), last.clone());
-            // Without Nesterov momentum the direction is the velocity, which the state does not show.
-            let plain = Momentum::new(&config.clone().with_nesterov(false));
-            velocity = Some(plain.transform(gradient, last).0);
+            // The state does not show the velocity. It is the direction without Nesterov momentum.
+            velocity = Some(match config.nesterov {
+                false => direction.clone(),
+                true => Momentum::new(&config.clone().with_nesterov(false)).transform(gradient, last).0,
+            });
             gradient = direction;
         }
         (tensor - gradient.mul_scalar(learning_rate), velocity)

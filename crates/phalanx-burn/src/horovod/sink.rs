@@ -252,7 +252,10 @@ impl SinkState {
             self.lost = true;
             self.hvd.shutdown();
         }
-        copied?
+        copied.map_err(|lost| match self.parameters.get(index) {
+            Some(parameter) => lost.of(format_args!("the gradient of `{}`", parameter.name)),
+            None => lost.of("a gradient"),
+        })?
     }
 
     fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {

@@ -22,7 +22,8 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
     let names = Inventory::of(&model)?.state;
     let mut flying = Vec::with_capacity(names.len());
-    for (index, (parameter, data)) in names.iter().zip(parameters::read(&model, Select::All)?).enumerate() {
+    let values = or_shut_down(hvd, parameters::read(&model, Select::All))?;
+    for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
         // One that stands in several places has several names.
         let name = format!("broadcast.{index}.{}", parameter.name);
         let tensor = named(data.as_bytes(), &parameter.shape, tensor_bytes::dtype(parameter.dtype)?)?;
@@ -49,7 +50,10 @@ pub fn broadcast_optimizer_state<M: Module>(
 ) -> Result<ModuleOptimizer> {
     let parameters = Inventory::of(model)?.state;
     let own = match hvd.rank() == root {
-        true => OptimizerState::of(optimizer, &parameters)?.into_bytes()?.to_vec(),
+        true => {
+            let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);
+            or_shut_down(hvd, state)?.to_vec()
+        }
         false => Vec::new(),
     };
     if own.len() > MAX_STATE_BYTES {
@@ -77,10 +81,16 @@ pub fn allreduce<const D: usize>(
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
     let own = tensor_bytes::with_bytes(tensor, |tensor| {
         named(tensor.bytes, &shape, tensor_bytes::dtype(tensor.dtype)?)
-    })??;
+    });
+    let own = or_shut_down(hvd, own)??;
     let combined = hvd.allreduce(name, own, reduction)?;
     let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
     Ok(Tensor::from_data(data, (&device, dtype)))
+}
+
+/// What was `read` of this rank's device. An error ends the job: the other ranks wait for it.
+fn or_shut_down<T>(hvd: &Horovod, read: Result<T>) -> Result<T> {
+    read.inspect_err(|_| hvd.shutdown())
 }
 
 /// A copy.

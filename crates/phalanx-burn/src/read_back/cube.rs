@@ -11,9 +11,8 @@ use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fusion::{Fusion, FusionBackend};
-use phalanx::Result;
 
-use super::{ReadBack, failed};
+use super::{Lost, ReadBack};
 
 impl ReadBack {
     /// Has the device copy the elements of `tensor`, row by row, when it comes to it.
@@ -23,10 +22,10 @@ impl ReadBack {
             (tensor.dtype, tensor.meta.shape().clone(), tensor.meta.strides().clone());
         let copy = CopyDescriptor::new(tensor.handle.clone().binding(), shape, strides, dtype.size());
         let client = tensor.client.clone();
-        let mut bytes: Pin<Box<dyn Future<Output = Result<Bytes>> + Send>> = Box::pin(async move {
+        let mut bytes: Pin<Box<dyn Future<Output = Result<Bytes, Lost>> + Send>> = Box::pin(async move {
             let read = client.read_one_tensor_async(copy);
             begun().await;
-            read.await.map_err(failed)
+            read.await.map_err(Lost::by)
         });
         // To `begun`: the copy is in the queue.
         let _pending = bytes.as_mut().poll(&mut Context::from_waker(Waker::noop()));

@@ -145,19 +145,16 @@ impl<B: Backend> Backward<B, 3> for Normalise {
     }
 }
 
-/// The sums of each channel, one tensor's after the other's. Through means, because sums of half precision overflow.
+/// The sums of each channel of two tensors of the same shape, one tensor's after the other's. Through means, because sums of half precision overflow.
 fn channel_sums<B: Backend>(tensors: [FloatTensor<B>; 2]) -> Result<Vec<f64>> {
-    let mut sums = Vec::new();
-    for tensor in tensors {
-        let shape = tensor.shape();
-        let values = (shape[0] * shape[2]) as f64;
-        if values == 0.0 {
-            sums.resize(sums.len() + shape[1], 0.0);
-            continue;
-        }
-        let means = B::float_mean_dim(B::float_mean_dim(tensor, 2), 0);
-        let means = read_back::arrived(read_sync(B::float_into_data(means)), "a batch norm's sums")?;
-        sums.extend(means.iter::<f64>().map(|mean| mean * values));
+    let shape = tensors[0].shape();
+    let values = (shape[0] * shape[2]) as f64;
+    if values == 0.0 {
+        return Ok(vec![0.0; 2 * shape[1]]);
     }
-    Ok(sums)
+    let means = tensors.map(|tensor| B::float_mean_dim(B::float_mean_dim(tensor, 2), 0));
+    // As one tensor, so that a device is waited for once.
+    let means = B::float_cat(means.into(), 1);
+    let means = read_back::arrived(read_sync(B::float_into_data(means)), "a batch norm's sums")?;
+    Ok(means.iter::<f64>().map(|mean| mean * values).collect())
 }

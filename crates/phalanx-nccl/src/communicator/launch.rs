@@ -29,6 +29,12 @@ impl Shared {
         let (world, device) = (self.group.world_size(), self.stream.device());
         calls.iter().try_for_each(|call| call.check(world, device.ordinal()))?;
         let (deadline, name) = (Deadline::after(timeout), call::name(calls));
+        if let [Call::Send { peer, .. } | Call::Recv { peer, .. }] = calls
+            && *peer == self.group.rank()
+        {
+            return Err(Error::invalid_argument(format!("{name}: that is this rank itself"))
+                .with_remedy("make both calls as one, with group_calls"));
+        }
         self.make_room(&name, deadline)?;
         let Some(calling) = self.calling.try_lock_until(deadline.instant()) else {
             return Err(self.failure().unwrap_or_else(|| {

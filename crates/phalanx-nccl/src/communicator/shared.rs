@@ -148,8 +148,12 @@ impl Shared {
         failure.unwrap_or_else(|| Error::aborted("the communicator has ended"))
     }
 
+    /// Has it failed, and may the device still use the memory of calls?
     pub(super) fn is_aborting(&self) -> bool {
-        self.state.lock().is_aborting
+        let state = self.state.lock();
+        // The group fails a moment before the watchdog notes that, and aborts.
+        let will_fail = || state.failure.is_none() && self.group.failure().is_some();
+        state.is_aborting || will_fail() && state.flights.iter().any(|flight| !flight.is_known_done())
     }
 
     /// Notes the failure. The watchdog then aborts.

@@ -83,6 +83,8 @@ impl<T: Element> DeviceBuffer<T> {
         if elements.is_empty() {
             return Ok(elements);
         }
+        // The driver waits for the stream before it copies to memory that is not pinned, and without a limit.
+        stream.synchronize(longest())?;
         let bound = stream.device().bind()?;
         let cuda = stream.device().cuda();
         // SAFETY: both have as many bytes, and live until the copy is done. Any bytes are a valid `T`.

@@ -181,6 +181,8 @@ fn misuse(nccl: &Communicator) -> Result<()> {
         nccl.all_reduce(&mut data, ReduceOp::BXor),
         nccl.all_gather(&mut data, &mut short),
         nccl.broadcast(&mut data, Rank::new(2)),
+        nccl.send(&mut data, nccl.rank()),
+        nccl.recv(&mut data, nccl.rank()),
         data.write(stream, &[1.0; 3]),
     ];
     for outcome in refused {

@@ -29,6 +29,7 @@ pub const TESTS: &[Test] = &[
     ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
     ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
     ("a_failure_of_the_group_is_one_of_the_communicator", 2, Needs::Nothing, one_failure),
+    ("an_abort_is_under_way_at_once", 2, Needs::Nothing, aborts_in_flight),
 ];
 
 /// The call in which the fault comes.
@@ -92,6 +93,18 @@ pub fn play(role: &str) -> Result<()> {
                 while nccl.failure().is_none() {
                     std::thread::sleep(Duration::from_millis(10));
                 }
+            }
+        }
+        "aborts_in_flight" if me == 0 => {
+            let work = nccl.all_reduce_async(data, ReduceOp::Sum)?;
+            nccl.abort(Error::other("enough"));
+            // At once, not only when the watchdog has seen it.
+            assert!(nccl.is_aborting());
+            return work.wait().map(drop);
+        }
+        "aborts_in_flight" => {
+            while nccl.failure().is_none() {
+                std::thread::sleep(Duration::from_millis(10));
             }
         }
         "one_failure" if me == 1 => {
@@ -316,6 +329,11 @@ fn leaves_receiver() {
     let outputs = World::start("faults::leaves_receiver", 2, &[], &[]).outputs();
     check(&outputs, &[0], &["cuda recv(from rank 1, 1000 x f32) #3", "has left the group"]);
     assert_eq!(outputs[1].trim(), "done");
+}
+
+fn aborts_in_flight() {
+    let outputs = World::start("faults::aborts_in_flight", 2, &[], &[]).outputs();
+    check(&outputs, &[0, 1], &["enough"]);
 }
 
 fn one_failure() {
