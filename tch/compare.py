@@ -9,6 +9,7 @@ Two processes of each take turns, step by step, so that what slows the machine f
   alone      one process
 
     tch/check.sh ./compare.py mlp encoder resnet
+    tch/check.sh ./compare.py --keep-memory mlp encoder resnet
 
 It builds nothing: run tch/check.sh first. PyTorch runs with gradient_as_bucket_view, as phalanx-tch always does. Times are
 medians, but for `slower` of both ranks' means."""
@@ -46,7 +47,7 @@ def peer(model: str) -> None:
 class Pair:
     """Two ranks that wait for lines."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], keep_memory: bool) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -54,6 +55,8 @@ class Pair:
         for rank in range(2):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
             variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+            if keep_memory:
+                variables |= {"MALLOC_MMAP_THRESHOLD_": 1 << 30, "MALLOC_TRIM_THRESHOLD_": 1 << 32}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             pipe = subprocess.PIPE
             self.ranks.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment))
@@ -81,8 +84,9 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def compare(model: str, steps: int, ours: str) -> None:
-    pairs = {"phalanx-tch": Pair([ours, model]), "PyTorch": Pair([sys.executable, __file__, "--peer", model])}
+def compare(model: str, steps: int, ours: str, keep_memory: bool) -> None:
+    commands = {"phalanx-tch": [ours, model], "PyTorch": [sys.executable, __file__, "--peer", model]}
+    pairs = {name: Pair(command, keep_memory) for name, command in commands.items()}
     counts = {pair.parameters() for pair in pairs.values()}
     assert len(counts) == 1, f"the models differ: {counts}"
     times = {(name, kind): [] for name in pairs for kind in ("together", "apart", "slower", "alone")}
@@ -111,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12, help="a multiple of 3 gives each kind each place equally often")
     parser.add_argument("--ours", default=os.path.join(HERE, os.environ.get("CARGO_TARGET_DIR", "target"), "debug/examples/compare"))
+    parser.add_argument("--keep-memory", action="store_true", help="on both sides, glibc keeps memory that is freed")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("models", nargs="*", choices=["mlp", "encoder", "resnet", []])
     arguments = parser.parse_args()
@@ -121,7 +126,7 @@ def main() -> None:
     print("| model | | alone, ms | apart, ms | slower, ms | two ranks, ms | apart / two ranks | slower / two ranks | PyTorch's two ranks / these |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model in arguments.models or ["mlp", "encoder", "resnet"]:
-        compare(model, arguments.steps, arguments.ours)
+        compare(model, arguments.steps, arguments.ours, arguments.keep_memory)
 
 
 if __name__ == "__main__":
