@@ -177,8 +177,8 @@ mod tests {
             for (group, left) in groups(3).into_iter().zip(left) {
                 scope.spawn(move || {
                     let pair = Pair::new();
-                    let mut options = DdpOptions::default();
-                    options.reducer = ReducerOptions::default().find_unused_parameters(true);
+                    let reducer = ReducerOptions::default().find_unused_parameters(true);
+                    let options = DdpOptions { reducer, ..DdpOptions::default() };
                     let mut ddp = Ddp::with_options(&pair.store, &group, options).unwrap();
                     let number = group.rank().index() as f64 + 1.0;
                     // Only the rank that dies uses the second parameter.
