@@ -253,7 +253,8 @@ impl<M: Module> Ddp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
+    /// If `max_norm` is not a positive number; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
+    /// exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         clip::check(max_norm)?;
