@@ -27,7 +27,8 @@ without() {
             echo configurations::
             # With autotuning two trainings may be given different kernels.
             echo fused::adamw_gives_the_bits_of_burn_s
-            echo fused::sgd_gives_the_bits_of_burn_s ;;
+            echo fused::sgd_gives_the_bits_of_burn_s
+            echo zero::large_buckets_too_give_the_same_bits_where_sums_are_added_up_alike ;;
         # WGSL has no integers of a byte.
         wgpu) echo tensors::bytes_of_other_types_are_an_error_and_nothing_is_reinterpreted ;;
         # Burn's integers on libtorch have 64 bits, and no others.
