@@ -170,57 +170,58 @@ mod tests {
         ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap()
     }
 
-    #[test]
-    fn a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
+    /// Three ranks, as threads, each with its group and, but for the last one, the group of those that are left.
+    fn of_three_one_dies(rank: impl Fn(ProcessGroup, Option<ProcessGroup>) + Sync) {
         let left = groups(2).into_iter().map(Some).chain([None]);
         thread::scope(|scope| {
             for (group, left) in groups(3).into_iter().zip(left) {
-                scope.spawn(move || {
-                    let pair = Pair::new();
-                    let reducer = ReducerOptions::default().find_unused_parameters(true);
-                    let options = DdpOptions { reducer, ..DdpOptions::default() };
-                    let mut ddp = Ddp::with_options(&pair.store, &group, options).unwrap();
-                    let number = group.rank().index() as f64 + 1.0;
-                    // Only the rank that dies uses the second parameter.
-                    let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
-                    ddp.backward_replayable(&loss).unwrap();
-                    assert_eq!(pair.gradients(), [Some(2.0), Some(10.0)]);
-                    let Some(left) = left else { return };
-                    // This rank has seen the step's end, and others have not.
-                    ddp.replay(&left).unwrap();
-                    assert_eq!(pair.gradients(), [Some(1.5), None]);
-                    for uses_extra in [true, false] {
-                        let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
-                        pair.zero_grad();
-                        ddp.backward_replayable(&loss).unwrap();
-                        assert_eq!(pair.gradients(), [Some(1.5), uses_extra.then_some(15.0)]);
-                    }
-                });
+                let rank = &rank;
+                scope.spawn(move || rank(group, left));
+            }
+        });
+    }
+
+    #[test]
+    fn a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
+        of_three_one_dies(|group, left| {
+            let pair = Pair::new();
+            let reducer = ReducerOptions::default().find_unused_parameters(true);
+            let options = DdpOptions { reducer, ..DdpOptions::default() };
+            let mut ddp = Ddp::with_options(&pair.store, &group, options).unwrap();
+            let number = group.rank().index() as f64 + 1.0;
+            // Only the rank that dies uses the second parameter.
+            let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
+            ddp.backward_replayable(&loss).unwrap();
+            assert_eq!(pair.gradients(), [Some(2.0), Some(10.0)]);
+            let Some(left) = left else { return };
+            // This rank has seen the step's end, and others have not.
+            ddp.replay(&left).unwrap();
+            assert_eq!(pair.gradients(), [Some(1.5), None]);
+            for uses_extra in [true, false] {
+                let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
+                pair.zero_grad();
+                ddp.backward_replayable(&loss).unwrap();
+                assert_eq!(pair.gradients(), [Some(1.5), uses_extra.then_some(15.0)]);
             }
         });
     }
 
     #[test]
     fn a_group_that_follows_between_steps_has_the_next_one() {
-        let left = groups(2).into_iter().map(Some).chain([None]);
-        thread::scope(|scope| {
-            for (group, left) in groups(3).into_iter().zip(left) {
-                scope.spawn(move || {
-                    let pair = Pair::new();
-                    let mut ddp = Ddp::new(&pair.store, &group).unwrap();
-                    let number = group.rank().index() as f64 + 1.0;
-                    let step = |ddp: &mut Ddp| {
-                        let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
-                        pair.zero_grad();
-                        ddp.backward_replayable(&loss).unwrap();
-                        pair.gradients()
-                    };
-                    assert_eq!(step(&mut ddp), [Some(2.0), Some(20.0)]);
-                    let Some(left) = left else { return };
-                    ddp.follow(&left).unwrap();
-                    assert_eq!(step(&mut ddp), [Some(1.5), Some(15.0)]);
-                });
-            }
+        of_three_one_dies(|group, left| {
+            let pair = Pair::new();
+            let mut ddp = Ddp::new(&pair.store, &group).unwrap();
+            let number = group.rank().index() as f64 + 1.0;
+            let step = |ddp: &mut Ddp| {
+                let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
+                pair.zero_grad();
+                ddp.backward_replayable(&loss).unwrap();
+                pair.gradients()
+            };
+            assert_eq!(step(&mut ddp), [Some(2.0), Some(20.0)]);
+            let Some(left) = left else { return };
+            ddp.follow(&left).unwrap();
+            assert_eq!(step(&mut ddp), [Some(1.5), Some(15.0)]);
         });
     }
 
