@@ -99,8 +99,10 @@ class _Staged:
             return None
 
         def settle():
-            for lent, ranks in self.divided:
-                lent.detach().div_(ranks, rounding_mode="trunc")
+            # All before any is written: tensors of one call may share memory, and what they share is divided once.
+            quotients = [lent.detach().div(ranks, rounding_mode="trunc") for lent, ranks in self.divided]
+            for (lent, _), quotient in zip(self.divided, quotients):
+                lent.detach().copy_(quotient)
             for tensor, lent in self.back:
                 tensor.detach().copy_(lent)
 

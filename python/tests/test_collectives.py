@@ -343,6 +343,26 @@ def overlapping(rank, world):
     tensor = torch.arange(6.0)
     dist.group.WORLD.allreduce_coalesced([tensor, tensor[1:4], tensor], dist.AllreduceCoalescedOptions()).wait()
     assert tensor.tolist() == [world * number for number in range(6)]
+    # Averages of integers are sums that are divided: once.
+    average = dist.AllreduceCoalescedOptions()
+    average.reduceOp = dist.ReduceOp.AVG
+    for dtype in (torch.int64, torch.int32):
+        tensor = torch.arange(6, dtype=dtype) * 12
+        dist.group.WORLD.allreduce_coalesced([tensor, tensor[1:4], tensor], average).wait()
+        assert tensor.tolist() == [12 * number for number in range(6)], dtype
+
+
+def resized(rank, world):
+    """A tensor whose storage was made smaller is refused: what lies behind it is not the tensor's."""
+    for tensor in (torch.ones(1000), torch.ones(1000)[10:]):
+        tensor.untyped_storage().resize_(44)
+        for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+            with pytest.raises(ValueError, match="its storage, which was resized, 44"):
+                call(tensor)
+    left = torch.ones(1000)[:11]
+    left.untyped_storage().resize_(44)
+    dist.all_reduce(left)
+    assert left.tolist() == [world] * 11
 
 
 def swapped(rank, world):
@@ -373,7 +393,7 @@ def weighted(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
+@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, resized, swapped])
 def test_results(ranks, world, body):
     ranks(world, body, world)
 

@@ -24,7 +24,7 @@ use crate::tensors::{self, Inventory, Shared, torch};
 pub struct DdpOptions {
     /// Sizes of buckets, and how gradients are averaged.
     pub reducer: ReducerOptions,
-    /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
+    /// Whether all ranks take over rank 0's buffers, such as the running statistics of batch norm, before a forward pass.
     pub broadcast_buffers: bool,
 }
 
@@ -42,7 +42,14 @@ impl Default for DdpOptions {
 /// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
 ///
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
-/// share. As with PyTorch, set them to zero between steps: libtorch adds to what is there.
+/// share. As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
+/// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) leaves none,
+/// tch's own optimizers leave zeros.
+///
+/// A tensor that several layers share (tied weights) is one parameter: its gradient is the sum of all uses. The variable that a layer had
+/// before gets no gradient any more, so [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is needed, or make it frozen.
+///
+/// For an evaluation call [`evaluate`](Self::evaluate).
 ///
 /// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
 #[doc(alias("DistributedDataParallel", "DDP"))]
@@ -61,9 +68,11 @@ pub struct Ddp {
 impl Ddp {
     /// Checks that the variables of `store` are the same on every rank, and gives every rank rank 0's values.
     ///
-    /// If models differ, the error names the variable. A model without any parameter that needs a gradient is refused.
-    /// Layers that are made, and parameters that are unfrozen after this call are not averaged. While the `Ddp` lives, its
-    /// hooks are on the parameters: one `VarStore` has one `Ddp`.
+    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. A model without
+    /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
+    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, what is trainable
+    /// and came later is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
+    /// `Ddp`.
     ///
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
     /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms.
@@ -94,8 +103,8 @@ impl Ddp {
 
     /// Runs `pass`, in which the model computes a loss for [`backward`](Self::backward).
     ///
-    /// The first pass after a synchronised backward pass takes over rank 0's buffers. For passes without training, such as
-    /// an evaluation, use the model alone.
+    /// The first pass after a synchronised backward pass takes over rank 0's buffers. For passes without training there is
+    /// [`evaluate`](Self::evaluate).
     ///
     /// # Errors
     /// If a collective fails; or if gradients came after the last `forward` from a backward pass that does not average them, such
@@ -115,6 +124,36 @@ impl Ddp {
         Ok(output)
     }
 
+    /// Runs `pass`, in which the model is evaluated, without gradients (`tch::no_grad`) and with rank 0's buffers on every rank: the running
+    /// statistics of a batch norm are each rank's own after a step, and their results would differ. All ranks call it together, each for its
+    /// part of the data. The model must be told that it does not train, as in `forward_t(&x, false)`.
+    ///
+    /// The buffers stay as they are on rank 0. Without [`broadcast_buffers`](DdpOptions::broadcast_buffers) each rank gets its own back after
+    /// the pass.
+    ///
+    /// # Errors
+    /// If a collective fails.
+    pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
+        let begin = Instant::now();
+        let mut own = Vec::new();
+        if let Some(sink) = &self.sink {
+            sink.call(|_| Ok(()))?;
+            if !self.broadcast_buffers {
+                own = tensors::copies(&self.inventory.buffers())?;
+            }
+            // Also between two steps of accumulation, which leave each rank its own.
+            self.take_buffers(Caller::DdpEvaluate)?;
+            self.buffers_stale = false;
+        }
+        self.waited_since(begin);
+        let output = tch::no_grad(pass);
+        for (buffer, elements) in self.inventory.buffers().iter().zip(&own) {
+            tensors::write_elements(buffer, elements)?;
+        }
+        self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
+        Ok(output)
+    }
+
     /// Runs backward from `loss` and leaves in `.grad` of each parameter the average over all ranks.
     ///
     /// Gradients are sent while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the
@@ -124,7 +163,7 @@ impl Ddp {
     /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks. Models that
     /// are trained with one loss belong in one `VarStore`, with one `Ddp`.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_tracked(loss)?;
+        self.check_backward(loss)?;
         self.buffers_stale = true;
         let Some(sink) = &self.sink else { return self.traced(loss) };
         let group = &self.group;
@@ -146,7 +185,7 @@ impl Ddp {
     /// in between.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_tracked(loss)?;
+        self.check_backward(loss)?;
         match &self.sink {
             Some(sink) => sink.hold(|| self.traced(loss)),
             None => self.traced(loss),
@@ -225,7 +264,9 @@ impl Ddp {
         Ok(())
     }
 
-    /// Are the parameters of all replicas the same, bit for bit? All ranks must call it, and get the same answer.
+    /// Whether the parameters of all replicas are the same, bit for bit. All ranks must call it, and get the same answer. Buffers are not
+    /// compared: those of a batch norm are each rank's own after a step, until the next [`forward`](Self::forward) or
+    /// [`evaluate`](Self::evaluate).
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
         tensors::identical(&group, &tensors::handles(&self.inventory.parameters))
@@ -273,17 +314,21 @@ impl Ddp {
         outcome
     }
 
-    /// An error if backward cannot run from `loss`. It ends the group: the others may wait for this rank's gradients.
-    fn check_tracked(&self, loss: &Tensor) -> Result<()> {
-        if loss.requires_grad() {
-            return Ok(());
-        }
-        let error =
-            Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
-                .with_remedy("compute it from the model, outside of tch::no_grad");
+    /// An error if backward cannot run from `loss`, or would leave a parameter to each rank. It ends the group: the others may wait for
+    /// this rank's gradients.
+    fn check_backward(&self, loss: &Tensor) -> Result<()> {
+        let check = || {
+            if loss.requires_grad() {
+                return Ok(());
+            }
+            Err(Error::invalid_argument("the loss does not depend on any parameter that needs a gradient")
+                .with_remedy("compute it from the model, outside of tch::no_grad"))
+        };
         match &self.sink {
-            Some(sink) => sink.call(|_| Err(error)),
-            None => Err(error),
+            Some(sink) => {
+                sink.call(|_| check().and_then(|()| self.inventory.check_complete(&self.variables)))
+            }
+            None => check(),
         }
     }
 
@@ -336,7 +381,7 @@ fn prepare(
         if group.world_size() == WorldSize::ONE {
             return Ok((inventory, None));
         }
-        verify_state(&group.in_call(Caller::DdpNew), Inventory::specs(&inventory.state))?;
+        verify_state(&group.in_call(Caller::DdpNew), inventory.contract())?;
         let specs = Inventory::specs(&inventory.parameters);
         let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
         let sink = Arc::new(Sink::new(reducer, &inventory.parameters));

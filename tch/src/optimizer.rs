@@ -30,7 +30,7 @@ pub enum Rule {
         momentum: f64,
         /// Added to the gradient, times the parameter.
         weight_decay: f64,
-        /// Look ahead along the velocity?
+        /// Whether it looks ahead along the velocity.
         nesterov: bool,
     },
 }
@@ -94,7 +94,9 @@ impl Optimizer {
         Ok(Self { rule, parameters, moments })
     }
 
-    /// Leaves all parameters without a gradient: before each step, or before the first backward pass of several.
+    /// Leaves all parameters without a gradient: before each step, or before the first backward pass of several. It is PyTorch's
+    /// `zero_grad(set_to_none=True)`: a parameter that the next backward pass does not use keeps its value, whatever its momentum and the
+    /// weight decay. tch's own optimizers leave zeros, which count as gradients.
     ///
     /// # Errors
     /// Of libtorch.
@@ -161,17 +163,20 @@ impl Optimizer {
             match (is_kept != 0, kept.is_some()) {
                 (true, false) => *kept = Some(fresh(self.rule, &parameter.tensor)?),
                 (false, true) => *kept = None,
-                _ => {}
+                (true, true) | (false, false) => {}
             }
             tensors.extend(kept.iter().flatten().map(Tensor::shallow_clone));
         }
         tensors::from_rank(group, root, &tensors)
     }
 
-    /// Saves the rule's kind and the state behind `prefix`.
+    /// Saves the rule's kind and the state behind `prefix`: for each parameter whether anything is kept of it. One that has had no gradient
+    /// has nothing.
     pub(crate) fn save(&self, writer: &mut impl StateWriter, prefix: &str) -> Result<()> {
-        let kept: Vec<&str> = self.kept().map(|(parameter, _)| parameter.spec.name.as_str()).collect();
-        writer.value(prefix, &(self.rule, kept))?;
+        let each = self.parameters.iter().zip(&self.moments);
+        let each: Vec<(&str, bool)> =
+            each.map(|(one, kept)| (one.spec.name.as_str(), kept.is_some())).collect();
+        writer.value(prefix, &(self.rule, each))?;
         for (Named { spec, .. }, tensors) in self.kept() {
             for (field, tensor) in self.rule.fields().iter().zip(tensors) {
                 let bytes = shim::bytes(tensor).ok_or_else(|| {
@@ -186,21 +191,32 @@ impl Optimizer {
 
     /// The state behind `prefix`, for [`load`](Self::load): nothing is changed yet.
     pub(crate) fn read(&self, reader: &impl StateReader, prefix: &str) -> Result<Vec<Option<Vec<Tensor>>>> {
-        let (rule, kept): (Rule, Vec<String>) = reader.value(prefix)?;
+        let (rule, saved): (Rule, Vec<(String, bool)>) = reader.value(prefix)?;
         if rule.fields() != self.rule.fields() {
+            let list = |fields: &[&str]| match fields {
+                [] => "nothing".to_owned(),
+                fields => fields.join(", "),
+            };
             return Err(Error::mismatch(format!(
-                "the state is that of another optimizer: {rule:?}, here it is {:?}",
-                self.rule
+                "the state is that of another optimizer: {rule:?}, which keeps {} of each parameter; here it is {:?}, which needs {}",
+                list(rule.fields()),
+                self.rule,
+                list(self.rule.fields())
             ))
             .with_remedy("make the optimizer as it was made when the state was saved"));
         }
-        if let Some(other) =
-            kept.iter().find(|name| self.parameters.iter().all(|one| one.spec.name != **name))
-        {
-            return Err(Error::mismatch(format!(
-                "the optimizer's state is for parameter `{other}`, which is not among those of this optimizer"
-            ))
-            .with_remedy(
+        let is_saved = |one: &&Named| saved.iter().any(|(name, _)| *name == one.spec.name);
+        let is_here = |name: &str| self.parameters.iter().any(|one| one.spec.name == name);
+        let lacks = self.parameters.iter().find(|one| !is_saved(one)).map(|one| {
+            format!("the optimizer's state has none for parameter `{}`: it was frozen, or no parameter, when the state was saved", one.spec.name)
+        });
+        let foreign = saved.iter().find(|(name, _)| !is_here(name)).map(|(name, _)| {
+            format!(
+                "the optimizer's state is for parameter `{name}`, which is not among those of this optimizer"
+            )
+        });
+        if let Some(cause) = foreign.or(lacks) {
+            return Err(Error::mismatch(cause).with_remedy(
                 "make the model as it was when the state was saved, with the same parameters frozen",
             ));
         }
@@ -217,7 +233,8 @@ impl Optimizer {
             }
             Ok(tensors)
         };
-        let is_kept = |parameter: &Named| kept.contains(&parameter.spec.name);
+        let is_kept =
+            |parameter: &Named| saved.iter().any(|(name, kept)| *kept && *name == parameter.spec.name);
         self.parameters.iter().map(|one| is_kept(one).then(|| of(one)).transpose()).collect()
     }
 

@@ -129,12 +129,28 @@ void phx_free(char *error) {
 }
 
 // The same number for each handle of one tensor.
-uintptr_t phx_identity(const at::Tensor *tensor) {
+uintptr_t phx_identity(const at::Tensor *tensor) noexcept {
     return reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl());
 }
 
-bool phx_is_plain(const at::Tensor *tensor) {
-    return tensor->layout() == at::kStrided && tensor->device().is_cpu();
+bool phx_is_plain(const at::Tensor *tensor) noexcept {
+    try {
+        return tensor->layout() == at::kStrided && tensor->device().is_cpu() && tensor->has_storage() && !tensor->is_nested() &&
+               !tensor->is_neg() && !tensor->is_conj();
+    } catch (...) {
+        return false;
+    }
+}
+
+// The bytes from a plain tensor's first element to the end of its memory.
+size_t phx_storage_bytes(const at::Tensor *tensor) noexcept {
+    try {
+        const size_t offset = static_cast<size_t>(tensor->storage_offset()) * tensor->element_size();
+        const size_t whole = tensor->storage().nbytes();
+        return whole > offset ? whole - offset : 0;
+    } catch (...) {
+        return 0;
+    }
 }
 
 // Calls `ready` with `context` whenever backward has finished the gradient of a leaf, until phx_unhook. Takes `context`.

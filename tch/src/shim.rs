@@ -1,8 +1,12 @@
 //! The unsafe code: the C++ shim, and tensors' memory as slices.
 //!
-//! Tensors are handles that share memory, and `tch` lets anybody write to it through any of them; the memory of a tensor is
-//! borrowed here for as long as a call lasts, within which this crate runs no code of others on this thread. That another
-//! thread does not write to a tensor meanwhile is what libtorch demands of every operation, too.
+//! Tensors are handles that share memory, and `tch` lets anybody write to it, and take other memory for it, through any of them. So a
+//! tensor's memory is borrowed only to copy from it, to it, or to hash it: meanwhile this crate runs no code of others on this thread,
+//! such as a communicator or a hook of the program's own. That another thread does not write to a tensor meanwhile is what libtorch
+//! demands of every operation, too.
+//!
+//! Elements that nobody has written (`Tensor::empty`) have some bits, for all that Rust's compiler can know: their memory comes from
+//! libtorch's allocator.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -10,7 +14,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::slice;
 
-use phalanx::{BufferKeeper, DType, Error, Result};
+use phalanx::reducer::Reducer;
+use phalanx::{DType, Error, Result};
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
@@ -20,6 +25,7 @@ unsafe extern "C" {
     fn phx_free(error: *mut c_char);
     fn phx_identity(tensor: *const C_tensor) -> usize;
     fn phx_is_plain(tensor: *const C_tensor) -> bool;
+    fn phx_storage_bytes(tensor: *const C_tensor) -> usize;
     fn phx_hook(
         leaf: *const C_tensor,
         ready: unsafe extern "C" fn(*mut c_void),
@@ -97,7 +103,8 @@ pub(crate) fn identity(tensor: &Tensor) -> usize {
     unsafe { phx_identity(tensor.as_ptr()) }
 }
 
-/// Does `tensor` lie in this machine's memory, element by element? Neither on a GPU nor sparse.
+/// Whether `tensor` lies in this machine's memory, element by element, with the bits that it has: neither on a GPU, nor sparse, nor a view
+/// that negates.
 pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     // SAFETY: a handle that lives as long as this borrow.
     tensor.defined() && unsafe { phx_is_plain(tensor.as_ptr()) }
@@ -132,11 +139,12 @@ pub(crate) fn set_gradient(leaf: &Tensor, gradient: Option<&Tensor>) -> Result<(
     outcome(unsafe { phx_set_gradient(leaf.as_ptr(), gradient) })
 }
 
-/// A tensor of `like`'s shape and type in `memory`, which `keeper` keeps.
+/// The averaged gradient of the parameter at `index`, as a tensor of `like`'s shape and type in its place in a bucket; nothing if there
+/// is none.
 ///
-/// It shares the memory with the buffer that the keeper was taken from: whoever calls this sees to it that neither is used
-/// while the other is borrowed or with the group.
-pub(crate) fn view(like: &Tensor, memory: &mut [u8], keeper: BufferKeeper) -> Result<Tensor> {
+/// It shares the memory with the reducer, which says when it uses it: see [`Reducer::gradient_view`].
+pub(crate) fn gradient_view(like: &Tensor, reducer: &mut Reducer, index: usize) -> Result<Option<Tensor>> {
+    let Some((memory, keeper)) = reducer.gradient_view(index)? else { return Ok(None) };
     let needed = like.numel() * like.kind().elt_size_in_bytes();
     if memory.len() != needed {
         return Err(Error::invalid_argument(format!(
@@ -146,15 +154,19 @@ pub(crate) fn view(like: &Tensor, memory: &mut [u8], keeper: BufferKeeper) -> Re
     }
     let (keeper, drop) = lend(keeper);
     let mut view = ptr::null_mut();
-    // SAFETY: a live handle, and as many bytes as the tensor has, which live until the shim drops the keeper. Any bits are
-    // valid elements.
+    // SAFETY: a live handle, and as many bytes as the tensor has. The reducer has given them with what keeps them, and the shim drops
+    // that with the last use of the view. Any bits are valid elements.
     outcome(unsafe { phx_view(like.as_ptr(), memory.as_mut_ptr().cast(), keeper, drop, &mut view) })?;
     // SAFETY: a new handle, which is this function's.
-    Ok(unsafe { Tensor::from_ptr(view) })
+    Ok(Some(unsafe { Tensor::from_ptr(view) }))
 }
 
-/// `values` (f64) after `sum` has changed a copy of them in place; in backward the gradient goes the same way.
-pub(crate) fn sum_over_ranks<F: Fn(&mut [f64]) + Send + 'static>(values: &Tensor, sum: F) -> Result<Tensor> {
+/// `values` (f64) after `sum` has changed a copy of them in place; in backward the gradient goes the same way, on the thread that runs
+/// it: of one graph several may. A panic of `sum` ends the process: it cannot pass through libtorch.
+pub(crate) fn sum_over_ranks<F>(values: &Tensor, sum: F) -> Result<Tensor>
+where
+    F: Fn(&mut [f64]) + Send + Sync + 'static,
+{
     unsafe extern "C" fn call<F: Fn(&mut [f64])>(sum: *mut c_void, values: *mut f64, count: usize) {
         // SAFETY: the closure below, which lives as long as the node of the graph.
         let sum = unsafe { &*sum.cast::<F>() };
@@ -302,7 +314,7 @@ pub(crate) fn dtype(kind: Kind) -> Result<DType> {
     }
 }
 
-/// The elements of `tensor`, row by row, if they lie like that in this machine's memory.
+/// The elements of `tensor`, row by row, if they lie like that in this machine's memory. See the module for when it may be borrowed.
 pub(crate) fn bytes(tensor: &Tensor) -> Option<&[u8]> {
     let (data, len) = place(tensor)?;
     // SAFETY: the memory lives as long as a handle, and `tensor` is borrowed; that nobody writes meanwhile: see the module.
@@ -321,9 +333,12 @@ fn place(tensor: &Tensor) -> Option<(*mut u8, usize)> {
         return None;
     }
     let len = tensor.numel() * tensor.kind().elt_size_in_bytes();
-    match tensor.data_ptr().cast::<u8>() {
-        _ if len == 0 => Some((ptr::NonNull::dangling().as_ptr(), 0)),
-        data if data.is_null() => None,
-        data => Some((data, len)),
+    if len == 0 {
+        return Some((ptr::NonNull::dangling().as_ptr(), 0));
     }
+    // SAFETY: a handle that lives as long as this borrow.
+    let there = unsafe { phx_storage_bytes(tensor.as_ptr()) };
+    // It makes a copy first, where tensors share memory until one of them is written.
+    let data = tensor.data_ptr().cast::<u8>();
+    (!data.is_null() && len <= there).then_some((data, len))
 }

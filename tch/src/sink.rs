@@ -267,10 +267,10 @@ impl Deliveries {
             if !is_at(&leaf.grad(), place) {
                 let view = &mut self.views[index];
                 if !view.as_ref().is_some_and(|view| is_at(view, place)) {
-                    let Some((memory, keeper)) = reducer.gradient_view(index)? else {
+                    *view = shim::gradient_view(leaf, reducer, index)?;
+                    if view.is_none() {
                         return Err(Error::aborted("an averaged gradient is not in its bucket"));
-                    };
-                    *view = Some(shim::view(leaf, memory, keeper)?);
+                    }
                 }
                 shim::set_gradient(leaf, view.as_ref())?;
             }
@@ -290,11 +290,11 @@ fn run<T>(backward: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// The error for a panic while a gradient was passed on.
-fn panicked(panic: &(dyn Any + Send)) -> Error {
+/// The error for a panic of a communicator's or a hook's, which must not reach libtorch.
+pub(crate) fn panicked(panic: &(dyn Any + Send)) -> Error {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-    Error::aborted(format!("a panic in backward, such as one of a communication hook: {text}"))
+    Error::aborted(format!("a panic in a communicator or a communication hook: {text}"))
 }
 
 /// What is in `.grad` of a parameter, row by row; nothing if there is none.

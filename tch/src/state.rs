@@ -1,6 +1,7 @@
 //! A model, its optimizer, and everything else that the next step depends on, as one value: for elastic jobs and for
 //! checkpoints.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
@@ -224,8 +225,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         for one in state {
             let ParameterSpec { name, shape, dtype } = &one.spec;
             tensors::read_elements(&[one.tensor.shallow_clone()], |parts| {
-                let bytes = parts.first().copied().unwrap_or_default();
-                writer.tensor(&format!("model.{name}"), *dtype, shape, bytes)
+                writer.tensor(&format!("model.{name}"), *dtype, shape, parts.next().unwrap_or_default())
             })?;
         }
         self.optimizer.save(writer, "optimizer")?;
@@ -246,14 +246,42 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
         let moments = self.optimizer.read(reader, "optimizer")?;
-        for (one, elements) in self.ddp.state().iter().zip(elements) {
-            tensors::with_elements(&[one.tensor.shallow_clone()], |parts| {
-                parts.iter_mut().for_each(|part| part.bytes.copy_from_slice(&elements));
-                Ok(())
-            })?;
-        }
+        self.write_variables(&elements)?;
         self.optimizer.load(moments);
         (self.steps, self.progress) = (steps, progress);
+        Ok(())
+    }
+
+    /// Gives all variables these elements. Of those that share memory each must have its own afterwards: otherwise it is as before, and
+    /// an error.
+    fn write_variables(&self, elements: &[Cow<'_, [u8]>]) -> Result<()> {
+        let state = self.ddp.state();
+        let firsts = tensors::sharing(&tensors::handles(state));
+        let is_shared = |index: usize| firsts[index].is_some() || firsts.contains(&Some(index));
+        let shared: Vec<usize> = (0..state.len()).filter(|&index| is_shared(index)).collect();
+        let those: Vec<Tensor> = shared.iter().map(|&index| state[index].tensor.shallow_clone()).collect();
+        let before = tensors::copies(&those)?;
+        for (one, elements) in state.iter().zip(elements) {
+            tensors::write_elements(&one.tensor, elements)?;
+        }
+        for (&index, after) in shared.iter().zip(tensors::copies(&those)?) {
+            if after == *elements[index] {
+                continue;
+            }
+            for (tensor, elements) in those.iter().zip(&before) {
+                tensors::write_elements(tensor, elements)?;
+            }
+            let is_other = |&other: &usize| {
+                let first = |index: usize| firsts[index].unwrap_or(index);
+                other != index && first(other) == first(index)
+            };
+            let other = shared.iter().copied().find(is_other).unwrap_or(index);
+            let (one, other) = (&state[index].spec.name, &state[other].spec.name);
+            return Err(Error::mismatch(format!(
+                "the variables `{one}` and `{other}` share memory, and the saved state has other values for the one than for the other"
+            ))
+            .with_remedy("tie only weights that were tied when the state was saved"));
+        }
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! Batch norm over the batches of all ranks.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
 use phalanx::batch_statistics::Exchange;
@@ -8,6 +9,7 @@ use tch::nn::BatchNorm;
 use tch::{Kind, Tensor};
 
 use crate::shim;
+use crate::sink::panicked;
 use crate::tensors::torch;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks: PyTorch's `SyncBatchNorm`, on processors too.
@@ -136,8 +138,14 @@ impl SyncBatchNorm {
         let counted = Tensor::f_full([1], count, (Kind::Double, input.device()))?;
         let part = Tensor::f_cat(&[part, counted], 0)?;
         let line = exchange.clone();
-        let sums = shim::sum_over_ranks(&part, move |values| line.sum(values))
-            .map_err(|error| tch::TchError::Torch(error.to_string()))?;
+        let sum = move |values: &mut [f64]| {
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| line.sum(values))) {
+                values.fill(f64::NAN);
+                line.abort(panicked(&*panic));
+            }
+        };
+        let sums =
+            shim::sum_over_ranks(&part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
         let mean = sums.f_narrow(0, 0, channels)?.f_div(&total)?;
         // If all values are equal, rounding may give a small negative number; NaN stays NaN.

@@ -78,9 +78,11 @@ impl Inventory {
             // One that is used in several places is listed once.
             if trainable.insert(identity) && variable.tensor.requires_grad() {
                 let Some(name) = names.get(&identity) else {
-                    let cause = "a trainable variable is not among the named ones of its VarStore";
-                    return Err(Error::invalid_argument(cause));
+                    return Err(unnamed(&variable.tensor, &state));
                 };
+                if !variable.tensor.is_leaf() {
+                    return Err(computed(name, &state));
+                }
                 parameters.push(named((*name).to_owned(), &variable.tensor)?);
             }
         }
@@ -100,6 +102,35 @@ impl Inventory {
         Ok(Self { parameters, state, buffers })
     }
 
+    /// What the ranks compare of all tensors: also which of them share memory, or the same variables would not be the same model.
+    pub fn contract(&self) -> Vec<ParameterSpec> {
+        let mut contract = Self::specs(&self.state);
+        for (index, first) in sharing(&handles(&self.state)).into_iter().enumerate() {
+            if let Some(first) = first.and_then(|first| self.state.get(first)) {
+                contract[index].name += &format!(" (in the memory of {})", first.spec.name);
+            }
+        }
+        contract
+    }
+
+    /// An error if `variables` has a trainable one that this does not list, because it was made or unfrozen later: each rank
+    /// would train its own.
+    pub fn check_complete(&self, variables: &Shared) -> Result<()> {
+        let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+        let known: HashSet<usize> = self.parameters.iter().map(|one| shim::identity(&one.tensor)).collect();
+        let is_new = |tensor: &Tensor| tensor.requires_grad() && !known.contains(&shim::identity(tensor));
+        let Some(other) = variables.trainable_variables.iter().find(|one| is_new(&one.tensor)) else {
+            return Ok(());
+        };
+        let identity = shim::identity(&other.tensor);
+        let mut named = variables.named_variables.iter();
+        let name = named.find(|(_, tensor)| shim::identity(tensor) == identity).map_or("", |(name, _)| name);
+        Err(Error::invalid_argument(format!(
+            "the trainable variable `{name}` was made or unfrozen after Ddp::new, which does not average its gradients"
+        ))
+        .with_remedy("make all layers, and unfreeze what is to be trained, before Ddp::new; it may be frozen later"))
+    }
+
     /// What the ranks compare of `tensors`.
     pub fn specs(tensors: &[Named]) -> Vec<ParameterSpec> {
         tensors.iter().map(|one| one.spec.clone()).collect()
@@ -114,11 +145,59 @@ impl Inventory {
     }
 }
 
+/// The error for a trainable variable that has no name.
+fn unnamed(tensor: &Tensor, state: &[Named]) -> Error {
+    let mut names: HashMap<usize, Vec<&str>> = HashMap::new();
+    for one in state {
+        names.entry(shim::identity(&one.tensor)).or_default().push(&one.spec.name);
+    }
+    let mut shared: Vec<String> = names
+        .into_values()
+        .filter(|names| names.len() > 1)
+        .map(|names| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(" and "))
+        .collect();
+    shared.sort_unstable();
+    let ties = match shared.is_empty() {
+        true => String::new(),
+        false => format!("; {} are one tensor", shared.join(", ")),
+    };
+    Error::invalid_argument(format!(
+        "a trainable variable of shape {:?} is not among the named ones of its VarStore{ties}",
+        tensor.size()
+    ))
+    .with_remedy("remove a variable that another one has replaced from trainable_variables, too")
+}
+
+/// The error for a trainable variable that is computed from another one, such as a view of it.
+fn computed(name: &str, state: &[Named]) -> Error {
+    let place = state.iter().position(|one| one.spec.name == name);
+    let shared = sharing(&handles(state));
+    let with = |index: usize| {
+        let first = shared[index].unwrap_or(index);
+        let is_other = |other: usize| other != index && (other == first || shared[other] == Some(first));
+        (0..state.len()).find(|&other| is_other(other)).map(|other| state[other].spec.name.as_str())
+    };
+    let of = match place.and_then(with) {
+        Some(other) => format!("a view of `{other}`"),
+        None => "computed from others".to_owned(),
+    };
+    Error::invalid_argument(format!(
+        "the trainable variable `{name}` is {of}, and no leaf of the graph: libtorch gives it no gradient, and no optimizer trains it"
+    ))
+    .with_remedy(
+        "compute it in the forward pass from the other variable, which is then trained by both uses, or make it with `detach().copy()`",
+    )
+}
+
 fn named(name: String, tensor: &Tensor) -> Result<Named> {
     if !shim::is_plain(tensor) {
         let place = tensor.device();
-        return Err(Error::invalid_argument(format!("the variable `{name}` is on {place:?}, or sparse"))
-            .with_remedy("this version averages dense gradients in this machine's memory: use VarStore::new(Device::Cpu)"));
+        return Err(Error::invalid_argument(format!(
+            "the variable `{name}` is on {place:?}, sparse, or a view that negates"
+        ))
+        .with_remedy(
+            "this version averages dense gradients in this machine's memory: use VarStore::new(Device::Cpu)",
+        ));
     }
     let shape: Vec<usize> =
         tensor.size().into_iter().map(|side| usize::try_from(side).unwrap_or(0)).collect();
@@ -126,47 +205,86 @@ fn named(name: String, tensor: &Tensor) -> Result<Named> {
     Ok(Named { spec, tensor: tensor.shallow_clone() })
 }
 
-/// Gives `change` the elements of all `tensors`, for writing. Tensors whose elements do not lie row by row are copied, and
-/// copied back; elements that several tensors share are given once.
+/// Copies the elements of all `tensors`, gives them to `change`, and copies them back. Elements that several tensors share are given once.
+///
+/// `change` never sees the tensors' own memory: it may run code of others, such as a communicator of the program's own, which can reach
+/// the tensors through handles.
 pub(crate) fn with_elements<T>(
     tensors: &[Tensor],
     change: impl FnOnce(&mut [StateTensor<'_>]) -> Result<T>,
 ) -> Result<T> {
-    let _guard = tch::no_grad_guard();
-    let mut rows = rows(tensors)?;
-    let mut parts = Vec::with_capacity(rows.len());
-    for (index, row) in &mut rows {
-        let dtype = shim::dtype(row.kind())?;
-        let bytes = shim::bytes_mut(row).ok_or_else(|| without_memory(*index))?;
-        parts.push(StateTensor { dtype, bytes });
-    }
+    let rows = rows(tensors)?;
+    let copy = |(index, row): &(usize, Tensor)| {
+        let bytes = shim::bytes(row).ok_or_else(|| without_memory(*index))?;
+        Ok((shim::dtype(row.kind())?, bytes.to_vec()))
+    };
+    let mut copies = rows.iter().map(copy).collect::<Result<Vec<_>>>()?;
+    let mut parts: Vec<_> =
+        copies.iter_mut().map(|(dtype, bytes)| StateTensor { dtype: *dtype, bytes }).collect();
     let outcome = change(&mut parts)?;
-    drop(parts);
-    for (index, row) in rows {
-        let mut tensor = tensors[index].shallow_clone();
-        if tensor.data_ptr() != row.data_ptr() {
-            tensor.f_copy_(&row).map_err(torch)?;
-        }
+    for ((index, _), (_, bytes)) in rows.iter().zip(&copies) {
+        write_elements(&tensors[*index], bytes)?;
     }
     Ok(outcome)
 }
 
-/// Gives `look` the elements of all `tensors`, as [`with_elements`] does, and leaves the tensors alone: autograd refuses to run backward
-/// through one that was written since.
-pub(crate) fn read_elements<T>(tensors: &[Tensor], look: impl FnOnce(&[&[u8]]) -> Result<T>) -> Result<T> {
-    let _guard = tch::no_grad_guard();
+/// Gives `look` the elements of all `tensors`, and leaves the tensors alone: autograd refuses to run backward through one that was
+/// written since. Elements that several tensors share are given once.
+///
+/// Each tensor's elements are looked at before the next one's are taken: see [`with_elements`].
+pub(crate) fn read_elements<T>(
+    tensors: &[Tensor],
+    look: impl FnOnce(&mut dyn Iterator<Item = &[u8]>) -> Result<T>,
+) -> Result<T> {
     let rows = rows(tensors)?;
-    let bytes = |(index, row)| shim::bytes(row).ok_or_else(|| without_memory(index));
-    let parts = rows.iter().map(|(index, row)| bytes((*index, row))).collect::<Result<Vec<_>>>()?;
-    look(&parts)
+    let mut unreadable = None;
+    let mut parts = rows.iter().map(|(index, row)| {
+        shim::bytes(row).unwrap_or_else(|| {
+            unreadable = Some(*index);
+            &[]
+        })
+    });
+    let outcome = look(&mut parts)?;
+    unreadable.map_or(Ok(outcome), |index| Err(without_memory(index)))
+}
+
+/// The elements of each tensor, row by row.
+pub(crate) fn copies(tensors: &[Tensor]) -> Result<Vec<Vec<u8>>> {
+    let copy = |tensor: &Tensor| {
+        read_elements(&[tensor.shallow_clone()], |parts| Ok(parts.next().unwrap_or_default().to_vec()))
+    };
+    tensors.iter().map(copy).collect()
+}
+
+/// Writes `elements`, row by row, to `tensor`.
+pub(crate) fn write_elements(tensor: &Tensor, elements: &[u8]) -> Result<()> {
+    let _guard = tch::no_grad_guard();
+    let mut tensor = tensor.f_detach().map_err(torch)?;
+    let is_rows = tensor.is_contiguous();
+    let mut row = if is_rows { tensor.shallow_clone() } else { tensor.f_contiguous().map_err(torch)? };
+    match shim::bytes_mut(&mut row) {
+        Some(bytes) if bytes.len() == elements.len() => bytes.copy_from_slice(elements),
+        Some(bytes) => {
+            return Err(Error::invalid_argument(format!(
+                "a variable's size has changed meanwhile from {} B to {} B",
+                elements.len(),
+                bytes.len()
+            )));
+        }
+        None => return Err(Error::invalid_argument("a variable has no memory of this machine any more")),
+    }
+    if !is_rows {
+        tensor.f_copy_(&row).map_err(torch)?;
+    }
+    Ok(())
 }
 
 /// Of the tensors that [`distinct`] names, the position and the elements row by row: in place where they lie so.
 fn rows(tensors: &[Tensor]) -> Result<Vec<(usize, Tensor)>> {
-    let row = |(index, is_shared): (usize, bool)| {
-        let tensor = &tensors[index];
-        let own = if is_shared { tensor.f_detach_copy() } else { tensor.f_detach() };
-        Ok((index, own.and_then(|tensor| tensor.f_contiguous()).map_err(torch)?))
+    let _guard = tch::no_grad_guard();
+    let row = |index: usize| {
+        let row = tensors[index].f_detach().and_then(|tensor| tensor.f_contiguous()).map_err(torch)?;
+        if shim::is_plain(&row) { Ok((index, row)) } else { Err(without_memory(index)) }
     };
     distinct(tensors).into_iter().map(row).collect()
 }
@@ -175,36 +293,76 @@ fn without_memory(index: usize) -> Error {
     Error::invalid_argument(format!("tensor {index} has no memory of this machine"))
 }
 
-/// The positions of the tensors, without those that lie within another one, which has their elements; and of each, does it
-/// share a part of its elements with another?
-fn distinct(tensors: &[Tensor]) -> Vec<(usize, bool)> {
-    // Begin and end, from the first element to the last, whatever lies between; and does nothing lie between?
+/// Where the elements of a tensor lie: from `begin`, the first element's address, to `end`, behind the last one's.
+struct Extent {
+    begin: usize,
+    end: usize,
+    /// Whether the elements between are all the tensor's.
+    is_rows: bool,
+    /// The steps between elements and the number of these steps, in an order that transposed tensors have in common.
+    strides: Vec<(i64, i64)>,
+    index: usize,
+}
+
+/// Those of all tensors that have elements; one that has all elements of another comes before it.
+fn extents(tensors: &[Tensor]) -> Vec<Extent> {
     let extent = |(index, tensor): (usize, &Tensor)| {
-        let strides = tensor.size().into_iter().zip(tensor.stride());
-        let last: i64 = strides.map(|(side, stride)| (side - 1) * stride).sum();
+        let sides = tensor.size().into_iter().zip(tensor.stride());
+        let mut strides: Vec<(i64, i64)> =
+            sides.filter(|(side, _)| *side > 1).map(|(side, stride)| (stride, side - 1)).collect();
+        strides.sort_unstable();
+        let last: i64 = strides.iter().map(|(stride, steps)| stride * steps).sum();
         let begin = tensor.data_ptr() as usize;
         let bytes = (usize::try_from(last).unwrap_or(0) + 1) * tensor.kind().elt_size_in_bytes();
-        (begin, begin + bytes, tensor.is_contiguous(), index)
+        Extent { begin, end: begin + bytes, is_rows: tensor.is_contiguous(), strides, index }
     };
     let mut extents: Vec<_> =
         tensors.iter().enumerate().filter(|(_, tensor)| tensor.numel() > 0).map(extent).collect();
-    // One that has all its elements comes before those that lie within it.
-    extents.sort_by_key(|&(begin, end, is_rows, index)| (begin, Reverse(end), !is_rows, index));
-    let (mut kept, mut last, mut rows_end) = (Vec::new(), (0, 0), 0);
-    for (begin, end, is_rows, index) in extents {
-        if (begin, end) == last || end <= rows_end {
+    extents.sort_by_key(|one| (one.begin, Reverse(one.end), !one.is_rows, one.index));
+    extents
+}
+
+/// The positions of the tensors, without those all of whose elements another one has.
+fn distinct(tensors: &[Tensor]) -> Vec<usize> {
+    let (mut kept, mut rows_end): (Vec<Extent>, usize) = (Vec::new(), 0);
+    for extent in extents(tensors) {
+        let is_same = |other: &&Extent| other.begin == extent.begin && other.end == extent.end;
+        let has_all = |other: &Extent| other.strides == extent.strides;
+        if extent.end <= rows_end || kept.iter().rev().take_while(is_same).any(has_all) {
             continue;
         }
-        let is_shared = begin < rows_end;
-        if is_rows && !is_shared {
-            rows_end = end;
+        if extent.is_rows {
+            rows_end = extent.end;
         }
-        last = (begin, end);
-        kept.push((index, is_shared));
+        kept.push(extent);
     }
     // The same order on every rank.
+    let mut kept: Vec<usize> = kept.into_iter().map(|extent| extent.index).collect();
     kept.sort_unstable();
     kept
+}
+
+/// Of each tensor the first one with which it shares memory, if that is not itself. Tensors whose elements lie between each other's, such as
+/// the columns of a matrix, count as sharing.
+pub(crate) fn sharing(tensors: &[Tensor]) -> Vec<Option<usize>> {
+    let mut shared = vec![None; tensors.len()];
+    let extents = extents(tensors);
+    let mut rest = &extents[..];
+    while let Some(first) = rest.first() {
+        let mut end = first.end;
+        let overlapping = rest.iter().take_while(|one| {
+            let overlaps = one.begin < end;
+            end = end.max(one.end);
+            overlaps
+        });
+        let (together, behind) = rest.split_at(overlapping.count());
+        let lowest = together.iter().map(|one| one.index).min();
+        for one in together.iter().filter(|one| Some(one.index) != lowest) {
+            shared[one.index] = lowest;
+        }
+        rest = behind;
+    }
+    shared
 }
 
 /// All ranks take over `tensors` of rank `root`.
@@ -214,7 +372,7 @@ pub(crate) fn from_rank(group: &dyn Communicator, root: Rank, tensors: &[Tensor]
 
 /// Are `tensors` the same bits on every rank?
 pub(crate) fn identical(group: &dyn Communicator, tensors: &[Tensor]) -> Result<bool> {
-    read_elements(tensors, |parts| states_identical(group, parts.iter().copied()))
+    read_elements(tensors, |parts| states_identical(group, parts))
 }
 
 /// Handles of all tensors.
@@ -244,20 +402,27 @@ mod tests {
         let all = Tensor::arange(12, (Kind::Float, Device::Cpu));
         let (head, tail, middle) = (all.narrow(0, 0, 4), all.narrow(0, 8, 4), all.narrow(0, 6, 4));
         let table = all.view([3, 4]);
-        let of = |tensors: &[&Tensor]| {
-            distinct(&tensors.iter().map(|tensor| tensor.shallow_clone()).collect::<Vec<_>>())
-        };
+        // Both end at the ninth element, and have others before.
+        let (column, even) = (table.select(1, 0), all.slice(0, 0, 9, 2));
+        let handles = |tensors: &[&Tensor]| tensors.iter().map(|one| one.shallow_clone()).collect::<Vec<_>>();
+        let of = |tensors: &[&Tensor]| distinct(&handles(tensors));
         // The longer one, whichever comes first; a part that begins elsewhere; the same, transposed.
-        assert_eq!(of(&[&head, &all]), [(1, false)]);
-        assert_eq!(of(&[&all, &head, &middle]), [(0, false)]);
-        assert_eq!(of(&[&table.tr(), &table]), [(1, false)]);
-        assert_eq!(of(&[&table.tr(), &table.tr()]), [(0, false)]);
-        assert_eq!(of(&[&tail, &head]), [(0, false), (1, false)]);
-        // Two that overlap: one of them is copied.
-        assert_eq!(of(&[&tail, &middle]), [(0, true), (1, false)]);
+        assert_eq!(of(&[&head, &all]), [1]);
+        assert_eq!(of(&[&all, &head, &middle]), [0]);
+        assert_eq!(of(&[&table.tr(), &table]), [1]);
+        assert_eq!(of(&[&table.tr(), &table.tr()]), [0]);
+        assert_eq!(of(&[&tail, &head]), [0, 1]);
+        assert_eq!(of(&[&tail, &middle]), [0, 1]);
+        assert_eq!(of(&[&column, &even, &column]), [0, 1]);
 
-        let tensors = [head, all.shallow_clone(), tail, middle];
-        for tensors in [&tensors[..2], &tensors[2..]] {
+        let shares = |tensors: &[&Tensor]| sharing(&handles(tensors));
+        assert_eq!(shares(&[&tail, &head, &all.copy()]), [None; 3]);
+        assert_eq!(shares(&[&tail, &head, &middle]), [None, None, Some(0)]);
+        assert_eq!(shares(&[&head, &all.copy(), &all, &tail]), [None, None, Some(0), Some(0)]);
+
+        let tensors = [head, all.shallow_clone(), tail, middle, column, even];
+        for tensors in [&tensors[..2], &tensors[2..4], &tensors[4..]] {
+            drop(tch::no_grad(|| all.shallow_clone().fill_(1.0)));
             with_elements(tensors, |parts| {
                 parts.iter_mut().for_each(|part| part.bytes.fill(0));
                 Ok(())

@@ -98,6 +98,8 @@ callers! {
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
     /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
+    /// An adapter's evaluation, which copies buffers.
+    DdpEvaluate = 39, "Ddp::evaluate";
     /// The start of a run's record.
     RunStart = 40, "Run::start";
     /// Means of what ranks log.

@@ -49,6 +49,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("step {step}: loss {:.4} on rank 0", loss.double_value(&[]));
         }
     }
+    let accuracy = ddp.evaluate(|| model.forward(&tokens, &types, false).accuracy_for_logits(&labels))?;
+    println!("accuracy {:.2} on rank {rank}", accuracy.double_value(&[]));
     assert!(ddp.replicas_identical()?);
     Ok(())
 }

@@ -370,6 +370,73 @@ fn buffers_are_rank_0_s() {
 }
 
 #[test]
+fn an_evaluation_gives_the_same_on_every_rank() {
+    for broadcast_buffers in [true, false] {
+        let ends = run(2, |group| {
+            let store = nn::VarStore::new(Device::Cpu);
+            let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+            let mut options = DdpOptions::default();
+            options.broadcast_buffers = broadcast_buffers;
+            let mut ddp = Ddp::with_options(&store, &group, options).unwrap();
+            let x = samples(500, 510).0;
+            let alone = || elements(&tch::no_grad(|| x.apply_t(&norm, false)));
+            let train = |ddp: &mut Ddp, step: usize, averages: bool| {
+                let from = 100 * group.rank().index() + step;
+                let loss = ddp
+                    .forward(|| samples(from, from + 4).0.apply_t(&norm, true).square().mean(Kind::Float))
+                    .unwrap();
+                if averages { ddp.backward(&loss) } else { ddp.backward_no_sync(&loss) }.unwrap();
+            };
+            let evaluate = |ddp: &mut Ddp| {
+                ddp.evaluate(|| {
+                    let output = x.apply_t(&norm, false);
+                    assert!(!output.requires_grad());
+                    elements(&output)
+                })
+                .unwrap()
+            };
+            (0..5).for_each(|step| train(&mut ddp, step, true));
+            let (own, evaluated, after) = (alone(), evaluate(&mut ddp), alone());
+            assert!(ddp.replicas_identical().unwrap());
+            // Passes that average nothing leave each rank its own statistics, too.
+            train(&mut ddp, 5, false);
+            let own_again = alone();
+            (own, evaluated, after, own_again, evaluate(&mut ddp))
+        });
+        let [main, other] = &ends[..] else { unreachable!() };
+        assert_ne!(main.0, other.0, "it would be each rank's own");
+        assert!([&main.1, &other.1, &main.2].iter().all(|evaluated| **evaluated == main.0));
+        assert_eq!(other.2, if broadcast_buffers { main.0.clone() } else { other.0.clone() });
+        assert_ne!(main.3, other.3);
+        assert!(main.4 == main.3 && other.4 == main.3);
+    }
+    // Alone there is nobody to agree with.
+    let model = Mlp::new(&WIDTHS);
+    let mut ddp = Ddp::new(&model.store, &ProcessGroup::alone().unwrap()).unwrap();
+    assert!(!ddp.evaluate(|| model.loss(samples(0, 4)).requires_grad()).unwrap());
+}
+
+#[test]
+fn an_evaluation_on_one_rank_alone_is_named_on_both() {
+    let errors = run(2, |group| {
+        let store = nn::VarStore::new(Device::Cpu);
+        let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let loss = ddp.forward(|| samples(0, 4).0.apply_t(&norm, true).square().mean(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        let outcome = if group.rank().is_main() { ddp.evaluate(|| ()) } else { ddp.forward(|| ()) };
+        outcome.unwrap_err()
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(
+            error.is_mismatch() && text.contains("Ddp::evaluate") && text.contains("Ddp::forward"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn misuse_is_refused() {
     let alone = ProcessGroup::alone().unwrap();
     let refused = |store: &nn::VarStore| Ddp::new(store, &alone).unwrap_err().to_string();

@@ -1,5 +1,6 @@
 //! All ranks are threads of this process.
 #![allow(missing_docs, clippy::unwrap_used)]
+#![forbid(unsafe_code)]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -8,4 +9,7 @@ mod ddp;
 mod norm;
 mod optimizer;
 mod roberta;
+mod soundness;
 mod state;
+mod ties;
+mod unused;
