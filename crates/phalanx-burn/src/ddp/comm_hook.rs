@@ -53,9 +53,9 @@ impl<M: Module> Ddp<M> {
         match state {
             Some(state) if state.hook() == here.hook() => Ok(()),
             other => {
-                let saved = other.map_or("of no communication hook", HookState::hook);
+                let saved = other.map_or("no communication hook", HookState::hook);
                 Err(with_remedy(Error::mismatch(format!(
-                    "the saved state is that {saved}, and the communication hook here is {}",
+                    "the saved state is that of {saved}, and the communication hook here is {}",
                     here.hook()
                 ))))
             }

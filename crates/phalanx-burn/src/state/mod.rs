@@ -18,7 +18,7 @@ use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::HookState;
 use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
-use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -235,9 +235,14 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`].
-    pub fn sharing(mut self, handle: impl Into<JoinGroup>) -> Result<Self> {
-        let hook = self.model.hook_state()?;
+    pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
         let ranks = self.model.world_size();
+        self.moved(handle.into(), ranks)
+    }
+
+    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
+    fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+        let hook = self.model.hook_state()?;
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
@@ -258,8 +263,9 @@ impl<M: Module, T> TrainState<M, T> {
     /// As [`Ddp::new`].
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
+        let ranks = self.model.world_size();
         shared.rebind(group.clone())?;
-        self.sharing(shared)
+        self.moved(shared, ranks)
     }
 
     /// [`Ddp::step`] with its optimizer, and an average of the model if an [averager](Self::with_averager) finds it due.

@@ -201,12 +201,11 @@ impl Reducer {
         if here.is_empty() && state.is_empty() {
             return Ok(());
         }
-        let name =
-            |state: &HookState| if state.is_empty() { "none".to_owned() } else { state.hook().to_owned() };
-        let (here, saved) = (name(&here), name(&state));
-        if here != saved {
+        let saved = if state.is_empty() { "none" } else { state.hook() };
+        if here.is_empty() != state.is_empty() || here.hook() != saved {
             return Err(Error::mismatch(format!(
-                "the saved state of the communication hook is that of {saved}, and the hook here is {here}"
+                "the saved state of the communication hook is that of {saved}, and the hook here is {}",
+                here.hook()
             )));
         }
         let count = self.parameters().len();

@@ -196,7 +196,7 @@ fn a_hook_goes_on_from_its_saved_state_bit_for_bit() {
             assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
         }
         let mut none = reducer(group.clone(), AllReduce);
-        assert!(none.load_hook_state(state).unwrap_err().to_string().contains("hook here is none"));
+        assert!(none.load_hook_state(state).unwrap_err().to_string().contains("hook here is all_reduce"));
         none.load_hook_state(HookState::default()).unwrap();
     });
 }
