@@ -98,8 +98,6 @@ callers! {
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
     /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
-    /// An adapter's evaluation, which copies buffers.
-    DdpEvaluate = 39, "Ddp::evaluate";
     /// The start of a run's record.
     RunStart = 40, "Run::start";
     /// Means of what ranks log.
@@ -114,6 +112,12 @@ callers! {
     PipelineTrain = 52, "Pipeline::train";
     /// A model whose parameters are sharded: its units, their passes in either direction, and what ranks compare.
     Fsdp = 53, "Fsdp";
+    /// An adapter's evaluation, before which ranks take over buffers.
+    DdpEvaluate = 54, "Ddp::evaluate";
+    /// An adapter's comparison of buffers.
+    DdpBuffersIdentical = 55, "Ddp::buffers_identical";
+    /// A saved state of which each rank has a part.
+    TrainStateCheckpoint = 56, "TrainState::checkpoint";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
 }

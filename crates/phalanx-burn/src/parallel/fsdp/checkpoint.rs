@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use super::Fsdp;
 use super::layout::FlatLayout;
-use crate::optimizer::{Key, OptimizerState, other_model};
+use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{self, Parameter, Select};
-use crate::state::Layout;
 use crate::state::model::{self, Entry};
+use crate::state::{Layout, fit};
 use crate::tensor_bytes;
 
 /// What all ranks have of an optimizer's state besides shards.
@@ -104,7 +104,7 @@ impl<M: Module> Fsdp<M> {
     /// [saved](Self::save) under `name`.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed.
     pub fn load(&mut self, optimizer: &mut ModuleOptimizer, saved: &Saved, name: &str) -> Result<()> {
         let Index { tensors, scalars, paths, units, frozen } = saved.value(name)?;
         model::compare(&self.entries()?, &units)?;
@@ -122,6 +122,15 @@ impl<M: Module> Fsdp<M> {
             self.read(saved, &self.name(name, index, None)?, &unit, unit.dtype)
         });
         let shards = shards.collect::<Result<Vec<_>>>()?;
+        let shapes = tensors.iter().map(|(key, dtype)| {
+            Ok((key.clone(), Layout { dtype: *dtype, shape: vec![self.unit(key.index)?.shard] }, ()))
+        });
+        let index = OptimizerState {
+            tensors: shapes.collect::<Result<_>>()?,
+            scalars: scalars.clone(),
+            paths: paths.clone(),
+        };
+        fit::check(optimizer, (self.model(), self.ddp.parameters()), &index)?;
         let tensors = tensors.into_iter().map(|(key, dtype)| {
             let unit = self.unit(key.index)?;
             let name = self.name(name, key.index, Some(&key.field))?;
@@ -170,13 +179,13 @@ impl<M: Module> Fsdp<M> {
     }
 
     fn unit(&self, index: usize) -> Result<Arc<FlatLayout>> {
-        let parameter = self.ddp.parameters().get(index).ok_or_else(other_model)?;
+        let parameter = self.ddp.parameters().get(index).ok_or_else(|| unknown(index))?;
         let unit = self.units.get(&parameter.id).and_then(|&unit| self.exchanges.unit(unit));
-        unit.ok_or_else(other_model)
+        unit.ok_or_else(|| unknown(index))
     }
 
     fn name(&self, prefix: &str, index: usize, field: Option<&str>) -> Result<String> {
-        let parameter = self.ddp.parameters().get(index).ok_or_else(other_model)?;
+        let parameter = self.ddp.parameters().get(index).ok_or_else(|| unknown(index))?;
         let field = field.map_or(String::new(), |field| format!(".{field}"));
         Ok(format!("{prefix}.{}{field}", parameter.name))
     }
