@@ -96,6 +96,10 @@ callers! {
     DeviceMeshNew = 32, "DeviceMesh::new";
     /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
+    /// An adapter's backward pass in which ranks count by their numbers of samples.
+    DdpBackwardWeighted = 35, "Ddp::backward_weighted";
+    /// An adapter's gather of tensors, whose gradients are added up over ranks.
+    AllGather = 36, "Collectives::all_gather";
     /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
     /// The start of a run's record.
@@ -133,6 +137,8 @@ impl Caller {
             self,
             Self::DdpForward
                 | Self::DdpBackward
+                | Self::DdpBackwardWeighted
+                | Self::AllGather
                 | Self::DdpClipGradNorm
                 | Self::ZeroStep
                 | Self::SyncBatchNorm
