@@ -107,19 +107,7 @@ impl Memory {
         let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        let memory = Self::new(pointer, elements.checked_mul(per_element), dtype, true, &storage)?;
-        // A storage can be made smaller (`resize_`), and its tensors keep their shape.
-        let begin: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let before = pointer.checked_sub(begin);
-        let end = before.and_then(|before| before.checked_add(memory.bytes));
-        if memory.bytes > 0 && end.is_none_or(|end| end > bytes) {
-            return Err(PyValueError::new_err(format!(
-                "this tensor has {} bytes, and its storage, which was resized, {bytes}",
-                memory.bytes
-            )));
-        }
-        Ok(memory)
+        Self::new(pointer, elements.checked_mul(per_element), dtype, true, &storage)
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.

@@ -352,19 +352,6 @@ def overlapping(rank, world):
         assert tensor.tolist() == [12 * number for number in range(6)], dtype
 
 
-def resized(rank, world):
-    """A tensor whose storage was made smaller is refused: what lies behind it is not the tensor's."""
-    for tensor in (torch.ones(1000), torch.ones(1000)[10:]):
-        tensor.untyped_storage().resize_(44)
-        for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
-            with pytest.raises(ValueError, match="its storage, which was resized, 44"):
-                call(tensor)
-    left = torch.ones(1000)[:11]
-    left.untyped_storage().resize_(44)
-    dist.all_reduce(left)
-    assert left.tolist() == [world] * 11
-
-
 def swapped(rank, world):
     """A tensor that is given other memory while an operation on it is in flight."""
     store = dist.distributed_c10d._get_default_store()
@@ -393,7 +380,7 @@ def weighted(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, resized, swapped])
+@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
 def test_results(ranks, world, body):
     ranks(world, body, world)
 

@@ -124,34 +124,45 @@ impl Ddp {
         Ok(output)
     }
 
-    /// Runs `pass`, in which the model is evaluated, without gradients (`tch::no_grad`) and with rank 0's buffers on every rank: the running
-    /// statistics of a batch norm are each rank's own after a step, and their results would differ. All ranks call it together, each for its
-    /// part of the data. The model must be told that it does not train, as in `forward_t(&x, false)`.
+    /// Runs `pass`, in which the model is evaluated, without gradients (`tch::no_grad`) and with the buffers of rank 0, such as the
+    /// running statistics of batch norm: every rank evaluates the same model. All ranks call it together. Inside [`join`](Self::join)
+    /// those that still have data do, and the buffers are those of the first of them.
     ///
-    /// The buffers stay as they are on rank 0. Without [`broadcast_buffers`](DdpOptions::broadcast_buffers) each rank gets its own back after
-    /// the pass.
+    /// The model must be told that it does not train, as in `model.forward_t(&x, false)`.
+    ///
+    /// It communicates only if the model has buffers, and does not change the training: afterwards each rank has its own buffers again.
+    /// [`DdpOptions::broadcast_buffers`] is about training alone. PyTorch evaluates with each rank's
+    /// own buffers, which differ between ranks.
     ///
     /// # Errors
-    /// If a collective fails.
+    /// If the exchange of buffers fails.
+    #[doc(alias = "eval")]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
-        let begin = Instant::now();
+        let (begin, buffers) = (Instant::now(), self.inventory.buffers());
         let mut own = Vec::new();
-        if let Some(sink) = &self.sink {
+        if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
             sink.call(|_| Ok(()))?;
-            if !self.broadcast_buffers {
-                own = tensors::copies(&self.inventory.buffers())?;
-            }
-            // Also between two steps of accumulation, which leave each rank its own.
+            own = tensors::copies(&buffers)?;
             self.take_buffers(Caller::DdpEvaluate)?;
-            self.buffers_stale = false;
         }
         self.waited_since(begin);
         let output = tch::no_grad(pass);
-        for (buffer, elements) in self.inventory.buffers().iter().zip(&own) {
+        for (buffer, elements) in buffers.iter().zip(&own) {
             tensors::write_elements(buffer, elements)?;
         }
         self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
         Ok(output)
+    }
+
+    /// Whether the buffers of all replicas, such as the running statistics of batch norm, are the same, bit for bit. All ranks must call
+    /// it, and get the same answer. After a step they are each rank's own, until the next [`forward`](Self::forward) takes over rank
+    /// 0's; [`evaluate`](Self::evaluate) uses rank 0's in any case.
+    ///
+    /// # Errors
+    /// If the exchange fails.
+    pub fn buffers_identical(&self) -> Result<bool> {
+        let group = self.group.in_call(Caller::DdpBuffersIdentical);
+        tensors::identical(&group, &self.inventory.buffers())
     }
 
     /// Runs backward from `loss` and leaves in `.grad` of each parameter the average over all ranks.
@@ -265,8 +276,7 @@ impl Ddp {
     }
 
     /// Whether the parameters of all replicas are the same, bit for bit. All ranks must call it, and get the same answer. Buffers are not
-    /// compared: those of a batch norm are each rank's own after a step, until the next [`forward`](Self::forward) or
-    /// [`evaluate`](Self::evaluate).
+    /// compared: see [`buffers_identical`](Self::buffers_identical).
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
         tensors::identical(&group, &tensors::handles(&self.inventory.parameters))

@@ -261,8 +261,8 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let shared: Vec<usize> = (0..state.len()).filter(|&index| is_shared(index)).collect();
         let those: Vec<Tensor> = shared.iter().map(|&index| state[index].tensor.shallow_clone()).collect();
         let before = tensors::copies(&those)?;
-        for (one, elements) in state.iter().zip(elements) {
-            tensors::write_elements(&one.tensor, elements)?;
+        for (tensor, &index) in those.iter().zip(&shared) {
+            tensors::write_elements(tensor, &elements[index])?;
         }
         for (&index, after) in shared.iter().zip(tensors::copies(&those)?) {
             if after == *elements[index] {
@@ -281,6 +281,9 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
                 "the variables `{one}` and `{other}` share memory, and the saved state has other values for the one than for the other"
             ))
             .with_remedy("tie only weights that were tied when the state was saved"));
+        }
+        for (one, elements) in state.iter().zip(elements) {
+            tensors::write_elements(&one.tensor, elements)?;
         }
         Ok(())
     }

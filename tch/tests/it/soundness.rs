@@ -113,7 +113,7 @@ fn a_view_that_negates_is_refused() {
     let negated = complex.conj().imag();
     assert_eq!(negated.double_value(&[0]), -1.0);
     nn::linear(store.root(), 2, 2, Default::default());
-    store.root().add("negated", negated, false);
+    drop(store.root().add("negated", negated, false));
     let error = Ddp::new(&store, &ProcessGroup::alone().unwrap()).unwrap_err().to_string();
     assert!(error.contains("`negated`") && error.contains("negates"), "{error}");
 }

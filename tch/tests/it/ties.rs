@@ -228,7 +228,7 @@ fn ties_that_cannot_be_trained_are_refused_with_both_names() {
     let alone = ProcessGroup::alone().unwrap();
     // A view of a parameter is no leaf.
     let model = Tied::new(Tie::Untied);
-    model.store.root().add("transposed", model.first.ws.tr(), true);
+    drop(model.store.root().add("transposed", model.first.ws.tr(), true));
     let error = Ddp::new(&model.store, &alone).unwrap_err().to_string();
     assert!(error.contains("`transposed`") && error.contains("`first.weight`"), "{error}");
 
