@@ -57,6 +57,9 @@ fn with_layers(train: usize, layers: usize) -> Corpus {
     let corpus = Corpus::with_layers(train, 9, layers);
     let model = Classifier::new(&corpus.config, 2, &Device::flex());
     weights::save(&model, corpus.config.model_type, &corpus.path("model.safetensors")).unwrap();
+    let labels = ["ham", "spam"].map(str::to_owned);
+    let config = corpus.config.clone().with_labels("RobertaForSequenceClassification", &labels);
+    fs::write(corpus.path("config.json"), serde_json::to_string(&config).unwrap()).unwrap();
     corpus
 }
 
@@ -114,6 +117,10 @@ fn bad_input_is_an_error_that_names_it() {
         let (output, errors) = output(&mut fine_tune(&corpus, "refused"));
         assert_eq!(output.status.code(), Some(1), "{errors}");
         assert!(!errors.contains("panicked"), "{errors}");
+        assert!(
+            !errors.contains("fetch.py") && !errors.contains("--lr"),
+            "the files are the user's: {errors}"
+        );
         errors
     };
     let lines = fs::read_to_string(corpus.path("train.jsonl")).unwrap();
@@ -126,6 +133,22 @@ fn bad_input_is_an_error_that_names_it() {
     fs::write(corpus.path("model.safetensors"), &weights[..weights.len() / 2]).unwrap();
     let errors = refused();
     assert!(errors.contains("model.safetensors cannot be loaded: "), "{errors}");
+
+    fs::write(corpus.path("model.safetensors"), &weights).unwrap();
+    let config = fs::read_to_string(corpus.path("config.json")).unwrap();
+    fs::write(corpus.path("config.json"), config.replace("spam", "eggs")).unwrap();
+    let errors = refused();
+    assert!(errors.contains("has the labels [ham, eggs], the data has [ham, spam]"), "{errors}");
+    let (begun_anew, errors) = output(fine_tune(&corpus, "new-head").arg("--new-head"));
+    assert!(begun_anew.status.success(), "{errors}");
+    let best = fs::read_to_string(corpus.path("new-head/best/config.json")).unwrap();
+    let best: serde_json::Value = serde_json::from_str(&best).unwrap();
+    assert_eq!(best["id2label"], serde_json::json!({"0": "ham", "1": "spam"}));
+    assert_eq!(best["label2id"], serde_json::json!({"ham": 0, "spam": 1}));
+
+    fs::remove_file(corpus.path("train.jsonl")).unwrap();
+    let errors = refused();
+    assert!(errors.contains("train.jsonl: there is no such file; the folder has "), "{errors}");
 }
 
 /// What two ranks say of which `culprit` alone has the folder `bad`.
@@ -171,18 +194,17 @@ fn bad_input_of_one_rank_is_a_clear_error_on_every_rank() {
         change(&bad.path().join(name));
         bad
     };
-    let replace = |from: &'static str, to: &'static str| {
+    let replace = |from: &str, to: &'static str| {
+        let from = from.to_owned();
         move |file: &Path| {
             let text = fs::read_to_string(file).unwrap();
-            assert!(text.contains(from), "{from}");
-            fs::write(file, text.replacen(from, to, 1)).unwrap();
+            assert!(text.contains(&from), "{from}");
+            fs::write(file, text.replacen(&from, to, 1)).unwrap();
         }
     };
+    let rows = format!("\"vocab_size\":{}", good.config.vocab_size);
     let cases = [
-        (
-            with("config.json", &replace("\"vocab_size\":300", "\"vocab_size\":200")),
-            "tokenizer.json does not fit the model",
-        ),
+        (with("config.json", &replace(&rows, "\"vocab_size\":200")), "tokenizer.json does not fit the model"),
         (
             with("train.jsonl", &replace("\"label\": 1", "\"label\": 7")),
             "train.jsonl:2: label 7 is out of range",
