@@ -151,6 +151,42 @@ fn bad_input_is_an_error_that_names_it() {
     assert!(errors.contains("train.jsonl: there is no such file; the folder has "), "{errors}");
 }
 
+#[test]
+fn what_a_command_makes_is_named_where_it_is_missing_and_nowhere_else() {
+    let empty = tempfile::tempdir().unwrap();
+    let said = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+        command.args(arguments).args(["--ranks", "1", "--out", "runs"]).current_dir(empty.path());
+        let (output, errors) =
+            output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        errors
+    };
+    let errors = said(&["fine-tune"]);
+    assert!(
+        errors.contains("out/roberta/mails is not there: `examples/roberta/fetch.py` makes it"),
+        "{errors}"
+    );
+    let corpus = corpus(8);
+    let (folder, config) = (corpus.folder.path().display().to_string(), corpus.path("config.json"));
+    let errors = said(&["fine-tune", "--data", &folder]);
+    assert!(
+        errors.contains("out/roberta/minilm is not there: `examples/roberta/fetch.py` makes it"),
+        "{errors}"
+    );
+    let errors = said(&["pretrain", "--data", &folder, "--config", &config.display().to_string()]);
+    assert!(
+        errors.contains("out/roberta/tokenizer.json is not there: `roberta tokenizer` makes it"),
+        "{errors}"
+    );
+    let errors = said(&["fine-tune", "--data", "of/my/own"]);
+    assert!(
+        errors.contains("of/my/own/labels.json: there is no such file, and no folder of/my/own"),
+        "{errors}"
+    );
+    assert!(!errors.contains("fetch.py"), "{errors}");
+}
+
 /// What two ranks say of which `culprit` alone has the folder `bad`.
 fn said_with_bad_input_of_one_rank(good: &Corpus, bad: &Path, culprit: u32) -> [String; 2] {
     let script = "folder=$1; [ \"$RANK\" != \"$CULPRIT\" ] || folder=$2; shift 2; \
