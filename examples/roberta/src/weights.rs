@@ -212,13 +212,15 @@ fn indexed(path: &Path) -> Result<BTreeMap<String, (PathBuf, burn_pack::Tensor)>
         serde_json::from_str(&files::read_text(path)?).context("it is no index of safetensors files")?;
     ensure!(!weight_map.is_empty(), "its weight_map names no tensor");
     let names: BTreeSet<&String> = weight_map.values().collect();
-    let mut all = BTreeMap::new();
-    for name in names {
+    for name in &names {
         let is_plain = Path::new(name).file_name().is_some_and(|file| file == name.as_str());
         ensure!(
             is_plain && name.ends_with(".safetensors"),
             "its weight_map names {name:?}: that is no safetensors file beside it"
         );
+    }
+    let mut all = BTreeMap::new();
+    for name in names {
         let shard = path.with_file_name(name);
         let tensors = tensors_of(&shard).with_context(|| shard.display().to_string())?;
         for tensor in tensors.keys() {
