@@ -191,6 +191,7 @@ mod sink;
 mod state;
 mod sync_batch_norm;
 mod tensor_bytes;
+mod ties;
 #[cfg(feature = "train")]
 pub mod train;
 mod view;

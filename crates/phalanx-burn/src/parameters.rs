@@ -8,6 +8,7 @@ use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
 use crate::tensor_bytes::{self, TensorBytes};
+use crate::ties::Ties;
 use crate::{device, read_back};
 
 /// A tensor of a module.
@@ -32,6 +33,8 @@ pub(crate) struct Inventory {
     pub buffers: HashSet<ParamId>,
     /// The device of the module.
     pub device: Device,
+    /// Whether parameters stand in several places.
+    pub ties: Ties,
 }
 
 impl Inventory {
@@ -56,7 +59,8 @@ impl Inventory {
         }
         let Stock { parameters, state, .. } = visitor;
         let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
-        Ok(Self { parameters, state, indices, buffers: buffers(module), device })
+        let ties = Ties::of(module)?;
+        Ok(Self { parameters, state, indices, buffers: buffers(module), device, ties })
     }
 }
 
