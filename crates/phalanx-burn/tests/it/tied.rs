@@ -406,3 +406,180 @@ fn the_gradient_of_a_weight_that_is_used_twice_is_the_sum_of_both_uses() {
         });
     }
 }
+
+/// Both layers in one unit, and units that share a weight.
+mod sharded {
+    use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
+
+    use super::*;
+
+    #[test]
+    fn one_weight_in_two_layers_of_a_unit_trains_as_one() {
+        for (number, optimizer) in optimizers().iter().enumerate() {
+            let (expected, norms) = reference(optimizer, Some(0.5));
+            for (ranks, reshard) in [(1, true), (2, true), (3, true), (2, false)] {
+                run(ranks, |group| {
+                    let (rank, ranks) = rank_and_ranks(&group);
+                    let mut options = phalanx_burn::parallel::fsdp::ShardingOptions::default();
+                    options.reshard_after_forward = reshard;
+                    let sharding = ShardingGroup::new(&group).unwrap().with_options(options);
+                    let unit = FullySharded::new(Tied::new(), &sharding).unwrap();
+                    let mut fsdp = Fsdp::new(unit, &sharding).unwrap();
+                    let mut optimizer = optimizer.clone();
+                    for (step, norm) in norms.iter().enumerate() {
+                        let batch = batch(step, rank, ranks);
+                        let loss = fsdp.forward(|unit| unit.forward(batch, Tied::loss)).unwrap();
+                        let mut gradients = fsdp.backward(&loss).unwrap();
+                        let ours = fsdp.clip_grad_norm(&mut gradients, 0.5).unwrap();
+                        assert!((ours / norm - 1.0).abs() < 1e-4, "step {step}: {ours} and not {norm}");
+                        fsdp.step(&mut optimizer, RATE, gradients).unwrap();
+                    }
+                    let trained = floats(&fsdp.model().gather().unwrap());
+                    check(&trained, &expected, &format!("optimizer {number}, {ranks} ranks"));
+                });
+            }
+        }
+    }
+
+    #[derive(Module, Debug)]
+    struct Units {
+        first: FullySharded<Linear>,
+        second: FullySharded<Linear>,
+    }
+
+    #[test]
+    fn a_unit_in_two_places_is_one_unit() {
+        let layer = || LinearConfig::new(8, 8).init(&device()).map(&mut Waves::default());
+        let x = |step: usize, rank: usize| samples(step * BATCH + rank * 4, step * BATCH + rank * 4 + 4).0;
+        for optimizer in optimizers() {
+            let (mut model, mut one) = (layer(), optimizer.clone());
+            for step in 0..STEPS {
+                let each = |rank| model.forward(model.forward(x(step, rank)).tanh()).powi_scalar(2).mean();
+                let loss = (each(0) + each(1)) / 2;
+                let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                model = one.step(RATE, model, gradients);
+            }
+            let expected = floats(&model);
+            run(2, |group| {
+                let sharding = ShardingGroup::new(&group).unwrap();
+                let first = FullySharded::new(layer(), &sharding).unwrap();
+                let model = Units { second: first.clone(), first };
+                let mut fsdp = Fsdp::new(model, &sharding).unwrap();
+                let (rank, mut optimizer) = (group.rank().index(), optimizer.clone());
+                for step in 0..STEPS {
+                    let loss = fsdp.forward(|model| {
+                        let x = model.first.forward(x(step, rank), |layer, x| layer.forward(x).tanh());
+                        model.second.forward(x, |layer, x| layer.forward(x)).powi_scalar(2).mean()
+                    });
+                    let gradients = fsdp.backward(&loss.unwrap()).unwrap();
+                    fsdp.step(&mut optimizer, RATE, gradients).unwrap();
+                }
+                let (first, second) = (&fsdp.model().first, &fsdp.model().second);
+                let [first, second] = [first, second].map(|unit| floats(&unit.gather().unwrap()));
+                assert_eq!(first, second);
+                let apart = distance(&first, &expected);
+                assert!(apart < 1e-5, "{apart:e}");
+            });
+        }
+    }
+
+    #[test]
+    fn one_weight_in_two_units_is_refused_with_the_names_of_both() {
+        for error in run(2, |group| {
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let Tied { first, second, .. } = Tied::new();
+            let first = FullySharded::new(first, &sharding).unwrap();
+            let model = Units { first, second: FullySharded::new(second, &sharding).unwrap() };
+            Fsdp::new(model, &sharding).unwrap_err().to_string()
+        }) {
+            assert!(error.contains("`first.weight`") && error.contains("`second.weight`"), "{error}");
+            assert!(error.contains("into one unit"), "{error}");
+        }
+    }
+}
+
+/// Stages 0 and 2 of a pipeline, which one rank has, with one weight.
+mod pipeline {
+    use phalanx::pipeline::Schedule;
+    use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
+
+    use super::*;
+
+    const STAGES: usize = 4;
+
+    #[derive(Module, Debug)]
+    struct Part {
+        layer: Linear,
+        is_last: bool,
+    }
+
+    impl Stage<2> for Part {
+        type Batch = (Tensor<2>, Tensor<2>);
+
+        fn forward(&self, input: Option<Tensor<2>>, (x, y): &Self::Batch) -> StageOutput<2> {
+            let hidden = self.layer.forward(input.unwrap_or_else(|| x.clone()));
+            match self.is_last {
+                false => StageOutput::Hidden(hidden.tanh()),
+                true => StageOutput::Loss((hidden - y.clone()).powi_scalar(2).mean()),
+            }
+        }
+    }
+
+    /// All stages, of which the third has the weight of the first.
+    fn stages() -> Vec<Part> {
+        let layer = |outputs| LinearConfig::new(8, outputs).init(&device()).map(&mut Waves::default());
+        let mut layers: Vec<Linear> = [8, 8, 8, 3].map(layer).into();
+        layers[2].weight = layers[0].weight.clone();
+        let part = |(stage, layer)| Part { layer, is_last: stage + 1 == STAGES };
+        layers.into_iter().enumerate().map(part).collect()
+    }
+
+    #[test]
+    fn one_weight_in_two_stages_of_a_rank_trains_as_one() {
+        let [_, _, adam, ..] = &optimizers()[..] else { panic!("there are five") };
+        // One process, in which the places are one tensor before every pass.
+        let (mut model, mut optimizer) = (stages(), adam.clone());
+        for step in 0..STEPS {
+            model[2].layer.weight = model[0].layer.weight.clone();
+            let loss = (0..4).map(|part| {
+                let (x, y) = batch(step, part, 4);
+                let x = model[..3].iter().fold(x, |x, part| part.layer.forward(x).tanh());
+                (model[3].layer.forward(x) - y).powi_scalar(2).mean()
+            });
+            let loss = loss.reduce(|a, b| a + b).unwrap() / 4;
+            let gradients = GradientsParams::from_grads(loss.backward(), &model);
+            model = optimizer.step(RATE, model, gradients);
+        }
+        model[2].layer.weight = model[0].layer.weight.clone();
+        let expected = floats(&model);
+        let trained = run(2, |group| {
+            let schedule = Schedule::Interleaved { stages_per_rank: 2 };
+            let mut pipeline = Pipeline::new(&group, schedule, 4).unwrap();
+            let own: Vec<usize> = pipeline.own_stages().collect();
+            let parts: Vec<Part> = own.iter().map(|stage| stages()[*stage].clone()).collect();
+            // The copies of one call, so that both places have one id.
+            let parts = if own == [0, 2] {
+                let all = stages();
+                vec![all[0].clone(), all[2].clone()]
+            } else {
+                parts
+            };
+            let mut ddp = Ddp::new(parts, &ProcessGroup::alone().unwrap()).unwrap();
+            let mut optimizer = adam.clone();
+            for step in 0..STEPS {
+                let batches: Vec<_> = (0..4).map(|part| batch(step, part, 4)).collect();
+                let gradients = pipeline.train(&mut ddp, &batches).unwrap().gradients;
+                ddp.step(&mut optimizer, RATE, gradients).unwrap();
+            }
+            floats(ddp.model())
+        });
+        // Weight and bias of stages 0 and 2, and of 1 and 3.
+        let ours: Vec<_> = [0, 1].iter().flat_map(|at| {
+            [&trained[0][2 * at..2 * at + 2], &trained[1][2 * at..2 * at + 2]].concat()
+        });
+        let ours: Vec<Vec<f32>> = ours.collect();
+        assert_eq!(ours[0], ours[4]);
+        let apart = distance(&ours, &expected);
+        assert!(apart < 1e-5, "{apart:e}");
+    }
+}
