@@ -53,8 +53,9 @@ fn rest_of(name: &str) -> String {
 impl<M: Module> Fsdp<M> {
     /// Adds this rank's shards and their part of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
     /// every rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered. Each unit is one
-    /// tensor of one dimension, with all its parameters in their order. Rank 0 adds what is in no unit. What is frozen inside a unit is
-    /// not saved, but compared: [`FullySharded::new`](super::FullySharded::new) must get it.
+    /// tensor of one dimension, with all its parameters in their order, and so is each tensor of the state of a parameter. Rank 0 adds what
+    /// is in no unit. What is frozen inside a unit that is trained is not saved, but compared:
+    /// [`FullySharded::new`](super::FullySharded::new) must get it.
     ///
     /// ```
     /// use burn::module::Module;
