@@ -48,7 +48,9 @@ impl Inventory {
                 "no parameter of the model needs a gradient: all {} are frozen",
                 inventory.frozen.len()
             ))
-            .with_remedy("unfreeze some with Module::unfreeze; a model that is not trained is used as it is"));
+            .with_remedy(
+                "unfreeze some with Module::unfreeze; a model that is not trained is used as it is",
+            ));
         }
         Ok(inventory)
     }

@@ -80,9 +80,7 @@ impl Finder {
         });
         match same.flatten()? {
             true => Ok(()),
-            false => {
-                Err(one_id(format!("has other values at `{}` than at `{here}`", first.path)))
-            }
+            false => Err(one_id(format!("has other values at `{}` than at `{here}`", first.path))),
         }
     }
 }

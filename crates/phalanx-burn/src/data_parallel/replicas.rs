@@ -49,7 +49,14 @@ impl<M: Module> Replicas<M> {
         let ties = Ties::of(&model)?;
         let model = Some(ties.hold(model));
         let scope: Scope = Box::new(|_, work| work());
-        Ok(Self { model, devices, scope, token: ModelToken::default(), ties, transfers: Transfers::default() })
+        Ok(Self {
+            model,
+            devices,
+            scope,
+            token: ModelToken::default(),
+            ties,
+            transfers: Transfers::default(),
+        })
     }
 
     pub fn set_scope(&mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) {

@@ -46,11 +46,7 @@ impl Tied {
 
     /// The same numbers, as a model that has the weight once.
     fn once(&self) -> Once {
-        Once {
-            layer: self.first.clone(),
-            bias: self.second.bias.clone().unwrap(),
-            last: self.last.clone(),
-        }
+        Once { layer: self.first.clone(), bias: self.second.bias.clone().unwrap(), last: self.last.clone() }
     }
 }
 
@@ -293,7 +289,8 @@ fn averages_of_models_have_one_weight() {
             let (rank, ranks) = rank_and_ranks(&group);
             let mut ddp = Ddp::new(Tied::new(), &group).unwrap();
             ddp.register_comm_hook(PostLocalSgd::new(0)).unwrap();
-            let mut averager = PeriodicModelAverager::new(STEPS as u64).unwrap().warmup_steps(STEPS as u64 - 1);
+            let mut averager =
+                PeriodicModelAverager::new(STEPS as u64).unwrap().warmup_steps(STEPS as u64 - 1);
             let mut optimizer = optimizer.clone();
             for step in 0..STEPS {
                 let loss = ddp.forward(|model| model.loss(batch(step, rank, ranks))).unwrap();
@@ -574,9 +571,9 @@ mod pipeline {
             floats(ddp.model())
         });
         // Weight and bias of stages 0 and 2, and of 1 and 3.
-        let ours: Vec<_> = [0, 1].iter().flat_map(|at| {
-            [&trained[0][2 * at..2 * at + 2], &trained[1][2 * at..2 * at + 2]].concat()
-        });
+        let ours: Vec<_> = [0, 1]
+            .iter()
+            .flat_map(|at| [&trained[0][2 * at..2 * at + 2], &trained[1][2 * at..2 * at + 2]].concat());
         let ours: Vec<Vec<f32>> = ours.collect();
         assert_eq!(ours[0], ours[4]);
         let apart = distance(&ours, &expected);

@@ -96,7 +96,7 @@ impl<M: Module> Fsdp<M> {
             let rest = (self.model(), Select::Except(&pieces));
             model::save(rest, &self.rest(), snapshot, &rest_of(name))?;
         }
-        let mut rows = self.rows()?;
+        let mut rows: HashMap<usize, Vec<u8>> = HashMap::new();
         parameters::each(self.model(), &self.pieces(), |piece, bytes| {
             let (unit, index) = self.place(piece)?;
             let row = rows.entry(unit.unit).or_default();
@@ -153,10 +153,7 @@ impl<M: Module> Fsdp<M> {
             false => self.state_of_units(saved, name, (tensors, scalars))?,
         };
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
-        let mut places = HashMap::new();
-        for (id, piece) in self.pieces() {
-            places.insert(id, piece);
-        }
+        let places = self.pieces();
         let mut pieces = Vec::new();
         for piece in 0..places.len() {
             let (unit, index) = self.place(piece)?;
@@ -257,11 +254,6 @@ impl<M: Module> Fsdp<M> {
         tensors.filter(|tensor| !self.units.contains_key(&tensor.id)).cloned().collect()
     }
 
-    /// A row for each unit, which is still empty.
-    fn rows(&self) -> Result<HashMap<usize, Vec<u8>>> {
-        self.order.iter().map(|(number, _)| Ok((*number, Vec::new()))).collect()
-    }
-
     /// The pieces of all units, numbered in the order of the model.
     fn pieces(&self) -> HashMap<ParamId, usize> {
         let mut pieces = HashMap::new();
@@ -289,7 +281,8 @@ impl<M: Module> Fsdp<M> {
         for (number, _) in &self.order {
             let unit = self.layout(*number)?;
             if let Some(&first) = self.parameters.get(number)
-                && let Some(index) = parameter.checked_sub(first).filter(|index| *index < unit.parameters.len())
+                && let Some(index) =
+                    parameter.checked_sub(first).filter(|index| *index < unit.parameters.len())
             {
                 return Ok((unit, index));
             }
@@ -329,7 +322,13 @@ fn part(unit: &FlatLayout, index: usize, rank: usize) -> (usize, Range<usize>) {
 /// Of a whole tensor of one dimension and so many elements, the slice that this rank has.
 type Part = (usize, Range<usize>);
 
-fn add(snapshot: &mut Snapshot, name: &str, dtype: BurnDType, (whole, own): Part, bytes: Vec<u8>) -> Result<()> {
+fn add(
+    snapshot: &mut Snapshot,
+    name: &str,
+    dtype: BurnDType,
+    (whole, own): Part,
+    bytes: Vec<u8>,
+) -> Result<()> {
     if own.is_empty() {
         return Ok(()); // nothing but padding
     }

@@ -265,7 +265,9 @@ impl Exchanges {
         let State { present, held, .. } = &mut *state;
         for (unit, present) in present.drain() {
             match held.entry(unit) {
-                Entry::Vacant(vacant) => drop(vacant.insert(present)),
+                Entry::Vacant(vacant) => {
+                    vacant.insert(present);
+                }
                 Entry::Occupied(mut held) => {
                     held.get_mut().iter_mut().zip(present).for_each(|(held, present)| *held |= present);
                 }
@@ -292,7 +294,10 @@ impl Exchanges {
             }
         }
         let mut flags = flags.into_iter().map(|flag| flag == 0);
-        Ok(units.iter().map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect())).collect())
+        Ok(units
+            .iter()
+            .map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect()))
+            .collect())
     }
 
     /// Ends a backward pass: nothing that was gathered or scattered for it is used any more.
@@ -390,7 +395,9 @@ impl Exchanges {
                 .with_remedy("change the values of a FullySharded's parameters, and not their shapes"));
             };
             // A piece of nothing has a tensor of one element.
-            tensor_bytes::with_bytes(piece.clone(), |piece| target.copy_from_slice(&piece.bytes[..target.len()]))?;
+            tensor_bytes::with_bytes(piece.clone(), |piece| {
+                target.copy_from_slice(&piece.bytes[..target.len()])
+            })?;
         }
         self.note(Call::Gather(unit.unit as u32), unit.bytes());
         let value = self.group.all_gather_v_in_place_async(buffer, &unit.counts())?;

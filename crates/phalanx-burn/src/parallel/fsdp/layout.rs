@@ -117,9 +117,9 @@ impl FlatLayout {
         let filler = vec![0; self.dtype.size()];
         let bytes = match self.piece_bytes(index, rank) {
             none if none.is_empty() => filler.as_slice(),
-            place => row.get(place).ok_or_else(|| {
-                Error::aborted("a unit's row is too short: this is a defect of phalanx")
-            })?,
+            place => row
+                .get(place)
+                .ok_or_else(|| Error::aborted("a unit's row is too short: this is a defect of phalanx"))?,
         };
         Ok(tensor_bytes::tensor_data(bytes, &[elements], self.dtype))
     }

@@ -221,8 +221,7 @@ impl<M: Module> Fsdp<M> {
         let mut gradients = self.backward_with(|ddp| ddp.backward(loss))?;
         // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
         let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
-        let absent =
-            self.exchanges.absent(&order).inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        let absent = self.exchanges.absent(&order).inspect_err(|error| self.exchanges.fail(error.clone()))?;
         for (unit, absent) in absent {
             let Some(&first) = self.parameters.get(&unit) else { continue };
             let pieces = self.ddp.parameters().iter().skip(first).zip(absent);
@@ -386,7 +385,8 @@ impl Units {
 /// An error if a parameter that is trained stands in two units, or in one and outside of units: each would train it for itself.
 fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exchanges) -> Result<()> {
     let mut places: HashMap<ParamId, (String, bool)> = HashMap::new();
-    let mut note = |id: ParamId, place: String, is_trained: bool| match places.get(&id) {
+    let mut note = |id: ParamId, place: String, is_trained: bool| {
+        match places.get(&id) {
         Some((first, was_trained)) if is_trained || *was_trained => Err(Error::invalid_argument(format!(
             "one parameter stands at `{first}` and at `{place}`: units are sharded and trained each by itself"
         ))
@@ -399,6 +399,7 @@ fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exc
             places.insert(id, (place, is_trained));
             Ok(())
         }
+    }
     };
     for (number, name) in order {
         let Some(unit) = exchanges.unit(*number) else { continue };

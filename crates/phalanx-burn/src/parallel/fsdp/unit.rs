@@ -227,8 +227,7 @@ impl<M: Module + 'static> FullySharded<M> {
         let slots = Slots::default();
         let mut behind = Behind { anchor, slots: Some(slots.clone()) };
         drop(inputs.map_floats(&mut behind));
-        let again =
-            Recomputed::new(&self.unit, (place, seed), (collector, slots), (shard, constants, pass));
+        let again = Recomputed::new(&self.unit, (place, seed), (collector, slots), (shard, constants, pass));
         let output = output.autodiff().set_require_grad(false).into_dispatch();
         let target = Target(Arc::new(again));
         Tensor::from_dispatch(Dispatch::attached(output, behind.anchor.into_dispatch(), target))

@@ -140,7 +140,8 @@ fn train(
     for step in steps {
         for part in 0..parts {
             let both = uses(step, part, rank, ranks);
-            let loss = fsdp.forward(|model| model.loss(both, batch(step, rank, part))).unwrap() / parts as f64;
+            let loss =
+                fsdp.forward(|model| model.loss(both, batch(step, rank, part))).unwrap() / parts as f64;
             if part + 1 < parts {
                 fsdp.backward_no_sync(&loss).unwrap();
                 continue;
@@ -307,7 +308,8 @@ fn frozen_units_are_sharded_and_pass_gradients_on() {
                 let apart = distance(&ours, &expected);
                 assert!(apart < 1e-5, "{what}: {apart:e}");
                 // Each rank has its part of all four layers, and no more.
-                let shards: usize = [72, 72, 72, 27].iter().map(|all: &usize| all.div_ceil(ranks as usize)).sum();
+                let shards: usize =
+                    [72, 72, 72, 27].iter().map(|all: &usize| all.div_ceil(ranks as usize)).sum();
                 assert_eq!(fsdp.bytes().shards, 4 * shards, "{what}");
                 // A frozen layer is gathered and freed as others are.
                 let inside = fsdp.forward(|model| model.loss(batch(9, 0, 0))).unwrap().into_scalar::<f32>();
@@ -379,6 +381,9 @@ fn a_model_of_frozen_units_alone_has_nothing_to_train() {
         let unit = FullySharded::new(LinearConfig::new(4, 4).init(&device()).no_grad(), &sharding).unwrap();
         Fsdp::new(unit, &sharding).unwrap_err().to_string()
     }) {
-        assert!(error.contains("no parameter of the model needs a gradient") && !error.contains("Ddp"), "{error}");
+        assert!(
+            error.contains("no parameter of the model needs a gradient") && !error.contains("Ddp"),
+            "{error}"
+        );
     }
 }
