@@ -357,3 +357,96 @@ fn tensor(key: Key, dtype: BurnDType, mut elements: Vec<u8>, length: usize) -> (
     elements.resize(length * dtype.size(), 0);
     (key, Layout { dtype, shape: vec![length] }, Bytes::from_bytes_vec(elements))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::AdamWConfig;
+    use burn::tensor::{Device, Tensor};
+    use phalanx::ProcessGroup;
+    use phalanx::checkpoint::Checkpoints;
+
+    use super::super::{FullySharded, ShardingGroup};
+    use super::*;
+
+    type Unit = Fsdp<FullySharded<Linear>>;
+
+    fn unit() -> Unit {
+        let sharding = ShardingGroup::new(&ProcessGroup::alone().unwrap()).unwrap();
+        let layer = LinearConfig::new(4, 3).init(&Device::flex().autodiff());
+        Fsdp::new(FullySharded::new(layer, &sharding).unwrap(), &sharding).unwrap()
+    }
+
+    /// Weights, moments and counts of steps.
+    fn content(fsdp: &Unit, optimizer: &ModuleOptimizer) -> (Vec<f32>, Vec<(Key, Vec<u8>)>, String) {
+        let Linear { weight, bias } = fsdp.model().gather().unwrap();
+        let mut floats: Vec<f32> = weight.val().into_data().iter().collect();
+        floats.extend(bias.unwrap().val().into_data().iter::<f32>());
+        let OptimizerState { tensors, scalars, .. } =
+            OptimizerState::of(optimizer, fsdp.ddp.parameters()).unwrap();
+        let mut moments: Vec<_> = tensors.into_iter().map(|(key, _, bytes)| (key, bytes.to_vec())).collect();
+        moments.sort();
+        let mut scalars: Vec<_> = scalars.iter().map(|scalar| format!("{scalar:?}")).collect();
+        scalars.sort();
+        (floats, moments, scalars.join(" "))
+    }
+
+    /// Saves as version 0.2.0 did, whose optimizers had one state of a whole unit.
+    fn save_of_unit(fsdp: &Unit, optimizer: &ModuleOptimizer, snapshot: &mut Snapshot) -> Result<()> {
+        let state = OptimizerState::of(optimizer, fsdp.ddp.parameters())?;
+        let first = |key: &Key| key.index == 0;
+        let mut rows: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+        for (key, _, elements) in &state.tensors {
+            rows.entry(key.field.clone()).or_default().extend_from_slice(elements);
+        }
+        let fields = rows.keys().map(|field| (Key { index: 0, field: field.clone() }, BurnDType::F32));
+        let index = Index {
+            tensors: fields.collect(),
+            scalars: state.scalars.into_iter().filter(|(key, _)| first(key)).collect(),
+            paths: vec![(0, "shard".to_owned())],
+            units: fsdp.entries()?,
+            frozen: fsdp.frozen()?,
+        };
+        snapshot.value("old", &index)?;
+        let pieces = fsdp.units.keys().copied().collect();
+        model::save((fsdp.model(), Select::Except(&pieces)), &fsdp.rest(), snapshot, &rest_of("old"))?;
+        let mut row = Vec::new();
+        parameters::each(fsdp.model(), &fsdp.pieces(), |_, piece| {
+            row.extend_from_slice(piece.bytes);
+            Ok(())
+        })?;
+        rows.into_iter()
+            .map(|(field, row)| (format!("old.shard.{field}"), row))
+            .chain([("old.shard".to_owned(), row)])
+            .try_for_each(|(name, row)| add(snapshot, &name, BurnDType::F32, (15, 0..15), row))
+    }
+
+    #[test]
+    fn a_state_of_whole_units_becomes_one_of_each_parameter() {
+        let (mut fsdp, mut optimizer) = (unit(), AdamWConfig::new().init());
+        for _ in 0..2 {
+            let x = Tensor::<2>::ones([2, 4], &Device::flex().autodiff());
+            let loss =
+                fsdp.forward(|unit| unit.forward(x, |layer, x| layer.forward(x)).powi_scalar(2).mean());
+            let gradients = fsdp.backward(&loss.unwrap()).unwrap();
+            fsdp.step(&mut optimizer, 0.1, gradients).unwrap();
+        }
+        let expected = content(&fsdp, &optimizer);
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap();
+        let save = |snapshot: &mut Snapshot| {
+            fsdp.save(&optimizer, snapshot, "new")?;
+            save_of_unit(&fsdp, &optimizer, snapshot)
+        };
+        checkpoints.save_sharded(1, save).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        for name in ["new", "old"] {
+            let (mut again, mut optimizer) = (unit(), AdamWConfig::new().init());
+            again.load(&mut optimizer, &saved, name).unwrap();
+            assert_eq!(content(&again, &optimizer), expected, "{name}");
+        }
+    }
+}
