@@ -107,6 +107,7 @@ impl<M: Module> Ddp<M> {
                     .inspect_err(|error| group.abort(error.clone()))?
             }
         };
+        let model = inventory.ties.hold(model);
         Ok(Self {
             model: Some(model),
             inventory,
@@ -316,7 +317,8 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        self.model = model.map(|model| self.inventory.ties.hold(model));
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {

@@ -102,6 +102,12 @@
 //! Networks that train in turns, such as a generator and a discriminator, have a `Ddp` each: a backward pass gives the
 //! gradients of the one that it is called on, and drops those that the loss sends into the other.
 //!
+//! # Tied weights
+//!
+//! A clone of a `Param` has its id, and with it is the same parameter in a second place, such as the weight of an embedding and of the
+//! decoder: its gradient is the sum of both uses, and both places have one value after every step. Burn's own optimizer alone changes the
+//! first place only. Places that have one id and differ are refused with both names.
+//!
 //! # Uneven inputs
 //!
 //! Ranks with unequal numbers of batches train inside [`Ddp::join`]:
@@ -191,6 +197,7 @@ mod sink;
 mod state;
 mod sync_batch_norm;
 mod tensor_bytes;
+mod ties;
 #[cfg(feature = "train")]
 pub mod train;
 mod view;

@@ -16,6 +16,7 @@ mod parallel;
 mod state;
 mod sync_batch_norm;
 mod tensors;
+mod tied;
 #[cfg(feature = "train")]
 mod train;
 mod uneven;
