@@ -28,7 +28,10 @@ use crate::Ddp;
 /// # }
 /// ```
 ///
-/// The optimizer's state is not averaged, as in PyTorch.
+/// The optimizer's state and buffers are not averaged, as in PyTorch.
+///
+/// How many steps there have been decides when the next average is due. [`TrainState::with_averager`](crate::TrainState::with_averager)
+/// makes that a part of checkpoints.
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     period: u64,
@@ -52,6 +55,16 @@ impl PeriodicModelAverager {
     pub fn warmup_steps(mut self, steps: u64) -> Self {
         self.warmup_steps = steps;
         self
+    }
+
+    /// How many steps there have been.
+    pub(crate) fn steps(&self) -> u64 {
+        self.step
+    }
+
+    /// Goes on after so many steps.
+    pub(crate) fn resume_at(&mut self, steps: u64) {
+        self.step = steps;
     }
 
     /// Call it after a step of the optimizer. Returns whether the model was averaged. All ranks call it together.

@@ -1,6 +1,8 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+mod comm_hook;
 mod engine;
+mod evaluate;
 mod regroup;
 mod replica;
 
@@ -13,7 +15,7 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::hooks::CommHook;
+use phalanx::reducer::hooks::HookState;
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
@@ -35,7 +37,8 @@ use crate::sink::{Delivery, Pass};
 pub struct DdpOptions {
     /// Sizes of buckets, and how gradients are averaged.
     pub reducer: ReducerOptions,
-    /// Before a forward pass, do all ranks take over rank 0's buffers, such as the running statistics of batch norm?
+    /// Whether all ranks take over rank 0's buffers, such as the running statistics of batch norm, before a forward pass of a training.
+    /// [`Ddp::evaluate`] gives every rank rank 0's in any case.
     pub broadcast_buffers: bool,
     /// Do gradients free the memory of their buckets when they are dropped? Buckets then take memory only between the
     /// first gradient of a step and the optimizer's step: a rank's peak is about that of training without `Ddp`.
@@ -80,6 +83,8 @@ pub struct Ddp<M> {
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
+    /// The loaded state of a hook that is not registered yet.
+    hook_state: Option<HookState>,
 }
 
 impl<M: Module> Ddp<M> {
@@ -121,12 +126,17 @@ impl<M: Module> Ddp<M> {
             sharded: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
+            hook_state: None,
         })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result averages gradients.
     ///
-    /// For passes without training, such as an evaluation, use [`model`](Self::model).
+    /// For an evaluation use [`evaluate`](Self::evaluate), which gives every rank the same model.
+    ///
+    /// # Errors
+    /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
+    /// registered.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         let device = self.inventory.device.clone();
         self.forward_with(|model, sink| match sink {
@@ -139,6 +149,7 @@ impl<M: Module> Ddp<M> {
     /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
     pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
         let begin = Instant::now();
+        self.check_hook_state()?;
         self.step_began.get_or_insert(begin);
         self.group.step()?;
         self.refresh_buffers()?;
@@ -376,7 +387,8 @@ impl<M: Module> Ddp<M> {
         Ok(joined.value)
     }
 
-    /// The model, for evaluation (`ddp.model().valid()`) and for saving.
+    /// The model, for saving, and for passes without gradients whose result need not be the same on every rank: between steps buffers,
+    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate).
     pub fn model(&self) -> &M {
         held(&self.model)
     }
@@ -386,18 +398,6 @@ impl<M: Module> Ddp<M> {
         match self.model {
             Some(model) => model,
             None => missing(),
-        }
-    }
-
-    /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
-    /// ranks call it together, with the same settings. In a world of one it is not used.
-    ///
-    /// # Errors
-    /// On every rank, if the hooks differ.
-    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        match self.engine.sink() {
-            Some(sink) => sink.call(|reducer| reducer.register_hook(Box::new(hook))),
-            None => Ok(()),
         }
     }
 

@@ -55,7 +55,7 @@
 //! | `model.forward(x)` | `ddp.forward(\|model\| model.forward(x))?` |
 //! | `GradientsParams::from_grads(loss.backward(), &model)` | `ddp.backward(&loss)?` |
 //! | `model = optimizer.step(lr, model, gradients)` | `ddp.step(&mut optimizer, lr, gradients)?` |
-//! | `model.valid()` | `ddp.model().valid()` |
+//! | `model.valid().forward(x)` | `ddp.evaluate(\|model\| model.forward(x))?` |
 //!
 //! # What happens when
 //!
@@ -63,6 +63,7 @@
 //!   that differs. Then every rank takes over rank 0's parameters and buffers, so seeds need not agree.
 //! - **[`Ddp::forward`]** runs on a copy of the module, which shares its memory, with a hook on each parameter. Before it,
 //!   buffers such as the running statistics of batch norm become rank 0's again.
+//! - **[`Ddp::evaluate`]** runs on the model without autodiff, with rank 0's buffers on every rank.
 //! - **[`Ddp::backward`]** hands each gradient to the [reducer](phalanx::reducer) as soon as it is finished, while the
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
 //! - **[`Ddp::step`]** is local.

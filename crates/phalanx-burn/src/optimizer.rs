@@ -20,7 +20,7 @@ use crate::state::Layout;
 const MAX_BYTES: usize = 1 << 38;
 
 /// The scalar in which Burn keeps the number of a parameter's dimensions.
-const RANK: &str = "__rank";
+pub(crate) const RANK: &str = "__rank";
 
 /// The whole state of an optimizer, in the order of its keys; `E` are a tensor's elements.
 #[derive(Serialize, Deserialize)]
@@ -56,12 +56,7 @@ impl OptimizerState {
 
     /// `optimizer` with this state of `parameters`.
     pub fn load(self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<ModuleOptimizer> {
-        let dimensions =
-            |index: usize| parameters.get(index).map(|parameter| Scalar::from(parameter.shape.len()));
-        let mut ranks = self.scalars.iter().filter(|(key, _)| key.field == RANK);
-        if ranks.any(|(key, rank)| dimensions(key.index) != Some(*rank)) {
-            return Err(other_model());
-        }
+        own_dimensions(&self.scalars, parameters)?;
         let id = |index: usize| parameters.get(index).map(|parameter| parameter.id.val());
         let record = OptimizerRecord::from_bytes(self.write(id)?).map_err(unreadable)?;
         Ok(optimizer.clone().load_record(record))
@@ -94,7 +89,7 @@ impl OptimizerState {
 
     /// Writes a record; `key` translates indices to keys.
     fn write(self, key: impl Fn(usize) -> Option<u64>) -> Result<Bytes> {
-        let key = |index: usize| key(index).ok_or_else(other_model);
+        let key = |index: usize| key(index).ok_or_else(|| unknown(index));
         let mut tensors = Vec::with_capacity(self.tensors.len());
         for (Key { index, field }, Layout { dtype, shape }, elements) in self.tensors {
             let key = key(index)?;
@@ -108,6 +103,12 @@ impl OptimizerState {
             writer = writer.with_metadata(&key(*index)?.to_string(), path);
         }
         writer.into_bytes().map_err(unreadable)
+    }
+
+    /// It without the elements of its tensors.
+    pub fn index(&self) -> OptimizerState<()> {
+        let tensors = self.tensors.iter().map(|(key, layout, _)| (key.clone(), layout.clone(), ())).collect();
+        OptimizerState { tensors, scalars: self.scalars.clone(), paths: self.paths.clone() }
     }
 
     /// In the form that is sent: a record whose keys are indices.
@@ -193,8 +194,28 @@ fn broadcast(group: &dyn Communicator, root: Rank, mine: &[u8]) -> Result<Bytes>
     Ok(Bytes::from_bytes_vec(bytes.as_bytes().to_vec()))
 }
 
-pub(crate) fn other_model() -> Error {
-    Error::mismatch("the optimizer's state is that of another model")
+/// Checks that each parameter has as many dimensions as when the state was saved.
+pub(crate) fn own_dimensions(scalars: &[(Key, Scalar)], parameters: &[Parameter]) -> Result<()> {
+    for (Key { index, .. }, saved) in scalars.iter().filter(|(key, _)| key.field == RANK) {
+        let parameter = parameters.get(*index).ok_or_else(|| unknown(*index))?;
+        if Scalar::from(parameter.shape.len()) != *saved {
+            let Parameter { name, shape, .. } = parameter;
+            let saved = usize::try_from(*saved)
+                .map_or_else(|_| "another number of".to_owned(), |saved| saved.to_string());
+            return Err(other_model(&format!(
+                "its tensors of `{name}` have {saved} dimensions, and `{name}` is {shape:?}"
+            )));
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn unknown(index: usize) -> Error {
+    other_model(&format!("it has tensors of parameter number {index}, which does not exist"))
+}
+
+pub(crate) fn other_model(cause: &str) -> Error {
+    Error::mismatch(format!("the optimizer's state is that of another model: {cause}"))
         .with_remedy("build the model as it was built when the state was saved")
 }
 

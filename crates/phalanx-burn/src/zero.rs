@@ -136,7 +136,7 @@ impl ZeroRedundancyOptimizer {
     /// other rank's tensors.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model; the state is then unchanged.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged.
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
         let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
         let is_own = |index: usize| {
@@ -144,7 +144,8 @@ impl ZeroRedundancyOptimizer {
             // A missing tensor means another model, which is an error.
             parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
         };
-        self.inner = moments::load(&self.inner, ddp.parameters(), saved, (indexes, name), is_own)?;
+        let model = (ddp.model(), ddp.parameters());
+        self.inner = moments::load(&self.inner, model, saved, (indexes, name), is_own)?;
         Ok(())
     }
 

@@ -112,6 +112,12 @@ callers! {
     PipelineTrain = 52, "Pipeline::train";
     /// A model whose parameters are sharded: its units, their passes in either direction, and what ranks compare.
     Fsdp = 53, "Fsdp";
+    /// An adapter's evaluation, before which ranks take over buffers.
+    DdpEvaluate = 54, "Ddp::evaluate";
+    /// An adapter's comparison of buffers.
+    DdpBuffersIdentical = 55, "Ddp::buffers_identical";
+    /// A saved state of which each rank has a part.
+    TrainStateCheckpoint = 56, "TrainState::checkpoint";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
 }

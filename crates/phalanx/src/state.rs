@@ -1,10 +1,13 @@
 //! Where the state of a training is saved and loaded, for adapters: the memory of an elastic job, or a checkpoint.
 
+mod hook;
+
 use std::borrow::Cow;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+pub use self::hook::{load_hook, save_hook, save_own_of_hook};
 use crate::checkpoint::{Saved, Snapshot};
 use crate::dtype::DType;
 use crate::elastic::Parts;
@@ -51,6 +54,9 @@ pub trait StateReader {
     /// If there is none of this name and type.
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T>;
 
+    /// Whether there is a value of this name.
+    fn has_value(&self, name: &str) -> bool;
+
     /// The elements of a tensor of this type and shape, which may come from outside.
     ///
     /// # Errors
@@ -88,6 +94,10 @@ impl StateReader for Parts {
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         self.deserialize(name)
     }
+
+    fn has_value(&self, name: &str) -> bool {
+        self.bytes(name).is_ok()
+    }
 }
 
 impl StateWriter for Snapshot {
@@ -117,6 +127,10 @@ impl StateReader for Saved {
 
     fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         Self::value(self, name)
+    }
+
+    fn has_value(&self, name: &str) -> bool {
+        self.part(name).is_ok()
     }
 }
 

@@ -200,12 +200,12 @@ fn train(
     }
     group.all_reduce(&mut means, ReduceOp::Avg)?;
     let (bytes, steps) = (ddp.communicated_bytes(), losses.len() as u64);
-    Ok(Outcome { bytes, steps, losses: means, accuracy: accuracy(ddp.model(), unseen, group)? })
+    let accuracy = ddp.evaluate(|network| accuracy(network, unseen, group))??;
+    Ok(Outcome { bytes, steps, losses: means, accuracy })
 }
 
 /// The share of `digits` that are recognised; each rank looks at a part of them.
 fn accuracy(network: &Network, digits: &Digits, group: &ProcessGroup) -> Result<f64> {
-    let network = network.valid();
     let mine: Vec<usize> = (group.rank().index()..digits.len()).step_by(group.world_size().count()).collect();
     let device = Device::flex();
     let of = |indices: &[usize]| network.correct(digits.batch(indices, &device));

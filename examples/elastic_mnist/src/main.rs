@@ -127,13 +127,15 @@ impl Job {
     }
 
     /// The share of the unseen digits that are recognised; each rank looks at a part of them.
-    fn evaluate(&self, context: &Context<'_, Training>) -> phalanx::Result<f64> {
-        let (network, device) = (context.state.model.model().valid(), Device::flex());
-        let group = context.group();
+    fn evaluate(&self, context: &mut Context<'_, Training>) -> phalanx::Result<f64> {
+        let (group, device) = (context.group().clone(), Device::flex());
         let (rank, world) = (group.rank().index(), group.world_size().count());
         let mine: Vec<usize> = (rank..self.unseen.len()).step_by(world).collect();
-        let correct = mine.chunks(250).map(|indices| network.correct(self.unseen.batch(indices, &device)));
-        let mut correct = [correct.sum::<i64>()];
+        let correct = context.state.model.evaluate(|network| {
+            let batches = mine.chunks(250).map(|indices| self.unseen.batch(indices, &device));
+            batches.map(|batch| network.correct(batch)).sum::<i64>()
+        })?;
+        let mut correct = [correct];
         group.all_reduce(&mut correct, ReduceOp::Sum)?;
         Ok(correct[0] as f64 / self.unseen.len() as f64)
     }

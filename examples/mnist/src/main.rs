@@ -80,7 +80,7 @@ fn train(options: &Options) -> Result<()> {
             ddp.step(&mut optimizer, options.lr * progress.left(), gradients)?;
             progress.step(indices.len(), loss);
         }
-        accuracy = evaluate(ddp.model(), &unseen, &group)?;
+        accuracy = ddp.evaluate(|network| evaluate(network, &unseen, &group))??;
         progress.epoch(epoch + 1, accuracy);
     }
 
@@ -91,7 +91,6 @@ fn train(options: &Options) -> Result<()> {
 
 /// The share of `digits` that are recognised; each rank looks at a part of them.
 fn evaluate(network: &Network, digits: &Digits, group: &ProcessGroup) -> Result<f64> {
-    let network = network.valid();
     let mine: Vec<usize> = (group.rank().index()..digits.len()).step_by(group.world_size().count()).collect();
     let device = Device::flex();
     let correct = mine.chunks(250).map(|indices| network.correct(digits.batch(indices, &device)));

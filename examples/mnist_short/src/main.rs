@@ -65,8 +65,8 @@ fn train() -> anyhow::Result<()> {
         state.checkpoint(&checkpoints)?;
 
         let mine: Vec<_> = (group.rank().index()..unseen.len()).step_by(group.world_size().count()).collect();
-        let batch = unseen.batch(&mine, &device);
-        let answers = state.model.model().forward(batch.images).argmax(1).flatten::<1>(0, 1);
+        let batch = unseen.batch(&mine, &Device::flex());
+        let answers = state.model.evaluate(|net| net.forward(batch.images).argmax(1).flatten::<1>(0, 1))?;
         let accuracy = state.model.sum(answers.equal(batch.labels).int().sum())? / unseen.len() as f64;
         if group.rank().is_main() {
             println!("epoch {epoch}: {:.2} % recognised", 100.0 * accuracy);

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{CommHook, Compressed, GradBucket, Pending, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{
+    CommHook, Compressed, GradBucket, HookState, Pending, PowerSgd, PowerSgdOptions,
+};
 use phalanx::trace::Trace;
 use phalanx::{
     Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
@@ -498,6 +500,14 @@ fn a_panic_of_a_hook_is_an_error_of_backward() {
         }
         fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
             Ok(())
+        }
+
+        fn state(&self) -> HookState {
+            HookState::default()
+        }
+
+        fn load(&mut self, state: HookState) -> Result<()> {
+            state.nothing()
         }
     }
     for late in [false, true] {

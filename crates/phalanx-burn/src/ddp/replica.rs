@@ -1,8 +1,9 @@
 //! How replicas stay equal besides averaged gradients: buffers, and state that one rank gives the others.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
-use burn::module::Module;
+use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
 
@@ -12,7 +13,7 @@ use crate::parameters::{self, Select};
 use crate::{optimizer, replicas};
 
 impl<M: Module> Ddp<M> {
-    /// Replaces the parameters of all replicas by their average. All ranks call it together; inside
+    /// Replaces the parameters of all replicas by their average. Buffers are left as they are, as by PyTorch's averagers. All ranks call it together; inside
     /// [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
     ///
     /// # Errors
@@ -31,7 +32,12 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// Are the parameters of all replicas the same, bit for bit? All ranks must call it, and get the same answer.
+    /// Whether the parameters of all replicas are the same, bit for bit. All ranks must call it, and get the same answer. Of buffers,
+    /// such as the running statistics of batch norm, [`buffers_identical`](Self::buffers_identical) says that: between steps each rank
+    /// has its own.
+    ///
+    /// # Errors
+    /// If the exchange fails.
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
         replicas::identical(self.model(), &group, Select::Weights(&self.inventory.buffers))
@@ -87,6 +93,11 @@ impl<M: Module> Ddp<M> {
         self.buffers_stale = false;
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
         Ok(())
+    }
+
+    /// Floats that forward passes may change.
+    pub(crate) fn buffers(&self) -> &HashSet<ParamId> {
+        &self.inventory.buffers
     }
 
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of

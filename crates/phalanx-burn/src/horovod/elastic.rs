@@ -145,7 +145,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     /// Loads what [`save_to`](Self::save_to) has saved, on every rank.
     ///
     /// # Errors
-    /// If it is of another model ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`. The model is
+    /// If it is of another model or optimizer ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`. The model is
     /// then unchanged.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         self.read(saved)
@@ -161,8 +161,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     fn read(&mut self, reader: &impl StateReader) -> Result<()> {
         let progress = reader.value("progress")?;
         let parts = (["optimizer".to_owned()], "optimizer");
-        let optimizer = moments::load(&self.optimizer, &self.inventory.state, reader, parts, |_| true)?;
         let elements = model::read(&self.inventory.state, reader, "model")?;
+        let model = (self.model(), self.inventory.state.as_slice());
+        let optimizer = moments::load(&self.optimizer, model, reader, parts, |_| true)?;
         self.settle_buffers();
         let model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
         self.model = model.map(|model| self.inventory.ties.hold(model));

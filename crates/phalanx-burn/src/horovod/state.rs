@@ -8,6 +8,7 @@ use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::optimizer::OptimizerState;
 use crate::parameters::{self, Inventory, Select};
+use crate::state::fit;
 use crate::tensor_bytes;
 
 /// The most bytes of an optimizer's state.
@@ -40,7 +41,7 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 /// `optimizer` with the state that rank `root`'s has of `model`. All ranks call it.
 ///
 /// # Errors
-/// If the ranks' models differ, and as a collective.
+/// If the ranks' models or optimizers differ, and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -64,7 +65,9 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.rank() == root {
         return Ok(optimizer.clone());
     }
-    OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec()))?.load(optimizer, &parameters)
+    let state = OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec()))?;
+    fit::check(optimizer, (model, &parameters), &state.index())?;
+    state.load(optimizer, &parameters)
 }
 
 /// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.

@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 use super::division::{Span, divided};
 use super::tensor::{TensorGroup, part};
 use crate::Ddp;
-use crate::optimizer::{Key, OptimizerState, other_model};
+use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{Parameter, Select};
-use crate::state::Layout;
 use crate::state::model::{self, Entry};
+use crate::state::{Layout, fit};
 use crate::{read_back, tensor_bytes};
 
 /// What the tensors of a rank's part are called in the whole model.
@@ -213,8 +213,9 @@ impl ShardedState {
         saver.outcome?;
         let OptimizerState { tensors, scalars, .. } = OptimizerState::of(optimizer, ddp.parameters())?;
         let mut index = Index::default();
-        let of =
-            |key: &Key| indices.get(key.index).and_then(|place| self.own.get(*place)).ok_or_else(other_model);
+        let of = |key: &Key| {
+            indices.get(key.index).and_then(|place| self.own.get(*place)).ok_or_else(|| unknown(key.index))
+        };
         for (key, layout, elements) in tensors {
             let own = of(&key)?;
             own.check(&key.field, &layout.shape)?;
@@ -242,7 +243,7 @@ impl ShardedState {
     /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed.
     pub fn load<M: Module>(
         &self,
         ddp: &mut Ddp<M>,
@@ -275,6 +276,7 @@ impl ShardedState {
                 state.paths.push((index, parameter.name.clone()));
             }
         }
+        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index())?;
         *optimizer = state.load(optimizer, ddp.parameters())?;
         // Deferred updates of forward passes would overwrite the loaded values.
         ddp.settle_buffers();
@@ -300,7 +302,8 @@ impl ShardedState {
             state.iter().enumerate().rev().map(|(place, tensor)| (tensor.id, place)).collect();
         ddp.parameters()
             .iter()
-            .map(|parameter| places.get(&parameter.id).copied().ok_or_else(other_model))
+            .enumerate()
+            .map(|(index, parameter)| places.get(&parameter.id).copied().ok_or_else(|| unknown(index)))
             .collect()
     }
 }

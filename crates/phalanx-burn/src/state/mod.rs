@@ -1,6 +1,7 @@
 //! A model, its optimizer, and everything else that the next step depends on, as one value: for elastic jobs and for
 //! checkpoints.
 
+pub(crate) mod fit;
 pub(crate) mod model;
 pub(crate) mod moments;
 mod schedule;
@@ -15,19 +16,20 @@ use burn::tensor::Tensor;
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
-use phalanx::sampler::ElasticSampler;
-use phalanx::state::{ShardWriter, StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Result};
+use phalanx::reducer::hooks::HookState;
+use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 pub(crate) use self::storage::Layout;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::Select;
-use crate::{Ddp, DdpOptions};
+use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 
 /// Everything that the next step of a training depends on: the model with its buffers, the optimizer with its state,
-/// the number of steps taken, a learning-rate [scheduler](Self::with_scheduler) if there is one, and the program's own
+/// the number of steps taken, a learning-rate [scheduler](Self::with_scheduler) and a [model averager](Self::with_averager) if there
+/// are any, what a [communication hook](Ddp::register_comm_hook) such as PowerSGD keeps from step to step, and the program's own
 /// `progress`, of any type that serde can serialize. With an [`ElasticSampler`] as `progress` it includes the position
 /// in the data: the epoch, and the samples of it that were distributed. Training can then resume in the middle of an
 /// epoch, with any number of ranks, also if the job is not elastic.
@@ -106,6 +108,15 @@ use crate::{Ddp, DdpOptions};
 /// Tensors are in the safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.momentum.moment_1`. A
 /// checkpoint of a model with other tensors, shapes or types is refused; the error names the first difference.
 ///
+/// What this state has and the checkpoint lacks is an error with its name, and so is the reverse: a scheduler, an averager, a
+/// communication hook, and of the optimizer each tensor, as when AdamW is to go on from what SGD has saved. A parameter that has never had
+/// a gradient has no moments, in a checkpoint either. Optimizers with the same fields, such as [`AdamW`](burn::optim::AdamW) and
+/// [`FusedAdamW`](crate::FusedAdamW), go on from each other's.
+///
+/// A communication hook may be registered before a checkpoint is loaded, or after. What each rank has of its own in it, such as
+/// PowerSGD's losses, is in checkpoints, and comes back if as many ranks load it, after [`with_group`](Self::with_group); otherwise it
+/// begins anew, with a warning. It begins anew without one in the rounds of an elastic job.
+///
 /// A program that is not elastic trains with [`model`](Self::model) after [`with_group`](Self::with_group). For other
 /// names, or its own step numbers, it uses [`save_to`](Self::save_to) and [`load_from`](Self::load_from).
 ///
@@ -119,6 +130,8 @@ use crate::{Ddp, DdpOptions};
 /// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is not included: it is divided among
 ///   the ranks, and would be lost with one of them. Save it beside, in a [sharded](Self::checkpoint_sharded)
 ///   checkpoint.
+/// - Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average
+///   alone; [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not included: commit after a step.
 /// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
@@ -130,6 +143,8 @@ pub struct TrainState<M, T = ()> {
     pub optimizer: ModuleOptimizer,
     /// The learning rate of each [scheduled step](Self::scheduled_step).
     pub scheduler: Option<ModuleLrScheduler>,
+    /// Averages the model after steps.
+    pub averager: Option<PeriodicModelAverager>,
     /// Other state of the program.
     pub progress: T,
     steps: u64,
@@ -148,8 +163,8 @@ impl<M: Module, T> TrainState<M, T> {
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
-        let (name, scheduler) = (String::new(), None);
-        Ok(Self { model, optimizer, scheduler, progress, steps: 0, name, options, alone })
+        let (name, scheduler, averager) = (String::new(), None, None);
+        Ok(Self { model, optimizer, scheduler, averager, progress, steps: 0, name, options, alone })
     }
 
     /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
@@ -176,6 +191,13 @@ impl<M: Module, T> TrainState<M, T> {
     #[must_use]
     pub fn with_scheduler(mut self, scheduler: impl Into<ModuleLrScheduler>) -> Self {
         self.scheduler = Some(scheduler.into());
+        self
+    }
+
+    /// Lets `averager` average the model after each [step](Self::step) after which it is due. It is saved and loaded with the rest.
+    #[must_use]
+    pub fn with_averager(mut self, averager: PeriodicModelAverager) -> Self {
+        self.averager = Some(averager);
         self
     }
 
@@ -213,8 +235,17 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`].
-    pub fn sharing(mut self, handle: impl Into<JoinGroup>) -> Result<Self> {
+    pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
+        let ranks = self.model.world_size();
+        self.moved(handle.into(), ranks)
+    }
+
+    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
+    fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+        let hook = self.model.hook_state()?;
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
+        let own_remains = self.model.world_size() == ranks;
+        self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         Ok(self)
     }
 
@@ -232,14 +263,15 @@ impl<M: Module, T> TrainState<M, T> {
     /// As [`Ddp::new`].
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
+        let ranks = self.model.world_size();
         shared.rebind(group.clone())?;
-        self.sharing(shared)
+        self.moved(shared, ranks)
     }
 
-    /// [`Ddp::step`] with its optimizer.
+    /// [`Ddp::step`] with its optimizer, and an average of the model if an [averager](Self::with_averager) finds it due.
     ///
     /// # Errors
-    /// As [`Ddp::step`].
+    /// As [`Ddp::step`] and [`Ddp::average_parameters`].
     pub fn step(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
@@ -247,6 +279,9 @@ impl<M: Module, T> TrainState<M, T> {
     ) -> Result<()> {
         self.model.step(&mut self.optimizer, learning_rate, gradients)?;
         self.steps += 1;
+        if let Some(averager) = &mut self.averager {
+            averager.step(&mut self.model)?;
+        }
         Ok(())
     }
 
@@ -327,10 +362,25 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
     /// goes on.
     ///
+    /// Of a hook that keeps something for each rank, as PowerSGD does, rank 0 gets all ranks' parts, each of the size of the gradients:
+    /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.
+    ///
     /// # Errors
-    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to).
+    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
-        checkpoints.save(self.steps, |snapshot| self.save_to(snapshot))
+        let own = self.own_hook(checkpoints.group())?;
+        let of_all = match &own {
+            Some(hook) => {
+                let group = checkpoints.group().in_call(Caller::TrainStateCheckpoint);
+                group.gather_object(hook, Rank::MAIN)?
+            }
+            None => None,
+        };
+        let hooks = of_all.unwrap_or_default();
+        checkpoints.save(self.steps, |snapshot| {
+            self.write(snapshot, hooks.len())?;
+            hooks.iter().enumerate().try_for_each(|(rank, hook)| self.write_own(hook, snapshot, rank))
+        })
     }
 
     /// As [`checkpoint`](Self::checkpoint), with the work divided: as a [sharded](Checkpoints::save_sharded) checkpoint, in which
@@ -347,8 +397,13 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     #[doc(alias = "torch.distributed.checkpoint")]
     pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
         let group = checkpoints.group();
-        let share = (group.rank().index(), group.world_size().count());
-        checkpoints.save_sharded(self.steps, |snapshot| self.write(&mut ShardWriter::new(snapshot, share)))
+        let own = self.own_hook(group)?;
+        checkpoints.save_sharded(self.steps, |snapshot| {
+            let (rank, ranks) = (group.rank().index(), group.world_size().count());
+            let saved = if own.is_some() { ranks } else { 0 };
+            self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
+            own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
+        })
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -357,22 +412,67 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// which the others take over anyway.
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written.
+    /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
+    /// cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        self.write(snapshot)
+        let hook = self.model.hook_state()?.filter(|hook| hook.tensors().iter().any(|tensor| tensor.is_own));
+        if let Some(hook) = hook {
+            return Err(Error::invalid_argument(format!(
+                "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
+                hook.hook()
+            ))
+            .with_remedy("call TrainState::checkpoint or TrainState::checkpoint_sharded on every rank"));
+        }
+        self.write(snapshot, 0)
     }
 
     /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it with the result of
     /// [`Checkpoints::newest`](phalanx::checkpoint::Checkpoints::newest).
     ///
     /// # Errors
-    /// If the checkpoint is of another model ([`is_mismatch`](phalanx::Error::is_mismatch)), or its `progress` is not
-    /// of this type `T`. The model is then unchanged.
+    /// If the checkpoint is of another model, or has or lacks what this state lacks or has ([`is_mismatch`](phalanx::Error::is_mismatch));
+    /// or if its `progress` is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         self.read(saved)
     }
 
-    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+    /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
+    ///
+    /// # Errors
+    /// If the ranks' models differ: the hook lets ranks train by themselves.
+    fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
+        let Some(hook) = self.model.hook_state()? else { return Ok(None) };
+        if !self.model.replicas_identical()? {
+            return Err(Error::invalid_argument(format!(
+                "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
+                hook.hook()
+            ))
+            .with_remedy("call state.model.average_parameters() before, or save after a step in which the averager averages"));
+        }
+        if !hook.tensors().iter().any(|tensor| tensor.is_own) {
+            return Ok(None);
+        }
+        let (here, there) = (self.model.world_size(), group.world_size());
+        if here != there {
+            return Err(Error::invalid_argument(format!(
+                "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
+            ))
+            .with_remedy("open the checkpoints with the group in which the model trains"));
+        }
+        Ok(Some(hook))
+    }
+
+    /// The names of the parameters that a communication hook sees.
+    fn hook_parameters(&self) -> Vec<&str> {
+        self.model.parameters().iter().map(|parameter| parameter.name.as_str()).collect()
+    }
+
+    fn write_own(&self, hook: &HookState, writer: &mut impl StateWriter, rank: usize) -> Result<()> {
+        state::save_own_of_hook(hook, &self.hook_parameters(), writer, &format!("{}hook", self.name), rank)
+    }
+
+    /// Writes all but what `ranks` ranks save of their own in the hook.
+    fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
         self.model.settle_buffers();
         let model = (self.model.model(), Select::All);
         model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;
@@ -381,6 +481,12 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         if let Some(scheduler) = &self.scheduler {
             schedule::save(scheduler, writer, &format!("{}scheduler", self.name))?;
         }
+        if let Some(averager) = &self.averager {
+            writer.value(&format!("{}averager", self.name), &averager.steps())?;
+        }
+        if let Some(hook) = self.model.hook_state()? {
+            state::save_hook(&hook, &self.hook_parameters(), writer, &format!("{}hook", self.name), ranks)?;
+        }
         writer.value(&format!("{}steps", self.name), &self.steps)?;
         writer.value(&format!("{}progress", self.name), &self.progress)
     }
@@ -388,26 +494,73 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     fn read(&mut self, reader: &impl StateReader) -> Result<()> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
-        let scheduler = self.scheduler.as_ref();
-        let scheduler = scheduler
-            .map(|scheduler| schedule::load(scheduler, reader, &format!("{}scheduler", self.name)))
-            .transpose()?;
+        let name = format!("{}scheduler", self.name);
+        let scheduler = match both(reader, &name, self.scheduler.as_ref(), SCHEDULER)? {
+            Some(scheduler) => Some(schedule::load(scheduler, reader, &name)?),
+            None => None,
+        };
+        let name = format!("{}averager", self.name);
+        let averaged: Option<u64> = match both(reader, &name, self.averager.as_ref(), AVERAGER)? {
+            Some(_) => Some(reader.value(&name)?),
+            None => None,
+        };
+        let name = format!("{}hook", self.name);
+        let hook = match reader.has_value(&name) {
+            true => {
+                let place = (self.model.rank().index(), self.model.world_size().count());
+                Some(state::load_hook(reader, &self.hook_parameters(), &name, place)?)
+            }
+            false => None,
+        };
+        self.model.check_hook(hook.as_ref())?;
+        let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
         let name = format!("{}optimizer", self.name);
         let parts = ([name.clone()], name.as_str());
-        let optimizer = moments::load(&self.optimizer, self.model.state(), reader, parts, |_| true)?;
-        let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
+        let model = (self.model.model(), self.model.state());
+        let optimizer = moments::load(&self.optimizer, model, reader, parts, |_| true)?;
+        self.model.load_hook(hook)?;
         // Deferred updates of forward passes would overwrite the loaded values.
         self.model.settle_buffers();
         self.model.map(|model| model::loaded(model, Select::All, elements));
         (self.optimizer, self.scheduler) = (optimizer, scheduler);
+        if let (Some(averager), Some(steps)) = (&mut self.averager, averaged) {
+            averager.resume_at(steps);
+        }
         (self.steps, self.progress) = (steps, progress);
         Ok(())
     }
 }
 
+/// What this state has of a kind that the saved state has too. If only one of them has it, that is an error.
+fn both<'a, P>(
+    reader: &impl StateReader,
+    name: &str,
+    here: Option<&'a P>,
+    (kind, remedy): (&str, &str),
+) -> Result<Option<&'a P>> {
+    let cause = match (here, reader.has_value(name)) {
+        (Some(here), true) => return Ok(Some(here)),
+        (None, false) => return Ok(None),
+        (Some(_), false) => format!("this TrainState has {kind}, and the saved state lacks `{name}`"),
+        (None, true) => format!("the saved state has {kind}, `{name}`, and this TrainState has none"),
+    };
+    Err(Error::mismatch(cause).with_remedy(remedy))
+}
+
+/// What may be missing, and what to do then.
+const SCHEDULER: (&str, &str) = (
+    "a learning-rate scheduler",
+    "build the state as it was built when it was saved; to begin with another scheduler, or none, set TrainState::scheduler after loading",
+);
+const AVERAGER: (&str, &str) = (
+    "a model averager",
+    "build the state as it was built when it was saved; to begin with another averager, or none, set TrainState::averager after loading",
+);
+
 impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     fn save(&self, parts: &mut Parts) -> Result<()> {
-        self.write(parts)
+        // What each rank has of its own is no part of a state that all have in common.
+        self.write(parts, 0)
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {

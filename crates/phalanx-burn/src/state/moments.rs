@@ -1,12 +1,14 @@
 //! An optimizer's state, saved tensor by tensor.
 
+use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Bytes;
 use phalanx::Result;
 use phalanx::state::{StateReader, StateWriter};
 
+use super::fit;
 use super::storage::Owned;
-use crate::optimizer::{Key, OptimizerState, other_model};
+use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::Parameter;
 use crate::tensor_bytes;
 
@@ -20,38 +22,43 @@ pub(crate) fn save(
     writer: &mut impl StateWriter,
     (index_name, prefix): (&str, &str),
 ) -> Result<()> {
-    let OptimizerState { tensors, scalars, paths } = OptimizerState::of(optimizer, parameters)?;
-    let layouts = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.clone(), ())).collect();
-    writer.value(index_name, &Index { tensors: layouts, scalars, paths })?;
-    tensors.into_iter().try_for_each(|(key, layout, elements)| {
+    let state = OptimizerState::of(optimizer, parameters)?;
+    writer.value(index_name, &state.index())?;
+    state.tensors.into_iter().try_for_each(|(key, layout, elements)| {
         let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
         writer.owned(&name, dtype, &layout.shape, Owned(elements))
     })
 }
 
-/// `optimizer` with the state that was saved in parts, of those parameters whose indices are to be kept.
-pub(crate) fn load(
+/// `optimizer` with the state of `parameters` of `model` that was saved in parts, of those whose indices are to be kept.
+///
+/// # Errors
+/// If it cannot be read, is that of another model, or [does not fit](fit::check) the optimizer.
+pub(crate) fn load<M: Module>(
     optimizer: &ModuleOptimizer,
-    parameters: &[Parameter],
+    (model, parameters): (&M, &[Parameter]),
     reader: &impl StateReader,
     (index_names, prefix): (impl IntoIterator<Item = String>, &str),
     keep: impl Fn(usize) -> bool,
 ) -> Result<ModuleOptimizer> {
-    let mut state = OptimizerState::empty();
+    let mut index = Index { tensors: Vec::new(), scalars: Vec::new(), paths: Vec::new() };
     for index_name in index_names {
         let Index { tensors, scalars, paths } = reader.value(&index_name)?;
-        for (key, layout, ()) in tensors.into_iter().filter(|(key, ..)| keep(key.index)) {
-            let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
-            let elements = reader.tensor(&name, dtype, &layout.shape)?.into_owned();
-            state.tensors.push((key, layout, Bytes::from_bytes_vec(elements)));
-        }
-        state.scalars.extend(scalars.into_iter().filter(|(key, _)| keep(key.index)));
-        state.paths.extend(paths.into_iter().filter(|(index, _)| keep(*index)));
+        index.tensors.extend(tensors.into_iter().filter(|(key, ..)| keep(key.index)));
+        index.scalars.extend(scalars.into_iter().filter(|(key, _)| keep(key.index)));
+        index.paths.extend(paths.into_iter().filter(|(index, _)| keep(*index)));
     }
-    state.load(optimizer, parameters)
+    fit::check(optimizer, (model, parameters), &index)?;
+    let tensors = index.tensors.into_iter().map(|(key, layout, ())| {
+        let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
+        let elements = reader.tensor(&name, dtype, &layout.shape)?.into_owned();
+        Ok((key, layout, Bytes::from_bytes_vec(elements)))
+    });
+    let (tensors, scalars, paths) = (tensors.collect::<Result<_>>()?, index.scalars, index.paths);
+    OptimizerState { tensors, scalars, paths }.load(optimizer, parameters)
 }
 
 fn name(prefix: &str, key: &Key, parameters: &[Parameter]) -> Result<String> {
-    let parameter = parameters.get(key.index).ok_or_else(other_model)?;
+    let parameter = parameters.get(key.index).ok_or_else(|| unknown(key.index))?;
     Ok(format!("{prefix}.{}.{}", parameter.name, key.field))
 }

@@ -21,8 +21,18 @@ pub(super) fn load(
     name: &str,
 ) -> Result<ModuleLrScheduler> {
     let saved: Numbers = reader.value(name)?;
-    if !saved.keys().eq(numbers(scheduler)?.keys()) {
-        return Err(Error::mismatch("the saved state is that of another kind of learning-rate scheduler")
+    let here = numbers(scheduler)?;
+    if !saved.keys().eq(here.keys()) {
+        let only = |these: &Numbers, others: &Numbers| {
+            let these: Vec<&str> =
+                these.keys().filter(|name| !others.contains_key(*name)).map(String::as_str).collect();
+            if these.is_empty() { "nothing".to_owned() } else { these.join(", ") }
+        };
+        return Err(Error::mismatch(format!(
+            "the saved state is that of another kind of learning-rate scheduler: it alone has {}, and this one alone {}",
+            only(&saved, &here),
+            only(&here, &saved)
+        ))
             .with_remedy("build the scheduler as it was built when the state was saved"));
     }
     let writer =

@@ -59,8 +59,8 @@ use crate::DdpOptions;
 ///   end are left out. The validation set is divided completely. Batch sizes are per rank.
 /// - **Model.** Parameters and buffers become rank 0's at the beginning. Gradients are averaged over all ranks, in
 ///   buckets that are sent while backward runs. With `grads_accumulation` the sums are averaged after the last part.
-///   Before each step and each validation all ranks take over rank 0's buffers, unless
-///   [`broadcast_buffers`](DdpOptions::broadcast_buffers) says otherwise.
+///   Before each step all ranks take over rank 0's buffers, unless [`broadcast_buffers`](DdpOptions::broadcast_buffers) says
+///   otherwise. A validation is always that of rank 0's model.
 /// - **Metrics** are those of all ranks' samples: in each step rank 0 alone gets all outputs, merges them, and computes
 ///   the metrics of the whole. The trait [`Outputs`] does that; Burn's own outputs implement it.
 /// - **Dashboard, logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be

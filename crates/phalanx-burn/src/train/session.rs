@@ -60,6 +60,9 @@ where
         starting_epoch: usize,
     ) -> Result<()> {
         let mut average = Average::new(&self.learner.model(), self.strategy)?;
+        if self.group.rank().is_main() && starting_epoch > 1 {
+            average.warn_of_a_new_hook(starting_epoch)?;
+        }
         let model = replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::All)?;
         self.learner.load_model(model.into_record());
 
@@ -78,11 +81,12 @@ where
             trained?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
-                return Ok(());
+                // The models that the ranks return are the same.
+                return self.share_buffers(&average);
             }
             self.share_buffers(&average)?;
             self.valid_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid_total });
-            self.valid_epoch(&valid, valid_total)?;
+            self.valid_epoch(&valid, valid_total, &average)?;
             self.valid_event(|| LearnerEvent::EndSplit(epoch));
             self.train_event(|| LearnerEvent::EndEpoch(epoch));
             if self.should_stop()? {
@@ -159,8 +163,13 @@ where
         }
     }
 
-    fn valid_epoch(&mut self, loader: &ValidLoader<M>, total: usize) -> Result<()> {
-        let model = self.learner.model().valid();
+    fn valid_epoch(&mut self, loader: &ValidLoader<M>, total: usize, average: &Average<M>) -> Result<()> {
+        // The metrics are those of one model: rank 0's, also where ranks keep buffers of their own.
+        let mut model = self.learner.model().valid();
+        if !average.inventory.buffers.is_empty() {
+            let buffers = Select::Only(&average.inventory.buffers);
+            model = replicas::from_rank(model, self.group, Rank::MAIN, buffers)?;
+        }
         let mut items = loader.iter();
         let (mut iteration, ranks) = (0, self.group.world_size().count());
         loop {

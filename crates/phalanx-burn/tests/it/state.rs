@@ -11,13 +11,14 @@ use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Int, Tensor};
 use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{Parts, State};
+use phalanx::reducer::hooks::{PostLocalSgd, PowerSgd, PowerSgdOptions};
 use phalanx::sampler::{ElasticSampler, Tail};
-use phalanx_burn::{DdpOptions, FusedAdamWConfig, FusedSgdConfig, TrainState};
+use phalanx_burn::{DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState};
 
 use crate::common::{device, floats, run, samples};
 
@@ -374,6 +375,292 @@ fn learning_rates_are_part_of_commits_and_another_scheduler_is_refused() {
     let loss = none.model.forward(|model| model.loss(samples(0, 4))).unwrap();
     let gradients = none.model.backward(&loss).unwrap();
     assert!(none.scheduled_step(gradients).unwrap_err().to_string().contains("with_scheduler"));
+}
+
+/// A hook that compresses the larger weights of [`Mixed`] from the fourth step on.
+fn power_sgd() -> PowerSgd {
+    PowerSgd::new(PowerSgdOptions::default().start_iter(3).min_compression_rate(1.0)).unwrap()
+}
+
+/// A training of `start` in `group`, with a hook.
+fn compressed(start: &Mixed, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Training {
+    let mut training =
+        TrainState::new(start.clone(), optimizer.clone(), 0).unwrap().with_group(group).unwrap();
+    training.model.register_comm_hook(power_sgd()).unwrap();
+    training
+}
+
+#[test]
+fn power_sgd_goes_on_from_a_checkpoint_bit_for_bit() {
+    let start = Mixed::new(6);
+    let optimizer = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    let expected = run(2, |group| {
+        let mut training = compressed(&start, &group, &optimizer);
+        (0..20).for_each(|_| step(&mut training, group.rank().index(), 2));
+        training.agree().unwrap();
+        bits(&training)
+    });
+    for sharded in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = compressed(&start, &group, &optimizer);
+            (0..10).for_each(|_| step(&mut training, group.rank().index(), 2));
+            match sharded {
+                true => training.checkpoint_sharded(&checkpoints).unwrap(),
+                false => training.checkpoint(&checkpoints).unwrap(),
+            }
+            checkpoints.finish().unwrap();
+            // One rank cannot save what the other has lost in compression.
+            let error = checkpoints.save(11, |snapshot| training.save_to(snapshot));
+            if group.rank().is_main() {
+                assert!(error.unwrap_err().to_string().contains("keeps tensors for each rank"));
+            }
+        });
+        for hook_first in [true, false] {
+            let resumed = run(2, |group| {
+                let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+                let mut training = match hook_first {
+                    true => compressed(&Mixed::new(6), &group, &optimizer),
+                    false => fresh(&optimizer).with_group(&group).unwrap(),
+                };
+                assert!(training.resume(&checkpoints).unwrap());
+                if !hook_first {
+                    let error = training.model.forward(|model| model.loss(samples(0, 4))).unwrap_err();
+                    assert!(error.to_string().contains("none is registered"), "{error}");
+                    training.model.register_comm_hook(power_sgd()).unwrap();
+                }
+                (0..10).for_each(|_| step(&mut training, group.rank().index(), 2));
+                training.agree().unwrap();
+                bits(&training)
+            });
+            assert_eq!(resumed, expected, "sharded: {sharded}, hook first: {hook_first}");
+        }
+        // Of three ranks none has what it lost; the step and the factors remain.
+        run(3, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = compressed(&Mixed::new(6), &group, &optimizer);
+            assert!(training.resume(&checkpoints).unwrap());
+            let before = training.model.communicated_bytes();
+            step(&mut training, group.rank().index(), 3);
+            let sent = training.model.communicated_bytes() - before;
+            // 87 numbers need a gradient.
+            assert!(sent < 4 * 87, "{sent} bytes: the warm-up does not begin anew");
+            assert!(training.model.replicas_identical().unwrap());
+        });
+    }
+}
+
+#[test]
+fn another_hook_is_refused_unless_the_state_is_discarded() {
+    let folder = tempfile::tempdir().unwrap();
+    let optimizer = SgdConfig::new().init();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = compressed(&Mixed::new(6), &group, &optimizer);
+        (0..5).for_each(|_| step(&mut training, group.rank().index(), 2));
+        training.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        let mut other = fresh(&optimizer).with_group(&group).unwrap();
+        other.model.register_comm_hook(PostLocalSgd::new(3)).unwrap();
+        let error = other.resume(&checkpoints).unwrap_err();
+        let said = error.to_string();
+        assert!(
+            error.is_mismatch() && said.contains("PowerSgdOptions") && said.contains("local sgd after 3"),
+            "{said}"
+        );
+        assert_eq!(other.steps(), 0);
+        let mut none = fresh(&optimizer).with_group(&group).unwrap();
+        none.resume(&checkpoints).unwrap();
+        none.model.discard_hook_state();
+        step(&mut none, group.rank().index(), 2);
+        // And the reverse: the hook is to go on, and the checkpoint has nothing of it.
+        none.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        let mut other = compressed(&Mixed::new(6), &group, &optimizer);
+        let error = other.resume(&checkpoints).unwrap_err().to_string();
+        assert!(error.contains("no communication hook"), "{error}");
+    });
+}
+
+#[test]
+fn local_sgd_goes_on_from_the_step_of_its_checkpoint() {
+    let start = Mixed::new(6);
+    let new = |group: &ProcessGroup, start: &Mixed| {
+        let training = TrainState::new(start.clone(), SgdConfig::new().init(), 0).unwrap();
+        let averager = PeriodicModelAverager::new(3).unwrap().warmup_steps(4);
+        let mut training = training.with_averager(averager).with_group(group).unwrap();
+        training.model.register_comm_hook(PostLocalSgd::new(4)).unwrap();
+        training
+    };
+    // It averages after the steps 5, 8, 11, 14, 17 and 20.
+    let expected = run(2, |group| {
+        let mut training = new(&group, &start);
+        (0..20).for_each(|_| step(&mut training, group.rank().index(), 2));
+        training.agree().unwrap();
+        bits(&training)
+    });
+    assert_eq!(expected[0], expected[1]);
+    let folder = tempfile::tempdir().unwrap();
+    let resumed = run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let rank = group.rank().index();
+        let mut training = new(&group, &start);
+        (0..10).for_each(|_| step(&mut training, rank, 2));
+        let error = training.checkpoint(&checkpoints).unwrap_err();
+        assert!(error.to_string().contains("models differ since their last average"), "{error}");
+        step(&mut training, rank, 2);
+        training.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        let mut training = new(&group, &Mixed::new(6));
+        assert!(training.resume(&checkpoints).unwrap());
+        (0..9).for_each(|_| step(&mut training, rank, 2));
+        training.agree().unwrap();
+
+        let mut none = fresh(&SgdConfig::new().init()).with_group(&group).unwrap();
+        let error = none.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("a model averager, `averager`"), "{error}");
+        bits(&training)
+    });
+    assert_eq!(resumed, expected);
+}
+
+#[test]
+fn another_optimizer_is_refused_by_the_names_of_what_is_missing() {
+    let sgd = |momentum: Option<MomentumConfig>| SgdConfig::new().with_momentum(momentum).init();
+    let with = || Some(MomentumConfig::new());
+    let adamw = AdamWConfig::new().init();
+    let amsgrad = AdamWConfig::new().with_amsgrad(true).init();
+    let refused = [
+        (sgd(None), adamw.clone(), &["lacks", "`first.weight.momentum.moment_1`", "needs"][..]),
+        (
+            sgd(with()),
+            adamw.clone(),
+            &["`first.weight.momentum.moment_1`", "`first.weight.momentum.velocity`", "does not take"],
+        ),
+        (
+            adamw.clone(),
+            sgd(with()),
+            &["lacks `first.weight.momentum.velocity`", "more, which this optimizer does not take"],
+        ),
+        (sgd(None), sgd(with()), &["lacks `first.weight.momentum.velocity`, "]),
+        (sgd(with()), sgd(None), &["it has `first.weight.momentum.velocity`, "]),
+        (adamw.clone(), amsgrad.clone(), &["lacks `first.weight.momentum.max_moment_2`"]),
+        (amsgrad, adamw.clone(), &["it has `first.weight.momentum.max_moment_2`"]),
+        (sgd(with()), FusedAdamWConfig::new().init(), &["moment_1"]),
+        (adamw.clone(), AdafactorConfig::new().init(), &["does not take"]),
+    ];
+    for (saving, loading, said) in refused {
+        let folder = tempfile::tempdir().unwrap();
+        let mut training = fresh(&saving);
+        step(&mut training, 0, 1);
+        saved(&training, folder.path());
+        let mut other = fresh(&loading);
+        let before = bits(&other);
+        let error = load(&mut other, folder.path()).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_mismatch() && said.iter().all(|said| text.contains(said)), "{text}");
+        assert_eq!((other.progress, bits(&other)), (0, before));
+        // Before the first step there is nothing that could be missing.
+        saved(&fresh(&saving), folder.path());
+        load(&mut other, folder.path()).unwrap();
+    }
+    // Those with the same fields go on from each other's, and an optimizer from its own.
+    let accepted = [
+        (adamw.clone(), FusedAdamWConfig::new().init()),
+        (FusedSgdConfig::new().with_momentum(with()).init(), sgd(with())),
+        (AdafactorConfig::new().init(), AdafactorConfig::new().init()),
+        (sgd(None), sgd(None)),
+    ];
+    for (saving, loading) in accepted {
+        let folder = tempfile::tempdir().unwrap();
+        let mut training = fresh(&saving);
+        step(&mut training, 0, 1);
+        saved(&training, folder.path());
+        load(&mut fresh(&loading), folder.path()).unwrap();
+    }
+}
+
+#[test]
+fn a_parameter_that_never_had_a_gradient_has_no_moments_to_miss() {
+    let folder = tempfile::tempdir().unwrap();
+    let optimizer = AdamWConfig::new().init();
+    let mut training = fresh(&optimizer);
+    let loss = training.model.forward(|model| model.last.weight.val().powi_scalar(2).mean()).unwrap();
+    let gradients = training.model.backward(&loss).unwrap();
+    training.step(0.1, gradients).unwrap();
+    saved(&training, folder.path());
+    let mut other = fresh(&optimizer);
+    load(&mut other, folder.path()).unwrap();
+    assert_eq!(bits(&other), bits(&training));
+}
+
+#[test]
+fn a_scheduler_on_one_side_alone_is_refused() {
+    let plain = || TrainState::new(Mixed::new(6), SgdConfig::new().init(), ()).unwrap();
+    let scheduled = || plain().with_scheduler(rates());
+    for (saving, loading, said) in [
+        (
+            scheduled(),
+            plain(),
+            "the saved state has a learning-rate scheduler, `scheduler`, and this TrainState has none",
+        ),
+        (
+            plain(),
+            scheduled(),
+            "this TrainState has a learning-rate scheduler, and the saved state lacks `scheduler`",
+        ),
+    ] {
+        let (mut parts, mut loading) = (Parts::default(), loading);
+        saving.save(&mut parts).unwrap();
+        let error = loading.load(&parts).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+    }
+}
+
+#[test]
+fn every_rank_evaluates_with_rank_0_s_running_statistics() {
+    for ranks in [1, 2, 3] {
+        for broadcast in [true, false] {
+            let start = Mixed::new(6);
+            let results = run(ranks, |group| {
+                let mut options = DdpOptions::default();
+                options.broadcast_buffers = broadcast;
+                let training = TrainState::new(start.clone(), SgdConfig::new().init(), 0).unwrap();
+                let mut training = training.with_options(options).unwrap().with_group(&group).unwrap();
+                // Rank 0's mean, by hand: 0.9 of the old one and 0.1 of the batch's, in each step.
+                let mut mean = vec![0.0; 6];
+                for _ in 0..5 {
+                    let from = 24 * training.progress;
+                    let (x, _) = samples(from, from + 24 / ranks as usize);
+                    let hidden = training.model.model().first.forward(x).tanh();
+                    let batch: Vec<f32> = hidden.mean_dim(0).into_data().iter::<f32>().collect();
+                    mean.iter_mut().zip(batch).for_each(|(mean, batch)| *mean = 0.9 * *mean + 0.1 * batch);
+                    step(&mut training, group.rank().index(), ranks as usize);
+                }
+                let own = training.model.buffers_identical().unwrap();
+                let (x, _) = samples(1000, 1010);
+                let (answer, agreed) = training
+                    .model
+                    .evaluate(|model| {
+                        let hidden = model.norm.forward(model.first.forward(x.clone().inner()).tanh());
+                        let answer: Vec<f32> = hidden.into_data().iter::<f32>().collect();
+                        (answer, floats(&model.norm)[2].clone())
+                    })
+                    .unwrap();
+                // Nothing has changed for the training.
+                assert_eq!(training.model.buffers_identical().unwrap(), own);
+                assert_eq!(own, ranks == 1, "after a step they are each rank's own");
+                (answer, agreed, mean)
+            });
+            let (answer, agreed, mean) = &results[0];
+            for (other, theirs, _) in &results {
+                assert_eq!((other, theirs), (answer, agreed), "{ranks} ranks, broadcast: {broadcast}");
+            }
+            let distance = agreed.iter().zip(mean).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(distance < 1e-5, "{ranks} ranks: {agreed:?} {mean:?}");
+        }
+    }
 }
 
 #[test]

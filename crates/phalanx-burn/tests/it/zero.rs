@@ -131,6 +131,19 @@ fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
                 let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap().map(|whole| content(&whole));
                 let error = zero.load(&ddp, &saved, "other").unwrap_err();
                 assert!(error.is_mismatch() && error.to_string().contains("other-0"), "{error}");
+                let mut plain = ZeroRedundancyOptimizer::new(
+                    SgdConfig::new().init(),
+                    &mut Ddp::new(model.clone(), &group).unwrap(),
+                )
+                .unwrap();
+                // A rank may own no parameter.
+                if plain.own_elements(&ddp) > 0 {
+                    let error = plain.load(&ddp, &saved, "optimizer").unwrap_err().to_string();
+                    assert!(
+                        error.contains(".momentum.moment_1`") && error.contains("does not take"),
+                        "{error}"
+                    );
+                }
                 let averages = gradients(&mut ddp, 4);
                 zero.step(&mut ddp, 0.01, averages).unwrap();
                 assert!(ddp.replicas_identical().unwrap());

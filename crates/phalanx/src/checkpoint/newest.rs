@@ -68,6 +68,9 @@ impl Search {
     }
 
     /// The next checkpoint that is complete as far as rank 0 can tell, if it can be read by the deadline.
+    ///
+    /// # Errors
+    /// Also if there are checkpoints, and none is complete: a job that began anew would replace what can still be saved of them.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Found>> {
         while let Some(entry) = self.entries.next() {
             match read(&entry.path, deadline) {
@@ -77,10 +80,7 @@ impl Search {
             }
         }
         if !self.skipped.is_empty() {
-            let (many, folder) = (self.skipped.len(), self.folder.display());
-            warn(format_args!(
-                "none of the {many} checkpoints in {folder} is complete: there is none to resume from"
-            ));
+            return Err(all_damaged(&self.folder, &self.skipped));
         }
         Ok(None)
     }
@@ -90,6 +90,30 @@ impl Search {
         warn(format_args!("the checkpoint {path} is incomplete and is skipped: {cause}"));
         self.skipped.push(Skipped { folder, cause });
     }
+}
+
+/// The most damaged checkpoints that an error describes.
+const MAX_NAMED: usize = 5;
+
+/// Refuses to begin anew beside damaged checkpoints.
+fn all_damaged(folder: &Path, skipped: &[Skipped]) -> Error {
+    let named = skipped.iter().take(MAX_NAMED).map(|Skipped { folder, cause }| {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy();
+        format!("{name}: {cause}")
+    });
+    let mut named: Vec<String> = named.collect();
+    if let Some(more) = skipped.len().checked_sub(MAX_NAMED).filter(|more| *more > 0) {
+        named.push(format!("and {more} more"));
+    }
+    let (many, folder) = (skipped.len(), folder.display());
+    let count = if many == 1 { "the only checkpoint".to_owned() } else { format!("all {many} checkpoints") };
+    Error::environment(format!(
+        "{count} in {folder} cannot be used, and there is none to resume from: {}",
+        named.join("; ")
+    ))
+    .with_remedy(
+        "bring one back from a copy; to begin anew, move these folders away, or take another folder of checkpoints",
+    )
 }
 
 fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {

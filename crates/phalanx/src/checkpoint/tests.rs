@@ -499,6 +499,26 @@ fn links_and_missing_files_are_no_part_of_a_checkpoint() {
 }
 
 #[test]
+fn when_all_are_damaged_each_is_named_and_none_is_replaced() {
+    let root = before();
+    fs::remove_file(root.path().join("00000002-step-2/optimizer.part")).unwrap();
+    assert_found(root.path(), &[1], &"one is whole");
+    let tensors = root.path().join("00000001-step-1/tensors.safetensors");
+    File::options().write(true).open(tensors).unwrap().set_len(10).unwrap();
+    let error = newest::find(root.path()).unwrap_err();
+    let said = error.to_string();
+    assert!(error.is_environment() && said.contains("all 2 checkpoints in "), "{said}");
+    assert!(said.contains("00000002-step-2: optimizer.part is missing"), "{said}");
+    assert!(said.contains("00000001-step-1: tensors.safetensors has 10 "), "{said}");
+    assert!(error.remedy().is_some_and(|remedy| remedy.contains("move these folders away")), "{said}");
+    // Moved away, there is nothing to resume from.
+    for folder in ["00000001-step-1", "00000002-step-2"] {
+        fs::rename(root.path().join(folder), root.path().join(format!("damaged-{folder}"))).unwrap();
+    }
+    assert!(newest::find(root.path()).unwrap().0.is_none());
+}
+
+#[test]
 fn a_manifest_longer_than_any_is_no_damage() {
     let root = before();
     let manifest = root.path().join("00000002-step-2/manifest.json");

@@ -58,7 +58,7 @@ pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
-use self::hooks::{AllReduce, CommHook, Metered};
+use self::hooks::{AllReduce, CommHook, HookState, Metered};
 use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::step_times::StepTimer;
@@ -178,6 +178,52 @@ impl Reducer {
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
         self.hook = hook;
+        Ok(())
+    }
+
+    /// What the hook keeps from step to step, for a checkpoint.
+    ///
+    /// # Errors
+    /// In a backward pass.
+    pub fn hook_state(&self) -> Result<HookState> {
+        self.between_steps()?;
+        Ok(self.hook.state().of(self.hook.describe()))
+    }
+
+    /// Lets the hook go on from the state of one with the same settings. All ranks call it together with the same state, apart from
+    /// tensors of their own. An empty state is that of a hook that keeps none.
+    ///
+    /// # Errors
+    /// If it is the state of another hook, or of one with other settings; the hook is then unchanged. In a backward pass.
+    pub fn load_hook_state(&mut self, state: HookState) -> Result<()> {
+        self.between_steps()?;
+        let here = self.hook_state()?;
+        if here.is_empty() && state.is_empty() {
+            return Ok(());
+        }
+        let saved = if state.is_empty() { "none" } else { state.hook() };
+        if here.is_empty() != state.is_empty() || here.hook() != saved {
+            return Err(Error::mismatch(format!(
+                "the saved state of the communication hook is that of {saved}, and the hook here is {}",
+                here.hook()
+            )));
+        }
+        let count = self.parameters().len();
+        if let Some(tensor) = state.tensors().iter().find(|tensor| tensor.parameter >= count) {
+            return Err(Error::mismatch(format!(
+                "the saved state of the communication hook is of parameter number {}, and there are {count}",
+                tensor.parameter
+            )));
+        }
+        self.hook.load(state)
+    }
+
+    fn between_steps(&self) -> Result<()> {
+        if self.state.in_backward() {
+            return Err(Error::invalid_argument(
+                "the state of a communication hook is saved and loaded between steps",
+            ));
+        }
         Ok(())
     }
 

@@ -198,13 +198,21 @@ impl<M: Module> Fsdp<M> {
         Ok(output)
     }
 
-    /// Runs `pass` on the model without autodiff, as [`Module::valid`] makes it, for an evaluation. All ranks call it together.
+    /// Runs `pass` on the model without autodiff, as [`Module::valid`] makes it, for an evaluation. All ranks call it together. Buffers
+    /// outside of units, such as the running statistics of batch norm, are rank 0's there.
     ///
     /// # Errors
     /// If an exchange fails, in this call or before.
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.exchanges.check()?;
-        let model = self.model().valid();
+        let mut model = self.model().valid();
+        if !self.ddp.buffers().is_empty() {
+            let buffers = Select::Only(self.ddp.buffers());
+            for group in [&self.exchanges.replicas, &self.exchanges.group] {
+                let taken = replicas::from_rank(model, group, Rank::MAIN, buffers);
+                model = taken.inspect_err(|error| self.exchanges.fail(error.clone()))?;
+            }
+        }
         self.exchanges.begin(self.shards(&model), None);
         let output = pass(&model);
         self.exchanges.end();

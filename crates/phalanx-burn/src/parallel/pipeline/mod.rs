@@ -212,8 +212,9 @@ impl<const D: usize> Pipeline<D> {
         &self.plan
     }
 
-    /// The mean loss of all `batches`, without gradients, on every rank: for an evaluation. `stages` are this rank's, such as
-    /// `&ddp.model().valid()`. All ranks call it together.
+    /// The mean loss of all `batches`, without gradients, on every rank: for an evaluation. `stages` are this rank's: call it in
+    /// [`Ddp::evaluate`](crate::Ddp::evaluate), `ddp.evaluate(|stages| pipeline.evaluate(stages, &batches))??`, so that replicas have the
+    /// same running statistics. All ranks call it together.
     ///
     /// # Errors
     /// As [`train`](Self::train).

@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::spares::Spares;
-use super::{AllReduce, CommHook, GradBucket, Pending};
+use super::{AllReduce, CommHook, GradBucket, HookState, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -81,6 +81,14 @@ impl CommHook for Compressed {
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
         self.halves.clear(); // The buckets may become others.
         Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
     }
 }
 

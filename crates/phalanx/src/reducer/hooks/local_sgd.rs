@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{AllReduce, CommHook, GradBucket, Pending};
+use super::{AllReduce, CommHook, GradBucket, HookState, Pending};
 use crate::error::Result;
 use crate::group::Communicator;
 use crate::rank::Rank;
@@ -49,6 +49,15 @@ impl CommHook for PostLocalSgd {
 
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
         self.step = super::super::verify::share(group, root, &self.step)?;
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default().number("step", self.step)
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        self.step = state.get("step")?;
         Ok(())
     }
 }

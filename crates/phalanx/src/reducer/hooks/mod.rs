@@ -10,7 +10,7 @@
 //! A program can write its own [`CommHook`]: it takes a bucket, starts its communication, and returns it averaged:
 //!
 //! ```
-//! use phalanx::reducer::hooks::{CommHook, GradBucket, Pending};
+//! use phalanx::reducer::hooks::{CommHook, GradBucket, HookState, Pending};
 //! use phalanx::{Communicator, Rank, ReduceOp, Result};
 //!
 //! /// The sum over the ranks in place of the average.
@@ -28,6 +28,14 @@
 //!     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
 //!         Ok(()) // It has no state.
 //!     }
+//!
+//!     fn state(&self) -> HookState {
+//!         HookState::default()
+//!     }
+//!
+//!     fn load(&mut self, state: HookState) -> Result<()> {
+//!         state.nothing()
+//!     }
 //! }
 //! ```
 
@@ -37,6 +45,7 @@ mod local_sgd;
 mod metered;
 mod power_sgd;
 mod spares;
+mod state;
 #[cfg(test)]
 mod tests;
 
@@ -47,6 +56,7 @@ pub use self::compressed::Compressed;
 pub use self::local_sgd::PostLocalSgd;
 pub(super) use self::metered::Metered;
 pub use self::power_sgd::{PowerSgd, PowerSgdOptions};
+pub use self::state::{HookState, HookTensor};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::error::Result;
@@ -65,6 +75,16 @@ pub trait CommHook: Send {
 
     /// Makes its state the same on all ranks: that of `root`, or a new one. Called on every rank when some have missed steps.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()>;
+
+    /// What it keeps from step to step that later averages depend on, for a checkpoint; called between steps. Empty if nothing.
+    fn state(&self) -> HookState;
+
+    /// Goes on from the [`state`](Self::state) of a hook with the same settings. If the number of ranks has changed since, or the state
+    /// comes from the memory of an elastic job, there are no [own](HookState::own) tensors: those begin anew.
+    ///
+    /// # Errors
+    /// If it is the state of another kind of hook.
+    fn load(&mut self, state: HookState) -> Result<()>;
 
     /// Is it without state of a step or a group? Then a step that a failure has cut off can be
     /// [replayed](super::Reducer::keep_gradients). False by default.
@@ -183,6 +203,14 @@ impl CommHook for AllReduce {
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
         Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
     }
 
     fn is_stateless(&self) -> bool {

@@ -1,6 +1,6 @@
 //! Gradients as products of two thin matrices.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -8,7 +8,7 @@ use rand_mt::Mt;
 
 use super::linear::{dot, orthogonalize, outer, times, transposed_times};
 use super::spares::Spares;
-use super::{AllReduce, CommHook, GradBucket, GradientPlace, Pending};
+use super::{AllReduce, CommHook, GradBucket, GradientPlace, HookState, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -97,6 +97,9 @@ impl PowerSgdOptions {
 /// After a step whose average is not finite, the losses and factors of that gradient begin anew, on every rank: a program
 /// that leaves out such a step goes on as if it had not been.
 ///
+/// A checkpoint of a training has the step, the factors and every rank's losses, and a run that goes on from it with as many ranks has
+/// the same bits as one that was never interrupted. With another number of ranks the losses begin anew, as PyTorch's do.
+///
 /// It takes memory for the losses (as much as the gradients), for the factors, and for what it sends.
 #[doc(alias("PowerSGD", "powerSGD_hook"))]
 pub struct PowerSgd {
@@ -109,8 +112,8 @@ pub struct PowerSgd {
 /// What is kept from step to step, by parameter, because buckets may be rebuilt.
 #[derive(Default)]
 struct PowerSgdState {
-    factors: HashMap<usize, Vec<f32>>,
-    losses: HashMap<usize, Vec<f32>>,
+    factors: BTreeMap<usize, Vec<f32>>,
+    losses: BTreeMap<usize, Vec<f32>>,
 }
 
 impl PowerSgd {
@@ -187,6 +190,23 @@ impl CommHook for PowerSgd {
         self.step = super::super::verify::share(group, root, &self.step)?;
         *self.memory.lock() = PowerSgdState::default();
         self.messages.clear(); // The buckets may become others.
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        let memory = self.memory.lock();
+        let state = HookState::default().number("step", self.step);
+        let factors = memory.factors.iter();
+        let state =
+            factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone()));
+        memory.losses.iter().fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone()))
+    }
+
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        self.step = state.get("step")?;
+        let (factors, losses) = (state.take("factors"), state.take("losses"));
+        *self.memory.lock() = PowerSgdState { factors, losses };
+        self.messages.clear();
         Ok(())
     }
 }

@@ -150,6 +150,58 @@ fn power_sgd_recovers_from_gradients_that_were_zero_or_no_numbers() {
 }
 
 #[test]
+fn a_hook_goes_on_from_its_saved_state_bit_for_bit() {
+    let power = || PowerSgd::new(PowerSgdOptions::default().start_iter(2).rank(2)).unwrap();
+    let hooks: [fn() -> Box<dyn CommHook>; 3] = [
+        || Box::new(PowerSgd::new(PowerSgdOptions::default().start_iter(2).rank(2)).unwrap()),
+        || Box::new(PostLocalSgd::new(7)),
+        || Box::new(Compressed::f16()),
+    ];
+    for hook in hooks {
+        run(2, |group| {
+            let mine = |number: usize| -> Vec<f32> {
+                full_rank(group.rank()).iter().map(|x| x * (number as f32 + 1.0).sin()).collect()
+            };
+            let fresh = || {
+                let mut reducer = reducer(group.clone(), AllReduce);
+                reducer.register_hook(hook()).unwrap();
+                reducer
+            };
+            let mut whole = fresh();
+            let expected: Vec<_> = (0..10).map(|number| step(&mut whole, &mine(number))).collect();
+            let mut first = fresh();
+            (0..5).for_each(|number| drop(step(&mut first, &mine(number))));
+            let state = first.hook_state().unwrap();
+            let mut second = fresh();
+            second.load_hook_state(state.clone()).unwrap();
+            assert_eq!(second.hook_state().unwrap(), state);
+            for (number, expected) in expected.iter().enumerate().skip(5) {
+                let ours = step(&mut second, &mine(number));
+                assert!(
+                    ours.iter().zip(expected).all(|(a, b)| a.to_bits() == b.to_bits()),
+                    "{} step {number}",
+                    hook().describe()
+                );
+            }
+        });
+    }
+    // Other settings are another hook, and no state is nothing to go on from.
+    run(2, |group| {
+        let mut saved = reducer(group.clone(), power());
+        (0..4).for_each(|number| drop(step(&mut saved, &rank_one(1.0, number))));
+        let state = saved.hook_state().unwrap();
+        let mut other = reducer(group.clone(), PowerSgd::new(PowerSgdOptions::default()).unwrap());
+        for (refused, said) in [(state.clone(), "start_iter: 2, "), (HookState::default(), "that of none")] {
+            let error = other.load_hook_state(refused).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        }
+        let mut none = reducer(group.clone(), AllReduce);
+        assert!(none.load_hook_state(state).unwrap_err().to_string().contains("hook here is all_reduce"));
+        none.load_hook_state(HookState::default()).unwrap();
+    });
+}
+
+#[test]
 fn hooks_take_the_group_s_memory_once() {
     let hooks: [fn() -> Box<dyn CommHook>; 3] = [
         || Box::new(Compressed::f16()),
@@ -226,6 +278,14 @@ fn hooks_that_differ_or_give_back_something_else_are_errors() {
         }
         fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
             Ok(())
+        }
+
+        fn state(&self) -> HookState {
+            HookState::default()
+        }
+
+        fn load(&mut self, state: HookState) -> Result<()> {
+            state.nothing()
         }
     }
     run(2, |group| {

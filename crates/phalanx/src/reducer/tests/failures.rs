@@ -79,6 +79,14 @@ fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
         fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
             Ok(())
         }
+
+        fn state(&self) -> hooks::HookState {
+            hooks::HookState::default()
+        }
+
+        fn load(&mut self, state: hooks::HookState) -> Result<()> {
+            state.nothing()
+        }
     }
     let group = FakeGroup::world(2).swap_remove(0);
     let mut reducer = without_verification(group.clone(), parameters(&[4]), buckets_of(4));

@@ -1,0 +1,68 @@
+//! A model for evaluation, the same on every rank.
+
+use std::time::Instant;
+
+use burn::module::Module;
+use phalanx::{Caller, Communicator, Rank, Result};
+
+use super::Ddp;
+use crate::parameters::Select;
+use crate::replicas;
+
+impl<M: Module> Ddp<M> {
+    /// Runs `pass` on the model without autodiff, as [`Module::valid`] makes it, with the buffers of rank 0, such as the running
+    /// statistics of batch norm: every rank evaluates the same model. All ranks call it together. Inside [`join`](Self::join) those
+    /// that still have data do, and the buffers are those of the first of them.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, tensor::Tensor};
+    /// # fn evaluate(ddp: &mut phalanx_burn::Ddp<Linear>, unseen: Tensor<2>, group: &phalanx::ProcessGroup) -> phalanx::Result<f64> {
+    /// // Each rank looks at its own part of the data.
+    /// let loss = ddp.evaluate(|model| model.forward(unseen).mean())?;
+    /// ddp.mean(loss)
+    /// # }
+    /// ```
+    ///
+    /// It communicates only if the model has buffers, and changes neither the model nor its training: between two steps each rank
+    /// keeps the buffers of its own last batch. [`DdpOptions::broadcast_buffers`](super::DdpOptions::broadcast_buffers) is about
+    /// training alone; the model of an evaluation is rank 0's also without it. PyTorch evaluates with each rank's own buffers, which
+    /// differ between ranks.
+    ///
+    /// Parameters are equal on all ranks anyway, unless ranks train by themselves
+    /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
+    ///
+    /// # Errors
+    /// If the exchange of buffers fails.
+    #[doc(alias("eval", "valid"))]
+    pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        // Running state defers the last forward pass's update; this applies it, and the result shares no running state with the model.
+        let mut model = self.model().valid();
+        if self.has_buffers() && self.engine.sink().is_some() {
+            let (select, begin) = (Select::Only(&self.inventory.buffers), Instant::now());
+            let group = self.group.in_call(Caller::DdpEvaluate);
+            self.packed_buffers.receive(&model, &group, Rank::MAIN, select)?;
+            if self.group.rank() != Rank::MAIN {
+                model = self.packed_buffers.unpack(model, select);
+            }
+            self.waited_since(begin);
+        }
+        Ok(pass(&model))
+    }
+
+    /// Whether the buffers of all replicas, such as the running statistics of batch norm, are the same, bit for bit. All ranks must call
+    /// it, and get the same answer. After a step they are each rank's own, until the next [`forward`](Self::forward) takes over rank
+    /// 0's; [`evaluate`](Self::evaluate) uses rank 0's in any case.
+    ///
+    /// # Errors
+    /// If the exchange fails.
+    pub fn buffers_identical(&self) -> Result<bool> {
+        self.settle_buffers();
+        let group = self.group.in_call(Caller::DdpBuffersIdentical);
+        replicas::identical(self.model(), &group, Select::Only(&self.inventory.buffers))
+    }
+
+    /// Whether forward passes may change a part of the model.
+    fn has_buffers(&self) -> bool {
+        !self.inventory.buffers.is_empty()
+    }
+}

@@ -1,0 +1,125 @@
+//! What a hook keeps from step to step, in a form that can be saved.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What a [hook](super::CommHook) keeps from step to step: numbers, and tensors for parameters. It is empty for a hook that keeps
+/// nothing that later averages depend on.
+///
+/// Numbers and common tensors are the same on every rank. Every rank has own tensors under the same names and of the same lengths,
+/// with elements of its own.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HookState {
+    hook: String,
+    numbers: BTreeMap<String, u64>,
+    tensors: Vec<HookTensor>,
+}
+
+/// A tensor of a [`HookState`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct HookTensor {
+    /// What it is, such as `losses`.
+    pub field: String,
+    /// The index of its parameter.
+    pub parameter: usize,
+    /// Whether each rank has elements of its own.
+    pub is_own: bool,
+    /// Its elements.
+    pub elements: Vec<f32>,
+}
+
+impl HookState {
+    /// Adds a number that is the same on every rank.
+    #[must_use]
+    pub fn number(mut self, name: &str, value: u64) -> Self {
+        self.numbers.insert(name.to_owned(), value);
+        self
+    }
+
+    /// Adds a tensor that is the same on every rank.
+    #[must_use]
+    pub fn common(self, field: &str, parameter: usize, elements: Vec<f32>) -> Self {
+        self.tensor(HookTensor { field: field.to_owned(), parameter, is_own: false, elements })
+    }
+
+    /// Adds a tensor of which each rank has its own.
+    #[must_use]
+    pub fn own(self, field: &str, parameter: usize, elements: Vec<f32>) -> Self {
+        self.tensor(HookTensor { field: field.to_owned(), parameter, is_own: true, elements })
+    }
+
+    pub(crate) fn tensor(mut self, tensor: HookTensor) -> Self {
+        self.tensors.push(tensor);
+        self
+    }
+
+    /// Notes the settings of the hook whose state it is.
+    pub(crate) fn of(mut self, hook: String) -> Self {
+        self.hook = hook;
+        self
+    }
+
+    /// The name and settings of the hook whose state it is.
+    pub fn hook(&self) -> &str {
+        &self.hook
+    }
+
+    /// Whether there is nothing to save.
+    pub fn is_empty(&self) -> bool {
+        self.numbers.is_empty() && self.tensors.is_empty()
+    }
+
+    /// All numbers, by name.
+    pub fn numbers(&self) -> &BTreeMap<String, u64> {
+        &self.numbers
+    }
+
+    /// All tensors, in the order in which they were added.
+    pub fn tensors(&self) -> &[HookTensor] {
+        &self.tensors
+    }
+
+    /// The number of this name.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn get(&self, name: &str) -> Result<u64> {
+        self.numbers.get(name).copied().ok_or_else(|| {
+            Error::mismatch(format!("the saved state of the communication hook has no number {name:?}"))
+        })
+    }
+
+    /// The elements of all tensors of one field, by the index of their parameter.
+    pub fn take(&mut self, field: &str) -> BTreeMap<usize, Vec<f32>> {
+        let (taken, left) =
+            std::mem::take(&mut self.tensors).into_iter().partition(|tensor| tensor.field == field);
+        self.tensors = left;
+        let taken: Vec<HookTensor> = taken;
+        taken.into_iter().map(|tensor| (tensor.parameter, tensor.elements)).collect()
+    }
+
+    /// The state without what each rank has of its own.
+    #[must_use]
+    pub fn without_own(mut self) -> Self {
+        self.tensors.retain(|tensor| !tensor.is_own);
+        self
+    }
+
+    /// For hooks that keep nothing.
+    ///
+    /// # Errors
+    /// If there is anything in it.
+    pub fn nothing(&self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        Err(Error::mismatch(format!(
+            "the saved state is that of the communication hook {}, and this hook keeps none",
+            self.hook
+        )))
+    }
+}
