@@ -330,12 +330,12 @@ fn check_numbers(config: &Value) -> Result<()> {
             ensure!(value.is_number(), "{name} is {value}: it must be a number");
         }
     }
-    let or_null: [(&str, fn(&Value) -> bool); 2] =
-        [("pad_token_id", Value::is_u64), ("classifier_dropout", Value::is_number)];
-    for (name, is_right) in or_null {
-        if let Some(value) = config.get(name).filter(|value| !value.is_null()) {
-            ensure!(is_right(value), "{name} is {value}: it must be a number, or null");
-        }
+    for (name, is_right) in [
+        ("pad_token_id", config["pad_token_id"].is_u64()),
+        ("classifier_dropout", config["classifier_dropout"].is_number()),
+    ] {
+        let value = &config[name];
+        ensure!(is_right || value.is_null(), "{name} is {value}: it must be a number, or null");
     }
     Ok(())
 }

@@ -219,7 +219,7 @@ mod tests {
 
     fn config(vocabulary: usize) -> Config {
         let json = include_str!("../models/tiny-roberta/config.json");
-        let mut json: serde_json::Value = serde_json::from_str(json).unwrap();
+        let mut json: Value = serde_json::from_str(json).unwrap();
         json["vocab_size"] = vocabulary.into();
         Config::parse(&json.to_string()).unwrap()
     }
