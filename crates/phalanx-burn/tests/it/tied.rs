@@ -571,10 +571,8 @@ mod pipeline {
             floats(ddp.model())
         });
         // Weight and bias of stages 0 and 2, and of 1 and 3.
-        let ours: Vec<_> = [0, 1]
-            .iter()
-            .flat_map(|at| [&trained[0][2 * at..2 * at + 2], &trained[1][2 * at..2 * at + 2]].concat());
-        let ours: Vec<Vec<f32>> = ours.collect();
+        let place = |at: usize| [&trained[0][2 * at..2 * at + 2], &trained[1][2 * at..2 * at + 2]].concat();
+        let ours = [place(0), place(1)].concat();
         assert_eq!(ours[0], ours[4]);
         let apart = distance(&ours, &expected);
         assert!(apart < 1e-5, "{apart:e}");

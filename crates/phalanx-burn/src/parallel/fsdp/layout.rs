@@ -124,12 +124,6 @@ impl FlatLayout {
         Ok(tensor_bytes::tensor_data(bytes, &[elements], self.dtype))
     }
 
-    /// The bytes of `rank`'s shard in the row, with padding.
-    pub fn shard_bytes(&self, rank: usize) -> Range<usize> {
-        let size = self.shard * self.dtype.size();
-        rank * size..(rank + 1) * size
-    }
-
     /// The bytes of each parameter in the row.
     pub fn places(&self) -> impl Iterator<Item = Range<usize>> {
         let size = self.dtype.size();
@@ -168,7 +162,6 @@ mod tests {
                 let own = layout.own(rank);
                 assert!(own.is_empty() || own.start == end, "{ranks} ranks, rank {rank}");
                 end = end.max(own.end);
-                assert_eq!(layout.shard_bytes(rank).len(), 4 * layout.shard);
                 let pieces: Vec<_> = (0..2).map(|index| layout.piece(index, rank)).collect();
                 assert_eq!(pieces.iter().map(Range::len).sum::<usize>(), own.len());
                 assert!(pieces[0].end <= 12 && (pieces[1].is_empty() || pieces[1].start >= 12), "{pieces:?}");
