@@ -9,8 +9,8 @@ use super::{Log, Machine, Read, Replica};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
-/// How long the reader waits at a time; then it checks whether it is to end.
-const LOOK: Duration = Duration::from_millis(200);
+/// How long the reader waits for one entry before it asks for it anew.
+const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 /// How long one removal of what is not needed any more may take.
 const TIDY: Duration = Duration::from_secs(1);
 
@@ -118,10 +118,15 @@ fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>) {
             }
             view.next
         };
-        match log.read(next, Deadline::after(LOOK)) {
+        let mut go_on = || match replica.view().is_closing() {
+            true => Err(Error::aborted("the log is closed")),
+            false => Ok(()),
+        };
+        match log.read_while(next, Deadline::after(READ_TIMEOUT), &mut go_on) {
             Ok(Read::Entry(entry)) => replica.apply(entry),
             Ok(Read::Forged) => replica.skip(),
             Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+            Err(_) if replica.view().is_closing() => return,
             Err(error) if error.is_timeout() => {}
             Err(error) => return replica.lose(error),
         }

@@ -11,8 +11,8 @@ use crate::health::Health;
 use crate::notice::Reminders;
 use crate::rank::Rank;
 
-/// How often a rank that waits for the others checks whether they are alive.
-const LOOK: Duration = Duration::from_millis(200);
+/// How long the store may take to say which rank's message is missing.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Publishes this rank's message on `topic`.
 pub(crate) fn publish<T: Serialize>(
@@ -21,8 +21,11 @@ pub(crate) fn publish<T: Serialize>(
     message: &T,
     deadline: Deadline,
 ) -> Result<()> {
-    let message = postcard::to_stdvec(message).map_err(|error| malformed(topic, error))?;
-    config.store.set(&key(topic, config.rank), &message, deadline)
+    config.store.set(&key(topic, config.rank), &encode(topic, message)?, deadline)
+}
+
+fn encode<T: Serialize>(topic: &str, message: &T) -> Result<Vec<u8>> {
+    postcard::to_stdvec(message).map_err(|error| malformed(topic, error))
 }
 
 /// Publishes this rank's message on `topic` and returns all ranks' messages. If a rank dies meanwhile, the wait ends.
@@ -46,30 +49,31 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    publish(config, topic, message, deadline).map_err(|error| health.explain(error))?;
+    let (own, message) = (key(topic, config.rank), encode(topic, message)?);
     let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut reminders = Reminders::new();
-    let messages = loop {
-        match config.store.multi_get(&keys, deadline.at_most(LOOK)) {
-            Err(error) if error.is_timeout() && !deadline.has_passed() => {
-                if let Some(cause) = health.cause() {
-                    return Err(cause);
-                }
-                reminders.remind(|| {
-                    let soon = Deadline::after(LOOK);
-                    let is_missing =
-                        |index: &usize| !config.store.check(&keys[*index..=*index], soon).unwrap_or(true);
-                    let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
-                    let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
-                    format!("rank {} waits for {who} to publish the message {topic:?}", config.rank)
-                });
-            }
-            Err(error) if error.is_timeout() => return Err(error),
-            // Rank 0 may have died, with the store that it serves.
-            outcome => break outcome.map_err(|error| health.explain(error))?,
+    let mut go_on = || {
+        if let Some(cause) = health.cause() {
+            return Err(cause);
         }
+        reminders.remind(|| {
+            let soon = Deadline::after(ANSWER_TIMEOUT);
+            let is_missing =
+                |index: &usize| !config.store.check(&keys[*index..=*index], soon).unwrap_or(true);
+            let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
+            let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
+            format!("rank {} waits for {who} to publish the message {topic:?}", config.rank)
+        });
+        Ok(())
     };
+    // One request, also where a round trip is long: a wait in short parts would never see its answer.
+    let messages = config.store.exchange(&[(&own, &message)], &keys, deadline, &mut go_on);
+    let messages = messages.map_err(|error| match error.is_timeout() {
+        true => error,
+        // Rank 0 may have died, with the store that it serves.
+        false => health.explain(error),
+    })?;
     messages
         .iter()
         .map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error)))

@@ -9,7 +9,7 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 
-pub(crate) use self::tcp::{MeshConfig, fail_start, publish_process};
+pub(crate) use self::tcp::{MeshConfig, fail_start, process_record};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

@@ -1,6 +1,7 @@
 //! A connection of the client: how it is made, and how data is sent and received with a deadline.
 
 use std::fmt::Display;
+use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -12,11 +13,11 @@ use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::notice::while_waiting;
-use crate::store::MAX_VALUE;
+use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{Tag, nonce};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
-use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
 
 /// How long one address may take to accept.
@@ -29,8 +30,11 @@ const CLOSING: Duration = Duration::from_secs(2);
 const NAMED: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
-/// How long a server may take to confirm that a wait is cancelled; the deadline has passed already.
-const CANCEL: Duration = Duration::from_millis(50);
+/// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
+/// that of the next request.
+const CANCEL_GRACE: Duration = Duration::from_millis(50);
+/// How long the rest of an answer may take whose beginning has come.
+const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection after the greeting of a store.
 #[derive(Debug)]
@@ -40,7 +44,33 @@ pub(super) struct Link {
     /// Bytes that came with an earlier read; those from `start` on are unread.
     buffer: Vec<u8>,
     start: usize,
+    /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
+    /// would cost a round trip, or a whole connection for each wait that ends.
+    owed: VecDeque<Owed>,
+    /// Whether the server is ours, and knows [`Op::WaitGet`].
+    is_own: bool,
     pub deadline: Deadline,
+}
+
+/// An answer that nobody waits for.
+#[derive(Clone, Copy, Debug)]
+enum Owed {
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key.
+    Echo,
+    /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
+    /// meanwhile.
+    Wait { values: usize },
+}
+
+/// How a wait ended.
+#[derive(Debug)]
+pub(super) enum Waited {
+    /// With the values, if they were asked for in the same request.
+    Came(Vec<Vec<u8>>),
+    /// The deadline has passed.
+    Late,
+    /// The caller does not want to go on.
+    Stopped(Error),
 }
 
 /// How a client is admitted.
@@ -227,7 +257,7 @@ impl Link {
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
         let deadline = deadline.at_most(GREETING);
-        let mut link = Self { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
+        let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();
         if let Some(tls) = &credentials.tls {
             let session = link.encrypt(tls).map_err(no_answer)?;
@@ -236,22 +266,30 @@ impl Link {
             }
             link.tls = Some(session);
         }
-        let number = std::process::id();
-        // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
-        let mut hello = match &secret {
-            Some(secret) => link.authenticate(secret)?.to_vec(),
-            None => Frame::new(Op::Validate).u32(MAGIC).into_bytes(),
-        };
-        hello.extend(Frame::new(Op::Ping).u32(number).into_bytes());
-        match link.ask(&hello)? {
-            echo if echo == number.to_le_bytes() => {
-                if let Some(session) = &mut link.tls {
-                    session.admit();
-                }
-                Ok(link)
+        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(OWN_PING).into_bytes()].concat();
+        if let Some(secret) = &secret {
+            // Only a server of ours knows the key, and it will admit this client, which knows it too.
+            let proof = link.authenticate(secret)?;
+            link.send(&ping(proof.to_vec())).map_err(no_answer)?;
+            link.owed.push_back(Owed::Echo);
+            link.is_own = true;
+        } else {
+            // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
+            let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
+            link.is_own = echo == OWN_ECHO.to_le_bytes();
+            if !link.is_own && echo != OWN_PING.to_le_bytes() {
+                return Err(unexpected_answer(&echo));
             }
-            other => Err(unexpected_answer(&other)),
         }
+        if let Some(session) = &mut link.tls {
+            session.admit();
+        }
+        Ok(link)
+    }
+
+    fn over(stream: TcpStream, deadline: Deadline) -> Self {
+        let (buffer, owed) = (Vec::new(), VecDeque::new());
+        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline }
     }
 
     /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
@@ -323,8 +361,53 @@ impl Link {
     /// Reads `N` bytes.
     pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
+        self.settle()?;
         self.fill(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Reads the answers that come before that of the last request. A time-out leaves those that have not begun to come.
+    fn settle(&mut self) -> io::Result<()> {
+        while let Some(owed) = self.owed.front().copied() {
+            match owed {
+                Owed::Echo => {
+                    let mut echo = [0; 4];
+                    self.fill(&mut echo[..1])?;
+                    self.owed.pop_front();
+                    self.rest(|link| link.fill(&mut echo[1..]))?;
+                    if echo != OWN_ECHO.to_le_bytes() {
+                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed"));
+                    }
+                }
+                Owed::Wait { values } => {
+                    let mut answer = [0];
+                    self.fill(&mut answer)?;
+                    self.owed.pop_front();
+                    if answer == [WAIT_DONE] {
+                        self.rest(|link| {
+                            (0..values).try_for_each(|_| link.unsettled_value().map(drop))?;
+                            link.fill(&mut answer)
+                        })?;
+                    }
+                    if answer != [WAIT_CANCELLED] {
+                        return Err(unexpected_wait(answer[0]));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the rest of an answer that has begun to come. Unlike other time-outs, one here leaves a connection that cannot be used.
+    fn rest<T>(&mut self, read: impl FnOnce(&mut Self) -> io::Result<T>) -> io::Result<T> {
+        let deadline = self.deadline;
+        self.deadline = deadline.max(Deadline::after(REST_TIMEOUT));
+        let rest = read(self);
+        self.deadline = deadline;
+        rest.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => io::ErrorKind::ConnectionAborted.into(),
+            _ => error,
+        })
     }
 
     pub fn integer(&mut self) -> io::Result<i64> {
@@ -333,7 +416,14 @@ impl Link {
 
     /// Reads a length and that many bytes; the length is checked first.
     pub fn value(&mut self) -> io::Result<Vec<u8>> {
-        let length = u64::from_le_bytes(self.take()?);
+        self.settle()?;
+        self.unsettled_value()
+    }
+
+    fn unsettled_value(&mut self) -> io::Result<Vec<u8>> {
+        let mut length = [0; 8];
+        self.fill(&mut length)?;
+        let length = u64::from_le_bytes(length);
         let length = usize::try_from(length).ok().filter(|length| *length <= MAX_VALUE).ok_or_else(|| {
             let why = format!("an answer of {length} bytes; the longest is {MAX_VALUE}");
             io::Error::new(io::ErrorKind::InvalidData, why)
@@ -343,29 +433,66 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Waits for the keys of `request`; `false` if the deadline passed, and the wait has been cancelled.
-    pub fn wait(&mut self, request: &[u8]) -> io::Result<bool> {
+    /// Whether the server answers a wait with the values of its keys, if it is asked to.
+    pub fn sends_values(&self) -> bool {
+        self.is_own
+    }
+
+    /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
+    /// is called several times a second. If the keys do not come, the wait is cancelled, and the connection can be used again.
+    pub fn wait(
+        &mut self,
+        request: &[u8],
+        values: usize,
+        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> io::Result<Waited> {
         self.send(request)?;
-        match self.take() {
-            Ok([WAIT_DONE]) => Ok(true),
-            Ok([WAIT_CANCELLED]) => Ok(false),
-            Ok([other]) => {
-                Err(io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {other}")))
+        let end = self.deadline;
+        let stopped = loop {
+            if go_on.is_some() {
+                self.deadline = end.at_most(WATCH_INTERVAL);
             }
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => self.cancel(),
+            match self.take() {
+                Ok([WAIT_DONE]) => {
+                    self.deadline = end;
+                    return self.values(values).map(Waited::Came);
+                }
+                Ok([WAIT_CANCELLED]) => return Ok(Waited::Late),
+                Ok([other]) => return Err(unexpected_wait(other)),
+                Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
+                Err(_) if end.has_passed() => break None,
+                Err(_) => {}
+            }
+            if let Some(Err(error)) = go_on.as_mut().map(|go_on| go_on()) {
+                break Some(error);
+            }
+        };
+        self.deadline = Deadline::after(CANCEL_GRACE);
+        self.send(&[Op::CancelWait as u8])?;
+        if let Some(error) = stopped {
+            self.owed.push_back(Owed::Wait { values });
+            return Ok(Waited::Stopped(error));
+        }
+        match self.take() {
+            Ok([WAIT_DONE]) => {
+                // The keys have come at the last moment. The answer to the cancellation comes after the values.
+                let came = self.values(values)?;
+                self.owed.push_back(Owed::Wait { values: 0 });
+                Ok(Waited::Came(came))
+            }
+            Ok([WAIT_CANCELLED]) => Ok(Waited::Late),
+            Ok([other]) => Err(unexpected_wait(other)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.owed.push_back(Owed::Wait { values });
+                Ok(Waited::Late)
+            }
             Err(error) => Err(error),
         }
     }
 
-    fn cancel(&mut self) -> io::Result<bool> {
-        self.deadline = Deadline::after(CANCEL);
-        self.send(&[Op::CancelWait as u8])?;
-        // The keys may have come at the last moment: then this answer comes first.
-        let came = self.take()? == [WAIT_DONE];
-        if came {
-            self.take::<1>()?;
-        }
-        Ok(came)
+    /// The values after the answer to a wait.
+    fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
+        self.rest(|link| (0..count).map(|_| link.unsettled_value()).collect())
     }
 
     fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
@@ -405,6 +532,10 @@ impl Link {
         let left = self.deadline.remaining();
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
     }
+}
+
+fn unexpected_wait(answer: u8) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {answer}"))
 }
 
 /// The error for an answer to the greeting that is not a store's.
@@ -551,12 +682,12 @@ pub fn fuzz(bytes: &[u8]) -> bool {
         store.write_all(&answer[..answer.len().min(MOST)]).and_then(|()| store.shutdown(Shutdown::Write));
     let stream = TcpStream::from(OwnedFd::from(ours));
     let deadline = Deadline::after(Duration::from_secs(10));
-    let mut link = Link { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
+    let mut link = Link::over(stream, deadline);
     let understood = calls.iter().take_while(|call| match **call % 4 {
         0 => link.take::<4>().is_ok(),
         1 => link.integer().is_ok(),
         2 => link.value().is_ok_and(|value| value.len() <= MAX_VALUE.min(answer.len())),
-        _ => link.wait(&[Op::Wait as u8]).is_ok(),
+        _ => link.wait(&[Op::Wait as u8], 0, None).is_ok(),
     });
     sent.is_ok() && understood.count() == CALLS
 }
