@@ -3,7 +3,7 @@
 pub(crate) mod bootstrap;
 pub(crate) mod in_process;
 pub(crate) mod messages;
-mod process;
+pub(crate) mod process;
 pub(crate) mod tcp;
 
 use std::fmt;

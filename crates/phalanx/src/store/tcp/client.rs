@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::client_connection::{ClientCredentials, Link, Waited};
+use super::client_connection::{ClientCredentials, Link, Patience, Waited};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -57,9 +57,18 @@ impl TcpStore {
         credentials: &Credentials,
         deadline: Deadline,
     ) -> Result<Self> {
+        Self::connect_patiently(address, credentials, deadline, &Patience::WHOLE)
+    }
+
+    pub(crate) fn connect_patiently(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
         let address = address.to_string();
         let credentials = ClientCredentials::new(credentials);
-        let link = Link::connect(&address, &credentials, deadline)?;
+        let link = Link::connect(&address, &credentials, deadline, patience)?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;

@@ -106,14 +106,32 @@ enum ConnectError {
     OutOfResources(Error),
 }
 
+/// How long a client waits for a store, beside its deadline.
+pub(crate) struct Patience<'a> {
+    /// How long a program that listens may be silent. After that it is not a store.
+    pub(crate) silence: Duration,
+    /// Whether the store is still needed. It is asked after each attempt.
+    pub(crate) goes_on: &'a dyn Fn() -> bool,
+}
+
+impl Patience<'static> {
+    /// Waits until the deadline.
+    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true };
+}
+
 impl Link {
     /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
     /// waiting.
-    pub fn connect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> Result<Self> {
+    pub fn connect(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
         let last = Mutex::new(String::new());
         let what = || format!("this process waits for the store at {address}{}", last.lock());
         while_waiting(what, || {
-            Self::retry_until(address, credentials, deadline, |why| {
+            Self::retry_until(address, credentials, deadline, patience, |why| {
                 *last.lock() = format!(", to which it cannot connect: {why}")
             })
         })
@@ -124,12 +142,15 @@ impl Link {
         address: &str,
         credentials: &ClientCredentials,
         deadline: Deadline,
+        patience: &Patience<'_>,
         report: impl Fn(&dyn Display),
     ) -> Result<Self> {
         let started = Instant::now();
         let mut backoff = Backoff::new(PAUSES, deadline);
         let (mut closed, mut no_address_since): (Option<Instant>, Option<Instant>) = (None, None);
+        let mut silent_since: Option<Instant> = None;
         loop {
+            let began = Instant::now();
             let attempt = Self::attempt(address, credentials, deadline);
             if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
                 no_address_since = None;
@@ -149,7 +170,10 @@ impl Link {
                 Err(ConnectError::WrongKey) => return Err(wrong_key(address)),
                 Err(ConnectError::Tls(error)) => return Err(tls_failed(address, error)),
                 // It may be a store that is frozen, or whose machine is busy, which may pass; or another program.
-                Err(ConnectError::NoAnswer) if backoff.is_last() => {
+                Err(ConnectError::NoAnswer)
+                    if backoff.is_last()
+                        || silent_since.get_or_insert(began).elapsed() >= patience.silence =>
+                {
                     // Its answer to the last greeting may just have come too late.
                     if closed.is_some() {
                         return Err(closes(address, credentials));
@@ -172,6 +196,9 @@ impl Link {
                     Some(error)
                 }
             };
+            if !(patience.goes_on)() {
+                return Err(Error::aborted(format!("the store at {address} is no longer needed")));
+            }
             if let Some(error) = last
                 && backoff.is_last()
             {
@@ -233,6 +260,7 @@ impl Link {
             None => ConnectError::NoAddress(error),
         };
         for target in resolve(address, deadline).map_err(name)? {
+            // An attempt that begins at the very end still has the time for a store on this host.
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be a connection to itself.
@@ -568,6 +596,34 @@ pub(crate) fn host_port(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }
 
+/// The addresses of `host:port`, as [`resolve`] finds them. A name without an address may get one soon, so it is tried again for as
+/// long as a client tries: a host's own name comes as late as another's.
+pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    let what = || format!("this process waits for an address of the name in {address}, where it is to serve the store");
+    let until = deadline.at_most(naming());
+    while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
+}
+
+/// Looks up again until there is an address, or `deadline` has passed.
+fn repeat_look_up(
+    deadline: Deadline,
+    mut look_up: impl FnMut() -> io::Result<Vec<SocketAddr>>,
+) -> io::Result<Vec<SocketAddr>> {
+    let mut backoff = Backoff::new(PAUSES, deadline);
+    loop {
+        match look_up() {
+            Err(error)
+                if !backoff.is_last()
+                    && no_more_processes(&error).is_none()
+                    && no_more_files(&error).is_none() =>
+            {
+                backoff.pause();
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
 /// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
 pub(crate) fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = address.parse() {
@@ -708,6 +764,23 @@ mod tests {
         // An address that needs no lookup needs no time.
         let past = Deadline::after(Duration::ZERO);
         assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_name_that_gets_its_address_late_is_looked_up_again() {
+        let (address, soon) = ("10.0.0.1:29400".parse().unwrap(), Deadline::after(Duration::from_secs(20)));
+        let unknown = || io::Error::other("Name or service not known");
+        let mut looked = 0;
+        let found = repeat_look_up(soon, || {
+            looked += 1;
+            if looked < 4 { Err(unknown()) } else { Ok(vec![address]) }
+        });
+        assert_eq!((found.unwrap(), looked), (vec![address], 4));
+        let error = repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
+        assert_eq!(error.to_string(), unknown().to_string());
+        // Waiting gives this process no descriptors.
+        let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(24));
     }
 
     #[test]
