@@ -269,7 +269,8 @@ impl WorkerEnv {
             variables.extend(threads.filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
         }
         // Through a pipe Python would keep its lines back, and lose them if it is killed.
-        variables.extend(Some("PYTHONUNBUFFERED").filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
+        variables
+            .extend(Some("PYTHONUNBUFFERED").filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
         variables
     }
 }

@@ -190,7 +190,8 @@ fn sign_in(
     let name = format!("rank/{}", config.rank);
     for round in 0.. {
         let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
-        let changes = [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world_size.as_bytes())];
+        let changes =
+            [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world_size.as_bytes())];
         let found = roll_call.multi_compare_set(&changes, deadline)?;
         let [there, expected] = <[_; 2]>::try_from(found)
             .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;

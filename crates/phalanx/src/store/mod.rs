@@ -107,7 +107,10 @@ pub trait Store: Send + Sync {
         changes: &[(&str, &[u8], &[u8])],
         deadline: Deadline,
     ) -> Result<Vec<Vec<u8>>> {
-        changes.iter().map(|(key, expected, desired)| self.compare_set(key, expected, desired, deadline)).collect()
+        changes
+            .iter()
+            .map(|(key, expected, desired)| self.compare_set(key, expected, desired, deadline))
+            .collect()
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
 use serde::{Deserialize, Serialize};
 
 use super::tcp::MeshConfig;
@@ -13,6 +16,42 @@ use crate::rank::Rank;
 
 /// How long the store may take to say which rank's message is missing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The health of a group that is being connected: data can be exchanged while the connections are made.
+#[derive(Default)]
+pub(crate) struct Starting {
+    /// Once the connections stand.
+    health: OnceLock<Arc<Health>>,
+    /// Whether this rank could not make its connections.
+    has_failed: AtomicBool,
+}
+
+impl Starting {
+    /// The connections stand.
+    pub(crate) fn connected(&self, health: Arc<Health>) {
+        // There is one group.
+        let _ = self.health.set(health);
+    }
+
+    /// The connections could not be made.
+    pub(crate) fn fail(&self) {
+        self.has_failed.store(true, Ordering::Relaxed);
+    }
+
+    fn cause(&self) -> Option<Error> {
+        if self.has_failed.load(Ordering::Relaxed) {
+            return Some(Error::aborted("the ranks could not be connected"));
+        }
+        self.health.get().and_then(|health| health.cause())
+    }
+
+    fn explain(&self, error: Error) -> Error {
+        match self.health.get() {
+            Some(health) => health.explain(error),
+            None => error,
+        }
+    }
+}
 
 /// Publishes this rank's message on `topic`.
 pub(crate) fn publish<T: Serialize>(
@@ -31,20 +70,20 @@ fn encode<T: Serialize>(topic: &str, message: &T) -> Result<Vec<u8>> {
 /// Publishes this rank's message on `topic` and returns all ranks' messages. If a rank dies meanwhile, the wait ends.
 pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     config: &MeshConfig<'_>,
-    health: &Health,
+    starting: &Starting,
     topic: &str,
     message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
     let ranks: Vec<Rank> = config.world.ranks().collect();
-    exchange_among(config, &ranks, health, topic, message, deadline)
+    exchange_among(config, &ranks, starting, topic, message, deadline)
 }
 
 /// [`exchange`] among some of the `ranks`, including this one; returns their messages in that order.
 pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     config: &MeshConfig<'_>,
     ranks: &[Rank],
-    health: &Health,
+    starting: &Starting,
     topic: &str,
     message: &T,
     deadline: Deadline,
@@ -54,7 +93,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut reminders = Reminders::new();
     let mut go_on = || {
-        if let Some(cause) = health.cause() {
+        if let Some(cause) = starting.cause() {
             return Err(cause);
         }
         reminders.remind(|| {
@@ -72,7 +111,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     let messages = messages.map_err(|error| match error.is_timeout() {
         true => error,
         // Rank 0 may have died, with the store that it serves.
-        false => health.explain(error),
+        false => starting.explain(error),
     })?;
     messages
         .iter()

@@ -77,11 +77,7 @@ impl<'a> MultiNode<'a> {
         };
         // Only a node that does not serve the store can come again: the job ends with the one that does.
         let (again, max_restarts) = (node(false), job.restarts_allowed());
-        let settings = Settings {
-            min_nodes: cluster.min_nodes,
-            max_nodes: cluster.max_nodes,
-            max_restarts,
-        };
+        let settings = Settings { min_nodes: cluster.min_nodes, max_nodes: cluster.max_nodes, max_restarts };
         let handler = RendezvousHandler::start(
             cluster,
             job.launchers_access(refusals),
@@ -161,7 +157,8 @@ impl<'a> MultiNode<'a> {
         self.is_replacing &= !self.view.state.is_present(self.me);
         let Some((node, _)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else { return };
         let predecessor = self.view.state.predecessor(node);
-        let Some(old) = predecessor.filter(|old| !process::state(node.process, old.process).is_there()) else {
+        let Some(old) = predecessor.filter(|old| !process::state(node.process, old.process).is_there())
+        else {
             return;
         };
         let left = Entry::Left { node: old.id, why: Departure::Replaced };

@@ -20,10 +20,10 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
-use crate::notice::while_waiting;
 use crate::store::{
     Access, FileStore, Patience, PrefixStore, SharedStore, TcpStore, TcpStoreServer, host_port,
 };
@@ -275,7 +275,10 @@ fn connect(
     deadline: Deadline,
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    let patience = Patience { silence: SILENCE_LIMIT, goes_on: &|| !replica.view().is_closing() };
+    // One to read the log, and one to write. A launcher that serves the store needs no more time for another.
+    let connections = if here.is_some() { 1 } else { 2 };
+    let goes_on = &|| !replica.view().is_closing();
+    let patience = Patience { silence: SILENCE_LIMIT, goes_on, connections };
     TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
 
@@ -291,11 +294,7 @@ fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline
     while_waiting(what, || wait_until_begun(replica, cluster, deadline))
 }
 
-fn wait_until_begun(
-    replica: &Replica<MembershipState>,
-    cluster: &Cluster,
-    deadline: Deadline,
-) -> Result<()> {
+fn wait_until_begun(replica: &Replica<MembershipState>, cluster: &Cluster, deadline: Deadline) -> Result<()> {
     let mut view = replica.view();
     while !view.state.has_begun() {
         if let Some(error) = &view.lost {

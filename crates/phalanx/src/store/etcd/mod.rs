@@ -12,9 +12,9 @@ use serde_json::{Value, json};
 
 use self::gateway::{Gateway, Refused, decode, encode, number};
 use self::lease::Lease;
-use super::{Store, WATCH_INTERVAL};
 use super::call::Call;
 use super::table::Refusal;
+use super::{Store, WATCH_INTERVAL};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
 

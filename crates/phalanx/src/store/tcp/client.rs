@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::slice::from_ref;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -35,6 +37,8 @@ pub struct TcpStore {
     found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
+    /// How many threads ask something else in the middle of a wait.
+    asides: AtomicUsize,
 }
 
 impl TcpStore {
@@ -68,7 +72,14 @@ impl TcpStore {
     ) -> Result<Self> {
         let address = address.to_string();
         let credentials = ClientCredentials::new(credentials);
-        let link = Link::connect(&address, &credentials, deadline, patience)?;
+        // Each takes round trips, so they are made at the same time.
+        let (link, more) = thread::scope(|scope| {
+            let another = || Link::connect_silently(&address, &credentials, deadline, patience);
+            let others: Vec<_> = (1..patience.connections).map(|_| scope.spawn(another)).collect();
+            let link = Link::connect(&address, &credentials, deadline, patience);
+            let more = others.into_iter().filter_map(|other| other.join().ok()?.ok()).collect::<Vec<_>>();
+            link.map(|link| (link, more))
+        })?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
@@ -77,7 +88,8 @@ impl TcpStore {
             credentials,
             found,
             local,
-            idle: Mutex::new(vec![link]),
+            idle: Mutex::new(std::iter::once(link).chain(more).collect()),
+            asides: AtomicUsize::new(0),
         })
     }
 
@@ -161,6 +173,10 @@ impl TcpStore {
     }
 
     fn put_back(&self, link: Link) {
+        // Many ranks may wait for a store on their host, and each connection costs its server a descriptor.
+        if self.found.ip() == self.local && self.asides.load(Ordering::Relaxed) > 0 {
+            return;
+        }
         let mut idle = self.idle.lock();
         if idle.len() < IDLE {
             idle.push(link);
@@ -268,7 +284,13 @@ impl Store for TcpStore {
             _ => multi_set(&setting, pairs)?.into_bytes(),
         };
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        self.wait_for_values(&call, first, Some(go_on))
+        let mut aside = || {
+            self.asides.fetch_add(1, Ordering::Relaxed);
+            let outcome = go_on();
+            self.asides.fetch_sub(1, Ordering::Relaxed);
+            outcome
+        };
+        self.wait_for_values(&call, first, Some(&mut aside))
     }
 
     fn multi_compare_set(

@@ -1,7 +1,7 @@
 //! A connection of the client: how it is made, and how data is sent and received with a deadline.
 
-use std::fmt::Display;
 use std::collections::VecDeque;
+use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -111,12 +111,14 @@ pub(crate) struct Patience<'a> {
     /// How long a program that listens may be silent. After that it is not a store.
     pub(crate) silence: Duration,
     /// Whether the store is still needed. It is asked after each attempt.
-    pub(crate) goes_on: &'a dyn Fn() -> bool,
+    pub(crate) goes_on: &'a (dyn Fn() -> bool + Sync),
+    /// How many connections to make at once, for a client whose threads use several from the start.
+    pub(crate) connections: usize,
 }
 
 impl Patience<'static> {
     /// Waits until the deadline.
-    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true };
+    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
 }
 
 impl Link {
@@ -135,6 +137,16 @@ impl Link {
                 *last.lock() = format!(", to which it cannot connect: {why}")
             })
         })
+    }
+
+    /// The same, without reports.
+    pub fn connect_silently(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
+        Self::retry_until(address, credentials, deadline, patience, |_| {})
     }
 
     /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
@@ -599,7 +611,9 @@ pub(crate) fn host_port(host: &str, port: u16) -> String {
 /// The addresses of `host:port`, as [`resolve`] finds them. A name without an address may get one soon, so it is tried again for as
 /// long as a client tries: a host's own name comes as late as another's.
 pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
-    let what = || format!("this process waits for an address of the name in {address}, where it is to serve the store");
+    let what = || {
+        format!("this process waits for an address of the name in {address}, where it is to serve the store")
+    };
     let until = deadline.at_most(naming());
     while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
 }
@@ -776,7 +790,8 @@ mod tests {
             if looked < 4 { Err(unknown()) } else { Ok(vec![address]) }
         });
         assert_eq!((found.unwrap(), looked), (vec![address], 4));
-        let error = repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
+        let error =
+            repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
         assert_eq!(error.to_string(), unknown().to_string());
         // Waiting gives this process no descriptors.
         let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();

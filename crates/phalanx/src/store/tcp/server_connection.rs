@@ -202,9 +202,7 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
             waiters.wake_all(key);
             integer(sum)
         }
-        (Op::Get | Op::MultiGet, keys) => {
-            Answer::Values(values(table, keys))
-        }
+        (Op::Get | Op::MultiGet, keys) => Answer::Values(values(table, keys)),
         (Op::Delete, [key]) => integer(i64::from(table.delete(key))),
         (Op::NumKeys, _) => integer(count(table.len())),
         (Op::ListKeys, _) => list_keys(table),

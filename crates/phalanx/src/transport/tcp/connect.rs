@@ -153,12 +153,16 @@ fn dial_all(
         let mut dialling = Vec::new();
         for share in shares {
             let run = move || {
-                share.into_iter().try_for_each(dial).inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
+                share
+                    .into_iter()
+                    .try_for_each(dial)
+                    .inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
             };
             match thread::Builder::new().name("phalanx-dial".into()).spawn_scoped(scope, run) {
                 Ok(thread) => dialling.push(thread),
                 Err(error) => {
-                    failed = Err(Error::not_started("a thread that connects ranks could not be started", error));
+                    failed =
+                        Err(Error::not_started("a thread that connects ranks could not be started", error));
                     break;
                 }
             }
@@ -168,8 +172,9 @@ fn dial_all(
             has_failed.store(true, Ordering::Relaxed);
         }
         for thread in dialling {
-            let dialled =
-                thread.join().unwrap_or_else(|_| Err(Error::aborted("a thread that connects ranks panicked")));
+            let dialled = thread
+                .join()
+                .unwrap_or_else(|_| Err(Error::aborted("a thread that connects ranks panicked")));
             // A rank that has stopped because of another's failure knows less than that.
             outcome = match (outcome, dialled) {
                 (Ok(()), dialled) => dialled,

@@ -9,7 +9,14 @@ use super::*;
 use crate::log::{Log, Mac, Machine};
 
 fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
-    Node { id: NodeId(id), host: format!("host{id}"), workers, node_rank, serves_store: id == 0, process: None }
+    Node {
+        id: NodeId(id),
+        host: format!("host{id}"),
+        workers,
+        node_rank,
+        serves_store: id == 0,
+        process: None,
+    }
 }
 
 fn settings(min_nodes: u32, max_nodes: u32, max_restarts: u32) -> Settings {
