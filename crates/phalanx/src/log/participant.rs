@@ -53,8 +53,24 @@ impl<M: Machine> Participant<M> {
         join: &M::Entry,
         deadline: Deadline,
     ) -> Result<bool> {
-        // Processes that watch this one expect to find its heartbeat.
-        self.log.store.add(&heartbeat_key, 1, deadline)?;
+        self.announce(&heartbeat_key, deadline)?;
+        self.enter(id, heartbeat_key, join, deadline)
+    }
+
+    /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
+    /// process expect to find.
+    pub(crate) fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
+        self.log.store.add(heartbeat_key, 1, deadline).map(drop)
+    }
+
+    /// The second half of [`join`](Self::join).
+    pub(crate) fn enter(
+        &self,
+        id: M::Id,
+        heartbeat_key: String,
+        join: &M::Entry,
+        deadline: Deadline,
+    ) -> Result<bool> {
         self.replica.set_own(id, heartbeat_key);
         let index = self.log.try_append(join, deadline)?;
         index.into_iter().for_each(|index| self.replica.set_joined_at(index));

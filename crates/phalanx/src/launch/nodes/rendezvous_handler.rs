@@ -185,13 +185,17 @@ impl Thread {
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
         // The first change, the start of the reader, wakes the supervisor.
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
-        if opened.served_elsewhere {
-            wait_for_host(replica, cluster, deadline)?;
-        }
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let join = join(server.is_some());
         if let Entry::Join { node, .. } = &join {
-            participant.join(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?;
+            // While the first entry is on its way.
+            participant.announce(&node.id.heartbeat_key(), Deadline::after(silence))?;
+        }
+        if opened.served_elsewhere {
+            wait_for_host(replica, cluster, deadline)?;
+        }
+        if let Entry::Join { node, .. } = &join {
+            participant.enter(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?;
         }
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
         for entry in inbox {

@@ -128,20 +128,7 @@ impl Connections {
     /// nothing to wait for: what is sent there has arrived.
     fn leave(&self, deadline: Deadline) {
         let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
-        let mut open: Vec<&Connection> = all.filter(|connection| !connection.is_within_host()).collect();
-        open.iter().for_each(|connection| connection.finish_sending());
-        loop {
-            open.retain(|connection| !connection.has_ended());
-            let remaining = deadline.remaining();
-            if open.is_empty() || remaining.is_zero() {
-                return;
-            }
-            let mut fds: Vec<PollFd<'_>> =
-                open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
-            if poll(&mut fds, Some(remaining)).is_err() {
-                return;
-            }
-        }
+        finish(all.filter(|connection| !connection.is_within_host()).collect(), deadline);
     }
 
     /// `peer` has left, and reads nothing more: it waits until this rank sends nothing more.
@@ -165,5 +152,85 @@ impl Connections {
                 let _ = stream.send(&[IoSlice::new(&bytes)]);
             }
         }
+    }
+}
+
+/// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed.
+fn finish(mut open: Vec<&Connection>, deadline: Deadline) {
+    open.iter().for_each(|connection| connection.finish_sending());
+    loop {
+        open.retain(|connection| !connection.has_ended());
+        let remaining = deadline.remaining();
+        if open.is_empty() || remaining.is_zero() {
+            return;
+        }
+        let mut fds: Vec<PollFd<'_>> =
+            open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
+        if poll(&mut fds, Some(remaining)).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Instant;
+
+    use super::*;
+
+    fn pair() -> (Connection, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        own.set_nonblocking(true).unwrap();
+        (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_rank_that_leaves_reads_heartbeats_until_its_goodbye_is_answered() {
+        let (own, mut peer) = pair();
+        // More than a socket holds, so that the rest is sent only while the peer reads: a reset would lose it.
+        let sent = std::thread::scope(|scope| {
+            let reading = scope.spawn(move || {
+                peer.write_all(&[0; 100]).unwrap();
+                let mut all = Vec::new();
+                let mut bytes = [0; 1 << 16];
+                loop {
+                    // Heartbeats go on while the goodbye is on its way.
+                    peer.write_all(&[0]).unwrap();
+                    match peer.read(&mut bytes).unwrap() {
+                        0 => return all,
+                        count => all.extend_from_slice(&bytes[..count]),
+                    }
+                }
+            });
+            let mut sent = 0;
+            while sent < 4 << 20 {
+                match own.send(&[IoSlice::new(&[7; 1 << 16])]) {
+                    Ok((count, _)) => sent += count,
+                    Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+                }
+            }
+            finish(vec![&own], Deadline::after(Duration::from_secs(60)));
+            drop(own);
+            let all = reading.join().unwrap();
+            assert!(all.iter().all(|byte| *byte == 7));
+            (sent, all.len())
+        });
+        assert_eq!(sent.0, sent.1);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_answer_a_goodbye_is_not_waited_for_for_ever() {
+        let ((own, _peer), (other, gone)) = (pair(), pair());
+        drop(gone);
+        let begun = Instant::now();
+        finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)));
+        assert!(begun.elapsed() >= Duration::from_millis(50));
+        // One that has gone is not waited for at all.
+        let begun = Instant::now();
+        finish(vec![&other], Deadline::after(Duration::from_secs(3600)));
+        assert!(begun.elapsed() < Duration::from_secs(600));
     }
 }

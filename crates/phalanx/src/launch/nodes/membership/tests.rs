@@ -149,6 +149,28 @@ fn with_restarts_left_a_lost_node_is_replaced() {
 }
 
 #[test]
+fn a_launcher_that_was_started_again_takes_its_own_place() {
+    let mut state = joined(settings(2, 2, 1), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+    let again = |id, host: &str, rank| Node { host: host.to_owned(), ..node(id, 1, Some(rank)) };
+    // Another host, another rank, and the one that serves the store are no predecessors; nor is a node its own.
+    for other in [again(5, "host5", 1), again(5, "host1", 0), again(5, "host0", 0), node(1, 1, Some(1))] {
+        assert_eq!(state.predecessor(&other), None, "{other:?}");
+    }
+    assert_eq!(state.predecessor(&Node { node_rank: None, ..again(5, "host1", 1) }), None);
+    let new = again(5, "host1", 1);
+    let join = || Entry::Join { node: new.clone(), settings: settings(2, 2, 1) };
+    // Without a word about the earlier one it may be a second launcher with the wrong rank.
+    assert!(state.apply(join()).unwrap_err().contains("two nodes have --node-rank 1"));
+    let old = state.predecessor(&new).map(|old| old.id).unwrap();
+    assert_eq!(old, NodeId(1));
+    left(&mut state, 1, Departure::Replaced);
+    state.apply(join()).unwrap();
+    ended(&mut state, 0, false);
+    let running = state.running().unwrap();
+    assert_eq!((running.node_rank(NodeId(5)), running.members.len(), state.restarts()), (Some(1), 2, 1));
+}
+
+#[test]
 fn a_newcomer_costs_no_restart() {
     let mut state = joined(settings(1, 2, 0), [node(0, 1, None)]);
     assert!(state.has_enough() && state.is_gathering());
