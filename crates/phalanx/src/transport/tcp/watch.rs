@@ -137,6 +137,7 @@ impl<'a> Watch<'a> {
                     Control::Goodbye => {
                         peer.said_goodbye = true;
                         self.health.left(rank);
+                        self.connections.answer_goodbye(rank);
                     }
                     Control::Failure(notice) => {
                         self.health.fail(notice.into_error(rank, self.health.host(rank)));
