@@ -180,7 +180,8 @@ impl Domain {
             Ok(())
         };
         let unregistered = small.map_or(Unregistered::InWindow(&ahead), Unregistered::InSlot);
-        self.control_block.in_place(call.encoded, data, unregistered, &mut watch, |operation| {
+        let memory = (staged::division(job, kind), unregistered);
+        self.control_block.in_place(call.encoded, data, memory, &mut watch, |operation| {
             call.check(|index| operation.call(index))?;
             match operation.protocol() {
                 Protocol::Direct => direct::in_place(operation, job, kind),
