@@ -329,7 +329,7 @@ impl ControlBlock {
     }
 
     /// Waits for all ranks' headers of this call. This rank has published its own.
-    fn wait_for_all<E>(&mut self, mut watch: Watch<'_, E>) -> Result<(), E> {
+    fn wait_for_all<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
         // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
         // processor, and no rank should wait for the fence.
         let have_come = self.waits.a_few(|| self.missing().next().is_none());

@@ -28,6 +28,7 @@ pub(crate) struct Monitor {
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
+    health: Arc<Health>,
 }
 
 /// The connections to each peer, by rank; None for this rank itself. The transports, the watching thread and the alarm
@@ -73,13 +74,13 @@ impl Monitor {
         // that has never sent anything.
         let introduction = Introduction::new(heartbeat.interval, process::own());
         connections.tell(&Control::Watching(introduction), |peer| listens(rank, peer, world));
-        let watched = connections.clone();
+        let (watched, watching) = (connections.clone(), health.clone());
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
-                let watch = Watch::new(world, &watched, &health, heartbeat);
+                let watch = Watch::new(world, &watched, &watching, heartbeat);
                 if let Err(error) = watch.run(&stopped) {
-                    health.fail(error);
+                    watching.fail(error);
                 }
             })
             .map_err(|error| {
@@ -88,7 +89,7 @@ impl Monitor {
                     error,
                 )
             })?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections })
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health })
     }
 }
 
@@ -98,6 +99,10 @@ impl Drop for Monitor {
         if let Some(thread) = self.thread.take() {
             // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
             let _ = thread.join();
+        }
+        self.health.compare_last_calls();
+        if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
+            self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
         self.connections.shut();
