@@ -96,6 +96,8 @@ callers! {
     DeviceMeshNew = 32, "DeviceMesh::new";
     /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
+    /// [`ProcessGroup::close`](crate::ProcessGroup::close).
+    Close = 34, "close";
     /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
     /// The start of a run's record.

@@ -25,11 +25,13 @@ pub(crate) struct Calls(Mutex<CallsState>);
 struct CallsState {
     /// The latest calls, each at its number modulo [`KEPT`].
     last: Vec<Option<Header>>,
+    /// The call that began last.
+    latest: Option<Header>,
     /// The call that has begun and not ended.
     running: Option<Header>,
     /// The call that was running at the last check, and whether the others were told.
     seen: Option<(Sequence, bool)>,
-    /// The calls in which peers wait, if this rank has not reached them.
+    /// The calls in which peers wait, or after which they have left, if this rank has not reached them.
     waiting: Vec<(Rank, Header)>,
 }
 
@@ -43,6 +45,12 @@ impl Calls {
         let place = place(call.sequence);
         state.last[place] = Some(call);
         state.running = Some(call);
+        state.latest = Some(call);
+    }
+
+    /// The call that began last, if its data went to other ranks in frames.
+    pub(crate) fn latest(&self) -> Option<Header> {
+        self.0.lock().latest
     }
 
     /// It has ended.
@@ -66,7 +74,7 @@ impl Calls {
         }
     }
 
-    /// `peer` waits in the call `theirs`.
+    /// `peer` waits in the call `theirs`, or has left the group after it.
     pub(crate) fn hear(&self, peer: Rank, theirs: Header) {
         let mut state = self.0.lock();
         state.waiting.retain(|(known, _)| *known != peer);
@@ -102,13 +110,19 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::rank::Generation;
-    use crate::wire::frame::{Call, Operation};
+    use crate::wire::frame::{Call, History, Operation};
 
     const ME: Rank = Rank::MAIN;
 
     fn header(operation: Operation, sequence: u64) -> Header {
         let call = Call::new(operation, DType::F32, 8);
-        Header { call, sequence: Sequence(sequence), generation: Generation(0), payload: 0 }
+        Header {
+            call,
+            sequence: Sequence(sequence),
+            generation: Generation(0),
+            history: History::default(),
+            payload: 0,
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub(crate) const HELLO: usize = 80;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
 /// The version of all messages between ranks, and of what they write for each other in the store.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 
 /// The answer to a refused rank: magic and version, and no channel.
 pub(crate) const REFUSAL: [u8; HELLO] = {

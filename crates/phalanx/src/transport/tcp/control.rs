@@ -109,6 +109,10 @@ impl Drop for Monitor {
             // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
             let _ = thread.join();
         }
+        self.health.compare_last_calls();
+        if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
+            self.connections.tell(&Control::Last(last), |_| true);
+        }
         self.connections.tell(&Control::Goodbye, |_| true);
         let grace = if self.health.has_failed() { FAILURE_GRACE } else { LEAVE_GRACE };
         self.connections.leave(Deadline::after(grace));

@@ -143,6 +143,10 @@ impl<'a> Watch<'a> {
                         self.health.fail(notice.into_error(rank, self.health.host(rank)));
                     }
                     Control::Waiting(call) => self.health.calls.hear(rank, call),
+                    Control::Last(call) => {
+                        self.health.calls.hear(rank, call);
+                        self.health.compare_last_calls();
+                    }
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
                         self.liveness.begin(rank, introduction.interval(), now);
