@@ -98,6 +98,10 @@ callers! {
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
     /// [`ProcessGroup::close`](crate::ProcessGroup::close).
     Close = 34, "close";
+    /// An adapter's backward pass in which ranks count by their numbers of samples.
+    DdpBackwardWeighted = 35, "Ddp::backward_weighted";
+    /// An adapter's gather of tensors, whose gradients are added up over ranks.
+    AllGather = 36, "Collectives::all_gather";
     /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
     /// The start of a run's record.
@@ -135,6 +139,8 @@ impl Caller {
             self,
             Self::DdpForward
                 | Self::DdpBackward
+                | Self::DdpBackwardWeighted
+                | Self::AllGather
                 | Self::DdpClipGradNorm
                 | Self::ZeroStep
                 | Self::SyncBatchNorm

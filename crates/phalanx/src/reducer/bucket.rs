@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
 use super::plan::Plan;
+use super::weights;
 use crate::buffer::{Buffer, BufferKeeper, BufferPart};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -29,6 +30,8 @@ pub(crate) struct Bucket {
     elements: usize,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
+    /// This rank's weight, which travels as one element more, behind the gradients.
+    weight: Option<f64>,
     track: Track,
     ready: Option<Instant>,
     launched: Option<Instant>,
@@ -61,11 +64,32 @@ impl Bucket {
             elements: bucket.elements,
             gradients: bucket.parameters.iter().map(place).collect(),
             counts: bucket.counts.clone(),
+            weight: None,
             track: Track::Bucket(u32::try_from(index).unwrap_or(u32::MAX)),
             ready: None,
             launched: None,
             done: None,
         }
+    }
+
+    /// In the steps that follow it carries this rank's `weight`, or none.
+    pub(crate) fn carry(&mut self, weight: Option<f64>) {
+        self.weight = weight;
+    }
+
+    /// The average of all ranks' weights, when it is back.
+    pub(crate) fn carried(&self) -> Option<f64> {
+        self.weight.and(weights::read(self.bytes()?, self.dtype))
+    }
+
+    /// The elements that travel.
+    fn len(&self) -> usize {
+        self.elements + usize::from(self.weight.is_some())
+    }
+
+    /// How it is sharded in this step: all ranks need the weights, so a bucket that carries them is not.
+    fn shards(&self) -> Option<&Arc<[usize]>> {
+        self.counts.as_ref().filter(|_| self.weight.is_none())
     }
 
     /// Its bytes; `None` while others have them, and before it is filled.
@@ -78,14 +102,30 @@ impl Bucket {
 
     /// Its bytes, to be filled. The memory is taken from `group`, if there is none.
     pub(crate) fn bytes_mut(&mut self, group: &dyn Communicator) -> Result<&mut [u8]> {
+        self.buffer(group).map(Buffer::as_bytes_mut)
+    }
+
+    fn buffer(&mut self, group: &dyn Communicator) -> Result<&mut Buffer> {
         self.recall();
+        let length = self.len();
+        if let BucketMemory::Here(buffer) = &self.memory
+            && buffer.len() != length
+        {
+            // A step with weights follows one without, or the other way round.
+            self.memory = BucketMemory::None;
+        }
         if let BucketMemory::None = self.memory {
-            self.memory = BucketMemory::Here(group.alloc(self.dtype, self.elements)?);
+            self.memory = BucketMemory::Here(group.alloc(self.dtype, length)?);
         }
         match &mut self.memory {
-            BucketMemory::Here(buffer) => Ok(buffer.as_bytes_mut()),
+            BucketMemory::Here(buffer) => Ok(buffer),
             _ => Err(Error::aborted("the bucket's memory is still in use")),
         }
+    }
+
+    /// Divides the averages in it by `divisor`.
+    pub(crate) fn divide(&mut self, group: &dyn Communicator, divisor: f64) -> Result<()> {
+        weights::divide(self.buffer(group)?, divisor)
     }
 
     /// Takes the memory out: the next step takes other.
@@ -160,7 +200,10 @@ impl Bucket {
         if group.trace().is_enabled() {
             self.launched = Some(Instant::now());
         }
-        let (gradients, counts) = (self.gradients.clone(), self.counts.clone());
+        if let (Some(weight), BucketMemory::Here(buffer)) = (self.weight, &mut self.memory) {
+            weights::write(buffer.as_bytes_mut(), self.dtype, weight);
+        }
+        let (gradients, counts) = (self.gradients.clone(), self.shards().cloned());
         self.send(|buffer| {
             let is_last = index + 1 == count;
             hook.start(group, GradBucket { index, is_last, buffer, gradients, counts })
@@ -169,7 +212,11 @@ impl Bucket {
 
     /// Starts to copy each rank's part of it to all others, if the bucket is sharded.
     pub(crate) fn gather(&mut self, group: &dyn Communicator) -> Result<()> {
-        let Some(counts) = self.counts.clone() else { return Ok(()) };
+        let Some(counts) = &self.counts else { return Ok(()) };
+        let mut counts = counts.to_vec();
+        if let Some(last) = counts.last_mut() {
+            *last += self.len() - self.elements; // The weight's place, which then holds nothing.
+        }
         // A rank that has no part in it has not filled it.
         self.bytes_mut(group)?;
         self.send(|buffer| group.all_gather_v_in_place_async(buffer, &counts).map(Pending::new))
@@ -199,13 +246,14 @@ impl Bucket {
         self.observe();
         match std::mem::replace(&mut self.memory, BucketMemory::Lost) {
             BucketMemory::InFlight(pending) => match pending.advance(group)? {
-                Ok(buffer) if buffer.dtype() == self.dtype && buffer.len() == self.elements => {
+                Ok(buffer) if buffer.dtype() == self.dtype && buffer.len() == self.len() => {
                     self.memory = BucketMemory::Here(buffer);
                 }
                 Ok(buffer) => {
                     return Err(Error::invalid_argument(format!(
                         "the communication hook gave back {buffer:?} for a bucket of {} x {}",
-                        self.elements, self.dtype
+                        self.len(),
+                        self.dtype
                     )));
                 }
                 Err(pending) => {
@@ -227,7 +275,7 @@ impl Bucket {
         }
         let args = [
             ("bucket", index.into()),
-            ("bytes", (self.elements * self.dtype.size()).into()),
+            ("bytes", (self.len() * self.dtype.size()).into()),
             ("parameters", self.gradients.len().into()),
         ];
         if let Some(ready) = ready {
@@ -237,7 +285,7 @@ impl Bucket {
             trace.instant(self.track, "launched", launched, &args);
             trace.complete(
                 self.track,
-                if self.counts.is_some() { "reduce_scatter" } else { "all_reduce" },
+                if self.shards().is_some() { "reduce_scatter" } else { "all_reduce" },
                 launched,
                 done.unwrap_or_else(Instant::now),
                 &args,

@@ -40,6 +40,7 @@ mod step_times;
 mod sync;
 mod unused;
 mod verify;
+mod weights;
 
 #[cfg(test)]
 mod fake;
@@ -56,6 +57,7 @@ pub use options::{ParameterSpec, ReducerOptions};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state, verify_state_on};
+pub use weights::check_weight;
 
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, HookState, Metered};
@@ -79,7 +81,7 @@ use crate::trace::{Trace, Track};
 pub struct Reducer {
     group: Arc<dyn Communicator>,
     /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
-    meter: Metered,
+    meters: Meters,
     trace: Trace,
     hook: Box<dyn CommHook>,
     /// How far the step has come, and what comes next.
@@ -119,7 +121,7 @@ impl Reducer {
         verify::verify(&*group.in_call(Caller::DdpNew), &contract)?;
         let state = state?;
         Ok(Self {
-            meter: Metered::new(group.in_call(Caller::DdpBackward)),
+            meters: Meters::new(&*group),
             trace: group.trace(),
             hook: Box::new(AllReduce),
             buckets: buckets(&state),
@@ -145,18 +147,33 @@ impl Reducer {
     /// parameter that backward does not use here, where `start` writes zeros. It gets the parameter's index, and memory that
     /// may hold the values of an earlier step.
     pub fn start_with(&mut self, mut unused: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
+        self.start_step(None, &mut unused)
+    }
+
+    /// A step in which this rank counts by `weight`, or as all others.
+    fn start_step(
+        &mut self,
+        weight: Option<f64>,
+        unused: &mut dyn FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
         self.attempt(|reducer| {
+            if let Some(weight) = weight {
+                reducer.check_weighted(weight)?;
+            }
             if let Some(arrival) = reducer.state.rebuild()? {
                 let group = reducer.group.in_call(Caller::DdpBackward);
                 let order = verify::share(&*group, Rank::MAIN, arrival)?;
                 reducer.lay_out(order, &*group)?;
             }
-            reducer.state.begin();
+            reducer.state.begin(weight);
             if std::mem::take(&mut reducer.stale) {
                 reducer.buckets = buckets(&reducer.state);
             }
+            if let Some(first) = reducer.buckets.first_mut() {
+                first.carry(weight);
+            }
             reducer.began = Instant::now();
-            reducer.fill_unused(&mut unused)
+            reducer.fill_unused(unused)
         })
     }
 
@@ -231,7 +248,7 @@ impl Reducer {
     /// each all_reduce; a ring moves nearly twice as many in each direction. Operations that move half as many, such as a
     /// reduce_scatter, count half.
     pub fn communicated_bytes(&self) -> u64 {
-        self.meter.bytes()
+        self.meters.plain.bytes()
     }
 
     /// Takes the finished gradient of the parameter at `index`; if it was the last that a bucket waited for, the
@@ -274,7 +291,7 @@ impl Reducer {
         let end = Instant::now();
         self.trace.complete(Track::Backward, "wait for gradients", backward_end, end, &[]);
         self.timer.step(&*self.group, backward_end, end);
-        Ok(())
+        self.divide_by_weights().inspect_err(|_| self.state.emptied())
     }
 
     /// How long a step takes on each rank, by rank: the medians of so many steps as the ranks last told each other, every 32
@@ -448,7 +465,7 @@ impl Reducer {
                 replay::keep(&mut self.kept, index, gradients)?;
             }
             bucket
-                .launch(&mut *self.hook, &self.meter, (index, count))
+                .launch(&mut *self.hook, self.meters.of(&self.state), (index, count))
                 .or_else(|error| self.cut_off(error))?;
         }
         Ok(())
@@ -482,7 +499,7 @@ impl Reducer {
         let mut all = false;
         while !std::mem::replace(&mut all, true) {
             for bucket in &mut self.buckets {
-                all &= bucket.advance(&self.meter)?;
+                all &= bucket.advance(self.meters.of(&self.state))?;
             }
         }
         if let Some(used) = used {
@@ -506,6 +523,24 @@ impl Reducer {
     /// What a bucket holds in a range of its bytes, if it holds anything.
     fn bytes(&self, (bucket, range): (usize, Range<usize>)) -> Option<&[u8]> {
         self.buckets.get(bucket)?.bytes()?.get(range)
+    }
+}
+
+/// The reducer's group as hooks see it, in weighted steps and in others: all ranks must begin the same kind of step, and an error
+/// of ranks that do not shows both calls.
+struct Meters {
+    plain: Metered,
+    weighted: Metered,
+}
+
+impl Meters {
+    fn new(group: &dyn Communicator) -> Self {
+        let plain = Metered::new(group.in_call(Caller::DdpBackward));
+        Self { weighted: plain.of(group.in_call(Caller::DdpBackwardWeighted)), plain }
+    }
+
+    fn of(&self, state: &ReducerState) -> &Metered {
+        if state.weight().is_some() { &self.weighted } else { &self.plain }
     }
 }
 
@@ -541,5 +576,10 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
 
 fn buckets(state: &ReducerState) -> Vec<Bucket> {
     let plan = state.plan();
-    (0..plan.buckets.len()).map(|index| Bucket::new(index, plan, state.parameters())).collect()
+    let bucket = |index| {
+        let mut bucket = Bucket::new(index, plan, state.parameters());
+        bucket.carry(state.weight().filter(|_| index == 0));
+        bucket
+    };
+    (0..plan.buckets.len()).map(bucket).collect()
 }

@@ -15,7 +15,8 @@ impl Reducer {
     ///
     /// Within a bucket the gradients then stand by owner. A [hook](Self::register_hook) other than the plain average
     /// averages whole buckets as before. Ranks that share memory get the same bits as without it, and so do two ranks;
-    /// otherwise a large bucket's elements may be added up in another order.
+    /// otherwise a large bucket's elements may be added up in another order. In a [weighted step](Self::start_weighted) the first
+    /// bucket is averaged whole.
     ///
     /// # Errors
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
@@ -52,7 +53,7 @@ impl Reducer {
         self.attempt(|reducer| {
             give(&mut |index, bytes| reducer.put(index, bytes))?;
             let exchange = Instant::now();
-            let meter = reducer.meter.of(reducer.group.in_call(Caller::ZeroStep));
+            let meter = reducer.meters.plain.of(reducer.group.in_call(Caller::ZeroStep));
             reducer.buckets.iter_mut().try_for_each(|bucket| bucket.gather(&meter))?;
             for bucket in &mut reducer.buckets {
                 while !bucket.advance(&meter)? {}

@@ -50,6 +50,10 @@ pub(super) struct ReducerState {
     filled: usize,
     /// For each parameter: did any rank have a gradient in the last step?
     used: Vec<bool>,
+    /// This rank's weight in this step; none if all ranks count alike.
+    weight: Option<f64>,
+    /// Parameters whose gradients in this step are those of samples of weight 0 alone.
+    void: Vec<usize>,
     /// Is backward over? Then the step can be replayed, if gradients are kept.
     ended: bool,
     /// Are the gradients of this step kept, so that it can be replayed?
@@ -133,6 +137,8 @@ impl ReducerState {
             unused: Vec::new(),
             filled: 0,
             used: vec![true; parameters.len()],
+            weight: None,
+            void: Vec::new(),
             ended: false,
             keeps: false,
             keeps_next: false,
@@ -194,8 +200,11 @@ impl ReducerState {
         Ok((self.first_step == FirstStep::Over && !keeps_order).then_some(&self.arrival))
     }
 
-    /// A backward pass begins. What of it is known to be unused is to be [filled](Self::next_unused).
-    pub(super) fn begin(&mut self) {
+    /// A backward pass begins, in which this rank counts by `weight`, or as all others. What of it is known to be unused is to be
+    /// [filled](Self::next_unused).
+    pub(super) fn begin(&mut self, weight: Option<f64>) {
+        self.weight = weight;
+        self.void.clear();
         if self.first_step == FirstStep::Over {
             self.first_step = FirstStep::Applied;
             if self.unused_parameters == UnusedParameters::Learn {
@@ -213,6 +222,16 @@ impl ReducerState {
         (self.launched, self.filled, self.ended, self.cut_off) = (0, 0, false, None);
         self.keeps = std::mem::take(&mut self.keeps_next);
         self.phase = Phase::Backward;
+    }
+
+    /// This rank's weight in this step, or the last; none if all ranks count alike.
+    pub(super) fn weight(&self) -> Option<f64> {
+        self.weight
+    }
+
+    /// The gradient of the parameter at `index` counts as zero.
+    pub(super) fn voided(&mut self, index: usize) {
+        self.void.push(index);
     }
 
     pub(super) fn in_backward(&self) -> bool {
@@ -297,6 +316,13 @@ impl ReducerState {
         if !self.unused_parameters.are_exchanged() {
             return match missing.peek() {
                 None => Ok(()),
+                // A rank without samples need not have a gradient for anything: zeros change no average.
+                Some(_)
+                    if self.weight == Some(0.0) && self.unused_parameters == UnusedParameters::Refused =>
+                {
+                    self.unused.extend(missing);
+                    Ok(())
+                }
                 Some(_) => Err(unused::error(self.rank, &self.parameters, &missing.collect::<Vec<_>>())),
             };
         }
@@ -320,7 +346,17 @@ impl ReducerState {
     /// For each parameter: does this rank have a gradient in this step?
     pub(super) fn used_here(&self) -> Vec<u8> {
         let mut used = vec![1; self.parameters.len()];
-        self.unused.iter().for_each(|&index| used[index] = 0);
+        // What a static graph learns is the graph, whatever the weights are.
+        let counts = self.unused_parameters == UnusedParameters::Find;
+        if counts && self.weight == Some(0.0) {
+            used.fill(0);
+        }
+        let void = self.void.iter().filter(|_| counts);
+        for &index in self.unused.iter().chain(void) {
+            if let Some(used) = used.get_mut(index) {
+                *used = 0;
+            }
+        }
         used
     }
 

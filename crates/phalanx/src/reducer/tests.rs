@@ -6,6 +6,7 @@ mod failures;
 mod memory;
 mod sharding;
 mod unused;
+mod weights;
 
 use super::fake::{Call, FakeGroup, Kind, run};
 use super::*;

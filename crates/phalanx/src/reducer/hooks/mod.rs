@@ -91,6 +91,13 @@ pub trait CommHook: Send {
     fn is_stateless(&self) -> bool {
         false
     }
+
+    /// Whether it can average [weighted steps](super::Reducer::start_weighted): the first bucket then has one element more, behind
+    /// all gradients, with the rank's weight. It must be averaged to the precision of its type, and gradients, which are
+    /// multiplied by weights that differ from step to step, as exactly as it. False by default.
+    fn accepts_weights(&self) -> bool {
+        false
+    }
 }
 
 /// A bucket with all its gradients.
@@ -214,6 +221,10 @@ impl CommHook for AllReduce {
     }
 
     fn is_stateless(&self) -> bool {
+        true
+    }
+
+    fn accepts_weights(&self) -> bool {
         true
     }
 }

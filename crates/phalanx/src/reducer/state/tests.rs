@@ -69,7 +69,7 @@ impl Played {
     }
 
     fn start(&mut self) {
-        self.state.begin();
+        self.state.begin(None);
         self.buckets.iter_mut().for_each(Vec::clear);
         self.launched.clear();
         self.zero_unused();

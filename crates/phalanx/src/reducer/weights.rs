@@ -1,0 +1,162 @@
+//! Ranks with unequal numbers of samples: averages in which each rank counts by its weight.
+//!
+//! A rank gives the gradients of `loss × weight`. The first bucket has one element more, the weight, so that the same all_reduce
+//! averages gradients and weights, and the quotient of the two averages is `Σ weight·gradient / Σ weight`. It is formed when all
+//! buckets are back: until then no rank knows the sum of weights, and none waits for it.
+
+use bytemuck::AnyBitPattern;
+
+use super::bucket::Bucket;
+use super::{ParameterSpec, Reducer, zero};
+use crate::buffer::Buffer;
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
+impl Reducer {
+    /// Like [`start`](Self::start), for ranks with unequal numbers of samples or tokens: each rank counts by its `weight`, and
+    /// [`gradient`](Self::gradient) gives `Σ weight·gradient / Σ weight`, sums over ranks. With a mean over samples as the loss and
+    /// their number as the weight, that is the gradient of the mean over all ranks' samples.
+    ///
+    /// The gradients that come are those of the loss *times* the weight: backward begins from `loss × weight`. So collectives
+    /// inside of backward, such as a synchronised batch norm's, see gradients that are weighted already. If gradients of several
+    /// passes were added up, `weight` is the sum of theirs.
+    ///
+    /// A rank without samples has the weight 0. It runs backward all the same, in which collectives may be; its gradients are not
+    /// looked at, may be NaN or missing, and count as zero. Its adapter reports them with [`ready_void`](Self::ready_void).
+    ///
+    /// The weights travel as one element more of the first bucket; there is no further collective. That bucket is not scattered
+    /// if averages are [sharded](Self::shard), since all ranks need the element. [`finish`](Self::finish) divides all averages
+    /// where they lie. Equal weights of 1 give the bits of [`start`](Self::start).
+    ///
+    /// # Errors
+    /// As [`start`](Self::start), and as [`check_weight`]; if the [hook](Self::register_hook) does not
+    /// [take weights](super::hooks::CommHook::accepts_weights). If some ranks call this and others [`start`](Self::start), every
+    /// rank gets an error that shows both calls. If all weights are zero, [`finish`](Self::finish) returns an error on every
+    /// rank, and the reducer can begin its next step.
+    pub fn start_weighted(&mut self, weight: f64) -> Result<()> {
+        self.start_step(Some(weight), &mut |_, memory| zero(memory))
+    }
+
+    /// As [`start_weighted`](Self::start_weighted); `unused` is that of [`start_with`](Self::start_with).
+    pub fn start_weighted_with(
+        &mut self,
+        weight: f64,
+        mut unused: impl FnMut(usize, &mut [u8]) -> Result<()>,
+    ) -> Result<()> {
+        self.start_step(Some(weight), &mut unused)
+    }
+
+    /// The parameter at `index` has a gradient in a pass of weight 0 alone: it counts as zero, whatever it is. With
+    /// [`find_unused_parameters`](super::ReducerOptions::find_unused_parameters) this rank has not used the parameter.
+    ///
+    /// # Errors
+    /// As [`ready`](Self::ready).
+    pub fn ready_void(&mut self, index: usize) -> Result<()> {
+        self.state.voided(index);
+        self.ready_with(index, zero)
+    }
+
+    pub(super) fn check_weighted(&self, weight: f64) -> Result<()> {
+        check_weight(self.group.rank(), weight, self.parameters())?;
+        if self.hook.accepts_weights() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "the communication hook `{}` does not average ranks by their weights",
+            self.hook.describe()
+        ))
+        .with_remedy(SCALE))
+    }
+
+    /// Divides the averages of weighted gradients by the average of weights.
+    ///
+    /// Every rank has the same bits, and so the same error: it ends nothing.
+    pub(super) fn divide_by_weights(&mut self) -> Result<()> {
+        let Some(own) = self.state.weight() else { return Ok(()) };
+        let world = self.group.world_size();
+        let mean = match world {
+            WorldSize::ONE => own,
+            _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
+        };
+        if !(mean > 0.0 && mean.is_finite()) {
+            let sum = mean * f64::from(world.get());
+            return Err(Error::invalid_argument(format!(
+                "the weights of all ranks add up to {sum}: there is no average of this step"
+            ))
+            .with_remedy(
+                "leave out a step in which no rank has a sample, on every rank, and go on with the next",
+            ));
+        }
+        if mean != 1.0 {
+            for bucket in &mut self.buckets {
+                bucket.divide(&*self.group, mean)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+const SCALE: &str = "sum the weights over ranks first, and call the unweighted backward with \
+                     loss × weight × world size / sum of weights; or register no hook, in f32";
+
+/// An error unless gradients of `parameters` can be averaged with this `weight` of `rank`, as
+/// [`Reducer::start_weighted`] does it.
+///
+/// # Errors
+/// If the weight is negative, infinite or not a number, or too large or too small for an f32; if a gradient is of 16 bits, in which
+/// neither weights nor gradients times weights could be told.
+pub fn check_weight(rank: Rank, weight: f64, parameters: &[ParameterSpec]) -> Result<()> {
+    let narrow = weight as f32;
+    if !(weight == 0.0 || (weight > 0.0 && narrow.is_normal())) {
+        return Err(Error::invalid_argument(format!("rank {rank}: {weight} is no weight for gradients")).with_remedy(
+            "the weight is the number of this rank's samples or tokens, 0 if it has none; is it computed from a mask that may be \
+             NaN?",
+        ));
+    }
+    match parameters.iter().find(|parameter| !matches!(parameter.dtype, DType::F32 | DType::F64)) {
+        None => Ok(()),
+        Some(parameter) => Err(Error::invalid_argument(format!(
+            "the gradient of parameter {parameter} is too narrow for weights"
+        ))
+        .with_remedy(SCALE)),
+    }
+}
+
+/// Writes `weight` into the last element of `bytes`.
+pub(super) fn write(bytes: &mut [u8], dtype: DType, weight: f64) {
+    let place = bytes.len().saturating_sub(dtype.size());
+    match dtype {
+        DType::F64 => bytes[place..].copy_from_slice(&weight.to_le_bytes()),
+        _ => bytes[place..].copy_from_slice(&(weight as f32).to_le_bytes()),
+    }
+}
+
+/// The last element of `bytes`.
+pub(super) fn read(bytes: &[u8], dtype: DType) -> Option<f64> {
+    fn last<T: AnyBitPattern>(bytes: &[u8]) -> Option<T> {
+        Some(bytemuck::pod_read_unaligned(bytes.get(bytes.len().checked_sub(size_of::<T>())?..)?))
+    }
+    match dtype {
+        DType::F64 => last::<f64>(bytes),
+        _ => last::<f32>(bytes).map(f64::from),
+    }
+}
+
+/// Divides each element by `divisor`.
+pub(super) fn divide(buffer: &mut Buffer, divisor: f64) -> Result<()> {
+    fn each<T: Element>(buffer: &mut Buffer, divide: impl Fn(T) -> T) -> Result<()> {
+        buffer.as_mut_slice::<T>()?.iter_mut().for_each(|element| *element = divide(*element));
+        Ok(())
+    }
+    match buffer.dtype() {
+        DType::F64 => each::<f64>(buffer, |element| element / divisor),
+        DType::F32 => {
+            // The weights were averaged in f32.
+            let divisor = divisor as f32;
+            each::<f32>(buffer, |element| element / divisor)
+        }
+        other => Err(Error::invalid_argument(format!("gradients of type {other} have no weights"))),
+    }
+}
