@@ -129,7 +129,7 @@ impl<M: Module> Fsdp<M> {
     /// [saved](Self::save) under `name`.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed.
+    /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
     pub fn load(&mut self, optimizer: &mut ModuleOptimizer, saved: &Saved, name: &str) -> Result<()> {
         let Index { tensors, scalars, paths: _, units, frozen } = saved.value(name)?;
         model::compare(&self.entries()?, &units)?;
@@ -141,7 +141,6 @@ impl<M: Module> Fsdp<M> {
             .with_remedy("give FullySharded::new the module with those values, as from a file of its own"));
         }
         let rest = model::read(&self.rest(), saved, &rest_of(name))?;
-<<<<<<< HEAD
         let rank = self.exchanges.rank();
         let mut rows = HashMap::new();
         for (number, shard) in &self.order {
@@ -153,29 +152,7 @@ impl<M: Module> Fsdp<M> {
             true => self.state(saved, name)?,
             false => self.state_of_units(saved, name, (tensors, scalars))?,
         };
-=======
-        let shards = (0..self.ddp.parameters().len()).map(|index| {
-            let unit = self.unit(index)?;
-            self.read(saved, &self.name(name, index, None)?, &unit, unit.dtype)
-        });
-        let shards = shards.collect::<Result<Vec<_>>>()?;
-        let shapes = tensors.iter().map(|(key, dtype)| {
-            Ok((key.clone(), Layout { dtype: *dtype, shape: vec![self.unit(key.index)?.shard] }, ()))
-        });
-        let index = OptimizerState {
-            tensors: shapes.collect::<Result<_>>()?,
-            scalars: scalars.clone(),
-            paths: paths.clone(),
-        };
-        fit::check(optimizer, (self.model(), self.ddp.parameters()), &index)?;
-        let tensors = tensors.into_iter().map(|(key, dtype)| {
-            let unit = self.unit(key.index)?;
-            let name = self.name(name, key.index, Some(&key.field))?;
-            let elements = Bytes::from_bytes_vec(self.read(saved, &name, &unit, dtype)?);
-            Ok((key, Layout { dtype, shape: vec![unit.shard] }, elements))
-        });
-        let state = OptimizerState { tensors: tensors.collect::<Result<_>>()?, scalars, paths };
->>>>>>> w/burn-b
+        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index())?;
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
         let places = self.pieces();
         let mut pieces = Vec::new();
@@ -278,78 +255,27 @@ impl<M: Module> Fsdp<M> {
         tensors.filter(|tensor| !self.units.contains_key(&tensor.id)).cloned().collect()
     }
 
-<<<<<<< HEAD
     /// The pieces of all units, numbered in the order of the model.
     fn pieces(&self) -> HashMap<ParamId, usize> {
         let mut pieces = HashMap::new();
         for tensor in self.ddp.state().iter().filter(|tensor| self.units.contains_key(&tensor.id)) {
             let next = pieces.len();
             pieces.entry(tensor.id).or_insert(next);
-=======
-    fn indices(&self) -> HashMap<ParamId, usize> {
-        let parameters = self.ddp.parameters().iter().enumerate();
-        parameters.map(|(index, parameter)| (parameter.id, index)).collect()
-    }
-
-    fn unit(&self, index: usize) -> Result<Arc<FlatLayout>> {
-        let parameter = self.ddp.parameters().get(index).ok_or_else(|| unknown(index))?;
-        let unit = self.units.get(&parameter.id).and_then(|&unit| self.exchanges.unit(unit));
-        unit.ok_or_else(|| unknown(index))
-    }
-
-    fn name(&self, prefix: &str, index: usize, field: Option<&str>) -> Result<String> {
-        let parameter = self.ddp.parameters().get(index).ok_or_else(|| unknown(index))?;
-        let field = field.map_or(String::new(), |field| format!(".{field}"));
-        Ok(format!("{prefix}.{}{field}", parameter.name))
-    }
-
-    /// This rank's elements of a unit, without padding.
-    fn own(&self, unit: &FlatLayout) -> Range<usize> {
-        unit.own(self.exchanges.rank())
-    }
-
-    fn slice(
-        &self,
-        snapshot: &mut Snapshot,
-        name: &str,
-        unit: &FlatLayout,
-        dtype: BurnDType,
-        shard: &[u8],
-    ) -> Result<()> {
-        let own = self.own(unit);
-        let Some(elements) = shard.get(..own.len() * dtype.size()).filter(|_| !own.is_empty()) else {
-            return Ok(()); // nothing but padding
-        };
-        let place: (&[usize], &[usize]) = (&[own.start], &[own.len()]);
-        snapshot.slice_bytes(name, tensor_bytes::dtype(dtype)?, &[unit.elements], place, elements.to_vec())
-    }
-
-    /// The elements of this rank's shard, with padding.
-    fn read(&self, saved: &Saved, name: &str, unit: &FlatLayout, dtype: BurnDType) -> Result<Vec<u8>> {
-        let tensor = saved.tensor(name)?;
-        if tensor.shape() != [unit.elements] || tensor.dtype() != tensor_bytes::dtype(dtype)? {
-            return Err(Error::mismatch(format!(
-                "the state is that of another model: `{name}` is {} {:?} there, and {dtype:?} [{}] here",
-                tensor.dtype(),
-                tensor.shape(),
-                unit.elements
-            ))
-            .with_remedy("make the model of the same units as when it was saved"));
->>>>>>> w/burn-b
         }
         pieces
     }
 
     /// The unit of a piece by its number, and which of the unit's parameters it is of.
-    fn place(&self, mut piece: usize) -> Result<(Arc<FlatLayout>, usize)> {
+    fn place(&self, piece: usize) -> Result<(Arc<FlatLayout>, usize)> {
+        let mut left = piece;
         for (number, _) in &self.order {
             let unit = self.layout(*number)?;
-            if piece < unit.parameters.len() {
-                return Ok((unit, piece));
+            if left < unit.parameters.len() {
+                return Ok((unit, left));
             }
-            piece -= unit.parameters.len();
+            left -= unit.parameters.len();
         }
-        Err(other_model())
+        Err(unknown(piece))
     }
 
     /// The same for a parameter of the optimizer by its number.
@@ -363,18 +289,18 @@ impl<M: Module> Fsdp<M> {
                 return Ok((unit, index));
             }
         }
-        Err(other_model())
+        Err(unknown(parameter))
     }
 
     /// The number of the first parameter of a unit that is trained, by its place in the model's order.
     fn unit(&self, place: usize) -> Result<(usize, Arc<FlatLayout>)> {
-        let (number, _) = self.order.get(place).ok_or_else(other_model)?;
-        let first = self.parameters.get(number).copied().ok_or_else(other_model)?;
+        let (number, _) = self.order.get(place).ok_or_else(|| unknown(place))?;
+        let first = self.parameters.get(number).copied().ok_or_else(|| unknown(place))?;
         Ok((first, self.layout(*number)?))
     }
 
     fn layout(&self, number: usize) -> Result<Arc<FlatLayout>> {
-        self.exchanges.unit(number).ok_or_else(other_model)
+        self.exchanges.unit(number).ok_or_else(|| unknown(number))
     }
 
     /// What a field of a parameter's state is called.
@@ -382,7 +308,7 @@ impl<M: Module> Fsdp<M> {
         let (unit, index) = self.trained(key.index)?;
         let shard = self.order.iter().find(|(number, _)| *number == unit.unit);
         let (Some((_, shard)), Some(parameter)) = (shard, unit.parameters.get(index)) else {
-            return Err(other_model());
+            return Err(unknown(key.index));
         };
         Ok(format!("{name}.{shard}.{}.{}", parameter.name, key.field))
     }
