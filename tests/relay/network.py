@@ -114,7 +114,8 @@ class Run:
                 "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--nproc-per-node", "2", "--", *options.program,
             ]
             # Namespaces of one kernel have one boot id: without a name of its own each would share memory with the other.
-            environment = {**os.environ, "PHALANX_HOST_ID": name}
+            # A packet that is lost twice at a round trip of 400 ms is more than a second of silence: the default would be a false death.
+            environment = {"PHALANX_HEARTBEAT_TIMEOUT": "10", **os.environ, "PHALANX_HOST_ID": name}
             self.nodes.append(
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             )
