@@ -114,7 +114,8 @@ class Run:
                 "--node-rank", str(node), "--master-addr", ADDRESSES[0], "--nproc-per-node", "2", "--", *options.program,
             ]
             # Namespaces of one kernel have one boot id: without a name of its own each would share memory with the other.
-            environment = {**os.environ, "PHALANX_HOST_ID": name}
+            # A packet that is lost twice at a round trip of 400 ms is more than a second of silence: the default would be a false death.
+            environment = {"PHALANX_HEARTBEAT_TIMEOUT": "10", **os.environ, "PHALANX_HOST_ID": name}
             self.nodes.append(
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
             )
@@ -150,7 +151,8 @@ def main():
     parser.add_argument("--rtt", type=float, nargs="+", default=[5, 50, 100, 200, 400])
     parser.add_argument("--loss", type=float, nargs="+", default=[0, 1, 5])
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=30, help="seconds for a start with loss; without loss it is 2 s and 10 round trips")
+    parser.add_argument("--limit", type=float, default=30, help="seconds for a start with loss; without loss it is 2 s and --trips round trips")
+    parser.add_argument("--trips", type=float, default=15, help="round trips that a start without loss may take beside 2 s")
     parser.add_argument("--lenient", action="store_true", help="only wrong ends are failures, not late starts")
     parser.add_argument("program", nargs="+")
     options = parser.parse_args()
@@ -163,7 +165,7 @@ def main():
             for loss in options.loss:
                 for rtt in options.rtt:
                     network.set(rtt, loss)
-                    limit = options.limit if loss else 2 + 10 * rtt / 1000
+                    limit = options.limit if loss else 2 + options.trips * rtt / 1000
                     right, slowest, ends = 0, 0.0, 0.0
                     for _ in range(options.starts):
                         run = Run(network, options, key)
