@@ -11,12 +11,12 @@ type Rooted = fn(&ProcessGroup, Rank) -> Result<()>;
 
 const OPERATIONS: [(&str, Rooted); 6] = [
     ("broadcast", |group, root| group.broadcast(&mut [group.rank().get() as f32; 4], root)),
-    ("reduce", |group, root| group.reduce(&mut [1.0f32; 4], ReduceOp::Sum, root)),
+    ("reduce", |group, root| group.reduce(&mut [1.0f32; 4], root, ReduceOp::Sum)),
     ("gather", gather),
     ("scatter", scatter),
     ("scatter or reduce", |group, root| match root == Rank::MAIN {
         true => scatter(group, root),
-        false => group.reduce(&mut [1.0f32; 4], ReduceOp::Sum, root),
+        false => group.reduce(&mut [1.0f32; 4], root, ReduceOp::Sum),
     }),
     ("broadcast_object", |group, root| {
         let own = (group.rank() == root).then_some(7u8);
