@@ -245,20 +245,20 @@ fn one_weight_in_two_layers_trains_as_one_with_horovod() {
                 }
                 check(&floats(state.model()), &expected, &what);
 
-                if !ranks.is_power_of_two() {
-                    return; // Adasum needs a power of two.
+                // Adasum needs a power of two.
+                if ranks.is_power_of_two() {
+                    // What Adasum gives is another training's; its places are the same.
+                    let options = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
+                    let mut ours =
+                        DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
+                    for step in 0..2 {
+                        let loss = ours.forward(&model, |model| model.loss(batch(step, rank, ranks)));
+                        ours.backward(&loss).unwrap();
+                        model = ours.step(RATE, model).unwrap();
+                    }
+                    let trained = floats(&model);
+                    assert_eq!(trained[0], trained[2], "{what}");
                 }
-                // What Adasum gives is another training's; its places are the same.
-                let options = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
-                let mut ours =
-                    DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
-                for step in 0..2 {
-                    let loss = ours.forward(&model, |model| model.loss(batch(step, rank, ranks)));
-                    ours.backward(&loss).unwrap();
-                    model = ours.step(RATE, model).unwrap();
-                }
-                let trained = floats(&model);
-                assert_eq!(trained[0], trained[2], "{what}");
                 hvd.barrier().unwrap();
             });
         }
