@@ -86,10 +86,10 @@ impl Finder {
 }
 
 /// The error for an id whose places differ.
-pub(crate) fn one_id(cause: String) -> Error {
+fn one_id(cause: String) -> Error {
     Error::invalid_argument(format!("one parameter {cause}: both places have the same ParamId")).with_remedy(
         "for tied weights, clone the Param when it has its values; for weights that are trained apart, give one of them an id of its own: \
-         Param::initialized(ParamId::new(), param.val())",
+         Param::from_tensor(param.val().detach())",
     )
 }
 

@@ -1,6 +1,6 @@
 //! One `Param` in several places of a model trains as one tensor that a model of one process uses several times.
 
-use burn::module::{Module, Param, ParamId};
+use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
@@ -245,17 +245,20 @@ fn one_weight_in_two_layers_trains_as_one_with_horovod() {
                 }
                 check(&floats(state.model()), &expected, &what);
 
-                // What Adasum gives is another training's; its places are the same.
-                let options = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
-                let mut ours =
-                    DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
-                for step in 0..2 {
-                    let loss = ours.forward(&model, |model| model.loss(batch(step, rank, ranks)));
-                    ours.backward(&loss).unwrap();
-                    model = ours.step(RATE, model).unwrap();
+                // Adasum needs a power of two.
+                if ranks.is_power_of_two() {
+                    // What Adasum gives is another training's; its places are the same.
+                    let options = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
+                    let mut ours =
+                        DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
+                    for step in 0..2 {
+                        let loss = ours.forward(&model, |model| model.loss(batch(step, rank, ranks)));
+                        ours.backward(&loss).unwrap();
+                        model = ours.step(RATE, model).unwrap();
+                    }
+                    let trained = floats(&model);
+                    assert_eq!(trained[0], trained[2], "{what}");
                 }
-                let trained = floats(&model);
-                assert_eq!(trained[0], trained[2], "{what}");
                 hvd.barrier().unwrap();
             });
         }
@@ -335,7 +338,8 @@ fn a_checkpoint_of_a_tied_weight_goes_on_as_the_training_that_it_is_of() {
 fn one_id_with_two_values_is_refused_with_the_names_of_both() {
     let moved = || {
         let mut model = Tied::new();
-        model.second.weight = model.first.weight.clone().map(|weight| (weight.detach() + 1.0).require_grad());
+        let other = |weight: Tensor<2>| Tensor::from_inner(weight.inner() + 1.0).require_grad();
+        model.second.weight = model.first.weight.clone().map(other);
         model
     };
     let frozen = || {
@@ -347,7 +351,7 @@ fn one_id_with_two_values_is_refused_with_the_names_of_both() {
         for ranks in [1, 2, 3] {
             let refused = |error: phalanx::Error| {
                 let text = error.to_string();
-                for part in [cause, "`first.weight`", "`second.weight`", "ParamId::new()"] {
+                for part in [cause, "`first.weight`", "`second.weight`", "Param::from_tensor"] {
                     assert!(text.contains(part), "{text}");
                 }
             };
@@ -365,7 +369,7 @@ fn one_id_with_two_values_is_refused_with_the_names_of_both() {
     Ddp::new(model, &ProcessGroup::alone().unwrap()).unwrap();
     // With an id of its own the second weight is trained apart.
     let mut model = Tied::new();
-    model.second.weight = Param::initialized(ParamId::new(), model.first.weight.val());
+    model.second.weight = Param::from_tensor(model.first.weight.val().detach());
     let mut ddp = Ddp::new(model, &ProcessGroup::alone().unwrap()).unwrap();
     let loss = ddp.forward(|model| model.loss(batch(0, 0, 1))).unwrap();
     let gradients = ddp.backward(&loss).unwrap();

@@ -514,7 +514,8 @@ fn devices_of_one_process_may_use_different_parameters() {
 #[cfg(feature = "horovod")]
 #[test]
 fn horovod_s_optimizer_leaves_out_what_no_rank_uses() {
-    use phalanx_burn::horovod::{DistributedOptimizer, DistributedOptions};
+    use phalanx::Rank;
+    use phalanx_burn::horovod::{DistributedOptimizer, DistributedOptions, broadcast_parameters};
     use phalanx_horovod::{Horovod, Options};
     for optimizer in moving() {
         for ranks in [1usize, 2, 3] {
@@ -533,7 +534,8 @@ fn horovod_s_optimizer_leaves_out_what_no_rank_uses() {
                 let hvd = Horovod::new(&group, Options::default()).unwrap();
                 let options =
                     DistributedOptions { backward_passes_per_step: 2, ..DistributedOptions::default() };
-                let mut model = start.clone();
+                // Of its own: threads that share parameters share Burn's graph, which a backward pass locks.
+                let mut model = broadcast_parameters(&hvd, start.clone(), Rank::MAIN).unwrap();
                 let mut ours =
                     DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
                 for step in 0..5 {

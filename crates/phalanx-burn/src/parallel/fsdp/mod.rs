@@ -400,7 +400,7 @@ fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exc
         ))
         .with_remedy(
             "put the layers that share it into one unit, as a module of both; or give one of them an id of its own: \
-             Param::initialized(ParamId::new(), param.val())",
+             Param::from_tensor(param.val().detach())",
         )),
         Some(_) => Ok(()),
         None => {
