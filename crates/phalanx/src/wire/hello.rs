@@ -184,7 +184,7 @@ mod tests {
         let mut other = REFUSAL;
         other[4] = 2;
         for error in [Hello::decode(&other).unwrap_err(), check_version(&other[..6]).unwrap_err()] {
-            assert!(error.to_string().contains("speaks version 2, this one 3"), "{error}");
+            assert!(error.to_string().contains("speaks version 2, this one 4"), "{error}");
             assert!(error.remedy().unwrap().contains("the same build"));
         }
         for start in [&other[..5], &REFUSAL, b"GET / "] {

@@ -292,7 +292,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         });
         let (store, started) = (MemoryStore::new(), Instant::now());
         let error = dial(&config(&store, 1), "here", &address, (own, &secret), deadline).unwrap_err();
-        assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
+        assert!(error.to_string().contains("a peer speaks version 2, this one 4"), "{error}");
         assert!(error.remedy().unwrap().contains("the same build"), "{error}");
         assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
     });
