@@ -272,6 +272,12 @@ impl Engine {
         let header = self.header(call, sequence);
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
+            let done = done.inspect_err(|error| {
+                // The calls are the same, but not all before them.
+                if error.is_mismatch() && error.sequence().is_none() {
+                    self.health.await_difference(sequence);
+                }
+            });
             let done = done.map_err(|error| self.last_heard(error, sequence));
             let done = done.map_err(|error| self.own_call_at(error, sequence));
             done.map_err(|error| self.health.fail_operation(error, call, sequence))?;
