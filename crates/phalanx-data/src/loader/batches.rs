@@ -233,7 +233,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
             Ok(Err(error)) => Some(Err(error)),
             Err(missing) => {
                 // The pass is not over, and cannot go on: its position stays where it is.
-                self.pool = None;
+                self.pool.take().into_iter().for_each(Pool::abandon);
                 Some(Err(self.missing(&missing, indices, worker)))
             }
         }
