@@ -1,5 +1,6 @@
 //! Files become pictures, or errors that name the cause.
 
+use std::cmp::Ordering;
 use std::io::Cursor;
 
 use image::codecs::bmp::BmpDecoder;
@@ -62,8 +63,7 @@ pub(super) struct Options {
 
 /// Decodes the file whose content is `bytes`.
 pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cause> {
-    // By what is in it: many a .jpg is a PNG.
-    let format = image::guess_format(bytes).map_err(|_| Cause::Damaged("it begins like no image".into()))?;
+    let format = format(bytes)?;
     let several = |what: &str| match options.first_frame {
         true => Ok(()),
         false => Err(Cause::Several(format!("it has {what}, of which the first alone would be read"))),
@@ -79,6 +79,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::WebP => {
+            check_riff(bytes)?;
             let decoder = WebPDecoder::new(&mut file)?;
             if decoder.has_animation() {
                 several("an animation")?;
@@ -86,7 +87,8 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::Tiff => {
-            let pages = tiff::pages(bytes);
+            let cut = || Cause::Damaged("it is cut off: its list of pages leads out of the file".into());
+            let pages = tiff::pages(bytes).ok_or_else(cut)?;
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
             }
@@ -119,6 +121,28 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
         image.apply_orientation(orientation);
     }
     Ok(image)
+}
+
+/// By what is in it: many a .jpg is a PNG.
+fn format(bytes: &[u8]) -> Result<ImageFormat, Cause> {
+    // With offsets of 64 bits, which `guess_format` does not know.
+    if bytes.starts_with(b"II\x2b\0") || bytes.starts_with(b"MM\0\x2b") {
+        return Ok(ImageFormat::Tiff);
+    }
+    image::guess_format(bytes).map_err(|_| Cause::Damaged("it begins like no image".into()))
+}
+
+/// Whether a WebP is as long as it says: of a shorter one, also with another behind it, the decoder makes a picture.
+fn check_riff(bytes: &[u8]) -> Result<(), Cause> {
+    let length = bytes.get(4..8).map(|size| u32::from_le_bytes([size[0], size[1], size[2], size[3]]));
+    let (says, has) = (u64::from(length.unwrap_or(u32::MAX)) + 8, bytes.len() as u64);
+    match says.cmp(&has) {
+        Ordering::Equal => Ok(()),
+        Ordering::Greater => Err(Cause::Damaged(format!("it is cut off: it has {has} of {says} bytes"))),
+        Ordering::Less => {
+            Err(Cause::Damaged(format!("it should have {says} bytes, and has {has}: were files joined?")))
+        }
+    }
 }
 
 fn limits() -> Limits {
