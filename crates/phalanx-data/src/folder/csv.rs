@@ -48,10 +48,12 @@ pub struct CsvDataset<T> {
     /// None if the file has no line of them.
     headers: Option<StringRecord>,
     options: CsvOptions,
-    /// Where each begins and ends.
-    records: Vec<(u64, u64)>,
+    records: Vec<Place>,
     _type: PhantomData<fn() -> T>,
 }
+
+/// Where a record begins and ends.
+type Place = (u64, u64);
 
 /// How a CSV file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,7 +132,7 @@ impl<T: DeserializeOwned> CsvDataset<T> {
 }
 
 /// Reads the file through: its headers, and where records begin and end.
-fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<StringRecord>, Vec<(u64, u64)>)> {
+fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<StringRecord>, Vec<Place>)> {
     let allowance = Rc::new(Cell::new(MAX_RECORD));
     let source = Bounded { file, allowance: allowance.clone() };
     let mut reader = ReaderBuilder::new().delimiter(options.delimiter).has_headers(false).from_reader(source);

@@ -36,6 +36,7 @@ pub(super) enum Order {
     /// A row's together; of a row, those that differ in the last side. C's order.
     RowMajor,
     /// The first elements of all rows, then the second ones. Fortran's order.
+    #[cfg_attr(not(feature = "npy"), allow(dead_code, reason = "NumPy alone has it"))]
     ColumnMajor,
 }
 
