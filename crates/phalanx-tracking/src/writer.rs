@@ -132,8 +132,15 @@ fn tell_non_finite(record: &Record, told: &mut HashSet<String>) {
     let found = match &record.value {
         Value::Scalar(value) if !value.is_finite() => value.to_string(),
         Value::Histogram(histogram) if histogram.non_finite > 0 => match histogram.count() {
-            0 => format!("nothing but NaN or infinite values, {} of them, and its histogram is empty", histogram.non_finite),
-            others => format!("NaN or infinite in {} of {} values", histogram.non_finite, histogram.non_finite + others),
+            0 => format!(
+                "nothing but NaN or infinite values, {} of them, and its histogram is empty",
+                histogram.non_finite
+            ),
+            others => format!(
+                "NaN or infinite in {} of {} values",
+                histogram.non_finite,
+                histogram.non_finite + others
+            ),
         },
         Value::Scalar(_) | Value::Histogram(_) => return,
         Value::Picture(_) | Value::Text(_) | Value::Hyperparameters(_) => return,

@@ -48,10 +48,12 @@ pub struct CsvDataset<T> {
     /// None if the file has no line of them.
     headers: Option<StringRecord>,
     options: CsvOptions,
-    /// Where each begins and ends.
-    records: Vec<(u64, u64)>,
+    records: Vec<Place>,
     _type: PhantomData<fn() -> T>,
 }
+
+/// Where a record begins and ends.
+type Place = (u64, u64);
 
 /// How a CSV file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,7 +132,7 @@ impl<T: DeserializeOwned> CsvDataset<T> {
 }
 
 /// Reads the file through: its headers, and where records begin and end.
-fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<StringRecord>, Vec<(u64, u64)>)> {
+fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<StringRecord>, Vec<Place>)> {
     let allowance = Rc::new(Cell::new(MAX_RECORD));
     let source = Bounded { file, allowance: allowance.clone() };
     let mut reader = ReaderBuilder::new().delimiter(options.delimiter).has_headers(false).from_reader(source);
@@ -172,7 +174,12 @@ fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<Stri
         }
     }
     if options.headers && headers.is_none() {
-        return Err(bad(path, "its headers", "the file is empty", "copy it again, or write the line of headers"));
+        return Err(bad(
+            path,
+            "its headers",
+            "the file is empty",
+            "copy it again, or write the line of headers",
+        ));
     }
     // What stands behind an open quote is one field up to the end, also if the file was cut off there.
     let last = records.last().copied().unwrap_or((0, reader.position().byte()));

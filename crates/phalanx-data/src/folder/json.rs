@@ -119,7 +119,8 @@ fn cause(line: &[u8], error: &serde_json::Error) -> String {
     let cause = text.split(" at line ").next().unwrap_or(&text).to_owned();
     let begins = |word: &[u8]| {
         let at = error.column().saturating_sub(1);
-        error.is_syntax() && (at.saturating_sub(1)..=at).any(|at| line.get(at..).is_some_and(|rest| rest.starts_with(word)))
+        error.is_syntax()
+            && (at.saturating_sub(1)..=at).any(|at| line.get(at..).is_some_and(|rest| rest.starts_with(word)))
     };
     if begins(b"NaN") || begins(b"Infinity") {
         return format!("{cause}: NaN and Infinity are no JSON; write null, and read an Option");

@@ -100,10 +100,17 @@ fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> E
 #[cfg(any(feature = "csv", feature = "json"))]
 fn not_utf8(path: &Path, place: impl Display, beginning: &[u8], error: &dyn Display) -> Error {
     let cause = match beginning {
-        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => "the file is UTF-16, as some editors and Excel write it".to_owned(),
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
+            "the file is UTF-16, as some editors and Excel write it".to_owned()
+        }
         _ => format!("it is not UTF-8: {error}"),
     };
-    bad(path, place, cause, "save the file as UTF-8, such as by `iconv -f UTF-16 -t UTF-8` or `-f WINDOWS-1252`")
+    bad(
+        path,
+        place,
+        cause,
+        "save the file as UTF-8, such as by `iconv -f UTF-16 -t UTF-8` or `-f WINDOWS-1252`",
+    )
 }
 
 /// Runs what others have written, or is a part of `place` in the file: a panic in it is an error that names the file.

@@ -73,7 +73,12 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let place = "its array";
     let Some(dtype) = dtype(&header.dtype()) else {
         let cause = format!("its type {} is not supported", header.dtype().descr());
-        return Err(bad(&path, place, cause, "convert it with astype: <f2 <f4 <f8 |i1 <i2 <i4 <i8 |u1 <u2 <u4 <u8 |b1"));
+        return Err(bad(
+            &path,
+            place,
+            cause,
+            "convert it with astype: <f2 <f4 <f8 |i1 <i2 <i4 <i8 |u1 <u2 <u4 <u8 |b1",
+        ));
     };
     let Some((count, shape)) = header.shape().split_first() else {
         return Err(bad(&path, place, "it is a scalar, and has no rows", "give it a side for the items"));
@@ -86,7 +91,12 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
         npyz::Order::C => Order::RowMajor,
         npyz::Order::Fortran => Order::ColumnMajor,
     };
-    rows.add(path, length, vec![Column { name: "array".into(), dtype, shape, start: start as u64, order }], count)
+    rows.add(
+        path,
+        length,
+        vec![Column { name: "array".into(), dtype, shape, start: start as u64, order }],
+        count,
+    )
 }
 
 /// Where the array begins, behind a header that is whole.
@@ -102,7 +112,12 @@ fn check_beginning(path: &Path, beginning: &[u8]) -> Result<usize> {
         Some([1, _, a, b, ..]) => (usize::from(u16::from_le_bytes([*a, *b])), 10),
         Some([2 | 3, _, a, b, c, d, ..]) => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12),
         Some([version @ (0 | 4..), ..]) => {
-            return Err(bad(path, "its header", format_args!("its format has the version {version}"), "np.save it"));
+            return Err(bad(
+                path,
+                "its header",
+                format_args!("its format has the version {version}"),
+                "np.save it",
+            ));
         }
         _ => return Err(damaged(path, "it is cut off")),
     };

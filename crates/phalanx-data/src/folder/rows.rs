@@ -36,6 +36,7 @@ pub(super) enum Order {
     /// A row's together; of a row, those that differ in the last side. C's order.
     RowMajor,
     /// The first elements of all rows, then the second ones. Fortran's order.
+    #[cfg_attr(not(feature = "npy"), allow(dead_code, reason = "NumPy alone has it"))]
     ColumnMajor,
 }
 
@@ -154,7 +155,8 @@ fn gather(file: &File, column: &Column, (row, rows): (usize, usize), target: &mu
         let piece = &mut piece[..(here - 1) * stride + size];
         file.read_exact_at(piece, column.start + (first * stride + row * size) as u64)?;
         for element in piece.chunks(stride) {
-            let place = indices.iter().zip(&column.shape).fold(0, |place, (index, side)| place * side + index);
+            let place =
+                indices.iter().zip(&column.shape).fold(0, |place, (index, side)| place * side + index);
             target[place * size..][..size].copy_from_slice(&element[..size]);
             // The first side is the one that changes first.
             for (index, side) in indices.iter_mut().zip(&column.shape) {

@@ -93,7 +93,12 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
         }
         let Some(dtype) = dtype(tensor.dtype) else {
             let cause = format!("its type {:?} is not supported", tensor.dtype);
-            return Err(bad(&path, place, cause, "convert it: f16 bf16 f32 f64 i8 i16 i32 i64 u8 u16 u32 u64 bool"));
+            return Err(bad(
+                &path,
+                place,
+                cause,
+                "convert it: f16 bf16 f32 f64 i8 i16 i32 i64 u8 u16 u32 u64 bool",
+            ));
         };
         let start = (tensor.data_offsets.0 as u64).checked_add(PREFIX + header);
         let start = start.ok_or_else(|| torn(format!("the tensor {name:?} begins nowhere")))?;

@@ -134,10 +134,14 @@ impl Environment {
             let found = self.main.database.get(&transaction, name.as_bytes()).map_err(failed)?;
             found.and_then(|record| DatabaseRecord::read(record, &self.meta))
         };
-        let absent = || refused("does not exist").with_remedy("the main database's keys are their names: lmdb::keys_of");
+        let absent = || {
+            refused("does not exist").with_remedy("the main database's keys are their names: lmdb::keys_of")
+        };
         let record = record.ok_or_else(absent)?;
         record.check().map_err(|cause| {
-            refused(cause).with_remedy("copy its items into another database, each under a key of its own that is bytes")
+            refused(cause).with_remedy(
+                "copy its items into another database, each under a key of its own that is bytes",
+            )
         })?;
         let found = match database(&self.env, Some(name)) {
             Ok(Some(database)) => Named { database, entries: record.entries },
@@ -148,14 +152,17 @@ impl Environment {
         Ok(found)
     }
 
-    /// Whether the value of this key in the main database is not an item but a database.
-    pub fn is_database(&self, key: &[u8], value: &[u8]) -> Result<bool> {
-        // Hardly an item looks like one.
-        if DatabaseRecord::read(value, &self.meta).is_none() {
-            return Ok(false);
-        }
+    /// Whether a value of the main database may be the record of another one. Hardly an item looks so.
+    pub fn like_database(&self, value: &[u8]) -> bool {
+        DatabaseRecord::read(value, &self.meta).is_some()
+    }
+
+    /// Whether the value of this key in the main database is not an item but a database. No transaction of this thread may be open.
+    pub fn is_database(&self, key: &[u8]) -> Result<bool> {
         let Ok(name) = std::str::from_utf8(key) else { return Ok(false) };
-        if self.named.lock().contains_key(name) {
+        // LMDB opens one at a time.
+        let named = self.named.lock();
+        if named.contains_key(name) {
             return Ok(true);
         }
         match database(&self.env, Some(name)) {

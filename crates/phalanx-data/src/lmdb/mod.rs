@@ -131,7 +131,8 @@ impl LmdbDataset {
     pub fn database(self, name: impl Into<String>) -> Result<Self> {
         let name = name.into();
         let found = Lease::open(&self.path, self.readahead)?.environment()?.database(Some(&name))?;
-        let len = if self.keys.is_some() { self.len } else { usize::try_from(found.entries).unwrap_or(usize::MAX) };
+        let len =
+            if self.keys.is_some() { self.len } else { usize::try_from(found.entries).unwrap_or(usize::MAX) };
         Ok(Self { len, database: Some(name), opened: OnceLock::new(), ..self })
     }
 
@@ -149,20 +150,33 @@ impl LmdbDataset {
             return Err(outside(index, self.len));
         }
         let (environment, database) = self.opened()?;
-        let transaction = environment.read()?;
         let number = (index as u64).to_be_bytes();
         let key = self.keys.as_ref().map_or(&number[..], |keys| &keys[index]);
-        let found = database.get(&transaction, key).map_err(|error| explained(&self.path, error))?;
-        match found {
-            Some(bytes) if self.database.is_none() && environment.is_database(key, bytes)? => {
-                let (path, key) = (self.path.display(), key.escape_ascii());
-                Err(Error::invalid_argument(format!("in {path}, {key} is no item but a database"))
-                    .with_remedy("read its items with LmdbDataset::database, and leave its name out of the keys"))
-            }
+        let failed = |error| explained(&self.path, error);
+        let item = |found: Option<&[u8]>| match found {
             Some(bytes) if bytes.len() as u64 <= environment.meta.file => Ok(read(bytes)),
             Some(_) => Err(explained(&self.path, heed::Error::Mdb(heed::MdbError::Corrupted))),
             None => Err(self.absent(index, key)),
+        };
+        {
+            let transaction = environment.read()?;
+            let found = database.get(&transaction, key).map_err(failed)?;
+            let may_be_database =
+                self.database.is_none() && found.is_some_and(|value| environment.like_database(value));
+            if !may_be_database {
+                return item(found);
+            }
         }
+        // LMDB looks for a database in a transaction of its own, of which a thread has one at a time.
+        if environment.is_database(key)? {
+            let (path, key) = (self.path.display(), key.escape_ascii());
+            return Err(Error::invalid_argument(format!("in {path}, {key} is no item but a database"))
+                .with_remedy(
+                    "read its items with LmdbDataset::database, and leave its name out of the keys",
+                ));
+        }
+        let transaction = environment.read()?;
+        item(database.get(&transaction, key).map_err(failed)?)
     }
 
     /// Clears the places of readers that have died, and says how many there were. Opening does so too.

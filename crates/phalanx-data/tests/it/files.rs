@@ -24,7 +24,8 @@ fn folder(kind: &str) -> PathBuf {
 /// What the programs read in the files of a kind.
 fn values(kind: &str) -> &'static serde_json::Map<String, Value> {
     static VALUES: OnceLock<Value> = OnceLock::new();
-    let all = VALUES.get_or_init(|| serde_json::from_slice(&fs::read(folder("values.json")).unwrap()).unwrap());
+    let all =
+        VALUES.get_or_init(|| serde_json::from_slice(&fs::read(folder("values.json")).unwrap()).unwrap());
     all[kind].as_object().unwrap()
 }
 
@@ -72,7 +73,6 @@ const NO_IMAGES: &[(&str, &str)] = &[
     ("pages.tif", "first_frame"),
     ("gif.png", "Gif"),
     ("float.tif", "floats"),
-    ("planes.tif", "write it again as PNG"),
     ("palette.tif", "write it again as PNG"),
 ];
 
@@ -80,7 +80,8 @@ const NO_IMAGES: &[(&str, &str)] = &[
 fn tolerance(name: &str) -> i32 {
     match name {
         // The colour of four pixels, spread over them in another way.
-        "420.jpg" | "progressive.jpg" | "restarts.jpg" | "turned.jpg" | "opencv.jpg" | "lossy.webp" | "two.jpg" => 6,
+        "420.jpg" | "progressive.jpg" | "restarts.jpg" | "turned.jpg" | "opencv.jpg" | "lossy.webp"
+        | "two.jpg" => 6,
         name if name.ends_with(".jpg") => 3,
         "jpeg.tif" => 6,
         _ => 0,
@@ -98,13 +99,15 @@ fn images_have_the_pixels_that_pillow_reads() {
             refused(images.get(0), &[&name]);
             continue;
         };
-        let same = |found: Result<(u32, u32, Vec<u8>)>, (height, width): (&Value, &Value), expected: &Value| {
-            let (found_height, found_width, found) = found.unwrap_or_else(|error| panic!("{error}"));
-            assert_eq!((&found_height.into(), &found_width.into()), (height, width), "{name}");
-            let differences = found.iter().zip(hex(expected)).map(|(a, b)| (i32::from(*a) - i32::from(b)).abs());
-            let most = differences.max().unwrap();
-            assert!(most <= tolerance(&name), "{name}: {most}");
-        };
+        let same =
+            |found: Result<(u32, u32, Vec<u8>)>, (height, width): (&Value, &Value), expected: &Value| {
+                let (found_height, found_width, found) = found.unwrap_or_else(|error| panic!("{error}"));
+                assert_eq!((&found_height.into(), &found_width.into()), (height, width), "{name}");
+                let differences =
+                    found.iter().zip(hex(expected)).map(|(a, b)| (i32::from(*a) - i32::from(b)).abs());
+                let most = differences.max().unwrap();
+                assert!(most <= tolerance(&name), "{name}: {most}");
+            };
         let size = (&expected["height"], &expected["width"]);
         if let Some((_, word)) = NO_IMAGES.iter().find(|(refused, _)| *refused == name) {
             refused(images.get(0), &[&name, word]);
@@ -156,7 +159,9 @@ fn table(path: &Path) -> Result<Vec<Record>> {
     match name {
         name if name.ends_with("jsonl") => all(JsonLinesDataset::open(path)?),
         name if name.ends_with("tsv") => all(CsvDataset::with_delimiter(path, b'\t')?),
-        name if name.ends_with("headless.csv") => all(CsvDataset::with_options(path, CsvOptions::new().headers(false))?),
+        name if name.ends_with("headless.csv") => {
+            all(CsvDataset::with_options(path, CsvOptions::new().headers(false))?)
+        }
         _ => all(CsvDataset::open(path)?),
     }
 }
@@ -166,10 +171,13 @@ fn tables_have_the_values_that_pandas_and_python_read() {
     for name in names("tables") {
         let path = folder("tables").join(&name);
         match &*name {
-            "utf-16.csv" | "utf-16.jsonl" => refused(table(&path), &[&name, "line 1", "the file is UTF-16", "iconv"]),
+            "utf-16.csv" | "utf-16.jsonl" => {
+                refused(table(&path), &[&name, "line 1", "the file is UTF-16", "iconv"])
+            }
             "latin-1.csv" => refused(table(&path), &[&name, "line 3", "not UTF-8", "iconv"]),
             _ => {
-                let (found, expected) = (table(&path).unwrap_or_else(|error| panic!("{error}")), records(&name));
+                let (found, expected) =
+                    (table(&path).unwrap_or_else(|error| panic!("{error}")), records(&name));
                 assert!(found.len() > 3 && found.len() == expected.len(), "{name}");
                 for (found, expected) in found.iter().zip(&expected) {
                     assert_eq!(found, expected, "{name}");
@@ -208,7 +216,11 @@ fn same_rows(name: &str, rows: &[Array], expected: &Value) {
     let shape: Vec<usize> = serde_json::from_value(expected["shape"].clone()).unwrap();
     assert_eq!(rows.len(), shape[0], "{name}");
     for row in rows {
-        assert_eq!((row.dtype(), row.shape()), (named(expected["type"].as_str().unwrap()), &shape[1..]), "{name}");
+        assert_eq!(
+            (row.dtype(), row.shape()),
+            (named(expected["type"].as_str().unwrap()), &shape[1..]),
+            "{name}"
+        );
     }
     let bytes: Vec<u8> = rows.iter().flat_map(|row| row.as_bytes().to_vec()).collect();
     assert_eq!(bytes, hex(&expected["bytes"]), "{name}");
@@ -265,7 +277,10 @@ fn databases_have_the_items_that_lmdb_reads() {
     for (name, expected) in values("databases") {
         let (file, database) = name.split_once(':').unwrap();
         let path = folder("databases").join(file);
-        let expected: Vec<(Vec<u8>, Vec<u8>)> = expected.as_array().unwrap().iter()
+        let expected: Vec<(Vec<u8>, Vec<u8>)> = expected
+            .as_array()
+            .unwrap()
+            .iter()
             .map(|pair| (pair[0].as_str().unwrap().as_bytes().to_vec(), hex(&pair[1])))
             .collect();
         let keys = if database.is_empty() { keys_of(&path) } else { keys_of_database(&path, database) };
@@ -326,12 +341,8 @@ fn read_database(path: &Path) -> Result<Vec<Vec<u8>>> {
     all(&LmdbDataset::with_keys(path, keys_of(path)?)?)
 }
 
-const KINDS: &[(&str, Read)] = &[
-    ("images", read_image),
-    ("tables", read_table),
-    ("arrays", read_array),
-    ("tensors", read_tensor),
-];
+const KINDS: &[(&str, Read)] =
+    &[("images", read_image), ("tables", read_table), ("arrays", read_array), ("tensors", read_tensor)];
 
 /// Calls `check` with each file of the kinds, its content, how it is read, and a place for other content.
 fn each_file(kinds: &[(&str, Read)], check: impl Fn(&str, &[u8], Read, &Path)) {
@@ -362,26 +373,31 @@ fn read_as(path: &Path, content: &[u8], read: Read) -> Option<Vec<Vec<u8>>> {
 #[test]
 fn a_file_that_was_cut_off_gives_its_items_or_an_error() {
     each_file(KINDS, |name, whole, read, path| {
-        let items = read_as(path, whole, read);
+        // Of a file that is refused, a part may be a whole one.
+        let Some(items) = read_as(path, whole, read) else { return };
         let step = (whole.len() / 150).max(1);
         for end in (0..whole.len()).step_by(step).chain(whole.len().saturating_sub(40)..whole.len()) {
             let Some(found) = read_as(path, &whole[..end], read) else { continue };
             if name.ends_with("jsonl") {
                 // A whole line, or one whose number has an end that is a number too, cannot be told from a whole file.
-                let lines = whole[..end].split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
-                assert_eq!(found.len(), lines.count().saturating_sub(usize::from(end <= 3 && found.is_empty())), "{name} up to {end}");
+                let lines =
+                    whole[..end].split(|byte| *byte == b'\n').filter(|line| !line.trim_ascii().is_empty());
+                assert_eq!(
+                    found.len(),
+                    lines.count().saturating_sub(usize::from(end <= 3 && found.is_empty())),
+                    "{name} up to {end}"
+                );
                 continue;
             }
             if name.ends_with("sv") {
                 // As above: all records in front of the last are right.
-                let items = items.as_ref().unwrap();
                 let sure = found.len().saturating_sub(1);
                 assert_eq!(found[..sure], items[..sure], "{name} up to {end}");
                 let next = items.get(found.len());
                 assert!(next.is_none() || end < whole.len() - 1, "{name} up to {end}");
                 continue;
             }
-            assert_eq!(Some(&found), items.as_ref(), "{name} up to {end} of {}", whole.len());
+            assert!(found == items, "{name} up to {end} of {}", whole.len());
         }
     });
 }
@@ -401,6 +417,11 @@ fn files_that_were_joined_give_all_items_or_an_error() {
         // Cut off, and then another whole one.
         for cut in [whole.len() / 3, whole.len() / 2, whole.len() - 3] {
             if let Some(found) = read_as(path, &[&whole[..cut], whole].concat(), read) {
+                // Pixels that are not packed are what stands in their place.
+                if name.ends_with(".bmp") || name.ends_with(".tif") {
+                    assert_eq!(found[0].len(), items[0].len(), "{name}, {cut}");
+                    continue;
+                }
                 assert!(found == items || found.len() > items.len(), "{name}, {cut}");
             }
         }
@@ -432,7 +453,11 @@ fn damaged_files_give_no_fewer_items_and_no_panic() {
                     // A line break, a quote or a side may be what was damaged: then there are others, or more of them.
                     let is_text = name.ends_with("sv") || name.ends_with("jsonl");
                     let is_head = at < 128;
-                    assert!(found.len() >= items.len() || is_text || is_head, "{name}, byte {at}: {}", found.len());
+                    assert!(
+                        found.len() >= items.len() || is_text || is_head,
+                        "{name}, byte {at}: {}",
+                        found.len()
+                    );
                 }
             }
         }

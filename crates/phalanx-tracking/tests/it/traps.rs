@@ -63,7 +63,11 @@ fn a_histogram_of_nan_is_said() {
             }
         });
     });
-    assert_eq!(told.matches("gradients is nothing but NaN or infinite values, 2 of them").count(), 1, "{told}");
+    assert_eq!(
+        told.matches("gradients is nothing but NaN or infinite values, 2 of them").count(),
+        1,
+        "{told}"
+    );
     assert_eq!(told.matches("weights is NaN or infinite in 1 of 3 values at step 3").count(), 1, "{told}");
     assert!(!told.contains("sound"), "{told}");
 }

@@ -1,5 +1,6 @@
 //! Files become pictures, or errors that name the cause.
 
+use std::cmp::Ordering;
 use std::io::Cursor;
 
 use image::codecs::bmp::BmpDecoder;
@@ -26,7 +27,8 @@ pub(super) enum Cause {
 
 impl Cause {
     pub fn text(&self) -> &str {
-        let (Self::Damaged(text) | Self::Unsupported(text) | Self::TooLarge(text) | Self::Several(text)) = self;
+        let (Self::Damaged(text) | Self::Unsupported(text) | Self::TooLarge(text) | Self::Several(text)) =
+            self;
         text
     }
 
@@ -35,7 +37,9 @@ impl Cause {
             Self::Damaged(_) => "copy it again, or remove the file",
             Self::Unsupported(_) => "write it again as PNG or JPEG with 8 bits for each channel",
             Self::TooLarge(_) => "make it smaller: a side may have 32,768 pixels, and an image 512 MiB",
-            Self::Several(_) => "write them to a file each, or ask for the first with `ImageFolder::first_frame`",
+            Self::Several(_) => {
+                "write them to a file each, or ask for the first with `ImageFolder::first_frame`"
+            }
         }
     }
 }
@@ -59,9 +63,7 @@ pub(super) struct Options {
 
 /// Decodes the file whose content is `bytes`.
 pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cause> {
-    // By what is in it: many a .jpg is a PNG.
-    let format = image::guess_format(bytes)
-        .map_err(|_| Cause::Damaged("it begins like no image".into()))?;
+    let format = format(bytes)?;
     let several = |what: &str| match options.first_frame {
         true => Ok(()),
         false => Err(Cause::Several(format!("it has {what}, of which the first alone would be read"))),
@@ -77,6 +79,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::WebP => {
+            check_riff(bytes)?;
             let decoder = WebPDecoder::new(&mut file)?;
             if decoder.has_animation() {
                 several("an animation")?;
@@ -84,7 +87,8 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::Tiff => {
-            let pages = tiff::pages(bytes);
+            let cut = || Cause::Damaged("it is cut off: its list of pages leads out of the file".into());
+            let pages = tiff::pages(bytes).ok_or_else(cut)?;
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
             }
@@ -97,7 +101,9 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             let end = usize::try_from(file.position()).unwrap_or(usize::MAX);
             if is_text && !bytes.last().is_some_and(u8::is_ascii_whitespace) {
                 // The format asks for it, and half a number is a number.
-                return Err(Cause::Damaged("it is cut off: no blank or line break follows its last number".into()));
+                return Err(Cause::Damaged(
+                    "it is cut off: no blank or line break follows its last number".into(),
+                ));
             }
             if bytes.get(end..).is_some_and(|rest| rest.iter().any(|byte| !byte.is_ascii_whitespace())) {
                 several("more behind its first image")?;
@@ -115,6 +121,28 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
         image.apply_orientation(orientation);
     }
     Ok(image)
+}
+
+/// By what is in it: many a .jpg is a PNG.
+fn format(bytes: &[u8]) -> Result<ImageFormat, Cause> {
+    // With offsets of 64 bits, which `guess_format` does not know.
+    if bytes.starts_with(b"II\x2b\0") || bytes.starts_with(b"MM\0\x2b") {
+        return Ok(ImageFormat::Tiff);
+    }
+    image::guess_format(bytes).map_err(|_| Cause::Damaged("it begins like no image".into()))
+}
+
+/// Whether a WebP is as long as it says: of a shorter one, also with another behind it, the decoder makes a picture.
+fn check_riff(bytes: &[u8]) -> Result<(), Cause> {
+    let length = bytes.get(4..8).map(|size| u32::from_le_bytes([size[0], size[1], size[2], size[3]]));
+    let (says, has) = (u64::from(length.unwrap_or(u32::MAX)) + 8, bytes.len() as u64);
+    match says.cmp(&has) {
+        Ordering::Equal => Ok(()),
+        Ordering::Greater => Err(Cause::Damaged(format!("it is cut off: it has {has} of {says} bytes"))),
+        Ordering::Less => {
+            Err(Cause::Damaged(format!("it should have {says} bytes, and has {has}: were files joined?")))
+        }
+    }
 }
 
 fn limits() -> Limits {

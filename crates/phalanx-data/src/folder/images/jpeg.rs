@@ -8,8 +8,8 @@ use zune_jpeg::zune_core::bytestream::ZCursor;
 use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
-use super::decode::{Cause, check_size};
 use super::MAX_SIDE;
+use super::decode::{Cause, check_size};
 
 const START_OF_IMAGE: u8 = 0xd8;
 const END_OF_IMAGE: u8 = 0xd9;
@@ -101,7 +101,8 @@ mod tests {
         for end in 2..whole_file.len() {
             assert!(whole(&whole_file[..end]).is_err(), "{end}");
             let joined = [&whole_file[..end], &whole_file].concat();
-            assert!(end < 12 || whole(&joined).is_err(), "{end}");
+            // In front of the scan the other file's bytes pass for a segment's, which the decoder notices.
+            assert!(end < 16 || whole(&joined).is_err(), "{end}");
         }
     }
 }

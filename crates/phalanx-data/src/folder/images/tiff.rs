@@ -6,17 +6,20 @@ const IS_REDUCED: u64 = 1;
 /// More pages than this are not counted.
 const MAX_PAGES: usize = 1 << 16;
 
-/// How many pages a TIFF has, without smaller copies of them. 0 if its list of pages cannot be followed.
-pub(super) fn pages(bytes: &[u8]) -> usize {
-    let Some(reader) = Reader::of(bytes) else { return 0 };
+/// How many pages a TIFF has, without smaller copies of them. None if its list of pages leads out of the file.
+pub(super) fn pages(bytes: &[u8]) -> Option<usize> {
+    let reader = Reader::of(bytes)?;
     let (mut next, mut pages) = (reader.number(reader.first, reader.offset), 0);
     for _ in 0..MAX_PAGES {
-        let Some(at) = next.filter(|at| *at != 0) else { return pages };
-        let Some((is_reduced, behind)) = reader.page(at) else { return pages };
+        let at = next?;
+        if at == 0 {
+            return Some(pages);
+        }
+        let (is_reduced, behind) = reader.page(at)?;
         pages += usize::from(!is_reduced);
         next = behind;
     }
-    pages
+    Some(pages)
 }
 
 struct Reader<'a> {
@@ -61,7 +64,11 @@ impl<'a> Reader<'a> {
         let at = usize::try_from(at).ok()?;
         let bytes = self.bytes.get(at..at.checked_add(length as usize)?)?;
         let join = |number, byte: &u8| number << 8 | u64::from(*byte);
-        Some(if self.is_little_endian { bytes.iter().rev().fold(0, join) } else { bytes.iter().fold(0, join) })
+        Some(if self.is_little_endian {
+            bytes.iter().rev().fold(0, join)
+        } else {
+            bytes.iter().fold(0, join)
+        })
     }
 }
 
@@ -73,9 +80,9 @@ mod tests {
     fn a_list_of_pages_without_an_end_is_not_followed_for_ever() {
         // One page of no entry, which is its own next.
         let round = [&b"II"[..], &[42, 0, 8, 0, 0, 0], &[0, 0], &[8, 0, 0, 0]].concat();
-        assert_eq!(pages(&round), MAX_PAGES);
-        assert_eq!(pages(&round[..9]), 0);
+        assert_eq!(pages(&round), Some(MAX_PAGES));
+        assert_eq!(pages(&round[..9]), None);
         let one = [&b"MM"[..], &[0, 42, 0, 0, 0, 8], &[0, 0], &[0, 0, 0, 0]].concat();
-        assert_eq!((pages(&one), pages(b"II")), (1, 0));
+        assert_eq!((pages(&one), pages(b"II")), (Some(1), None));
     }
 }
