@@ -187,9 +187,9 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     pub fn combine<R>(&mut self, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
         let division = self.division();
         let (control_block, own) = (&*self.control_block, self.memory.as_mut_slice());
-        let (Protocol::Direct, Some(own), Some(division)) = (self.protocol, own, division) else {
-            panic!("it is not lent");
-        };
+        assert!(self.protocol == Protocol::Direct && own.is_some(), "it is not lent");
+        // Where memory is lent there is a division, and without one nothing would be shared.
+        let (own, Some(division)) = (own.unwrap_or_default(), division) else { return work(&mut []) };
         // All regions have this length, and all members this division; otherwise the protocol would not be Direct.
         let share = share(own.len(), division.unit, division.owners, control_block.me);
         let mut own = Some(&mut own[share.clone()]);
