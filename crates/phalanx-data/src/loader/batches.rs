@@ -119,8 +119,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};
-    /// # use phalanx_data::{DataLoader, Position};
-    /// # fn train(context: &mut Context<'_, Plain<(f32, Position)>>, loader: DataLoader<Vec<f32>>) -> phalanx::Result<()> {
+    /// # use phalanx_data::{DataLoader, InMemory, Position};
+    /// # fn train(context: &mut Context<'_, Plain<(f32, Position)>>, loader: DataLoader<InMemory<f32>>) -> phalanx::Result<()> {
     /// loader.set_group(context.group());
     /// loader.resume(&context.state.0.1)?;
     /// let mut batches = loader.iter();

@@ -375,7 +375,7 @@ fn a_file_that_was_cut_off_gives_its_items_or_an_error() {
     each_file(KINDS, |name, whole, read, path| {
         // Of a file that is refused, a part may be a whole one.
         let Some(items) = read_as(path, whole, read) else { return };
-        let step = (whole.len() / 150).max(1);
+        let step = (whole.len() / 60).max(1);
         for end in (0..whole.len()).step_by(step).chain(whole.len().saturating_sub(40)..whole.len()) {
             let Some(found) = read_as(path, &whole[..end], read) else { continue };
             if name.ends_with("jsonl") {
@@ -444,7 +444,7 @@ fn bytes_behind_the_end_are_no_items() {
 fn damaged_files_give_no_fewer_items_and_no_panic() {
     each_file(KINDS, |name, whole, read, path| {
         let Some(items) = read_as(path, whole, read) else { return };
-        let step = (whole.len() / 120).max(1);
+        let step = (whole.len() / 40).max(1);
         for at in (0..whole.len()).step_by(step) {
             for flip in [0x01, 0x80, 0xff] {
                 let mut content = whole.to_vec();
@@ -468,7 +468,7 @@ fn damaged_files_give_no_fewer_items_and_no_panic() {
 fn databases_that_were_cut_off_or_joined_give_their_items_or_an_error() {
     each_file(&[("databases", read_database)], |name, whole, read, path| {
         let items = read_as(path, whole, read);
-        for end in (0..whole.len()).step_by(whole.len() / 100) {
+        for end in (0..whole.len()).step_by(whole.len() / 40) {
             if let Some(found) = read_as(path, &whole[..end], read) {
                 assert_eq!(Some(&found), items.as_ref(), "{name} up to {end}");
             }
