@@ -9,6 +9,7 @@ use phalanx::reducer::Reducer;
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::Engine;
+use super::weights::Accumulated;
 use super::{Ddp, DdpOptions};
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
@@ -100,6 +101,7 @@ impl<M: Module> Ddp<M> {
 
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
+        self.accumulated = Accumulated::Nothing;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded) = (false, false);
         // The memory belongs to the previous group.
