@@ -5,6 +5,7 @@
 mod common;
 
 mod configurations;
+mod contrastive;
 mod data;
 mod data_parallel;
 mod ddp;
@@ -20,4 +21,5 @@ mod tensors;
 mod train;
 mod uneven;
 mod unused;
+mod weights;
 mod zero;
