@@ -44,8 +44,9 @@ fn cross_entropy(scores: Tensor<2>, target: impl Fn(usize) -> usize) -> Tensor<1
 /// SimCLR's NT-Xent: each row's other view among all rows but itself. `z` are the rows of one rank, both views.
 fn nt_xent(z: Tensor<2>, all: Tensor<2>, first: usize) -> Tensor<1> {
     let (own, total) = (z.dims()[0], all.dims()[0]);
-    let itself: Vec<f32> =
-        (0..own * total).map(|place| if place % total == first + place / total { -1e9 } else { 0.0 }).collect();
+    let itself: Vec<f32> = (0..own * total)
+        .map(|place| if place % total == first + place / total { -1e9 } else { 0.0 })
+        .collect();
     let itself = Tensor::<1>::from_data(itself.as_slice(), &z.device()).reshape([own, total]);
     let scores = z.matmul(all.transpose()) / TEMPERATURE + itself;
     cross_entropy(scores, |row| first + (row + own / 2) % own)
@@ -103,8 +104,9 @@ fn of_all<M: Module>(model: &M, gradients: &GradientsParams) -> Vec<Vec<f32>> {
 #[test]
 fn simclr_s_loss_over_two_and_three_ranks_has_the_gradients_of_one_process() {
     const ROWS: usize = 4;
-    let start = Mlp::new(&[8, 24, 16, 5]).map(&mut Waves::default());
     everywhere(|group| {
+        // Each rank's own: threads whose graphs have leaves in common would wait for each other in backward.
+        let start = Mlp::new(&[8, 24, 16, 5]).map(&mut Waves::default());
         let (rank, ranks) = (group.rank().index(), group.world_size().count());
         let blocks: Vec<_> = (0..ranks).map(|rank| views(&start, rank * ROWS, (rank + 1) * ROWS)).collect();
         let all = Tensor::cat(blocks.clone(), 0);
@@ -128,8 +130,8 @@ fn simclr_s_loss_over_two_and_three_ranks_has_the_gradients_of_one_process() {
 #[test]
 fn clip_s_towers_and_temperature_train_as_in_one_process() {
     const STEPS: usize = 4;
-    let start = Clip::new();
     everywhere(|group| {
+        let start = Clip::new();
         // Unequal numbers of rows, and equal ones with plain backward.
         let (rank, ranks) = (group.rank().index(), group.world_size().count());
         for unequal in [false, true] {
