@@ -68,7 +68,8 @@
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
 //! - **[`Ddp::step`]** is local.
 //!
-//! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch.
+//! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch. With unequal
+//! batches [`Ddp::backward_weighted`] gives that of the whole batch.
 //!
 //! # Several small batches for one step
 //!
@@ -155,7 +156,7 @@
 //! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
 //! | [`TrainState`] | model, optimizer, learning-rate scheduler and progress as one value: for elastic jobs and for checkpoints |
-//! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
+//! | [`Collectives`] | `all_gather` of tensors, with gradients, as contrastive losses need it; `all_reduce`, `broadcast`, `reduce` and `reduce_scatter`; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
 //! | [`parallel`] | models on several ranks: layers by hand, pipelines, tensor parallelism, fully sharded (FSDP) |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `data::BurnLoader` | loaders of `phalanx-data`, with workers and positions, as Burn's; needs the feature `data` |
@@ -227,6 +228,8 @@ mod guide {
     struct UnusedParameters;
     #[doc = include_str!("../../../docs/guide/uneven-inputs.md")]
     struct UnevenInputs;
+    #[doc = include_str!("../../../docs/guide/contrastive-losses.md")]
+    struct ContrastiveLosses;
     #[doc = include_str!("../../../docs/guide/large-batches.md")]
     struct LargeBatches;
     #[doc = include_str!("../../../docs/guide/parallelism.md")]

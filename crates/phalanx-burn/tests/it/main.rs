@@ -5,6 +5,7 @@
 mod common;
 
 mod configurations;
+mod contrastive;
 mod data;
 mod data_parallel;
 mod ddp;
@@ -21,4 +22,5 @@ mod tied;
 mod train;
 mod uneven;
 mod unused;
+mod weights;
 mod zero;
