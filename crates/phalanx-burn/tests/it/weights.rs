@@ -101,7 +101,7 @@ fn unequal_batches_train_as_one_process_with_the_whole_batch() {
 fn plain_averages_of_unequal_batches_are_those_of_another_loss() {
     let start = Mlp::new(&WIDTHS);
     let whole = start.loss(samples(0, 10)).backward();
-    let whole = start.layers[0].weight.val().grad(&whole).unwrap().into_data().to_vec::<f32>().unwrap();
+    let whole = start.layers[0].weight.val().grad(&whole).unwrap().into_data().try_to_vec::<f32>().unwrap();
     run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
         let (from, to) = if group.rank().is_main() { (0, 9) } else { (9, 10) };
@@ -112,7 +112,7 @@ fn plain_averages_of_unequal_batches_are_those_of_another_loss() {
                 false => ddp.backward(&loss),
             };
             let weight = start.layers[0].weight.id;
-            gradients.unwrap().get::<2>(weight).unwrap().into_data().to_vec::<f32>().unwrap()
+            gradients.unwrap().get::<2>(weight).unwrap().into_data().try_to_vec::<f32>().unwrap()
         };
         assert!(distance(&[of(true)], &[whole.clone()]) < 1e-6);
         assert!(distance(&[of(false)], &[whole.clone()]) > 0.05);
@@ -331,7 +331,7 @@ fn a_synchronised_batch_norm_sees_weighted_gradients() {
     }
     const COUNTS: [usize; 3] = [2, 9, 4];
     for ranks in [2, 3] {
-        let all = COUNTS[..ranks].iter().sum();
+        let all = COUNTS[..ranks].iter().sum::<usize>();
         let (mut model, mut optimizer) = (start(), SgdConfig::new().init());
         for step in 0..3 {
             let loss = loss(&model, samples(step * 20, step * 20 + all), |norm, x| norm.forward(x));
@@ -366,7 +366,7 @@ fn of_several_forward_passes_a_rank_without_samples_uses_none() {
     let whole = {
         let loss = start.loss(samples(0, 4)) + start.loss(samples(4, 8));
         let gradients = loss.backward();
-        start.layers[0].weight.val().grad(&gradients).unwrap().into_data().to_vec::<f32>().unwrap()
+        start.layers[0].weight.val().grad(&gradients).unwrap().into_data().try_to_vec::<f32>().unwrap()
     };
     run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
@@ -378,7 +378,8 @@ fn of_several_forward_passes_a_rank_without_samples_uses_none() {
                 false => ddp.backward_weighted(&((first + second) * f32::NAN), 0.0),
             };
             let gradients = gradients.unwrap();
-            let ours = gradients.get::<2>(start.layers[0].weight.id).unwrap().into_data().to_vec().unwrap();
+            let ours =
+                gradients.get::<2>(start.layers[0].weight.id).unwrap().into_data().try_to_vec().unwrap();
             assert!(distance(&[ours], &[whole.clone()]) < 1e-6);
         }
     });
