@@ -107,7 +107,18 @@ impl Memory {
         let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
         let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        Self::new(pointer, elements.checked_mul(per_element), dtype, true, &storage)
+        // Sizes and strides are the tensor's, and the memory is the storage's, which may have been made smaller since.
+        let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let length: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let elements = elements.checked_mul(per_element);
+        if !elements.is_some_and(|elements| is_within(pointer, elements, dtype, (start, length))) {
+            return Err(PyValueError::new_err(format!(
+                "this tensor has {} elements, and its storage of {length} bytes does not hold them: has the storage been \
+                 resized (`untyped_storage().resize_`)? Make the tensor anew",
+                elements.map_or("too many".to_owned(), |elements| elements.to_string())
+            )));
+        }
+        Self::new(pointer, elements, dtype, true, &storage)
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
@@ -176,6 +187,7 @@ impl Memory {
         Self::new(described.data as usize, elements.checked_mul(per_element), dtype, is_writable, array).ok()
     }
 
+    /// `pointer` must be the address of that many elements, whatever Python's code has done.
     fn new(
         pointer: usize,
         elements: Option<usize>,
@@ -255,4 +267,13 @@ impl Memory {
         let (other_start, other_end) = (other.pointer as usize, other.pointer as usize + other.bytes);
         start < other_end && other_start < end
     }
+}
+
+/// Whether `elements` at `pointer` lie within the bytes of a storage, which are an address and a number. No elements lie within
+/// any.
+fn is_within(pointer: usize, elements: usize, dtype: DType, (start, length): (usize, usize)) -> bool {
+    let end = elements.checked_mul(dtype.size()).and_then(|bytes| pointer.checked_add(bytes));
+    let storage_end = start.checked_add(length);
+    elements == 0
+        || pointer >= start && end.zip(storage_end).is_some_and(|(end, storage_end)| end <= storage_end)
 }

@@ -143,6 +143,14 @@ def rank_of_memory(rank, port):
             group.all_reduce(bytes(3))
         with pytest.raises(ValueError, match="not contiguous"):
             group.all_reduce(memoryview(bytearray(8))[::2])
+        # A tensor's sizes do not change with its storage.
+        for tensor, length in ((torch.zeros(4), 4), (torch.zeros(8)[4:], 28), (torch.zeros(4), 0)):
+            tensor.untyped_storage().resize_(length)
+            with pytest.raises(ValueError, match="storage of .* bytes does not hold them"):
+                group.all_reduce(tensor)
+        part = torch.arange(8.0)[4:]
+        group.all_reduce(part)
+        assert part.tolist() == [8.0, 10.0, 12.0, 14.0]
         # DLPack.
         tensor = torch.full((2, 3), rank + 1.0)
         group.all_reduce(ByDlpack(tensor), "avg")

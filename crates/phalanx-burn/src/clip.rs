@@ -55,9 +55,14 @@ pub(crate) fn scale<M: Module>(
     let norm = squares.fold(0.0, |sum, squares| sum + squares).sqrt();
     let factor = max_norm / (norm + EPSILON);
     if factor < 1.0 && norm.is_finite() {
-        model.visit(&mut Scale { gradients, seen: HashSet::new(), factor });
+        multiply(model, gradients, factor);
     }
     norm
+}
+
+/// Multiplies `gradients` by `factor`.
+pub(crate) fn multiply<M: Module>(model: &M, gradients: &mut GradientsParams, factor: f64) {
+    model.visit(&mut Scale { gradients, seen: HashSet::new(), factor });
 }
 
 /// Adds up the squares of each gradient's elements.

@@ -1,10 +1,13 @@
 //! Collectives on tensors and on single numbers.
 
+use std::any::Any;
+
 use burn::module::Module;
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor};
 use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 
+use crate::parallel::gathered;
 use crate::tensor_bytes;
 use crate::{Ddp, device, read_back};
 
@@ -28,11 +31,13 @@ use crate::{Ddp, device, read_back};
 /// All ranks call them together. The tensor is on any device that this build knows, from which it is read back if need be, and
 /// the result is on the same device.
 ///
-/// **Gradients do not flow through them.** A tensor that is part of a graph is read, and the result begins a new graph,
-/// as after `detach`. So a loss over all ranks' samples gets no gradient through a collective.
+/// **Gradients flow through [`all_gather`](Self::all_gather) alone.** The others refuse a tensor that is part of a graph: for its
+/// value, as in a log, call `detach` first; a layer that is divided among ranks is made of the operations of
+/// [`TensorGroup`](crate::parallel::tensor::TensorGroup).
 ///
 /// # Errors
-/// All of them: as the [`ProcessGroup`] method of the same name; if the tensor is on another backend; if its type is
+/// All of them: as the [`ProcessGroup`] method of the same name; all but `all_gather`, if the tensor is part of a graph; if the
+/// tensor is on another backend; if its type is
 /// not supported (quantised, 16-bit integers). Unsigned integers of 32 and 64 bits are copied, but cannot be combined:
 /// cast them first.
 pub trait Collectives: Sized {
@@ -59,10 +64,41 @@ pub trait Collectives: Sized {
     /// The tensors of all ranks, concatenated along the first dimension, in the order of ranks. They may differ in the
     /// length of that dimension: ranks may have unequal numbers of samples.
     ///
+    /// If the tensor is part of a graph, so is the result: this is `torch.distributed.nn.functional.all_gather`, and the gather of a
+    /// contrastive loss such as SimCLR's or CLIP's. Each rank computes the loss L_r of its own rows against all rows;
+    /// [`Ddp::backward`] averages, so that what is trained is `(1/n) Σ_r L_r`. A rank's rows x are in the losses of all ranks, and
+    /// their gradient is the sum `Σ_r ∂L_r/∂x`: a reduce_scatter in backward. It needs no factor, and no local rows written back.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, tensor::{Int, Tensor, activation::log_softmax}};
+    /// # use phalanx::ProcessGroup;
+    /// # use phalanx_burn::{Collectives, Ddp};
+    /// # fn step(ddp: &mut Ddp<Linear>, group: &ProcessGroup, images: Tensor<2>, captions: Tensor<2>) -> phalanx::Result<()> {
+    /// let loss = ddp.forward(|model| {
+    ///     let (images, captions) = (model.forward(images), captions);
+    ///     let rows = images.dims()[0];
+    ///     let first = (group.rank().index() * rows) as i64; // this rank's rows among all
+    ///     let own = Tensor::<1, Int>::arange(first..first + rows as i64, &images.device()).reshape([rows, 1]);
+    ///     let scores = images.matmul(captions.all_gather(group)?.transpose());
+    ///     Ok::<_, phalanx::Error>(log_softmax(scores, 1).gather(1, own).mean().neg())
+    /// })??;
+    /// let gradients = ddp.backward(&loss)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// With unequal numbers of rows the mean over all of them is that of [`Ddp::backward_weighted`], with this rank's number of
+    /// rows as the weight. Rows travel padded to the largest number of a rank.
+    ///
+    /// The exchange in backward comes between the averages of [`Ddp`]'s buckets, at a place that depends on the graph alone. If
+    /// ranks compute different graphs, that is an error that shows both calls; give the gather
+    /// [a group of its own](ProcessGroup::new_group) then. Backward cannot return an error: if the exchange fails, all groups of
+    /// this rank end with the cause, which [`Ddp::backward`] returns.
+    ///
     /// # Errors
-    /// See [above](Self#errors). If types differ, or shapes in another dimension: the error names the rank that
-    /// differs. If there is no memory for the rows of all ranks.
-    #[doc(alias = "allgather")]
+    /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and
+    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks.
+    #[doc(alias("allgather", "contrastive", "InfoNCE"))]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
     /// As [`all_reduce`](Self::all_reduce), but rank r keeps only the r-th of `world_size` equal parts along the first
@@ -73,35 +109,48 @@ pub trait Collectives: Sized {
     fn reduce_scatter(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self>;
 }
 
-impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
+impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
     fn all_reduce(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self> {
+        refuse_graph(&self, "all_reduce")?;
         let (local, buffer) = local(self, group, combined)?;
         local.tensor(&group.all_reduce_async(buffer, op)?.wait()?, local.shape)
     }
 
     fn reduce(self, group: &ProcessGroup, root: Rank, op: ReduceOp) -> Result<Option<Self>> {
+        refuse_graph(&self, "reduce")?;
         let (local, buffer) = local(self, group, combined)?;
         let reduced = group.reduce_async(buffer, root, op)?.wait()?;
         (group.rank() == root).then(|| local.tensor(&reduced, local.shape)).transpose()
     }
 
     fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self> {
+        refuse_graph(&self, "broadcast")?;
         let (local, buffer) = local(self, group, copied)?;
         local.tensor(&group.broadcast_async(buffer, root)?.wait()?, local.shape)
     }
 
     fn all_gather(self, group: &ProcessGroup) -> Result<Self> {
+        let tracked = as_tracked(&self);
         let (local, buffer) = local(self, group, copied)?;
         let own = local.shape.map(|side| side as i64);
-        let kind = [i64::from(buffer.dtype() as u8), i64::from(is_unsigned(local.dtype))];
+        let is_tracked = i64::from(tracked.is_some());
+        let kind = [i64::from(buffer.dtype() as u8), i64::from(is_unsigned(local.dtype)), is_tracked];
         let layout = [&kind[..], &own[..]].concat();
         let mut layouts = vec![0; layout.len() * group.world_size().count()];
         group.all_gather(&layout, &mut layouts)?;
         let mut shape = local.shape;
         shape[0] = 0;
-        let mut counts = Vec::with_capacity(group.world_size().count());
+        let mut all_rows = Vec::with_capacity(group.world_size().count());
         for (rank, other) in group.world_size().ranks().zip(layouts.chunks_exact(layout.len())) {
             let (theirs, other) = other.split_at(kind.len());
+            if theirs[..2] == kind[..2] && theirs[2] != is_tracked {
+                return Err(Error::mismatch(format!(
+                    "all_gather of tensors: one of the tensors of ranks {rank} and {} is part of a graph, and the other is not: \
+                     backward would be an exchange on one of them alone",
+                    group.rank()
+                ))
+                .with_remedy("compute it in the same way on every rank, or detach() it on every rank"));
+            }
             if theirs != kind {
                 return Err(Error::mismatch(format!(
                     "all_gather of tensors: rank {rank} brings elements of another type than rank {}'s {:?}",
@@ -119,9 +168,12 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
                 .with_remedy("tensors may differ in the length of the first dimension alone"));
             };
             shape[0] = rows.saturating_add(shape[0]);
-            counts.push(rows.saturating_mul(local.shape[1..].iter().product()));
+            all_rows.push(rows);
         }
-        let elements = counts.iter().fold(0, |sum: usize, count| sum.saturating_add(*count));
+        let row: usize = local.shape[1..].iter().product();
+        let most = all_rows.iter().max().copied().unwrap_or(0);
+        let sent = if tracked.is_some() { most.saturating_mul(all_rows.len()) } else { shape[0] };
+        let elements = sent.saturating_mul(row);
         let bytes = elements.saturating_mul(local.dtype.size());
         // Peers send the numbers of rows. If there is no memory for them, that is an error here, and not a panic later.
         Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
@@ -131,10 +183,17 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
             .with_source(error)
             .with_remedy("gather fewer rows at once")
         })?;
+        if let Some(tracked) = tracked {
+            let all = gather_rows(group, tracked, &all_rows, most)?;
+            let all = (&all as &dyn Any).downcast_ref::<Self>().cloned();
+            return all.ok_or_else(|| Error::invalid_argument("gradients are of floats alone"));
+        }
+        let counts: Vec<usize> = all_rows.iter().map(|rows| rows * row).collect();
         local.tensor(&group.all_gather_v_async(buffer, &counts)?.wait()?, shape)
     }
 
     fn reduce_scatter(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self> {
+        refuse_graph(&self, "reduce_scatter")?;
         let (local, buffer) = local(self, group, combined)?;
         let (mut shape, world) = (local.shape, group.world_size().count());
         if !shape[0].is_multiple_of(world) {
@@ -145,6 +204,60 @@ impl<const D: usize, K: Basic> Collectives for Tensor<D, K> {
         shape[0] /= world;
         local.tensor(&group.reduce_scatter_async(buffer, op)?.wait()?, shape)
     }
+}
+
+/// `tensor`, if it is part of a graph.
+fn as_tracked<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> Option<Tensor<D>> {
+    (tensor as &dyn Any).downcast_ref::<Tensor<D>>().filter(|tensor| tensor.is_tracked()).cloned()
+}
+
+/// An error if `tensor` is part of a graph, in which the collective `name` would have no gradient.
+fn refuse_graph<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>, name: &str) -> Result<()> {
+    if as_tracked(tensor).is_none() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "{name} of a tensor that is part of a graph: gradients do not flow through it"
+    ))
+    .with_remedy(
+        "call detach() first if only its value is needed, as in a log; all_gather has gradients, and so have the operations of \
+         TensorGroup",
+    ))
+}
+
+/// The rows of all ranks, of which rank r has `rows[r]`, `most` at most: padded, gathered, and without the padding.
+fn gather_rows<const D: usize>(
+    group: &ProcessGroup,
+    tensor: Tensor<D>,
+    rows: &[usize],
+    most: usize,
+) -> Result<Tensor<D>> {
+    let mut padding = tensor.dims();
+    let missing = most - padding[0];
+    padding[0] = missing;
+    let padded = match (missing, missing == most) {
+        // Of which no rank has any rows, too: then nothing is exchanged.
+        (0, _) if most == 0 => return Ok(tensor),
+        (0, _) => tensor,
+        (_, false) => {
+            let zeros = Tensor::zeros(padding, (&tensor.device(), tensor.dtype()));
+            Tensor::cat(vec![tensor, zeros], 0)
+        }
+        // A tensor without rows stays part of the graph, or this rank would not take part in backward.
+        (_, true) => {
+            let nothing = tensor.clone().sum().reshape([1; D]);
+            Tensor::zeros(padding, (&tensor.device(), tensor.dtype())) + nothing
+        }
+    };
+    let all = gathered(&group.in_call(Caller::AllGather), padded);
+    if let Some(error) = group.failure() {
+        return Err(error);
+    }
+    if rows.iter().all(|rows| *rows == most) {
+        return Ok(all);
+    }
+    let parts = rows.iter().enumerate().filter(|(_, rows)| **rows > 0);
+    Ok(Tensor::cat(parts.map(|(rank, rows)| all.clone().narrow(0, rank * most, *rows)).collect(), 0))
 }
 
 /// The properties that the result shares with this rank's tensor.

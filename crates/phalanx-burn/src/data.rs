@@ -8,7 +8,7 @@
 //! use burn::data::dataloader::{DataLoader as _, batcher::Batcher};
 //! use burn::tensor::{Device, Tensor};
 //! use phalanx_burn::data::BurnLoader;
-//! use phalanx_data::DataLoader;
+//! use phalanx_data::{DataLoader, InMemory};
 //!
 //! struct Stack;
 //!
@@ -18,7 +18,7 @@
 //!     }
 //! }
 //!
-//! let loader = DataLoader::builder(vec![0.5f32; 100]).shuffle(true).batch_size(32).num_workers(2).build()?;
+//! let loader = DataLoader::builder(InMemory::new(vec![0.5f32; 100])).shuffle(true).batch_size(32).num_workers(2).build()?;
 //! let loader = BurnLoader::new(&loader, Stack, &Device::flex());
 //! assert_eq!(loader.num_items(), 100);
 //! assert_eq!(loader.iter().map(|batch| batch.unwrap().dims()[0]).sum::<usize>(), 100);
@@ -32,10 +32,10 @@
 //! # fn program<B: burn::data::dataloader::batcher::Batcher<f32, burn::tensor::Tensor<1>> + 'static>(batcher: B) -> phalanx::Result<()> {
 //! use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
 //! # use burn::tensor::Device;
-//! # use phalanx_data::DataLoader;
+//! # use phalanx_data::{DataLoader, InMemory};
 //!
 //! let strategy = phalanx_burn::train::DdpStrategy::new(&phalanx::init()?);
-//! let samples = FromBurn::new(strategy.sampled(ToBurn(vec![0.5f32; 100]), 42));
+//! let samples = FromBurn::new(strategy.sampled(ToBurn(InMemory::new(vec![0.5f32; 100])), 42));
 //! let loader = DataLoader::builder(samples).batch_size(32).num_workers(2).build()?; // neither a sampler nor `shuffle`
 //! let loader = BurnLoader::new(&loader, batcher, &Device::flex().autodiff()).shared();
 //! # drop(loader);

@@ -5,6 +5,7 @@ mod engine;
 mod evaluate;
 mod regroup;
 mod replica;
+mod weights;
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use std::time::Instant;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
-use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::HookState;
@@ -21,15 +22,15 @@ use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
 pub(crate) use self::engine::Engine;
-use self::engine::{alone, delivery, live, traced};
 use self::regroup::prepare;
+use self::weights::Accumulated;
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
-use crate::sink::{Delivery, Pass};
+use crate::sink::Pass;
 
 /// The options of [`Ddp::with_options`]. The defaults are PyTorch's.
 #[derive(Clone, Debug)]
@@ -71,6 +72,8 @@ pub struct Ddp<M> {
     /// All collectives of this `Ddp` go through it.
     group: JoinGroup,
     engine: Engine<M>,
+    /// The weights of the passes since the last synchronised one.
+    accumulated: Accumulated,
     /// When the first forward pass of this step began.
     step_began: Option<Instant>,
     token: ModelToken,
@@ -112,11 +115,13 @@ impl<M: Module> Ddp<M> {
                     .inspect_err(|error| group.abort(error.clone()))?
             }
         };
+        let model = inventory.ties.hold(model);
         Ok(Self {
             model: Some(model),
             inventory,
             group,
             engine,
+            accumulated: Accumulated::Nothing,
             step_began: None,
             token: ModelToken::default(),
             buffers_stale: false,
@@ -175,36 +180,11 @@ impl<M: Module> Ddp<M> {
     ///
     /// Gradients are sent while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the
     /// last call are added before the average. A parameter without a gradient on any rank has none here either.
+    ///
+    /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
+    /// see [`backward_weighted`](Self::backward_weighted).
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
-        let model = held(&self.model);
-        self.engine.check_tracked(loss)?;
-        self.buffers_stale = true;
-        let gradients = match &mut self.engine {
-            Engine::Alone { held } => {
-                let gradients = alone(&self.group, model, loss);
-                match held.take() {
-                    Some(mut sum) => {
-                        sum.accumulate(model, gradients);
-                        sum.grads()
-                    }
-                    None => gradients,
-                }
-            }
-            Engine::Together { sink, passes } => {
-                let delivery = sink.call(|_| delivery(passes))?;
-                sink.start(delivery)?;
-                drop(loss.backward());
-                let scale = match self.group.running() {
-                    Some(options) if !options.divide_by_initial_world_size => {
-                        self.group.world_size().count() as f64 / self.group.active_ranks() as f64
-                    }
-                    _ => 1.0,
-                };
-                let sink = sink.clone();
-                sink.finish(|reducer| self.averages(reducer, scale))?
-            }
-        };
-        Ok(SyncedGradients::new(gradients, &self.token))
+        self.synchronised(loss, None)
     }
 
     /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
@@ -215,25 +195,12 @@ impl<M: Module> Ddp<M> {
     /// buffers.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        let model = held(&self.model);
-        self.engine.check_tracked(loss)?;
-        match &mut self.engine {
-            Engine::Alone { held } => {
-                let gradients = alone(&self.group, model, loss);
-                held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
-                Ok(())
-            }
-            Engine::Together { sink, passes } => {
-                sink.call(|_| live(passes))?;
-                sink.set_delivery(Delivery::Hold)?;
-                drop(traced(&self.group, loss));
-                sink.set_delivery(Delivery::Ignore)
-            }
-        }
+        self.unsynchronised(loss, None)
     }
 
     /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward).
     pub(crate) fn drop_held(&mut self) {
+        self.accumulated = Accumulated::Nothing;
         match &mut self.engine {
             Engine::Alone { held } => *held = None,
             Engine::Together { sink, .. } => sink.drop_held(),
@@ -327,7 +294,8 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        self.model = model.map(|model| self.inventory.ties.hold(model));
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {

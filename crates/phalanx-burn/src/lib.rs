@@ -68,7 +68,8 @@
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
 //! - **[`Ddp::step`]** is local.
 //!
-//! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch.
+//! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch. With unequal
+//! batches [`Ddp::backward_weighted`] gives that of the whole batch.
 //!
 //! # Several small batches for one step
 //!
@@ -102,6 +103,12 @@
 //!
 //! Networks that train in turns, such as a generator and a discriminator, have a `Ddp` each: a backward pass gives the
 //! gradients of the one that it is called on, and drops those that the loss sends into the other.
+//!
+//! # Tied weights
+//!
+//! A clone of a `Param` has its id, and with it is the same parameter in a second place, such as the weight of an embedding and of the
+//! decoder: its gradient is the sum of both uses, and both places have one value after every step. Burn's own optimizer alone changes the
+//! first place only. Places that have one id and differ are refused with both names.
 //!
 //! # Uneven inputs
 //!
@@ -149,7 +156,7 @@
 //! | [`SyncBatchNorm`] | batch norm whose statistics are those of all ranks' batches |
 //! | [`FusedAdamW`], [`FusedSgd`] | Burn's optimizers in one pass over memory |
 //! | [`TrainState`] | model, optimizer, learning-rate scheduler and progress as one value: for elastic jobs and for checkpoints |
-//! | [`Collectives`] | `all_reduce`, `broadcast`, `all_gather`, `reduce` and `reduce_scatter` of tensors; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
+//! | [`Collectives`] | `all_gather` of tensors, with gradients, as contrastive losses need it; `all_reduce`, `broadcast`, `reduce` and `reduce_scatter`; [`Ddp::mean`] and [`Ddp::sum`] of a loss or a count |
 //! | [`parallel`] | models on several ranks: layers by hand, pipelines, tensor parallelism, fully sharded (FSDP) |
 //! | [`DataParallel`], [`TowerGradients`] | several devices in one process, for comparison and where there is no other way |
 //! | `data::BurnLoader` | loaders of `phalanx-data`, with workers and positions, as Burn's; needs the feature `data` |
@@ -192,6 +199,7 @@ mod sink;
 mod state;
 mod sync_batch_norm;
 mod tensor_bytes;
+mod ties;
 #[cfg(feature = "train")]
 pub mod train;
 mod view;
@@ -220,6 +228,8 @@ mod guide {
     struct UnusedParameters;
     #[doc = include_str!("../../../docs/guide/uneven-inputs.md")]
     struct UnevenInputs;
+    #[doc = include_str!("../../../docs/guide/contrastive-losses.md")]
+    struct ContrastiveLosses;
     #[doc = include_str!("../../../docs/guide/large-batches.md")]
     struct LargeBatches;
     #[doc = include_str!("../../../docs/guide/parallelism.md")]

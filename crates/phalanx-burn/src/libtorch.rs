@@ -22,8 +22,8 @@ pub(crate) fn contiguous(tensor: TchTensor) -> TchTensor {
 /// The elements of a [`contiguous`] tensor.
 pub(crate) fn bytes(tensor: &TchTensor) -> &[u8] {
     let (first, length) = memory(tensor);
-    // SAFETY: `memory` says that so many bytes of the process are there, and libtorch has written all of them or left them as the
-    // allocator gave them; the tensor, which is borrowed, keeps them, and while it is there Burn writes them for nobody.
+    // SAFETY: `memory` says that so many bytes of the process are there, with some value each; the tensor, which is borrowed,
+    // keeps them, and while it is there Burn writes them for nobody.
     unsafe { std::slice::from_raw_parts(first, length) }
 }
 
@@ -51,15 +51,29 @@ pub(crate) fn own_bytes(tensor: &mut TchTensor) -> &mut [u8] {
     bytes_mut(tensor).unwrap_or_else(|| unreachable!("the copy lies row by row, and in no other tensor"))
 }
 
-/// Where the elements of a [`contiguous`] tensor lie, aligned to their type, and how many bytes they are.
+/// Where the elements of a [`contiguous`] tensor lie, aligned to their type, and how many bytes they are. All of them have a
+/// value, also those of a tensor that nobody has written (`Tensor::empty`): some value.
 fn memory(tensor: &TchTensor) -> (*mut u8, usize) {
     assert!(tensor.device() == LibTorchDevice::Cpu, "`device::check` refuses libtorch's other devices");
     assert!(tensor.tensor.is_contiguous(), "the elements do not lie in a row");
     match tensor.tensor.numel() * tensor.dtype().size() {
         // libtorch's address is null.
         0 => (NonNull::<u64>::dangling().as_ptr().cast(), 0),
-        length => (tensor.tensor.data_ptr().cast(), length),
+        length => (initialised(tensor.tensor.data_ptr().cast()), length),
     }
+}
+
+/// The address, after which the compiler must take the memory there for written.
+///
+/// libtorch leaves the memory of a new tensor as the C library's allocator gave it. The processor reads some bytes there, and the
+/// types of all elements take any. But to the language bytes that nobody has written have no value, and the compiler might
+/// make anything of a read of them, if it saw where they come from.
+fn initialised(first: *mut u8) -> *mut u8 {
+    let mut first = first;
+    // SAFETY: there is no instruction. What the compiler must assume is that it has written the memory, whose address it is given;
+    // all of that is allocated, and the only Rust code that may write it meanwhile is the caller, who borrows the tensor.
+    unsafe { std::arch::asm!("/* {0} */", inout(reg) first, options(nostack, preserves_flags)) };
+    first
 }
 
 #[cfg(test)]
@@ -131,5 +145,15 @@ mod tests {
         // One element that stands for a whole row.
         let repeated = Tensor::<2>::ones([2, 1], &Device::libtorch()).expand([2, 3]);
         assert!(bytes_mut(&mut primitive(repeated)).is_none());
+    }
+
+    /// Whatever the allocator left there: what is read twice is the same, and what is written is there.
+    #[test]
+    fn memory_that_nobody_has_written_has_some_value() {
+        let mut empty = primitive(Tensor::empty([100, 100], &Device::libtorch()));
+        let first = bytes(&empty).to_vec();
+        assert_eq!(first, bytes(&empty));
+        own_bytes(&mut empty).fill(7);
+        assert!(bytes(&empty).iter().all(|byte| *byte == 7));
     }
 }

@@ -8,6 +8,7 @@ use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
 use crate::tensor_bytes::{self, TensorBytes};
+use crate::ties::Ties;
 use crate::{device, read_back};
 
 /// A tensor of a module.
@@ -24,6 +25,8 @@ pub(crate) struct Parameter {
 pub(crate) struct Inventory {
     /// The parameters that need a gradient, in module order; one that is used in several places is listed once.
     pub parameters: Vec<Parameter>,
+    /// The floats that need no gradient and are no buffers, in module order, each once.
+    pub frozen: Vec<Parameter>,
     /// Every tensor, in module order: also frozen parameters, buffers, and tensors that are not floats.
     pub state: Vec<Parameter>,
     /// The position of each parameter in `parameters`, which is its index in the reducer.
@@ -32,11 +35,28 @@ pub(crate) struct Inventory {
     pub buffers: HashSet<ParamId>,
     /// The device of the module.
     pub device: Device,
+    /// Whether parameters stand in several places.
+    pub ties: Ties,
 }
 
 impl Inventory {
     /// Lists the tensors of `module`; refuses one that cannot be trained here.
     pub fn of<M: Module>(module: &M) -> Result<Self> {
+        let inventory = Self::or_frozen(module)?;
+        if inventory.parameters.is_empty() {
+            return Err(Error::invalid_argument(format!(
+                "no parameter of the model needs a gradient: all {} are frozen",
+                inventory.frozen.len()
+            ))
+            .with_remedy(
+                "unfreeze some with Module::unfreeze; a model that is not trained is used as it is",
+            ));
+        }
+        Ok(inventory)
+    }
+
+    /// The same for a `module` that may be frozen, as a part of a model that is trained.
+    pub fn or_frozen<M: Module>(module: &M) -> Result<Self> {
         let mut visitor = Stock::default();
         module.visit(&mut visitor);
         let Some(device) = visitor.device else {
@@ -47,16 +67,11 @@ impl Inventory {
             return Err(Error::invalid_argument("the model is on a device without autodiff")
                 .with_remedy("create it on such a device, as Device::flex().autodiff()"));
         }
-        if visitor.parameters.is_empty() {
-            return Err(Error::invalid_argument(format!(
-                "no parameter of the model needs a gradient: all {} are frozen",
-                visitor.floats
-            ))
-            .with_remedy("unfreeze some with Module::unfreeze, or use the model without Ddp"));
-        }
-        let Stock { parameters, state, .. } = visitor;
+        let Stock { parameters, frozen, state, .. } = visitor;
         let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
-        Ok(Self { parameters, state, indices, buffers: buffers(module), device })
+        let (ties, buffers) = (Ties::of(module)?, buffers(module));
+        let frozen = frozen.into_iter().filter(|parameter| !buffers.contains(&parameter.id)).collect();
+        Ok(Self { parameters, frozen, state, indices, buffers, device, ties })
     }
 }
 
@@ -114,9 +129,9 @@ fn buffers<M: Module>(module: &M) -> HashSet<ParamId> {
 struct Stock {
     path: Vec<String>,
     parameters: Vec<Parameter>,
+    frozen: Vec<Parameter>,
     state: Vec<Parameter>,
     seen: HashSet<ParamId>,
-    floats: usize,
     device: Option<Device>,
 }
 
@@ -137,11 +152,11 @@ impl ModuleVisitor for Stock {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let tensor = param.base();
-        self.floats += 1;
         self.device.get_or_insert_with(|| tensor.device());
         let parameter = self.describe(param.id, tensor.shape().as_slice(), tensor.dtype());
-        if tensor.is_require_grad() && self.seen.insert(param.id) {
-            self.parameters.push(parameter.clone());
+        if self.seen.insert(param.id) {
+            let kind = if tensor.is_require_grad() { &mut self.parameters } else { &mut self.frozen };
+            kind.push(parameter.clone());
         }
         self.state.push(parameter);
     }

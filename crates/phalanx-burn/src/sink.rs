@@ -47,6 +47,10 @@ pub(crate) struct Sink(HookedReducer<Deliveries>);
 struct Deliveries {
     delivery: Delivery,
     held: Vec<Held>,
+    /// Whether this backward pass has the weight 0: its gradients, which may be NaN, count as zero.
+    is_void: bool,
+    /// For each parameter: whether it had a gradient in a pass of weight 0 since the last average.
+    void: Vec<bool>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
 }
@@ -64,8 +68,10 @@ pub(crate) struct Held {
 impl Sink {
     pub fn new(reducer: Reducer) -> Self {
         let held = reducer.parameters().iter();
-        let held = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
-        let deliveries = Deliveries { delivery: Delivery::Ignore, held, in_flight: InFlight::new() };
+        let held: Vec<_> = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
+        let void = vec![false; held.len()];
+        let (delivery, in_flight) = (Delivery::Ignore, InFlight::new());
+        let deliveries = Deliveries { delivery, held, is_void: false, void, in_flight };
         Self(HookedReducer::new(reducer, deliveries))
     }
 
@@ -83,13 +89,26 @@ impl Sink {
         })
     }
 
-    /// Begins a backward pass that [`finish`](Self::finish) ends.
-    pub fn start(&self, delivery: Delivery) -> Result<()> {
+    /// Begins a backward pass that [`finish`](Self::finish) ends. If steps are weighted, the pass has a `weight`, and `total` is
+    /// the weight of all passes of the step.
+    pub fn start(&self, delivery: Delivery, weight: Option<f64>, total: Option<f64>) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             // Of a pass that was not ended.
             deliveries.in_flight.clear();
-            deliveries.delivery = delivery;
-            reducer.start()
+            (deliveries.delivery, deliveries.is_void) = (delivery, weight == Some(0.0));
+            match total {
+                Some(total) => reducer.start_weighted(total),
+                None => reducer.start(),
+            }
+        })
+    }
+
+    /// Holds the gradients from now on, of a backward pass with this `weight`.
+    pub fn hold(&self, weight: Option<f64>) -> Result<()> {
+        self.set_delivery(Delivery::Hold)?;
+        self.0.attempt(|_, deliveries| {
+            deliveries.is_void = weight == Some(0.0);
+            Ok(())
         })
     }
 
@@ -136,6 +155,7 @@ impl Sink {
 impl Deliveries {
     fn drop_held(&mut self) {
         self.held.iter_mut().for_each(|held| held.any = false);
+        self.void.fill(false);
         self.in_flight.clear();
     }
 
@@ -175,17 +195,32 @@ impl Deliveries {
         self.land(reducer)?;
         self.delivery = Delivery::Ignore;
         for (index, held) in self.held.iter_mut().enumerate() {
+            let is_void = self.void.get_mut(index).is_some_and(std::mem::take);
             if let Some(sum) = held.take() {
                 reducer.ready(index, sum.as_bytes())?;
+            } else if is_void {
+                reducer.ready_void(index)?;
             }
         }
         Ok(())
     }
 
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
-        let delivery = self.delivery;
-        let held = self.held_for(index, &gradient)?;
+        let (delivery, is_void) = (self.delivery, self.is_void);
+        self.held_for(index, &gradient)?;
+        // What is given now is not given again at the end.
+        self.void[index] = match delivery {
+            Delivery::Now => false,
+            Delivery::Hold => self.void[index] || is_void,
+            Delivery::Ignore => self.void[index],
+        };
+        let held = &mut self.held[index];
         match delivery {
+            Delivery::Now if is_void => match held.take() {
+                Some(sum) => reducer.ready(index, sum.as_bytes()),
+                None => reducer.ready_void(index),
+            },
+            Delivery::Hold if is_void => Ok(()),
             Delivery::Now if !held.any => reducer.ready(index, gradient.bytes),
             Delivery::Now => {
                 held.add(gradient.bytes)?;
@@ -198,6 +233,11 @@ impl Deliveries {
 
     fn part(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         match self.delivery {
+            Delivery::Now | Delivery::Hold if self.is_void => {
+                self.held_for(index, &gradient)?;
+                self.void[index] = true;
+                Ok(())
+            }
             Delivery::Now | Delivery::Hold => self.held_for(index, &gradient)?.add(gradient.bytes),
             Delivery::Ignore => Ok(()),
         }
@@ -291,7 +331,7 @@ mod tests {
             let parameters = vec![ParameterSpec::new("weight", &[1][..], DType::F32)];
             let reducer = Reducer::new(Arc::new(group), parameters, ReducerOptions::default()).unwrap();
             let sink = Arc::new(Sink::new(reducer));
-            sink.start(Delivery::Now).unwrap();
+            sink.start(Delivery::Now, None, None).unwrap();
             let bytes = bytemuck::bytes_of(&1.0f32);
             Pass(sink.clone()).ready(
                 0,

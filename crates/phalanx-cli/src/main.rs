@@ -26,6 +26,8 @@ use std::process::ExitCode;
 use clap::Parser;
 
 fn main() -> ExitCode {
+    // Output into a file that becomes too large is an error that is shown.
+    let _ = phalanx_sys::signal::ignore_file_size_signal();
     match cli::Cli::parse_from(horovodrun::command_line(std::env::args_os())).command {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Horovodrun(options) => horovodrun::run(*options),

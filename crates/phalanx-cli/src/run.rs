@@ -94,6 +94,9 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         _ => Duration::MAX,
     };
     let summary = match format {
+        Format::Text if renderer.reader_is_gone() && matches!(report.outcome, Outcome::Stopped) => {
+            b"phalanx: what read standard output has closed it, so the workers were ended\n".to_vec()
+        }
         Format::Text => summary(report),
         Format::Json => json::ended(report, code),
     };

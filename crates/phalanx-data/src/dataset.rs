@@ -44,7 +44,7 @@ pub trait Dataset: Send + Sync {
     /// Its own, such as a file that cannot be read: `.map_err(phalanx::Error::other)`.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
-    /// Has it no item?
+    /// Whether it has no item.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -114,15 +114,56 @@ impl<D: Dataset> Dataset for Subset<D> {
     }
 }
 
-impl<T: Clone + Send + Sync> Dataset for Vec<T> {
+/// Items in memory, which are cloned when they are read.
+///
+/// A `Vec` itself is no data set: `vec.get(3)` and `vec.map(..)` would be the trait's where it is in scope.
+///
+/// ```
+/// use phalanx_data::{Dataset, InMemory};
+///
+/// let items = InMemory::new(vec!["a", "b", "c"]);
+/// assert_eq!((items.len(), items.get(1)?), (3, "b"));
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[doc(alias("TensorDataset", "InMemDataset", "from_list"))]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InMemory<T> {
+    items: Vec<T>,
+}
+
+impl<T> InMemory<T> {
+    /// These items, in their order.
+    pub fn new(items: Vec<T>) -> Self {
+        Self { items }
+    }
+
+    /// The items.
+    pub fn items(&self) -> &[T] {
+        &self.items
+    }
+}
+
+impl<T> From<Vec<T>> for InMemory<T> {
+    fn from(items: Vec<T>) -> Self {
+        Self { items }
+    }
+}
+
+impl<T> FromIterator<T> for InMemory<T> {
+    fn from_iter<I: IntoIterator<Item = T>>(items: I) -> Self {
+        Self { items: items.into_iter().collect() }
+    }
+}
+
+impl<T: Clone + Send + Sync> Dataset for InMemory<T> {
     type Item = T;
 
     fn len(&self) -> usize {
-        self.as_slice().len()
+        self.items.len()
     }
 
     fn get(&self, index: usize) -> Result<T> {
-        item(self, index).cloned()
+        item(&self.items, index).cloned()
     }
 }
 
@@ -165,7 +206,7 @@ mod tests {
 
     #[test]
     fn data_sets_are_made_of_data_sets() {
-        let letters: Vec<char> = "abcdef".chars().collect();
+        let letters: InMemory<char> = "abcdef".chars().collect();
         let some = letters.clone().subset([4, 0]).unwrap();
         assert_eq!((some.len(), some.get(0).unwrap(), some.get(1).unwrap()), (2, 'e', 'a'));
         let upper: Arc<dyn Dataset<Item = char>> =
@@ -174,5 +215,21 @@ mod tests {
         for error in [upper.get(2).unwrap_err(), letters.subset([6]).unwrap_err()] {
             assert!(error.is_invalid_argument(), "{error}");
         }
+    }
+
+    /// With the trait in scope, and with another trait that has `map`, a list keeps its own methods.
+    #[test]
+    fn a_list_keeps_its_own_methods() {
+        trait Module: Sized {
+            fn map(self, add: u32) -> Self;
+        }
+        impl Module for Vec<u32> {
+            fn map(self, add: u32) -> Self {
+                self.iter().map(|one| one + add).collect()
+            }
+        }
+        let list = vec![1, 2];
+        assert_eq!((list.get(1), list.get(2)), (Some(&2), None));
+        assert_eq!(list.map(1), [2, 3]);
     }
 }

@@ -2,13 +2,13 @@
 //!
 //! ```
 //! use phalanx::sampler::DistributedSampler;
-//! use phalanx_data::DataLoader;
+//! use phalanx_data::{DataLoader, InMemory};
 //!
 //! let group = phalanx::init()?; // as the launcher says; alone, a world of one
 //! let samples: Vec<(Vec<f32>, u8)> = (0..1000).map(|n| (vec![n as f32; 4], (n % 10) as u8)).collect();
 //!
 //! let sampler = DistributedSampler::for_group(samples.len(), &group).seed(42);
-//! let loader = DataLoader::builder(samples)
+//! let loader = DataLoader::builder(InMemory::new(samples))
 //!     .sampler(sampler)
 //!     .batch_size(64)
 //!     .num_workers(2)
@@ -54,7 +54,7 @@ mod settings;
 pub mod stream;
 mod worker;
 
-pub use dataset::{Dataset, Map, Subset};
+pub use dataset::{Dataset, InMemory, Map, Subset};
 pub use error::LoadError;
 pub use loader::{Batches, DataLoader, DataLoaderBuilder, Position};
 pub use sampler::{Sampler, Sampling, from_fn};

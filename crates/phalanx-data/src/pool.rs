@@ -124,6 +124,14 @@ impl<W: Work> Pool<W> {
         }
     }
 
+    /// Ends the pool without waiting for a worker: one that is known to be late would hold up the one who reports that.
+    pub(crate) fn abandon(self) {
+        match self {
+            Self::Threads(mut threads) => threads.hang_up().into_iter().for_each(drop),
+            Self::Caller { .. } => {}
+        }
+    }
+
     /// Tasks below `number` are not wanted any more, nor their results.
     pub(crate) fn skip_to(&mut self, number: u64) {
         match self {
@@ -178,17 +186,24 @@ impl<W: Work> Worker<W> {
     }
 }
 
+impl<W: Work> Threads<W> {
+    /// Lets each thread end when it has done what it is doing.
+    fn hang_up(&mut self) -> Vec<JoinHandle<()>> {
+        self.floor.raise(u64::MAX);
+        let ended = |Worker { tasks, results, thread }: Worker<W>| {
+            drop((tasks, results));
+            thread
+        };
+        self.workers.drain(..).map(ended).collect()
+    }
+}
+
 impl<W: Work> Drop for Threads<W> {
     fn drop(&mut self) {
-        self.floor.raise(u64::MAX);
-        let threads: Vec<_> = self
-            .workers
-            .drain(..)
-            .map(|Worker { tasks, results, thread }| {
-                drop((tasks, results));
-                thread
-            })
-            .collect();
+        let threads = self.hang_up();
+        if threads.is_empty() {
+            return;
+        }
         match self.ended.recv_timeout(PATIENCE) {
             // What is left of a thread is its end, which waits for nothing.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => {

@@ -10,7 +10,7 @@ use phalanx::{Rank, WorldSize};
 /// r + 2w, ... So a position in it is one for any number of ranks.
 ///
 /// ```
-/// use phalanx_data::{DataLoader, Sampler};
+/// use phalanx_data::{DataLoader, InMemory, Sampler};
 ///
 /// /// Every epoch begins with the easy items and has one item in ten more.
 /// struct Curriculum;
@@ -21,7 +21,7 @@ use phalanx::{Rank, WorldSize};
 ///     }
 /// }
 ///
-/// let loader = DataLoader::builder((0..100).collect::<Vec<u32>>()).sampler(Curriculum).batch_size(10).build()?;
+/// let loader = DataLoader::builder((0..100).collect::<InMemory<u32>>()).sampler(Curriculum).batch_size(10).build()?;
 /// assert_eq!(loader.iter().count(), 1);
 /// assert_eq!(loader.iter().count(), 2);
 /// # Ok::<(), phalanx::Error>(())

@@ -63,9 +63,9 @@ thread_local! {
 /// The worker that runs this code, in a data set, a stream, a collate function or a `worker_init`; none elsewhere.
 ///
 /// ```
-/// use phalanx_data::{DataLoader, Dataset, worker_info};
+/// use phalanx_data::{DataLoader, Dataset, InMemory, worker_info};
 ///
-/// let noisy = vec![0.5f32; 8].map(|x| {
+/// let noisy = InMemory::new(vec![0.5f32; 8]).map(|x| {
 ///     let seed = worker_info().expect("only loaders read this").item_seed;
 ///     Ok(x + (seed % 100) as f32 * 1e-3) // or a generator made from the seed
 /// });

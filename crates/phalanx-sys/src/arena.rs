@@ -20,6 +20,7 @@ mod memory;
 mod table;
 
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -37,7 +38,11 @@ use crate::memfd;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 const NAME: &str = "phalanx-arena";
-const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN01");
+const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN02");
+/// The offset of the number that distinguishes the arena from every other one, through any mapping.
+const IDENTITY: usize = 16;
+/// The offset of the claim of the control block to which the arena belongs; 0 if it belongs to none.
+const CLAIM: usize = 24;
 /// Regions are multiples of this.
 pub(crate) const PAGE: usize = 4096;
 /// Bytes that are copied at once when a region is cut off, so that its memory is not needed twice.
@@ -81,6 +86,8 @@ impl Arena {
         memfd::allocate(&file, 0, control_block::ALLOCATED as u64)?;
         let mapping = Mapping::new(&file, allowed)?;
         mapping.word(8).store(nonce, Ordering::Relaxed);
+        // The system's random numbers are the seed, and each hasher has another.
+        mapping.word(IDENTITY).store(RandomState::new().build_hasher().finish(), Ordering::Relaxed);
         mapping.word(0).store(MAGIC, Ordering::Release);
         let table = Mutex::new(Table::new(RESERVED..allowed));
         Ok(Arc::new(Self { mapping: Arc::new(mapping), file, table }))
@@ -194,6 +201,16 @@ impl Mapping {
         }?;
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
         Ok(Self { base, bytes })
+    }
+
+    /// A number that distinguishes this memory from every other arena's. All mappings of it, in any process, have the same.
+    pub(crate) fn identity(&self) -> u64 {
+        self.word(IDENTITY).load(Ordering::Relaxed)
+    }
+
+    /// The claim of the control block to which this memory belongs.
+    pub(crate) fn claim(&self) -> &AtomicU64 {
+        self.word(CLAIM)
     }
 
     /// The address of `bytes` at `offset`.

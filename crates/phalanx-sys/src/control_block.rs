@@ -21,11 +21,16 @@
 //! all ranks' headers of call n+1, and a rank publishes that header only when it has finished call n. A rank does not
 //! read its own slot, but a copy: the slot's cache lines have moved to the processors of its readers.
 //!
+//! An arena is a rank's own in one control block, once and for all: the claim to it is in the shared memory, so that it
+//! holds however often the arena is mapped. The claim says with which members, and at which index, and a rank waits for
+//! ever for one whose claim says otherwise. So two ranks cannot take the same share of a region for theirs.
+//!
 //! Larger data is read and written in place, if every rank gives a whole region of its arena
 //! ([`SharedOperation::combine`], [`SharedOperation::read`]). The call ends when all ranks are done. Otherwise the data
 //! passes through the staging buffers, one window at a time ([`SharedOperation::pass`]). The slot header says what each
-//! rank gives, so all ranks choose the same protocol.
+//! rank gives, and how it would divide the work, so all ranks choose the same protocol and the same shares.
 
+mod division;
 mod operation;
 mod wait;
 mod windows;
@@ -34,10 +39,11 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use self::division::Division;
 pub use self::operation::{Protocol, SharedOperation, share};
 use self::wait::{Patience, Processor, Waits};
-pub use self::windows::TakeBack;
 use self::windows::{Staging, Windows};
+pub use self::windows::{TakeBack, block_start};
 use crate::arena::{Arena, Mapping, PAGE};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
@@ -75,6 +81,11 @@ pub(crate) const ALLOCATED: usize = STAGING + USUAL * WINDOW;
 
 /// A call as the ranks compare it.
 pub type Call = [u8; 16];
+
+/// The part of a header's word that is the offset of a region. The kind and the division are in the bits around it.
+const OFFSET: u64 = 0x0000_FFFF_FFFF_FFC0;
+/// The part of a header's word that is a length. The number of the call's first window is in the bits above, as far as it fits.
+const LENGTH: u64 = (1 << 48) - 1;
 
 /// The kind of memory that a rank gives to a call. It is in the lowest bits of the header's offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,18 +141,25 @@ pub struct ControlBlock {
     /// Bytes of this call in this rank's own slot, including the note.
     in_own_slot: usize,
     staging: Staging,
+    /// Whether every other rank's claim is known to be to this control block.
+    is_joined: bool,
     still_shared: Option<io::Error>,
 }
 
 impl ControlBlock {
     /// The control block of the ranks with these arenas, in an order on which all ranks agree. `own` is at index `me`.
-    /// Returns None if it is not, or if an arena is there twice.
+    /// Returns None if it is not, if an arena is there twice, through whichever mappings, or if `own` has been given to a
+    /// control block before.
     pub fn new(own: Arc<Arena>, members: Vec<Arc<Mapping>>, me: usize) -> Option<Self> {
-        let distinct = members
-            .iter()
-            .enumerate()
-            .all(|(index, one)| members[..index].iter().all(|other| !Arc::ptr_eq(one, other)));
-        (distinct && Arc::ptr_eq(members.get(me)?, own.mapping())).then(|| Self {
+        let identities: Vec<u64> = members.iter().map(|member| member.identity()).collect();
+        let distinct = (1..identities.len()).all(|index| !identities[..index].contains(&identities[index]));
+        if !distinct || !Arc::ptr_eq(members.get(me)?, own.mapping()) {
+            return None;
+        }
+        // Published to the other ranks with the header of the first call.
+        let claim = claim(&identities, me);
+        own.mapping().claim().compare_exchange(0, claim, Ordering::Relaxed, Ordering::Relaxed).ok()?;
+        Some(Self {
             me,
             own,
             waits: Waits::new(members.len()),
@@ -153,6 +171,7 @@ impl ControlBlock {
             note: 0,
             in_own_slot: 0,
             staging: Staging::default(),
+            is_joined: false,
             still_shared: None,
         })
     }
@@ -169,15 +188,15 @@ impl ControlBlock {
 
     /// A call with `bytes` in the slot, at most [`SMALL`]. Returns all members' slots when all have been published.
     pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
-        self.begin(call, &[], bytes, None, Some(0..bytes.len()));
+        let header = Announcement { call, division: 0, first: self.staging.staged() };
+        self.begin(header, &[], bytes, None, Some(0..bytes.len()));
         self.wait_for_all(watch)?;
         Ok(Slots { control_block: self })
     }
 
     /// The members that have not published their header of this rank's latest call.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
-        let late = |member: &Mapping| member.word(self.slot()).load(Ordering::Acquire) < self.sequence;
-        self.others().filter_map(move |(index, member)| late(member).then_some(index))
+        self.others().filter_map(|(index, member)| (!self.has_come(index, member)).then_some(index))
     }
 
     /// A call in which other ranks may write into `memory`, if it is a whole region and all ranks give one of the same
@@ -190,7 +209,7 @@ impl ControlBlock {
         &mut self,
         call: Call,
         memory: &mut [u8],
-        unregistered: Unregistered<'_, E>,
+        (division, unregistered): (Division, Unregistered<'_, E>),
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
@@ -206,7 +225,8 @@ impl ControlBlock {
             }
             Unregistered::InWindow(_) | Unregistered::Later => {}
         }
-        self.begin(call, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
+        let header = Announcement { call, division: division.bits(), first };
+        self.begin(header, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
         let windows = Windows { ahead, first, patience: Patience::new() };
         let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
         match (lent, &outcome) {
@@ -236,15 +256,17 @@ impl ControlBlock {
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
         let region = self.own.find(memory);
-        self.begin(call, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
-        let windows = Windows { ahead: false, first: self.staging.staged(), patience: Patience::new() };
+        let first = self.staging.staged();
+        let header = Announcement { call, division: 0, first };
+        self.begin(header, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
+        let windows = Windows { ahead: false, first, patience: Patience::new() };
         SharedOperation::hold(self, operation::Memory::OutOfPlace(memory), windows, watch, work)
     }
 
     /// Begins a call, with a region if there is one.
     fn begin(
         &mut self,
-        call: Call,
+        header: Announcement,
         note: &[u8],
         memory: &[u8],
         region: Option<(MemoryKind, usize)>,
@@ -256,15 +278,15 @@ impl ControlBlock {
         self.in_own_slot = note.len();
         self.put(0, note);
         match (region, small) {
-            (Some((kind, offset)), _) => self.publish(call, kind, offset, memory.len()),
+            (Some((kind, offset)), _) => self.publish(header, kind, offset, memory.len()),
             (None, Some(part)) => {
                 let bytes = &memory[part];
                 self.put(note.len(), bytes);
                 self.in_own_slot += bytes.len();
-                self.publish(call, MemoryKind::InSlot, 0, bytes.len());
+                self.publish(header, MemoryKind::InSlot, 0, bytes.len());
                 self.own_data.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
             }
-            (None, None) => self.publish(call, MemoryKind::Unregistered, 0, memory.len()),
+            (None, None) => self.publish(header, MemoryKind::Unregistered, 0, memory.len()),
         }
         // After publishing: no rank waits for this copy.
         self.own_data.0[..note.len()].copy_from_slice(note);
@@ -292,10 +314,13 @@ impl ControlBlock {
         }
     }
 
-    fn publish(&mut self, call: Call, kind: MemoryKind, offset: usize, bytes: usize) {
+    fn publish(&mut self, header: Announcement, kind: MemoryKind, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
-        let (first, second) = call.split_at(8);
-        self.own_header = [number(first), number(second), (offset | kind as usize) as u64, bytes as u64];
+        let (first, second) = header.call.split_at(8);
+        let memory = offset as u64 | header.division | kind as u64;
+        // The longest address of a processor has 57 bits, and the longest region is shorter than `LENGTH`.
+        let length = (bytes as u64).min(LENGTH) | header.first << LENGTH.count_ones();
+        self.own_header = [number(first), number(second), memory, length];
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
@@ -304,17 +329,39 @@ impl ControlBlock {
     }
 
     /// Waits for all ranks' headers of this call. This rank has published its own.
-    fn wait_for_all<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
+    fn wait_for_all<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
         // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
         // processor, and no rank should wait for the fence.
         let have_come = self.waits.a_few(|| self.missing().next().is_none());
         fence(Ordering::SeqCst);
         self.wake();
         if !have_come {
-            self.await_all(self.slot(), self.sequence, watch)?;
+            self.await_all(self.slot(), self.sequence, &mut *watch)?;
+            self.await_members(watch)?;
         }
+        self.is_joined = true;
         self.ready_next_slot();
         Ok(())
+    }
+
+    /// Waits for those that have come, but not to this control block: until `watch` ends the wait.
+    fn await_members<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
+        self.others().try_for_each(|(index, member)| {
+            let ready = || self.has_come(index, member);
+            self.waits.until(ready, || processor_of(member), doorbell(self.own.mapping()), || watch(index))
+        })
+    }
+
+    /// Whether a member has published its header of this rank's latest call, as a member of this control block.
+    fn has_come(&self, index: usize, member: &Mapping) -> bool {
+        member.word(self.slot()).load(Ordering::Acquire) >= self.sequence
+            && (self.is_joined || self.is_member(index, member))
+    }
+
+    /// Whether a member that has published a header has claimed its arena for these members, in this order.
+    fn is_member(&self, index: usize, member: &Mapping) -> bool {
+        let identities: Vec<u64> = self.members.iter().map(|member| member.identity()).collect();
+        member.claim().load(Ordering::Relaxed) == claim(&identities, index)
     }
 
     /// Prefetches the slot that this rank will write next, while it is busy with other things: the slot's cache lines
@@ -397,6 +444,16 @@ impl ControlBlock {
     }
 }
 
+/// What a rank tells the others of a call, besides its memory.
+#[derive(Clone, Copy)]
+struct Announcement {
+    call: Call,
+    /// The bits of its [`Division`].
+    division: u64,
+    /// The number of this rank's first window.
+    first: u64,
+}
+
 /// The members' slots, until the next call.
 pub struct Slots<'a> {
     control_block: &'a ControlBlock,
@@ -426,6 +483,17 @@ fn processor_of(member: &Mapping) -> Processor {
 
 fn doorbell(mapping: &Mapping) -> Doorbell<'_> {
     Doorbell::new(mapping.half_word(START), mapping.half_word(START + LINE))
+}
+
+/// What the member with this `index` claims, if these are the members. It is not 0.
+fn claim(identities: &[u64], index: usize) -> u64 {
+    const PRIME: u64 = 0x0000_0100_0000_01B3;
+    let words = identities.iter().copied().chain([identities.len() as u64, index as u64]);
+    let mixed = words.fold(0xCBF2_9CE4_8422_2325_u64, |hash, word| {
+        let hash = (hash ^ word).wrapping_mul(PRIME);
+        hash ^ hash >> 29
+    });
+    mixed.max(1)
 }
 
 fn number(bytes: &[u8]) -> u64 {

@@ -88,6 +88,20 @@ pub fn keep_exit_status_of_children() -> io::Result<()> {
     Ok(())
 }
 
+/// Lets writes that exceed the limit of a file's size (`ulimit -f`) fail with an error, as Python does. By default the kernel ends the
+/// process with SIGXFSZ before it sees the error. Programs that this process starts inherit that. A handler of the program's own
+/// stays.
+pub fn ignore_file_size_signal() -> io::Result<()> {
+    if disposition(libc::SIGXFSZ)?.sa_sigaction != libc::SIG_DFL {
+        return Ok(());
+    }
+    // SAFETY: SIG_IGN is a valid disposition for SIGXFSZ.
+    if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
 /// The pipe between handler and catcher. It is never closed, so that a handler that runs late in some thread cannot
 /// write to a descriptor that belongs to another file by then.
 fn pipe() -> io::Result<&'static PipeReader> {

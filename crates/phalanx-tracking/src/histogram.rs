@@ -18,7 +18,7 @@ pub struct Histogram {
     pub limits: Vec<f64>,
     /// How many values are in each bin.
     pub counts: Vec<u64>,
-    /// How many values were NaN or infinite; they are in no bin.
+    /// How many values were NaN or infinite; they are in no bin. If all were, the histogram is that of no value.
     pub non_finite: u64,
 }
 

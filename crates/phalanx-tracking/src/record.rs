@@ -82,13 +82,29 @@ fn flatten(path: String, value: serde_json::Value, found: &mut Vec<(String, Hype
             }
             return;
         }
-        Json::Number(number) => Hyperparameter::Number(number.as_f64().unwrap_or(f64::NAN)),
+        Json::Number(number) => exact(&number).map_or_else(
+            // As its digits: a seed that is rounded is another seed.
+            || Hyperparameter::Text(number.to_string()),
+            Hyperparameter::Number,
+        ),
         Json::Bool(flag) => Hyperparameter::Flag(flag),
         Json::String(text) => Hyperparameter::Text(text),
         Json::Null => Hyperparameter::Text("none".to_owned()),
         list @ Json::Array(_) => Hyperparameter::Text(list.to_string()),
     };
     found.push((tag(&path), setting));
+}
+
+/// The number as a float, if one is exactly that number.
+fn exact(number: &serde_json::Number) -> Option<f64> {
+    let float = number.as_f64()?;
+    // The largest integer of each kind has no float, and its own conversion would be cut off at it.
+    let is_exact = match (number.as_u64(), number.as_i64()) {
+        (Some(integer), _) => integer < u64::MAX && float as u64 == integer,
+        (None, Some(integer)) => float as i64 == integer,
+        (None, None) => true,
+    };
+    is_exact.then_some(float)
 }
 
 #[cfg(test)]
@@ -108,6 +124,18 @@ mod tests {
         let mut found = hyperparameters(settings);
         found.sort_by(|(a, _), (b, _)| a.cmp(b));
         assert_eq!(found, expected.map(|(name, value)| (name.to_owned(), value)));
+    }
+
+    #[test]
+    fn an_integer_is_no_other_one() {
+        let seed = |number: u64| hyperparameters(serde_json::json!({ "seed": number })).remove(0).1;
+        assert_eq!(seed(1 << 53), Hyperparameter::Number(9007199254740992.0));
+        for number in [(1 << 53) + 1, u64::MAX, u64::MAX - 1] {
+            assert_eq!(seed(number), Hyperparameter::Text(number.to_string()));
+        }
+        let least = hyperparameters(serde_json::json!({ "least": i64::MIN, "odd": i64::MIN + 1 }));
+        let digits = Hyperparameter::Text("-9223372036854775807".into());
+        assert_eq!((&least[0].1, &least[1].1), (&Hyperparameter::Number(-(2f64.powi(63))), &digits));
     }
 
     #[test]

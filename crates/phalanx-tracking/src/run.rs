@@ -114,7 +114,7 @@ impl Run {
         }
     }
 
-    /// Records the distribution of rank 0's `values`.
+    /// Records the distribution of rank 0's `values`. Those that are NaN or infinite are in no bin, and said once.
     #[doc(alias = "add_histogram")]
     pub fn log_histogram<T: Copy + Into<f64>>(&self, step: u64, tag: &str, values: &[T]) {
         if let Some(recorder) = &self.recorder {

@@ -128,11 +128,25 @@ impl Writer {
 }
 
 fn tell_non_finite(record: &Record, told: &mut HashSet<String>) {
-    if let (Value::Scalar(value), Some(step)) = (&record.value, record.step)
-        && !value.is_finite()
-        && told.insert(record.tag.clone())
-    {
-        warn(format_args!("{} is {value} at step {step}; it will not be said again", record.tag));
+    let Some(step) = record.step else { return };
+    let found = match &record.value {
+        Value::Scalar(value) if !value.is_finite() => value.to_string(),
+        Value::Histogram(histogram) if histogram.non_finite > 0 => match histogram.count() {
+            0 => format!(
+                "nothing but NaN or infinite values, {} of them, and its histogram is empty",
+                histogram.non_finite
+            ),
+            others => format!(
+                "NaN or infinite in {} of {} values",
+                histogram.non_finite,
+                histogram.non_finite + others
+            ),
+        },
+        Value::Scalar(_) | Value::Histogram(_) => return,
+        Value::Picture(_) | Value::Text(_) | Value::Hyperparameters(_) => return,
+    };
+    if told.insert(record.tag.clone()) {
+        warn(format_args!("{} is {found} at step {step}; it will not be said again", record.tag));
     }
 }
 

@@ -96,6 +96,8 @@ callers! {
     DeviceMeshNew = 32, "DeviceMesh::new";
     /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
+    /// [`ProcessGroup::close`](crate::ProcessGroup::close).
+    Close = 34, "close";
     /// An adapter's backward pass in which ranks count by their numbers of samples.
     DdpBackwardWeighted = 35, "Ddp::backward_weighted";
     /// An adapter's gather of tensors, whose gradients are added up over ranks.

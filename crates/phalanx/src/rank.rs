@@ -53,3 +53,10 @@ impl fmt::Display for Sequence {
 /// of a rank of an earlier generation are rejected. Not an epoch of training.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Generation(pub u64);
+
+impl Generation {
+    /// The part of it that is in every frame. The handshake compares all of it.
+    pub(crate) fn on_the_wire(self) -> u32 {
+        self.0 as u32
+    }
+}

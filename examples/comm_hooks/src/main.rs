@@ -9,7 +9,6 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use burn::module::Module;
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::tensor::Device;

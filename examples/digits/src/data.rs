@@ -4,9 +4,9 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use flate2::bufread::GzDecoder;
+use flate2::bufread::MultiGzDecoder;
 
 /// The folder with the bundled digits.
 pub const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/mnist-10k");
@@ -30,13 +30,29 @@ const SIDE: usize = 28;
 
 impl Digits {
     /// Reads one half of the data set: `train` or `t10k`.
+    ///
+    /// # Errors
+    /// If a file is missing, cut off, joined with another or otherwise damaged; has images of another size, or a label above 9; or both have
+    /// unequal numbers, or none.
     pub fn read(folder: &Path, half: &str) -> Result<Self> {
-        let pixels = read_idx(&folder.join(format!("{half}-images-idx3-ubyte.gz")), 3)?;
-        let labels = read_idx(&folder.join(format!("{half}-labels-idx1-ubyte.gz")), 1)?;
+        let [images, of_images] =
+            ["images-idx3", "labels-idx1"].map(|kind| folder.join(format!("{half}-{kind}-ubyte.gz")));
+        let ([count, rows, columns], pixels) = read_idx(&images)?;
+        let ([labelled], labels) = read_idx(&of_images)?;
         ensure!(
-            pixels.len() == labels.len() * SIDE * SIDE,
-            "{half}: the numbers of images and labels differ"
+            (rows, columns) == (SIDE, SIDE),
+            "{} has images of {rows} x {columns}, not {SIDE} x {SIDE}",
+            images.display()
         );
+        ensure!(
+            count == labelled && count > 0,
+            "{} has {count} images, {} {labelled} labels: they must be as many, and one at least",
+            images.display(),
+            of_images.display()
+        );
+        if let Some(place) = labels.iter().position(|label| *label > 9) {
+            bail!("{}: label {place} is {}, and digits are 0 to 9", of_images.display(), labels[place]);
+        }
         Ok(Self { pixels, labels })
     }
 
@@ -63,22 +79,34 @@ impl Digits {
     }
 }
 
-/// The bytes of an IDX file: 0, 0, 8 for bytes, the number of dimensions, then each as a big-endian u32.
-fn read_idx(path: &Path, dimensions: u8) -> Result<Vec<u8>> {
+/// The sizes and bytes of an IDX file: 0, 0, 8 for bytes, the number of dimensions, then each as a big-endian u32.
+fn read_idx<const D: usize>(path: &Path) -> Result<([usize; D], Vec<u8>)> {
     let file = File::open(path).with_context(|| {
         format!("cannot open {}: say where the digits are with --data FOLDER", path.display())
     })?;
     let mut bytes = Vec::new();
-    GzDecoder::new(BufReader::new(file))
-        .read_to_end(&mut bytes)
-        .with_context(|| format!("{} is not a gzip file", path.display()))?;
-    let header = 4 + 4 * usize::from(dimensions);
+    // A file of several members is one: none of them may be lost.
+    MultiGzDecoder::new(BufReader::new(file)).read_to_end(&mut bytes).with_context(|| {
+        format!("{} is damaged, cut off, or no gzip file: download it again", path.display())
+    })?;
+    parse(bytes).with_context(|| format!("{} cannot be used", path.display()))
+}
+
+fn parse<const D: usize>(mut bytes: Vec<u8>) -> Result<([usize; D], Vec<u8>)> {
+    let header = 4 + 4 * D;
     ensure!(
-        bytes.len() >= header && bytes[..4] == [0, 0, 8, dimensions],
-        "{} is not an IDX file of bytes with {dimensions} dimensions",
-        path.display()
+        bytes.len() >= header && bytes[..3] == [0, 0, 8] && usize::from(bytes[3]) == D,
+        "it is not an IDX file of bytes with {D} dimensions"
     );
-    let sizes = bytes[4..header].as_chunks::<4>().0.iter().map(|size| u32::from_be_bytes(*size) as usize);
-    ensure!(sizes.product::<usize>() == bytes.len() - header, "{} is cut short", path.display());
-    Ok(bytes.split_off(header))
+    let mut sizes = [0; D];
+    for (size, bytes) in sizes.iter_mut().zip(bytes[4..header].as_chunks::<4>().0) {
+        *size = u32::from_be_bytes(*bytes) as usize;
+    }
+    let wanted = sizes.iter().try_fold(1_usize, |all, size| all.checked_mul(*size));
+    let found = bytes.len() - header;
+    ensure!(
+        wanted == Some(found),
+        "its header asks for {sizes:?} bytes, and {found} follow: it is cut off, or another file was joined to it"
+    );
+    Ok((sizes, bytes.split_off(header)))
 }

@@ -17,7 +17,6 @@ mod soak;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use clap::{Args, Parser, Subcommand};

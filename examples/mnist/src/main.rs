@@ -11,7 +11,6 @@ mod progress;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use clap::Parser;

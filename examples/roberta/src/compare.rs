@@ -126,7 +126,11 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
     let mut all: Vec<Figures> = match &options.keep {
         Some(path) if path.exists() => std::fs::read_to_string(path)?
             .lines()
-            .map(|line| Ok(serde_json::from_str(line)?))
+            .zip(1..)
+            .map(|(line, number)| {
+                let place = || format!("{}:{number}: these are no figures of a comparison", path.display());
+                serde_json::from_str(line).with_context(place)
+            })
             .collect::<Result<_>>()?,
         _ => Vec::new(),
     };

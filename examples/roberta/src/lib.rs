@@ -3,7 +3,9 @@
 
 pub mod config;
 pub mod data;
+pub mod files;
 pub mod inputs;
+pub mod labels;
 pub mod loading;
 pub mod masking;
 pub mod mesh;

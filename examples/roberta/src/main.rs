@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use burn::tensor::Device;
 use clap::{Parser, Subcommand};
 use common::memory::{self, Allocator};
@@ -26,15 +26,18 @@ use crate::compare::{CompareOptions, compare};
 use crate::measure::{Saying, Subject, measure};
 use roberta::data::Dataset;
 use roberta::strategy::{Devices, Strategy};
-use roberta::tasks::{Classification, MaskedLanguage};
+use roberta::tasks::{Classification, MaskedLanguage, ReadOptions};
 use roberta::text::{Text, train_byte_level};
 use roberta::train::{TrainOptions, fit};
-use roberta::{Classifier, Config, MaskedLm, weights};
+use roberta::weights::Head;
+use roberta::{Config, MaskedLm};
 
 #[global_allocator]
 static ALLOCATOR: Allocator = memory::allocator();
 
 const DATA: &str = "out/roberta/mails";
+const MODEL: &str = "out/roberta/minilm";
+const TOKENIZER: &str = "out/roberta/tokenizer.json";
 
 /// Fine-tunes or pre-trains RoBERTa or BERT on several ranks.
 #[derive(Parser)]
@@ -47,9 +50,8 @@ struct Options {
 enum Command {
     /// Learns which label a text has
     FineTune {
-        /// Folder with config.json, model.safetensors and tokenizer.json
-        #[arg(long, default_value = "out/roberta/minilm")]
-        model: PathBuf,
+        #[command(flatten)]
+        model: Pretrained,
         #[command(flatten)]
         how: How,
         #[command(flatten)]
@@ -60,9 +62,8 @@ enum Command {
     /// Fine-tunes with each strategy: time, memory, processor time, accuracy, and the largest batch
     #[command(args_override_self = true)]
     Compare {
-        /// Folder with config.json, model.safetensors and tokenizer.json
-        #[arg(long, default_value = "out/roberta/minilm")]
-        model: PathBuf,
+        #[command(flatten)]
+        model: Pretrained,
         #[command(flatten)]
         job: Job,
         #[command(flatten)]
@@ -74,7 +75,7 @@ enum Command {
         #[arg(long, default_value = "examples/roberta/models/tiny-roberta/config.json")]
         config: PathBuf,
         /// The model's tokenizer
-        #[arg(long, default_value = "out/roberta/tokenizer.json")]
+        #[arg(long, default_value = TOKENIZER)]
         tokenizer: PathBuf,
         /// Characters of a text that are one example
         #[arg(long, default_value_t = 400)]
@@ -98,9 +99,19 @@ enum Command {
         #[arg(long, default_value_t = 4096)]
         vocabulary: usize,
         /// File to write
-        #[arg(long, default_value = "out/roberta/tokenizer.json")]
+        #[arg(long, default_value = TOKENIZER)]
         out: PathBuf,
     },
+}
+
+#[derive(Clone, clap::Args)]
+struct Pretrained {
+    /// Folder with config.json, tokenizer.json, and model.safetensors or the files of model.safetensors.index.json
+    #[arg(long, default_value = MODEL)]
+    model: PathBuf,
+    /// Begin with a random classification head, whichever the model has
+    #[arg(long)]
+    new_head: bool,
 }
 
 #[derive(Clone, clap::Args)]
@@ -124,6 +135,9 @@ struct Job {
     /// Tokens to which texts are cut
     #[arg(long, default_value_t = 128)]
     max_tokens: usize,
+    /// Accept a tokenizer with fewer tokens than the model has rows for
+    #[arg(long)]
+    allow_unused_tokens: bool,
     /// The share of what is dropped everywhere, in place of what config.json says
     #[arg(long)]
     dropout: Option<f64>,
@@ -139,26 +153,16 @@ struct Job {
 const LINES_EVERY: Duration = Duration::from_secs(10);
 
 impl Job {
-    /// A model's size with `--dropout`.
-    fn dropping(&self, mut config: Config) -> Result<Config> {
-        if let Some(dropout) = self.dropout {
-            ensure!(
-                (0.0..1.0).contains(&dropout),
-                "--dropout is {dropout}: it must be at least 0, and less than 1"
-            );
-            (config.hidden_dropout_prob, config.attention_probs_dropout_prob) = (dropout, dropout);
-            config.classifier_dropout = Some(dropout);
-        }
-        Ok(config)
-    }
-
     fn run(&self, processes: u32, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
         let worker = || {
             let group = phalanx::init()?;
             let run = || {
-                let data = Dataset::read(&self.data)
-                    .context("examples/roberta/fetch.py brings the mails")?
-                    .limited(self.train_limit, self.held_out_limit);
+                let data =
+                    brought(&self.data, DATA, "examples/roberta/fetch.py", || Dataset::read(&self.data))?;
+                let data = data.limited(self.train_limit, self.held_out_limit);
+                if group.rank().is_main() {
+                    data.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
+                }
                 worker(&group, data)
             };
             // The other ranks, which may have sound files, would never hear why this one has ended.
@@ -170,6 +174,13 @@ impl Job {
             processes => Ok(phalanx::spawn(processes, || worker().map_err(|error| format!("{error:#}")))?),
         }
     }
+}
+
+/// What `read` gives. If `path` is the `default` one and is not there, the error says which `command` makes it.
+fn brought<T>(path: &Path, default: &str, command: &str, read: impl FnOnce() -> Result<T>) -> Result<T> {
+    let absent = path == Path::new(default) && !path.exists();
+    let read = read();
+    if absent { read.with_context(|| format!("{default} is not there: `{command}` makes it")) } else { read }
 }
 
 /// The terminal, for the progress bar and the logs; each rank's logs go into a file of the run.
@@ -204,9 +215,17 @@ fn main() -> Result<()> {
             let devices = Devices::new(job.ranks, how.strategy, how.parts);
             job.run(devices.processes(), |group, data| {
                 let console = console(group, &train)?;
-                let config = job.dropping(Config::read(&config)?)?;
-                let text = Text::open(&tokenizer, &config, job.max_tokens)
-                    .context("`roberta tokenizer` learns one from the training texts")?;
+                let config = Config::read(&config)?;
+                let config = match job.dropout {
+                    Some(dropout) => config.with_dropout(dropout)?,
+                    None => config,
+                };
+                let text = brought(&tokenizer, TOKENIZER, "roberta tokenizer", || {
+                    Text::open(&tokenizer, &config, job.max_tokens)
+                })?;
+                if !job.allow_unused_tokens {
+                    text.check_unused()?;
+                }
                 let device = Device::flex().autodiff();
                 device.seed(train.seed);
                 let model = MaskedLm::new(&config, &device);
@@ -219,7 +238,7 @@ fn main() -> Result<()> {
             })
         }
         Command::Tokenizer { data, vocabulary, out } => {
-            let data = Dataset::read(&data)?;
+            let data = brought(&data, DATA, "examples/roberta/fetch.py", || Dataset::read(&data))?;
             if let Some(folder) = out.parent() {
                 fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
             }
@@ -228,14 +247,24 @@ fn main() -> Result<()> {
     }
 }
 
-/// A classifier with a new head, the same on every rank, and what it learns.
-fn subject(folder: &Path, job: &Job, seed: u64, devices: Devices, data: Dataset) -> Result<Subject> {
-    let config = job.dropping(Config::read(&folder.join("config.json"))?)?;
-    let text = Text::open(&folder.join("tokenizer.json"), &config, job.max_tokens)?;
+/// A classifier, the same on every rank, and what it learns.
+fn subject(from: &Pretrained, job: &Job, seed: u64, devices: Devices, data: Dataset) -> Result<Subject> {
     let device = Device::flex().autodiff();
     device.seed(seed);
-    let mut model = Classifier::new(&config, data.labels.len(), &device);
-    let loaded = weights::load(&mut model, config.model_type, &folder.join("model.safetensors"))?;
-    tracing::info!("random at first: {}", loaded.new.join(", "));
-    Ok(Subject { task: Arc::new(Classification { config, text, data }), model, devices })
+    let options = ReadOptions {
+        max_tokens: job.max_tokens,
+        dropout: job.dropout,
+        head: if from.new_head { Head::New } else { Head::Kept },
+        allow_unused_tokens: job.allow_unused_tokens,
+    };
+    let (task, model, loaded) = brought(&from.model, MODEL, "examples/roberta/fetch.py", || {
+        Classification::pretrained(&from.model, options, data, &device)
+    })?;
+    if !loaded.new.is_empty() {
+        tracing::info!("random at first: {}", loaded.new.join(", "));
+    }
+    if !loaded.ignored.is_empty() {
+        tracing::info!("not used: {}", loaded.ignored.join(", "));
+    }
+    Ok(Subject { task: Arc::new(task), model, devices })
 }

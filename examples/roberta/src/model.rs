@@ -11,7 +11,7 @@ use burn::nn::{
 use burn::tensor::{Device, Int, Tensor, activation};
 use phalanx_burn::parallel::tensor::{ParallelLinear, TensorGroup, TensorPlan, VocabParallelEmbedding};
 
-use crate::config::{Activation, Config, Family};
+use crate::config::{Activation, Config};
 use crate::inputs::Inputs;
 
 /// From tokens to a vector for each: post-norm, as both papers have it.
@@ -228,7 +228,7 @@ impl MaskedLm {
             norm: norm(config, device),
             bias: Initializer::Zeros.init([config.vocab_size], device),
             // RoBERTa's head has GELU whatever the layers have.
-            gelu_tanh: config.model_type == Family::Bert && config.hidden_act == Activation::GeluTanh,
+            gelu_tanh: !config.model_type.is_roberta() && config.hidden_act == Activation::GeluTanh,
         };
         Self { backbone: Backbone::new(config, device), lm_head: Some(lm_head), decoder: None }
     }
@@ -385,7 +385,7 @@ impl Classifier {
     /// With new random weights, for `labels` labels.
     pub fn new(config: &Config, labels: usize, device: &Device) -> Self {
         let dropout = config.classifier_dropout();
-        let before = if config.model_type == Family::Roberta { dropout } else { 0.0 };
+        let before = if config.model_type.is_roberta() { dropout } else { 0.0 };
         let classifier = ClassificationHead {
             dense: linear(config.hidden_size, config.hidden_size, config, device),
             out: linear(config.hidden_size, labels, config, device),

@@ -5,14 +5,15 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation};
 
-use crate::config::{Config, Family};
+use crate::config::Config;
 use crate::data::{Dataset, Example, pieces};
 use crate::inputs::{Encoded, Inputs};
+use crate::labels;
 use crate::masking::{self, Masked};
 use crate::mesh::Part as ModelPart;
 use crate::model::{Classifier, MaskedLm};
 use crate::text::Text;
-use crate::weights;
+use crate::weights::{self, Head, Loaded, Weights};
 
 /// Which examples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +90,10 @@ pub trait Task: Send + Sync + 'static {
     /// What is recorded and shown of an evaluation, by name.
     fn measures(&self, evaluation: &Evaluation) -> Vec<(&'static str, f64)>;
 
-    /// Is a model better than the best so far?
+    /// The names of the answers, in the order of the model's scores; none if they are tokens. A run goes on only with the same.
+    fn labels(&self) -> &[String];
+
+    /// Whether a model is better than the best so far.
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool;
 
     /// Writes the model, as `transformers` reads it, to a folder that is there.
@@ -111,7 +115,72 @@ pub struct Classification {
     pub data: Dataset,
 }
 
+/// How a model is read that was trained before.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadOptions {
+    /// Tokens to which texts are cut.
+    pub max_tokens: usize,
+    /// The share of what is dropped everywhere, in place of what `config.json` says.
+    pub dropout: Option<f64>,
+    /// Whether the model keeps its classification head.
+    pub head: Head,
+    /// Whether the model may have rows for more tokens than its tokenizer has.
+    pub allow_unused_tokens: bool,
+}
+
 impl Classification {
+    /// What a model learns from `data`, and the model, of a folder with `config.json`, `tokenizer.json` and weights. A classification head that
+    /// is there keeps its order of the labels: the data's are numbered as it numbers the same names.
+    ///
+    /// # Errors
+    /// If a file cannot be read or the files do not belong together; or if the head that is kept has other labels.
+    pub fn pretrained(
+        folder: &Path,
+        options: ReadOptions,
+        data: Dataset,
+        device: &Device,
+    ) -> Result<(Self, Classifier, Loaded)> {
+        ensure!(
+            folder.is_dir(),
+            "there is no folder {}: --model takes a folder with config.json, tokenizer.json and model.safetensors; nothing is \
+             downloaded",
+            folder.display()
+        );
+        let path = folder.join("config.json");
+        let config = Config::read(&path)?;
+        let config = match options.dropout {
+            Some(dropout) => config.with_dropout(dropout)?,
+            None => config,
+        };
+        let path_of_text = folder.join("tokenizer.json");
+        let text = Text::open(&path_of_text, &config, options.max_tokens)?;
+        if !options.allow_unused_tokens {
+            text.check_unused()
+                .with_context(|| format!("{} does not fit the model", path_of_text.display()))?;
+        }
+        let weights = Weights::find(folder)?;
+        let data = match weights.head(config.model_type).filter(|_| options.head == Head::Kept) {
+            None => data,
+            Some((tensor, rows)) => {
+                let count = data.labels.len();
+                ensure!(
+                    rows == count,
+                    "{tensor} in {} has the shape [{rows}, {width}], and the {count} labels of the data, {}, need [{count}, {width}]: \
+                     begin with a new head: --new-head",
+                    folder.display(),
+                    labels::list(&data.labels),
+                    width = config.hidden_size
+                );
+                let names = config.check_head().and_then(|()| labels::of_head(&config, rows));
+                let names = names.with_context(|| format!("{} cannot be used", path.display()))?;
+                data.for_labels(names).with_context(|| format!("{} does not fit the data", path.display()))?
+            }
+        };
+        let mut model = Classifier::new(&config, data.labels.len(), device);
+        let loaded = weights.load(&mut model, config.model_type, options.head)?;
+        Ok((Self { config, text, data }, model, loaded))
+    }
+
     fn part(&self, part: Part) -> &[Example] {
         match part {
             Part::Train => &self.data.train,
@@ -165,12 +234,13 @@ impl Task for Classification {
         (new.accuracy, -new.loss) > (best.accuracy, -best.loss)
     }
 
+    fn labels(&self) -> &[String] {
+        &self.data.labels
+    }
+
     fn save(&self, model: &Classifier, folder: &Path) -> Result<()> {
-        let class = match self.config.model_type {
-            Family::Roberta => "RobertaForSequenceClassification",
-            Family::Bert => "BertForSequenceClassification",
-        };
-        let config = self.config.clone().with_labels(class, &self.data.labels);
+        let class = self.config.model_type.class("SequenceClassification");
+        let config = self.config.clone().with_labels(&class, &self.data.labels);
         write(&config, &self.text, folder)?;
         weights::save(model, self.config.model_type, &folder.join("model.safetensors"))
     }
@@ -250,12 +320,13 @@ impl Task for MaskedLanguage {
         new.loss < best.loss
     }
 
+    fn labels(&self) -> &[String] {
+        &[]
+    }
+
     fn save(&self, model: &MaskedLm, folder: &Path) -> Result<()> {
-        let class = match self.config.model_type {
-            Family::Roberta => "RobertaForMaskedLM",
-            Family::Bert => "BertForMaskedLM",
-        };
-        write(&self.config.clone().with_labels(class, &[]), &self.text, folder)?;
+        let class = self.config.model_type.class("MaskedLM");
+        write(&self.config.clone().with_labels(&class, &[]), &self.text, folder)?;
         weights::save(model, self.config.model_type, &folder.join("model.safetensors"))
     }
 }

@@ -1,14 +1,16 @@
-//! Tokenizers of Hugging Face's format: byte-level BPE for RoBERTa, WordPiece for BERT.
+//! Tokenizers of Hugging Face's format: byte-level BPE for RoBERTa, SentencePiece's unigrams for XLM-RoBERTa, WordPiece for BERT.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::Value;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::processors::roberta::RobertaProcessing;
 use tokenizers::{AddedToken, Tokenizer, TokenizerBuilder, TruncationParams};
 
 use crate::config::{Config, Family};
+use crate::files;
 use crate::inputs::Encoded;
 
 /// Turns texts into tokens of one model.
@@ -17,17 +19,39 @@ pub struct Text {
     mask: u32,
     special: Vec<u32>,
     vocabulary: u32,
+    /// Its largest token, and one.
+    tokens: usize,
 }
 
+/// Files of a tokenizer that are not read.
+const OTHER_FORMATS: [&str; 5] =
+    ["vocab.json", "vocab.txt", "sentencepiece.bpe.model", "tokenizer.model", "spiece.model"];
+
 impl Text {
-    /// Reads a `tokenizer.json` for the model of `config`. Texts are cut to `max_tokens`, and to what the model takes.
+    /// Reads a `tokenizer.json` for the model of `config`. Texts are cut to `max_tokens`.
     ///
     /// # Errors
-    /// If it cannot be read, or belongs to another model: it has a token without a row in the embedding, none of the tokens
-    /// for masking and padding, or another one for padding.
+    /// If it cannot be read; if the model has no positions for so many tokens; if it belongs to another model: it has a token without a row in
+    /// the embedding, none of the tokens for masking, padding and the ends of a text, or another one for padding; or if
+    /// `tokenizer_config.json` beside it contradicts it.
     pub fn open(path: &Path, config: &Config, max_tokens: usize) -> Result<Self> {
-        let tokenizer = Tokenizer::from_file(path).map_err(|error| anyhow!(error));
-        let tokenizer = tokenizer.with_context(|| format!("cannot read {}", path.display()))?;
+        let other =
+            OTHER_FORMATS.into_iter().find(|name| !path.exists() && path.with_file_name(name).exists());
+        if let Some(other) = other {
+            bail!(
+                "there is no {}, and {other} alone is not read: in transformers, AutoTokenizer.from_pretrained(folder)\
+                 .save_pretrained(folder) writes tokenizer.json",
+                path.display()
+            );
+        }
+        let json = files::read_text(path)?;
+        let tokenizer = Tokenizer::from_bytes(&json).map_err(|error| anyhow!(error));
+        let tokenizer = tokenizer.with_context(|| format!("{} is no tokenizer", path.display()))?;
+        let beside = path.with_file_name("tokenizer_config.json");
+        if beside.exists() {
+            check_beside(&serde_json::from_str(&json)?, &files::read_text(&beside)?)
+                .with_context(|| format!("{} contradicts {}", beside.display(), path.display()))?;
+        }
         Self::new(tokenizer, config, max_tokens)
             .with_context(|| format!("{} does not fit the model", path.display()))
     }
@@ -40,9 +64,9 @@ impl Text {
             "its token {token:?} has number {largest}, and the model has rows for {} tokens (vocab_size)",
             config.vocab_size
         );
-        let (mask, pad) = match config.model_type {
-            Family::Roberta => ("<mask>", "<pad>"),
-            Family::Bert => ("[MASK]", "[PAD]"),
+        let (mask, pad, ends) = match config.model_type {
+            Family::Roberta | Family::XlmRoberta => ("<mask>", "<pad>", ["<s>", "</s>"]),
+            Family::Bert => ("[MASK]", "[PAD]", ["[CLS]", "[SEP]"]),
         };
         let id =
             |token: &str| tokenizer.token_to_id(token).with_context(|| format!("it has no token {token}"));
@@ -55,14 +79,47 @@ impl Text {
         let added = tokenizer.get_added_tokens_decoder();
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         ensure!(max_tokens > 2, "texts of {max_tokens} tokens have no room between the two at their ends");
-        let max_length = max_tokens.min(config.max_tokens());
+        let max_length = config.max_tokens();
+        ensure!(
+            max_tokens <= max_length,
+            "texts of {max_tokens} tokens (--max-tokens) are longer than the {max_length} that the model has positions for \
+             (max_position_embeddings)"
+        );
+        let max_length = max_tokens;
         // Some files ask for padding to a fixed length, which batches do for themselves.
         tokenizer.with_padding(None);
         tokenizer
             .with_truncation(Some(TruncationParams { max_length, ..TruncationParams::default() }))
             .map_err(|error| anyhow!(error))?;
         let vocabulary = u32::try_from(config.vocab_size)?;
-        Ok(Self { tokenizer, mask, special, vocabulary })
+        let text = Self { tokenizer, mask, special, vocabulary, tokens: largest as usize + 1 };
+        let Encoded { tokens, .. } = text.encode("a")?;
+        let found =
+            [tokens.first(), tokens.last()].map(|id| id.and_then(|&id| text.tokenizer.id_to_token(id)));
+        ensure!(
+            tokens.len() > 1 && found.iter().zip(ends).all(|(found, end)| found.as_deref() == Some(end)),
+            "it does not put {} before a text and {} behind it (post_processor), with which the model was trained",
+            ends[0],
+            ends[1]
+        );
+        Ok(text)
+    }
+
+    /// Refuses a tokenizer with fewer tokens than the model has rows: it is another model's, whose tokens mean other words. A model may have
+    /// rows that fill a block of up to 512.
+    ///
+    /// # Errors
+    /// If there are other rows without a token.
+    pub fn check_unused(&self) -> Result<()> {
+        let rows = self.vocabulary as usize;
+        let fills_a_block = (0..=9).any(|power| self.tokens.next_multiple_of(1 << power) == rows);
+        ensure!(
+            fills_a_block,
+            "the tokenizer has {} tokens, and the model rows for {rows} (vocab_size): it is probably another model's; if it is this \
+             one's, add --allow-unused-tokens",
+            self.tokens
+        );
+        Ok(())
     }
 
     /// The tokens of `text`, with those at its ends, cut to the longest that was asked for.
@@ -76,7 +133,7 @@ impl Text {
         self.mask
     }
 
-    /// Is it one of those at the ends of texts, for padding and the like?
+    /// Whether it is one of those at the ends of texts, for padding and the like?
     pub fn is_special(&self, token: u32) -> bool {
         self.special.contains(&token)
     }
@@ -93,6 +150,24 @@ impl Text {
             .map_err(|error| anyhow!(error))
             .with_context(|| format!("{} cannot be written", path.display()))
     }
+}
+
+/// Refuses what `transformers` would do otherwise than the tokenizer's own file says: the fields of `tokenizer_config.json` replace its own.
+fn check_beside(tokenizer: &Value, beside: &str) -> Result<()> {
+    let beside: Value = serde_json::from_str(beside)?;
+    for (field, part, name) in [
+        ("do_lower_case", "normalizer", "lowercase"),
+        ("add_prefix_space", "pre_tokenizer", "add_prefix_space"),
+    ] {
+        let (wanted, own) = (beside[field].as_bool(), tokenizer[part][name].as_bool());
+        if let (Some(wanted), Some(own)) = (wanted, own) {
+            ensure!(
+                wanted == own,
+                "{field} is {wanted}, and {name} of the {part} {own}: transformers would take {wanted}; correct the file that is wrong"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The tokens that RoBERTa's tokenizers have first, in their order.
@@ -144,7 +219,7 @@ mod tests {
 
     fn config(vocabulary: usize) -> Config {
         let json = include_str!("../models/tiny-roberta/config.json");
-        let mut json: serde_json::Value = serde_json::from_str(json).unwrap();
+        let mut json: Value = serde_json::from_str(json).unwrap();
         json["vocab_size"] = vocabulary.into();
         Config::parse(&json.to_string()).unwrap()
     }
@@ -181,8 +256,121 @@ mod tests {
         assert!(error.contains("its <pad> is token 1, the model's padding is token 5"), "{error}");
         let error = refused(&Config { model_type: Family::Bert, ..config(270) });
         assert!(error.contains("it has no token [MASK]"), "{error}");
-        std::fs::write(&path, "{").unwrap();
-        assert!(refused(&config(270)).contains("cannot read"), "{}", refused(&config(270)));
+        let error = format!("{:#}", Text::open(&path, &config(270), 129).err().unwrap());
+        assert!(error.contains("texts of 129 tokens (--max-tokens) are longer than the 128"), "{error}");
+
+        let whole = std::fs::read_to_string(&path).unwrap();
+        let mut json: Value = serde_json::from_str(&whole).unwrap();
+        json["post_processor"] = Value::Null;
+        std::fs::write(&path, json.to_string()).unwrap();
+        let error = refused(&config(270));
+        assert!(error.contains("it does not put <s> before a text and </s> behind it"), "{error}");
+        for cut in [1, whole.len() / 2, whole.len() - 1] {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            let error = refused(&config(270));
+            assert!(error.contains("tokenizer.json is no tokenizer"), "{error}");
+        }
+        std::fs::write(&path, "").unwrap();
+        let error = refused(&config(270));
+        assert!(error.contains("tokenizer.json cannot be used: it is empty"), "{error}");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(folder.path().join("vocab.json"), "{}").unwrap();
+        let error = refused(&config(270));
+        assert!(error.contains("vocab.json alone is not read") && error.contains("AutoTokenizer"), "{error}");
         assert!(train_byte_level(TEXTS.into_iter(), 200, &path).is_err());
+    }
+
+    #[test]
+    fn rows_without_a_token_are_refused_unless_they_fill_a_block() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        train_byte_level(TEXTS.into_iter(), 270, &path).unwrap();
+        let check = |rows| Text::open(&path, &config(rows), 128).unwrap().check_unused();
+        for rows in [270, 272, 288, 320, 512] {
+            check(rows).unwrap();
+        }
+        for rows in [271, 280, 300, 1024] {
+            let error = check(rows).unwrap_err().to_string();
+            let expected =
+                format!("the tokenizer has 270 tokens, and the model rows for {rows} (vocab_size)");
+            assert!(error.contains(&expected) && error.contains("--allow-unused-tokens"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_tokenizer_config_that_contradicts_the_tokenizer_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        train_byte_level(TEXTS.into_iter(), 270, &path).unwrap();
+        let beside = folder.path().join("tokenizer_config.json");
+        std::fs::write(&beside, r#"{"add_prefix_space": false, "do_lower_case": true}"#).unwrap();
+        Text::open(&path, &config(270), 128).unwrap();
+        std::fs::write(&beside, r#"{"add_prefix_space": true}"#).unwrap();
+        let error = format!("{:#}", Text::open(&path, &config(270), 128).err().unwrap());
+        assert!(
+            error.contains("add_prefix_space is true, and add_prefix_space of the pre_tokenizer false"),
+            "{error}"
+        );
+    }
+
+    /// SentencePiece's unigrams, as XLM-RoBERTa has them: of all ways to cut a text the one with the largest sum of scores is right.
+    #[test]
+    fn unigrams_are_cut_as_their_scores_say() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        let special = |id: u32, content: &str| {
+            serde_json::json!({
+                "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true
+            })
+        };
+        let scores = [
+            ("<s>", 0.0),
+            ("<pad>", 0.0),
+            ("</s>", 0.0),
+            ("<unk>", 0.0),
+            ("\u{2581}", -3.0),
+            ("a", -4.0),
+            ("b", -4.0),
+            ("ab", -6.0),
+            ("\u{2581}a", -4.5),
+            ("\u{2581}ab", -9.0),
+            ("ba", -9.0),
+            ("<mask>", 0.0),
+        ];
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null,
+            "added_tokens": [special(0, "<s>"), special(1, "<pad>"), special(2, "</s>"), special(3, "<unk>"), special(11, "<mask>")],
+            "normalizer": null,
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true},
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                    {"SpecialToken": {"id": "</s>", "type_id": 0}}
+                ],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {
+                    "<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]},
+                    "</s>": {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
+                }
+            },
+            "decoder": {"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true},
+            "model": {"type": "Unigram", "unk_id": 3, "vocab": scores, "byte_fallback": false}
+        });
+        std::fs::write(&path, json.to_string()).unwrap();
+        let config = Config { model_type: Family::XlmRoberta, ..config(12) };
+        let text = Text::open(&path, &config, 128).unwrap();
+        text.check_unused().unwrap();
+        let tokens = |sample| text.encode(sample).unwrap().tokens;
+        // "_a b" -8.5 is better than "_ab" and "_ ab", both -9.
+        assert_eq!(tokens("ab"), [0, 8, 6, 2]);
+        // "_ ba" -12 is worse than "_ b a" -11.
+        assert_eq!(tokens("ba"), [0, 4, 6, 5, 2]);
+        // "_a" -4.5, and "_ b ab" -13 rather than "_ ba b" -16 or "_ b a b" -15.
+        assert_eq!(tokens("a bab"), [0, 8, 4, 6, 7, 2]);
+        assert_eq!(tokens("c"), [0, 4, 3, 2]);
+        assert_eq!(text.mask(), 11);
+        assert!(text.is_special(11) && !text.is_special(5));
     }
 }

@@ -15,6 +15,7 @@ use phalanx_data::Position;
 use phalanx_tracking::{Console, Run, RunOptions, Traffic};
 use serde::{Deserialize, Serialize};
 
+use crate::labels;
 use crate::loading::{Loader, Loading};
 use crate::mesh::Mesh;
 use crate::schedule::{linear_with_warmup, seed_of};
@@ -96,6 +97,9 @@ struct Progress {
     waited: u64,
     /// Which texts a step takes, and how many steps there are, depends on these.
     distribution: Distribution,
+    /// The names of the answers, in the order of the model's scores.
+    #[serde(default)]
+    labels: Vec<String>,
 }
 
 /// Devices, batch size, seed and examples.
@@ -175,8 +179,16 @@ impl<'a, T: Task> Training<'a, T> {
         let saved = checkpoints.newest()?;
         let mut progress = match &saved {
             Some(saved) => saved.value(PROGRESS)?,
-            None => Progress::new(loader.position(), distribution),
+            None => Progress::new(loader.position(), distribution, task.labels()),
         };
+        ensure!(
+            progress.labels == task.labels(),
+            "the checkpoint in {} is of a model with the labels {}, in this order, and this run has {}: start it with the same labels, or \
+             with another --out",
+            options.out.display(),
+            labels::list(&progress.labels),
+            labels::list(task.labels())
+        );
         let there = std::mem::replace(&mut progress.distribution, distribution);
         ensure!(
             goes_on(distribution, there),
@@ -401,7 +413,7 @@ impl TrainOptions {
 }
 
 impl Progress {
-    fn new(data: Position, distribution: Distribution) -> Self {
+    fn new(data: Position, distribution: Distribution, labels: &[String]) -> Self {
         Self {
             data,
             steps: 0,
@@ -411,6 +423,7 @@ impl Progress {
             best: None,
             waited: 0,
             distribution,
+            labels: labels.to_vec(),
         }
     }
 

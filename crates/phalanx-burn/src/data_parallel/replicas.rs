@@ -13,6 +13,7 @@ use phalanx::{Error, Result};
 use super::scatter::{self, Scatter};
 use super::transfers::Transfers;
 use crate::gradients::{ModelToken, SyncedGradients};
+use crate::ties::Ties;
 
 type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
 
@@ -24,6 +25,7 @@ pub(super) struct Replicas<M> {
     devices: Vec<Device>,
     scope: Scope,
     token: ModelToken,
+    ties: Ties,
     pub transfers: Transfers,
 }
 
@@ -44,9 +46,17 @@ impl<M: Module> Replicas<M> {
         }
         let model = model.fork(main);
         model.visit(&mut Initialiser);
-        let model = Some(model);
+        let ties = Ties::of(&model)?;
+        let model = Some(ties.hold(model));
         let scope: Scope = Box::new(|_, work| work());
-        Ok(Self { model, devices, scope, token: ModelToken::default(), transfers: Transfers::default() })
+        Ok(Self {
+            model,
+            devices,
+            scope,
+            token: ModelToken::default(),
+            ties,
+            transfers: Transfers::default(),
+        })
     }
 
     pub fn set_scope(&mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) {
@@ -75,7 +85,8 @@ impl<M: Module> Replicas<M> {
     ) -> Result<()> {
         let gradients = gradients.of(&self.token)?;
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        self.model = model.map(|model| self.ties.hold(model));
         Ok(())
     }
 
@@ -99,14 +110,15 @@ impl<M: Module> Replicas<M> {
 
     fn replicate(&mut self, count: usize) -> Vec<Replica<M>> {
         let model = self.model().clone();
-        let Self { devices, scope, transfers, .. } = self;
+        let Self { devices, scope, transfers, ties, .. } = self;
         transfers.replicate.measure(|moved| {
             let copy = |number| {
                 let module = model.clone();
                 let module = match number {
                     0 => module,
                     _ => {
-                        within(scope, number, || module.map(&mut Copier { device: &devices[number], moved }))
+                        let copier = &mut Copier { device: &devices[number], moved };
+                        within(scope, number, || ties.hold(module.map(copier)))
                     }
                 };
                 Replica { number, module }

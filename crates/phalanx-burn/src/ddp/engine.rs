@@ -28,9 +28,9 @@ impl<M> Engine<M> {
         if group.world_size() == WorldSize::ONE {
             return Ok(Self::Alone { held: None });
         }
-        let state = inventory.state.iter().map(spec).collect::<Result<_>>()?;
-        verify_state_on(&*group.in_call(Caller::DdpNew), device::kind_of(&inventory.device)?, state)?;
-        let parameters = inventory.parameters.iter().map(spec).collect::<Result<_>>()?;
+        let kind = device::kind_of(&inventory.device)?;
+        verify_state_on(&*group.in_call(Caller::DdpNew), kind, specs(&inventory.state)?)?;
+        let parameters = specs(&inventory.parameters)?;
         let reducer = Reducer::new(group, parameters, options.reducer.clone())?;
         Ok(Self::Together { sink: Arc::new(Sink::new(reducer)), passes: Vec::new() })
     }
@@ -56,6 +56,10 @@ impl<M> Engine<M> {
             None => Err(error),
         }
     }
+}
+
+pub(super) fn specs(parameters: &[Parameter]) -> Result<Vec<ParameterSpec>> {
+    parameters.iter().map(spec).collect()
 }
 
 fn spec(parameter: &Parameter) -> Result<ParameterSpec> {

@@ -9,6 +9,7 @@ use phalanx::reducer::Reducer;
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::Engine;
+use super::weights::Accumulated;
 use super::{Ddp, DdpOptions};
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
@@ -95,11 +96,12 @@ impl<M: Module> Ddp<M> {
     /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
-        self.model = self.model.take().map(change);
+        self.model = self.model.take().map(|model| self.inventory.ties.hold(change(model)));
     }
 
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
+        self.accumulated = Accumulated::Nothing;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded) = (false, false);
         // The memory belongs to the previous group.

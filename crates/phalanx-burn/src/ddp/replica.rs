@@ -27,7 +27,8 @@ impl<M: Module> Ddp<M> {
         self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
         self.waited_since(begin);
         // Moved and not cloned, so that parameters are written in place.
-        self.model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
+        let model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
+        self.model = model.map(|model| self.inventory.ties.hold(model));
         Ok(())
     }
 
@@ -81,13 +82,15 @@ impl<M: Module> Ddp<M> {
 
     /// Takes over all of rank `root`'s state.
     pub(super) fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
+        self.accumulated = Default::default(); // As what is held.
         if let Some(sink) = self.engine.sink() {
             sink.adopt(root)?;
         }
         drop(self.model().valid()); // As in `refresh_buffers`.
         let model = self.model().clone();
         let group = self.group.in_call(Caller::Join);
-        self.model = Some(replicas::from_rank(model, &group, root, Select::All)?);
+        let model = replicas::from_rank(model, &group, root, Select::All)?;
+        self.model = Some(self.inventory.ties.hold(model));
         self.buffers_stale = false;
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
         Ok(())
@@ -124,6 +127,7 @@ impl<M: Module> Ddp<M> {
         self.model = sink.with_reducer(|reducer| {
             let others = |index| reducer.parameter(index).ok().filter(|_| !reducer.owns(index));
             let model = model.map(|model| parameters::replaced(model, indices, others));
+            let model = model.map(|model| self.inventory.ties.hold(model));
             if self.gradient_as_bucket_view {
                 reducer.release();
             }

@@ -75,6 +75,7 @@ impl<M: Module, T> ModelState<M, T> {
     /// If no parameter of the model needs a gradient, or it is on a device without autodiff, or on one that this build does not know.
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
+        let model = inventory.ties.hold(model);
         Ok(Self { model: Some(model), optimizer, progress, inventory, group: None })
     }
 
@@ -127,7 +128,8 @@ impl<M: Module, T> ModelState<M, T> {
     /// clipped since.
     pub fn apply(&mut self, learning_rate: impl Into<ModuleLearningRate>, gradients: GradientsParams) {
         let optimizer = &mut self.optimizer;
-        self.model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        self.model = model.map(|model| self.inventory.ties.hold(model));
     }
 }
 
@@ -163,7 +165,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
         let model = (self.model(), self.inventory.state.as_slice());
         let optimizer = moments::load(&self.optimizer, model, reader, parts, |_| true)?;
         self.settle_buffers();
-        self.model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
+        let model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
+        self.model = model.map(|model| self.inventory.ties.hold(model));
         (self.optimizer, self.progress) = (optimizer, progress);
         Ok(())
     }

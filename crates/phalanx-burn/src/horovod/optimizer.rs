@@ -280,7 +280,7 @@ impl DistributedOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> M {
-        self.optimizer.step(learning_rate, model, gradients)
+        self.inventory.ties.hold(self.optimizer.step(learning_rate, model, gradients))
     }
 
     /// Waits for the gradients, and lets the optimizer change the model by them.
@@ -327,9 +327,10 @@ impl DistributedOptimizer {
                 add(parameter, change.as_bytes())?;
             }
         }
-        Ok(parameters::replaced(model, indices, |index| {
+        let model = parameters::replaced(model, indices, |index| {
             parameters.get(index)?.as_ref().map(Buffer::as_bytes)
-        }))
+        });
+        Ok(self.inventory.ties.hold(model))
     }
 
     /// Burn's optimizer, with its state: to save it.

@@ -21,7 +21,7 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 /// If the ranks' models differ, with the name of the first tensor that does; and as a collective.
 #[doc(alias = "hvd.broadcast_parameters")]
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
-    let names = Inventory::of(&model)?.state;
+    let Inventory { state: names, ties, .. } = Inventory::of(&model)?;
     let mut flying = Vec::with_capacity(names.len());
     let values = or_shut_down(hvd, parameters::read(&model, Select::All))?;
     for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
@@ -35,7 +35,7 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
         let tensor = handle.synchronize()?;
         data.push(tensor_bytes::tensor_data(tensor.as_bytes(), &parameter.shape, parameter.dtype));
     }
-    Ok(parameters::write(model, Select::All, data))
+    Ok(ties.hold(parameters::write(model, Select::All, data)))
 }
 
 /// `optimizer` with the state that rank `root`'s has of `model`. All ranks call it.

@@ -3,10 +3,11 @@
 use std::fmt;
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, Slice};
+use burn::backend::{Backend, Dispatch, TensorMetadata};
+use burn::tensor::{Shape, Slice, Tensor};
 use phalanx::{Buffer, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
+use super::op::ParallelOp;
 use crate::tensor_bytes::{self, HostAccess};
 
 /// One direction of an exchange. A number is a dimension of the tensor.
@@ -42,6 +43,14 @@ impl Exchange {
     pub(super) fn backward<B: Backend + HostAccess>(&self, gradient: FloatTensor<B>) -> FloatTensor<B> {
         self.backward.run::<B>(&self.group, gradient)
     }
+}
+
+/// All ranks' rows of `tensor`, as many from each, one rank's behind the other's. Its gradient is the sum of the gradients that all
+/// ranks have for these rows. After a failure, which ends all groups of this rank, it is NaN.
+pub(crate) fn gathered<const D: usize>(group: &ProcessGroup, tensor: Tensor<D>) -> Tensor<D> {
+    let exchange =
+        Exchange { group: group.clone(), forward: Step::Gather(0), backward: Step::ReduceScatter(0) };
+    Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
 }
 
 impl fmt::Debug for Exchange {

@@ -17,6 +17,7 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::HookState;
+use phalanx::sampler::ElasticSampler;
 use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
 use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;

@@ -53,7 +53,7 @@ impl<M: LearnerModel> Average<M> {
         input: <M as TrainStep>::Input,
     ) -> Result<TrainOutput<<M as TrainStep>::Output>> {
         let Engine::Together { sink, .. } = &self.engine else { return Ok(TrainStep::step(model, input)) };
-        sink.start(Delivery::Now)?;
+        sink.start(Delivery::Now, None, None)?;
         let item = self.hooked_step(sink, model, input);
         Ok(TrainOutput { grads: self.finish(sink, model)?, item })
     }
@@ -84,7 +84,7 @@ impl<M: LearnerModel> Average<M> {
             }
             Engine::Together { sink, .. } => {
                 let sink = sink.clone();
-                sink.start(Delivery::Ignore)?;
+                sink.start(Delivery::Ignore, None, None)?;
                 self.finish(&sink, model)
             }
         }

@@ -76,7 +76,9 @@ where
         for epoch in starting_epoch..=self.components.num_epochs {
             let total_items = data.share * ranks;
             self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
-            self.train_epoch(data.of_epoch(epoch, self.strategy), &mut average)?;
+            let trained = self.train_epoch(data.of_epoch(epoch, self.strategy), &mut average);
+            self.tie(&average);
+            trained?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
                 // The models that the ranks return are the same.
@@ -115,7 +117,7 @@ where
             if accumulated == 0 {
                 self.share_buffers(average)?;
             }
-            let model = self.learner.model();
+            let model = average.inventory.ties.hold(self.learner.model());
             let output = match self.components.grad_accumulation {
                 None => {
                     let output = average.step(&model, item)?;
@@ -149,6 +151,16 @@ where
     fn step(&mut self, gradients: GradientsParams) {
         self.learner.lr_step();
         self.learner.optimizer_step(gradients);
+    }
+
+    /// Gives all places of a parameter the tensor of the first, which alone has taken the steps of the epoch.
+    fn tie(&mut self, average: &Average<M>) {
+        let ties = average.inventory.ties;
+        if ties.any() {
+            // A learner takes a model in no other form.
+            let model = ties.hold(self.learner.model());
+            self.learner.load_model(model.into_record());
+        }
     }
 
     fn valid_epoch(&mut self, loader: &ValidLoader<M>, total: usize, average: &Average<M>) -> Result<()> {

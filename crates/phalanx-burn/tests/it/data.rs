@@ -9,7 +9,7 @@ use burn::data::dataset::Dataset as _;
 use burn::tensor::{Device, Tensor};
 use phalanx::Error;
 use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
-use phalanx_data::{DataLoader, Dataset as _};
+use phalanx_data::{DataLoader, Dataset as _, InMemory};
 
 struct Stack;
 
@@ -36,8 +36,13 @@ fn pass(loader: &dyn dataloader::DataLoader<Tensor<1>>) -> (Vec<f32>, Vec<usize>
 
 #[test]
 fn a_loader_is_burn_s_with_its_batcher() {
-    let loader =
-        DataLoader::builder(samples()).shuffle(true).seed(3).batch_size(20).num_workers(2).build().unwrap();
+    let loader = DataLoader::builder(InMemory::new(samples()))
+        .shuffle(true)
+        .seed(3)
+        .batch_size(20)
+        .num_workers(2)
+        .build()
+        .unwrap();
     let burn = BurnLoader::new(&loader, Stack, &plain()).shared();
     assert_eq!(burn.num_items(), 50);
     let ((first, progress), (second, _)) = (pass(&*burn), pass(&*burn));
@@ -58,7 +63,8 @@ fn a_loader_is_burn_s_with_its_batcher() {
 
 #[test]
 fn data_sets_go_both_ways_with_their_errors() {
-    let flawed = samples().map(|n| if n == 7.0 { Err(Error::other("a torn file")) } else { Ok(n) });
+    let flawed =
+        InMemory::new(samples()).map(|n| if n == 7.0 { Err(Error::other("a torn file")) } else { Ok(n) });
     let there = ToBurn(Arc::new(flawed));
     assert_eq!((there.len(), there.get(3).unwrap()), (50, 3.0));
     let back = FromBurn::new(there);

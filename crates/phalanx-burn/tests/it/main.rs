@@ -5,6 +5,7 @@
 mod common;
 
 mod configurations;
+mod contrastive;
 mod data;
 mod data_parallel;
 mod ddp;
@@ -16,8 +17,10 @@ mod parallel;
 mod state;
 mod sync_batch_norm;
 mod tensors;
+mod tied;
 #[cfg(feature = "train")]
 mod train;
 mod uneven;
 mod unused;
+mod weights;
 mod zero;

@@ -161,8 +161,8 @@ fn more_rows_than_memory_are_an_error() {
         let error = match group.rank().is_main() {
             // What a rank says that brings as many rows as there are numbers.
             true => {
-                let mut layouts = vec![0; 4 * group.world_size().count()];
-                group.all_gather(&[1_i64, 0, i64::MAX, 2], &mut layouts).map(drop).unwrap();
+                let mut layouts = vec![0; 5 * group.world_size().count()];
+                group.all_gather(&[1_i64, 0, 0, i64::MAX, 2], &mut layouts).map(drop).unwrap();
                 return;
             }
             false => Tensor::<2>::zeros([1, 2], &plain()).all_gather(&group).unwrap_err(),
@@ -172,11 +172,11 @@ fn more_rows_than_memory_are_an_error() {
 }
 
 #[test]
-fn the_result_is_part_of_no_graph_and_stays_on_its_device() {
+fn the_result_of_a_detached_tensor_is_part_of_no_graph_and_stays_on_its_device() {
     everywhere(|group| {
         let weight = Tensor::<1>::ones([2], &device()).require_grad();
         let product = weight.clone() * 3.0;
-        let sum = product.clone().all_reduce(&group, ReduceOp::Sum).unwrap();
+        let sum = product.clone().detach().all_reduce(&group, ReduceOp::Sum).unwrap();
         assert!(sum.device() == device() && !sum.is_tracked());
         let gradients = (product * sum).sum().backward();
         // That of the factor alone: the sum counts as a constant.

@@ -10,8 +10,9 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
+use phalanx::join::JoinOptions;
 use phalanx::reducer::ReducerOptions;
-use phalanx_burn::{Ddp, DdpOptions};
+use phalanx_burn::{DataParallel, Ddp, DdpOptions, TowerGradients, ZeroRedundancyOptimizer};
 
 const STEPS: usize = 20;
 const BATCH: usize = 4;
@@ -337,4 +338,217 @@ fn a_second_backward_pass_through_one_forward_pass_is_refused() {
         let error = ddp.backward(&second).unwrap_err().to_string();
         assert!(error.contains("has run backward already") && error.contains("add up"), "{error}");
     });
+}
+
+/// Optimizers that move a parameter whose gradient is zero, by decay and by momentum.
+fn moving() -> [ModuleOptimizer; 4] {
+    use burn::optim::AdamWConfig;
+    use phalanx_burn::{FusedAdamWConfig, FusedSgdConfig};
+    let momentum = || Some(MomentumConfig::new());
+    [
+        AdamWConfig::new().with_epsilon(1e-3).with_weight_decay(0.1).init(),
+        FusedAdamWConfig::new().with_epsilon(1e-3).with_weight_decay(0.1).init(),
+        sgd(),
+        FusedSgdConfig::new().with_momentum(momentum()).init(),
+    ]
+}
+
+/// One process, whose loss in each step is the mean of `parts` with the expert that each asks, times `weight`.
+fn in_one_process(
+    optimizer: &ModuleOptimizer,
+    start: &Experts,
+    steps: impl Iterator<Item = (Vec<(usize, (Tensor<2>, Tensor<2>))>, f64)>,
+) -> Vec<Vec<f32>> {
+    let (mut model, mut optimizer) = (start.clone(), optimizer.clone());
+    for (parts, weight) in steps {
+        let losses = parts.into_iter().map(|(expert, batch)| model.loss(expert, batch));
+        let loss = losses.reduce(|a, b| a + b).unwrap() * weight;
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(LEARNING_RATE, model, gradients);
+    }
+    floats(&model)
+}
+
+#[track_caller]
+fn is_near(ours: &[Vec<f32>], expected: &[Vec<f32>], start: &Experts, what: &str) {
+    let idle = floats(&start.idle);
+    assert_eq!(ours[ours.len() - idle.len()..], idle, "{what}: what nobody uses stays as it is");
+    let apart = distance(ours, expected);
+    assert!(apart < 1e-5, "{what}: {apart:e}");
+}
+
+/// What a rank trains on in part `part` of a step.
+fn small_batch(step: usize, rank: usize, part: usize) -> (Tensor<2>, Tensor<2>) {
+    let from = ((step * 4 + rank) * 2 + part) * BATCH;
+    samples(from, from + BATCH)
+}
+
+/// In every third step the second of three experts is asked by nobody; the last part of a step asks the first alone.
+fn expert_of(step: usize, rank: usize, part: usize) -> usize {
+    match (part, step % 3) {
+        (1, _) => 0,
+        (_, 0) => 2 * (rank % 2),
+        _ => (step + rank) % 3,
+    }
+}
+
+#[test]
+fn what_no_rank_has_a_gradient_of_does_not_change_with_added_up_gradients_or_a_sharded_optimizer() {
+    const FEW: usize = 7;
+    for (number, optimizer) in moving().iter().enumerate() {
+        for ranks in [1usize, 2, 3] {
+            for parts in [1, 2] {
+                let start = Experts::new(3);
+                let steps = (0..FEW).map(|step| {
+                    let all = (0..ranks).flat_map(|rank| {
+                        (0..parts)
+                            .map(move |part| (expert_of(step, rank, part), small_batch(step, rank, part)))
+                    });
+                    (all.collect(), 1.0 / (ranks * parts) as f64)
+                });
+                let expected = in_one_process(optimizer, &start, steps);
+                run(ranks as u32, |group| {
+                    let rank = group.rank().index();
+                    let mut plain = Ddp::with_options(start.clone(), &group, finding_unused()).unwrap();
+                    let mut sharded = Ddp::with_options(start.clone(), &group, finding_unused()).unwrap();
+                    let mut whole = optimizer.clone();
+                    let mut zero = ZeroRedundancyOptimizer::new(optimizer.clone(), &mut sharded).unwrap();
+                    let gradients = |ddp: &mut Ddp<Experts>, step: usize| {
+                        for part in 0..parts {
+                            let batch = small_batch(step, rank, part);
+                            let loss = ddp.forward(|model| model.loss(expert_of(step, rank, part), batch));
+                            let loss = loss.unwrap() / parts as f64;
+                            if part + 1 == parts {
+                                return ddp.backward(&loss).unwrap();
+                            }
+                            ddp.backward_no_sync(&loss).unwrap();
+                        }
+                        unreachable!("the last part gives the gradients")
+                    };
+                    for step in 0..FEW {
+                        let averages = gradients(&mut plain, step);
+                        plain.step(&mut whole, LEARNING_RATE, averages).unwrap();
+                        let averages = gradients(&mut sharded, step);
+                        zero.step(&mut sharded, LEARNING_RATE, averages).unwrap();
+                    }
+                    let what = format!("optimizer {number}, {ranks} ranks, {parts} parts");
+                    is_near(&floats(plain.model()), &expected, &start, &what);
+                    is_near(&floats(sharded.model()), &expected, &start, &format!("ZeRO, {what}"));
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_without_data_has_no_gradients() {
+    for optimizer in moving() {
+        let start = Experts::new(2);
+        // Rank 0 has two batches and asks expert 1; rank 1 has five and asks expert 0.
+        let steps = (0..5usize).map(|step| {
+            let all = (usize::from(step >= 2)..2).map(|rank| (1 - rank, small_batch(step, rank, 0)));
+            (all.collect(), 0.5)
+        });
+        let expected = in_one_process(&optimizer, &start, steps);
+        run(2, |group| {
+            let rank = group.rank().index();
+            let mut ddp = Ddp::with_options(start.clone(), &group, finding_unused()).unwrap();
+            let mut optimizer = optimizer.clone();
+            ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for step in 0..[2, 5][rank] {
+                    let loss = ddp.forward(|model| model.loss(1 - rank, small_batch(step, rank, 0)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, LEARNING_RATE, gradients)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+            is_near(&floats(ddp.model()), &expected, &start, "join");
+        });
+    }
+}
+
+#[test]
+fn devices_of_one_process_may_use_different_parameters() {
+    // Five samples: the first of two devices has three of them, and asks expert 1 in steps in which the second asks expert 0.
+    let all = |step: usize| samples(step * 5, step * 5 + 5);
+    let expert = |step: usize, rows: usize| if step.is_multiple_of(2) { rows % 2 } else { 0 };
+    for optimizer in moving() {
+        let start = Experts::new(2);
+        let mut reference = (start.clone(), optimizer.clone());
+        for step in 0..6 {
+            let (x, y) = all(step);
+            let part = |from: usize, to: usize| {
+                (x.clone().slice([from..to, 0..8]), y.clone().slice([from..to, 0..3]))
+            };
+            let loss = reference.0.loss(expert(step, 3), part(0, 3)) * 0.6
+                + reference.0.loss(expert(step, 2), part(3, 5)) * 0.4;
+            let gradients = GradientsParams::from_grads(loss.backward(), &reference.0);
+            reference.0 = reference.1.step(LEARNING_RATE, reference.0, gradients);
+        }
+        let expected = floats(&reference.0);
+        let devices = vec![device(); 2];
+        let mut towers = TowerGradients::new(start.clone(), devices.clone()).unwrap();
+        let mut parallel = DataParallel::new(start.clone(), devices).unwrap();
+        let mut each = [optimizer.clone(), optimizer.clone()];
+        for step in 0..6 {
+            let (x, y) = all(step);
+            let answer = |model: &Experts, x: Tensor<2>| {
+                let expert = expert(step, x.dims()[0]);
+                model.experts[expert].forward(model.stem.forward(x).tanh())
+            };
+            let loss = |model: &Experts, (x, y): (Tensor<2>, Tensor<2>)| {
+                (answer(model, x) - y).powi_scalar(2).mean()
+            };
+            let (_, gradients) = towers.backward((x.clone(), y.clone()), loss).unwrap();
+            towers.step(&mut each[0], LEARNING_RATE, gradients).unwrap();
+            let output = parallel.forward(x, answer).unwrap();
+            let gradients = parallel.backward(&(output - y).powi_scalar(2).mean()).unwrap();
+            parallel.step(&mut each[1], LEARNING_RATE, gradients).unwrap();
+        }
+        is_near(&floats(towers.model()), &expected, &start, "towers");
+        is_near(&floats(parallel.model()), &expected, &start, "DataParallel");
+    }
+}
+
+#[cfg(feature = "horovod")]
+#[test]
+fn horovod_s_optimizer_leaves_out_what_no_rank_uses() {
+    use phalanx::Rank;
+    use phalanx_burn::horovod::{DistributedOptimizer, DistributedOptions, broadcast_parameters};
+    use phalanx_horovod::{Horovod, Options};
+    for optimizer in moving() {
+        for ranks in [1usize, 2, 3] {
+            let start = Experts::new(3);
+            // All ranks ask the same; in the second part of a step the first.
+            let expert = |step: usize, part: usize| if part == 1 { 0 } else { step % 3 };
+            let steps = (0..5).map(|step| {
+                let all = (0..ranks).flat_map(|rank| {
+                    (0..2).map(move |part| (expert(step, part), small_batch(step, rank, part)))
+                });
+                // Gradients of both parts are added up.
+                (all.collect(), 1.0 / ranks as f64)
+            });
+            let expected = in_one_process(&optimizer, &start, steps);
+            run(ranks as u32, |group| {
+                let hvd = Horovod::new(&group, Options::default()).unwrap();
+                let options =
+                    DistributedOptions { backward_passes_per_step: 2, ..DistributedOptions::default() };
+                // Of its own: threads that share parameters share Burn's graph, which a backward pass locks.
+                let mut model = broadcast_parameters(&hvd, start.clone(), Rank::MAIN).unwrap();
+                let mut ours =
+                    DistributedOptimizer::with_options(optimizer.clone(), &model, &hvd, options).unwrap();
+                for step in 0..5 {
+                    for part in 0..2 {
+                        let batch = small_batch(step, group.rank().index(), part);
+                        let loss = ours.forward(&model, |model| model.loss(expert(step, part), batch));
+                        ours.backward(&loss).unwrap();
+                    }
+                    model = ours.step(LEARNING_RATE, model).unwrap();
+                }
+                is_near(&floats(&model), &expected, &start, &format!("{ranks} ranks"));
+                hvd.barrier().unwrap();
+            });
+        }
+    }
 }

@@ -192,16 +192,11 @@ fn a_lost_node_is_replaced_when_restarts_are_left() {
     let [first, lost] = nodes;
     send(&lost, Signal::KILL);
     end(lost);
-    // Its place is free as soon as it is given up.
-    let (code, _, err) = loop {
-        let ended = end(node("1", &port, &options, script).spawn().unwrap());
-        if !ended.2.contains("two nodes have --node-rank 1") {
-            break ended;
-        }
-    };
+    // It comes back, as a pod does, before its silence is noticed: its process is gone, so its place is free.
+    let (code, _, err) = end(node("1", &port, &options, script).spawn().unwrap());
     assert_eq!(code, Some(0), "{err}");
     let (code, _, err) = end(first);
-    assert!(code == Some(0) && err.contains("has not been heard of"), "{err}");
+    assert!(code == Some(0) && err.contains("its launcher was gone, and was started again"), "{err}");
 }
 
 #[test]

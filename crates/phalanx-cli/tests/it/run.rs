@@ -378,6 +378,23 @@ fn a_reader_that_has_seen_enough_ends_the_job() {
     let mut child = phalanx(&["--nproc-per-node", "2"], "while :; do echo line; done").spawn().unwrap();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
     assert_eq!(exit_code(&mut child), Some(141));
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("what read standard output has closed it"), "{said}");
+}
+
+/// As users have it: nobody has told the launcher, or the workers, to ignore SIGXFSZ.
+#[test]
+fn a_file_that_becomes_too_large_is_an_error_of_the_worker_and_not_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let large = folder.path().join("large");
+    let script = format!("head -c 100000 /dev/zero > {}; echo $? $PYTHONUNBUFFERED", large.display());
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -f 8; exec \"$0\" run --nproc-per-node 1 -- sh -c \"$1\""]);
+    shell.arg(env!("CARGO_BIN_EXE_phalanx")).arg(script).env_remove("PYTHONUNBUFFERED");
+    let output = shell.stdin(Stdio::null()).output().unwrap();
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success() && out.contains("1 1") && err.contains("File too large"), "{out}{err}");
 }
 
 #[test]

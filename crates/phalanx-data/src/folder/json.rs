@@ -10,11 +10,16 @@ use std::path::{Path, PathBuf};
 use phalanx::Result;
 use serde::de::DeserializeOwned;
 
-use super::{MAX_RECORD, bad, io_error};
+use super::{MAX_RECORD, bad, io_error, not_utf8, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
 
 /// The lines of a file, each of them a value in JSON; empty lines are none. A line may have 64 MiB.
+///
+/// A file is UTF-8, with or without a byte order mark. A number is the nearest one of its field's type, as in Python; as a
+/// `serde_json::Value` an integer that no `u64` or `i64` holds becomes the nearest `f64`. `NaN` and `Infinity`, which Python writes, are no
+/// JSON, and an error. A file that was cut off where a line ends looks like a whole one: compare [`len`](Dataset::len) with what you
+/// know.
 ///
 /// ```no_run
 /// use phalanx_data::{Dataset, folder::JsonLinesDataset};
@@ -52,7 +57,15 @@ impl<T: DeserializeOwned> JsonLinesDataset<T> {
 
 /// Finds the lines that are not empty.
 fn lines(path: &Path, mut reader: impl BufRead) -> Result<Vec<(u64, u32, u64)>> {
-    let (mut lines, mut number, mut start, mut length, mut blank) = (Vec::new(), 1_u64, 0_u64, 0_u64, true);
+    let beginning = reader.fill_buf().map_err(|error| io_error(path, &error))?;
+    if let [0xff, 0xfe, ..] | [0xfe, 0xff, ..] = beginning {
+        return Err(not_utf8(path, "line 1", beginning, &"a byte order mark"));
+    }
+    // A byte order mark is no part of the first line.
+    let mark = if beginning.starts_with(b"\xef\xbb\xbf") { 3 } else { 0 };
+    reader.consume(mark);
+    let (mut lines, mut number, mut start) = (Vec::new(), 1_u64, mark as u64);
+    let (mut length, mut blank) = (0_u64, true);
     loop {
         let piece = reader.fill_buf().map_err(|error| io_error(path, &error))?;
         let end = piece.iter().position(|byte| *byte == b'\n');
@@ -89,15 +102,33 @@ impl<T: DeserializeOwned> Dataset for JsonLinesDataset<T> {
         let (start, length, number) = *item(&self.lines, index)?;
         let mut line = vec![0; length as usize];
         self.file.read_exact_at(&mut line, start).map_err(|error| io_error(&self.path, &error))?;
-        serde_json::from_slice(&line).map_err(|error| {
-            // Its own line is always the first.
-            let column = error.column();
-            let text = error.to_string();
-            let cause = text.split(" at line ").next().unwrap_or(&text);
-            let place = format_args!("line {number}, column {column}");
-            bad(&self.path, place, cause, "mend the line, or the type that it is read as")
-        })
+        let read = || {
+            serde_json::from_slice(&line).map_err(|error| {
+                // Its own line is always the first.
+                let column = error.column();
+                let place = format_args!("line {number}, column {column}");
+                bad(&self.path, place, cause(&line, &error), "mend the line, or the type that it is read as")
+            })
+        };
+        without_panic(&self.path, format_args!("line {number}"), read)
     }
+}
+
+fn cause(line: &[u8], error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let cause = text.split(" at line ").next().unwrap_or(&text).to_owned();
+    let begins = |word: &[u8]| {
+        let at = error.column().saturating_sub(1);
+        error.is_syntax()
+            && (at.saturating_sub(1)..=at).any(|at| line.get(at..).is_some_and(|rest| rest.starts_with(word)))
+    };
+    if begins(b"NaN") || begins(b"Infinity") {
+        return format!("{cause}: NaN and Infinity are no JSON; write null, and read an Option");
+    }
+    if error.is_syntax() && line.contains(&b'\r') && line.trim_ascii().contains(&b'\r') {
+        return format!("{cause}: lines end with LF or CR LF, not with CR alone");
+    }
+    cause
 }
 
 impl<T> fmt::Debug for JsonLinesDataset<T> {

@@ -45,14 +45,22 @@ mod safetensors;
 use std::fmt::Display;
 use std::fs;
 use std::io;
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "npy",
+    feature = "safetensors"
+))]
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use phalanx::{Error, Result};
 
 #[cfg(any(feature = "safetensors", feature = "npy"))]
-pub use self::array::Array;
+pub use self::array::{Array, ArrayElement, ElementType};
 #[cfg(feature = "csv")]
-pub use self::csv::CsvDataset;
+pub use self::csv::{CsvDataset, CsvOptions};
 #[cfg(feature = "image")]
 pub use self::images::{ImageFolder, ImageSample};
 #[cfg(feature = "json")]
@@ -61,6 +69,15 @@ pub use self::json::JsonLinesDataset;
 pub use self::npy::NpyDataset;
 #[cfg(feature = "safetensors")]
 pub use self::safetensors::SafetensorsDataset;
+
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "npy",
+    feature = "safetensors"
+))]
+use crate::error::message;
 
 /// The most bytes of a line, or record.
 #[cfg(any(feature = "csv", feature = "json"))]
@@ -77,6 +94,32 @@ pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
 #[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
 fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> Error {
     Error::invalid_argument(format!("{}, {place}: {cause}", path.display())).with_remedy(remedy)
+}
+
+/// The error of a text that is not UTF-8, in a file that begins with these bytes.
+#[cfg(any(feature = "csv", feature = "json"))]
+fn not_utf8(path: &Path, place: impl Display, beginning: &[u8], error: &dyn Display) -> Error {
+    let cause = match beginning {
+        [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
+            "the file is UTF-16, as some editors and Excel write it".to_owned()
+        }
+        _ => format!("it is not UTF-8: {error}"),
+    };
+    bad(
+        path,
+        place,
+        cause,
+        "save the file as UTF-8, such as by `iconv -f UTF-16 -t UTF-8` or `-f WINDOWS-1252`",
+    )
+}
+
+/// Runs what others have written, or is a part of `place` in the file: a panic in it is an error that names the file.
+#[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
+fn without_panic<T>(path: &Path, place: impl Display, read: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+        let cause = format_args!("what reads it panicked: {}", message(&*panic));
+        Err(bad(path, place, cause, "is the file damaged? Copy it again, write it again, or remove it"))
+    })
 }
 
 /// The files under `path` with one of these extensions, in the order of their names; or the file that it is.

@@ -2,14 +2,14 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use npyz::{Endianness, NpyHeader, Order, TypeChar};
-use phalanx::{DType, Result};
+use npyz::{Endianness, NpyHeader, TypeChar};
+use phalanx::{Error, Result};
 
-use super::rows::{Column, Rows};
-use super::{Array, bad, files, io_error};
+use super::rows::{Column, Order, Rows};
+use super::{Array, ElementType, bad, files, io_error, without_panic};
 use crate::Dataset;
 use crate::dataset::outside;
 
@@ -25,6 +25,8 @@ const MAX_HEADER: u64 = 1 << 20;
 /// assert_eq!(images.get(17)?.shape(), [28, 28]);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+///
+/// An array in Fortran's order is read too, and its rows are given in C's; a read of one has to gather its elements.
 pub struct NpyDataset {
     rows: Rows,
 }
@@ -33,8 +35,8 @@ impl NpyDataset {
     /// The file, or folder, at `path`. Only headers are read.
     ///
     /// # Errors
-    /// If there is no such file, or one is no whole `.npy` file, or is not in row-major, little-endian order, or does not fit to the
-    /// others.
+    /// If there is no such file, or one is no whole `.npy` file, is not little-endian, has a second array behind the first, or does not
+    /// fit to the others.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let mut rows = Rows::default();
         for path in files(path, &["npy"])? {
@@ -58,48 +60,105 @@ impl Dataset for NpyDataset {
 }
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
-    let file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+    let mut file = File::open(&path).map_err(|error| io_error(&path, &error))?;
     let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
-    let mut reader = BufReader::new(file);
     // A header says its own length.
-    let header = NpyHeader::from_reader((&mut reader).take(MAX_HEADER)).map_err(|error| {
-        bad(&path, "its header", error, "is it a .npy file, and whole? Copy it again, or np.save it again")
+    let mut text = Vec::new();
+    (&mut file).take(MAX_HEADER).read_to_end(&mut text).map_err(|error| io_error(&path, &error))?;
+    let start = check_beginning(&path, &text)?;
+    let text = without_long_integers(&text[..start]);
+    let header = without_panic(&path, "its header", || {
+        NpyHeader::from_reader(&text[..]).map_err(|error| damaged(&path, error))
     })?;
-    let start = reader.stream_position().map_err(|error| io_error(&path, &error))?;
     let place = "its array";
     let Some(dtype) = dtype(&header.dtype()) else {
         let cause = format!("its type {} is not supported", header.dtype().descr());
-        return Err(bad(&path, place, cause, "convert it with astype: <f2 <f4 <f8 |i1 |u1 <i4 <i8 |b1"));
+        return Err(bad(
+            &path,
+            place,
+            cause,
+            "convert it with astype: <f2 <f4 <f8 |i1 <i2 <i4 <i8 |u1 <u2 <u4 <u8 |b1",
+        ));
     };
     let Some((count, shape)) = header.shape().split_first() else {
         return Err(bad(&path, place, "it is a scalar, and has no rows", "give it a side for the items"));
     };
-    // With one side there is one order.
-    if header.order() != Order::C && !shape.is_empty() {
-        let remedy = "np.save(path, np.ascontiguousarray(array))";
-        return Err(bad(&path, place, "its columns lie one after the other, not its rows", remedy));
-    }
     let sides = shape.iter().map(|side| usize::try_from(*side)).collect::<Result<Vec<_>, _>>();
     let (Ok(shape), Ok(count)) = (sides, usize::try_from(*count)) else {
         return Err(bad(&path, place, "it is larger than any file", "copy it again"));
     };
-    rows.add(path, length, vec![Column { name: "array".into(), dtype, shape, start }], count)
+    let order = match header.order() {
+        npyz::Order::C => Order::RowMajor,
+        npyz::Order::Fortran => Order::ColumnMajor,
+    };
+    rows.add(
+        path,
+        length,
+        vec![Column { name: "array".into(), dtype, shape, start: start as u64, order }],
+        count,
+    )
 }
 
-fn dtype(dtype: &npyz::DType) -> Option<DType> {
+/// Where the array begins, behind a header that is whole.
+fn check_beginning(path: &Path, beginning: &[u8]) -> Result<usize> {
+    if beginning.starts_with(b"PK\x03\x04") {
+        let remedy = "np.save the arrays that are in it: np.load(path)[name]";
+        return Err(bad(path, "its header", "it is a zip, as np.savez writes it", remedy));
+    }
+    if !beginning.starts_with(b"\x93NUMPY") {
+        return Err(damaged(path, "it does not begin as a .npy file does"));
+    }
+    let (length, text) = match beginning.get(6..) {
+        Some([1, _, a, b, ..]) => (usize::from(u16::from_le_bytes([*a, *b])), 10),
+        Some([2 | 3, _, a, b, c, d, ..]) => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, 12),
+        Some([version @ (0 | 4..), ..]) => {
+            return Err(bad(
+                path,
+                "its header",
+                format_args!("its format has the version {version}"),
+                "np.save it",
+            ));
+        }
+        _ => return Err(damaged(path, "it is cut off")),
+    };
+    if text + length > beginning.len() {
+        return Err(damaged(path, format_args!("it is cut off, or longer than {MAX_HEADER} bytes")));
+    }
+    Ok(text + length)
+}
+
+fn damaged(path: &Path, cause: impl fmt::Display) -> Error {
+    bad(path, "its header", cause, "is it a .npy file, and whole? Copy it again, or np.save it again")
+}
+
+/// The header without the `L` that Python 2 puts behind an integer: `(3L, 2L)`.
+fn without_long_integers(header: &[u8]) -> Vec<u8> {
+    let is_long = |at: usize| {
+        header[at] == b'L'
+            && at.checked_sub(1).is_some_and(|before| header[before].is_ascii_digit())
+            && header.get(at + 1).is_some_and(|after| matches!(after, b',' | b')' | b' '))
+    };
+    (0..header.len()).map(|at| if is_long(at) { b' ' } else { header[at] }).collect()
+}
+
+fn dtype(dtype: &npyz::DType) -> Option<ElementType> {
     let npyz::DType::Plain(plain) = dtype else { return None };
     if plain.endianness() == Endianness::Big {
         return None;
     }
     Some(match (plain.type_char(), plain.size_field()) {
-        (TypeChar::Float, 2) => DType::F16,
-        (TypeChar::Float, 4) => DType::F32,
-        (TypeChar::Float, 8) => DType::F64,
-        (TypeChar::Int, 1) => DType::I8,
-        (TypeChar::Uint, 1) => DType::U8,
-        (TypeChar::Int, 4) => DType::I32,
-        (TypeChar::Int, 8) => DType::I64,
-        (TypeChar::Bool, 1) => DType::Bool,
+        (TypeChar::Float, 2) => ElementType::F16,
+        (TypeChar::Float, 4) => ElementType::F32,
+        (TypeChar::Float, 8) => ElementType::F64,
+        (TypeChar::Int, 1) => ElementType::I8,
+        (TypeChar::Int, 2) => ElementType::I16,
+        (TypeChar::Int, 4) => ElementType::I32,
+        (TypeChar::Int, 8) => ElementType::I64,
+        (TypeChar::Uint, 1) => ElementType::U8,
+        (TypeChar::Uint, 2) => ElementType::U16,
+        (TypeChar::Uint, 4) => ElementType::U32,
+        (TypeChar::Uint, 8) => ElementType::U64,
+        (TypeChar::Bool, 1) => ElementType::Bool,
         _ => return None,
     })
 }

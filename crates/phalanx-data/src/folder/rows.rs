@@ -1,15 +1,18 @@
 //! Files of arrays that have as many rows each: row n of all of them is an item.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use phalanx::{Buffer, DType, Error, Result};
+use phalanx::{Error, Result};
 
-use super::{Array, bad, io_error};
+use super::{Array, ElementType, bad, io_error};
 use crate::dataset::outside;
 
+/// Of a row that does not lie together, so many bytes of the file are read at once.
+const PIECE: usize = 1 << 16;
 /// The most bytes of a row.
 const MAX_ROW: u64 = 1 << 30;
 /// As many files stay open, and others are opened for each item.
@@ -19,11 +22,22 @@ const KEPT_OPEN: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Column {
     pub name: String,
-    pub dtype: DType,
+    pub dtype: ElementType,
     /// Of one row.
     pub shape: Vec<usize>,
     /// Where in the file its first row begins.
     pub start: u64,
+    pub order: Order,
+}
+
+/// How the elements of an array lie in its file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// A row's together; of a row, those that differ in the last side. C's order.
+    RowMajor,
+    /// The first elements of all rows, then the second ones. Fortran's order.
+    #[cfg_attr(not(feature = "npy"), allow(dead_code, reason = "NumPy alone has it"))]
+    ColumnMajor,
 }
 
 impl Column {
@@ -51,20 +65,27 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Adds a file of `length` bytes with these arrays, of `rows` rows.
+    /// Adds a file of `length` bytes with these arrays, of `rows` rows, the last of which ends the file.
     pub fn add(&mut self, path: PathBuf, length: u64, columns: Vec<Column>, rows: usize) -> Result<()> {
+        let mut last = 0;
         for column in &columns {
             let place = format_args!("the array {:?}", column.name);
             let Some(row) = column.bytes().filter(|row| *row <= MAX_ROW) else {
                 return Err(bad(&path, place, "a row has more than 1 GiB", "divide it into more rows"));
             };
             let end = row.checked_mul(rows as u64).and_then(|bytes| bytes.checked_add(column.start));
-            if end.is_none_or(|end| end > length) {
+            last = last.max(end.unwrap_or(u64::MAX));
+            if last > length {
                 let cause = format!(
                     "the file is cut off: it has {length} bytes, and {rows} rows of {row} do not fit"
                 );
                 return Err(bad(&path, place, cause, "copy it again"));
             }
+        }
+        if last < length {
+            let cause = format!("{} bytes follow them, which would not be read", length - last);
+            let remedy = "were files joined, or arrays saved one behind the other? Write a file for each";
+            return Err(bad(&path, "its arrays", cause, remedy));
         }
         if let Some(before) = self.parts.first() {
             same(before, &path, &columns)?;
@@ -97,23 +118,57 @@ impl Rows {
 impl Part {
     fn read(&self, row: usize, file: &File) -> Result<Vec<(&str, Array)>> {
         let column = |column: &'_ Column| {
-            let elements = column.shape.iter().product();
-            let mut data = Buffer::zeroed(column.dtype, elements);
-            let bytes = data.as_bytes_mut();
-            let start = column.start + row as u64 * bytes.len() as u64;
-            file.read_exact_at(bytes, start).map_err(|error| {
+            let mut array = Array::zeroed(column.dtype, column.shape.clone());
+            let read = match column.order {
+                Order::RowMajor => {
+                    let bytes = array.as_bytes_mut();
+                    file.read_exact_at(bytes, column.start + row as u64 * bytes.len() as u64)
+                }
+                Order::ColumnMajor => gather(file, column, (row, self.rows), array.as_bytes_mut()),
+            };
+            read.map_err(|error| {
                 let place = format_args!("row {row} of the array {:?}", column.name);
                 bad(&self.path, place, error, "was it changed while it was read?")
             })?;
             // Any other byte is no truth value.
-            if column.dtype == DType::Bool && bytes.iter().any(|byte| *byte > 1) {
+            if column.dtype == ElementType::Bool && array.as_bytes().iter().any(|byte| *byte > 1) {
                 let place = format_args!("row {row} of the array {:?}", column.name);
                 return Err(bad(&self.path, place, "a bool is neither 0 nor 1", "write the file again"));
             }
-            Ok(Array { shape: column.shape.clone(), data })
+            Ok(array)
         };
         self.columns.iter().map(|one| Ok((one.name.as_str(), column(one)?))).collect()
     }
+}
+
+/// Reads the `row` of `rows` of a column-major array, and puts its elements in row-major order.
+fn gather(file: &File, column: &Column, (row, rows): (usize, usize), target: &mut [u8]) -> io::Result<()> {
+    let size = column.dtype.size();
+    let count = target.len() / size;
+    // Elements that follow each other in a row are this far apart, so one read may have several.
+    let stride = rows * size;
+    let together = (PIECE / stride).max(1);
+    let mut piece = vec![0; (together.min(count).max(1) - 1) * stride + size];
+    let mut indices = vec![0; column.shape.len()];
+    for first in (0..count).step_by(together) {
+        let here = together.min(count - first);
+        let piece = &mut piece[..(here - 1) * stride + size];
+        file.read_exact_at(piece, column.start + (first * stride + row * size) as u64)?;
+        for element in piece.chunks(stride) {
+            let place =
+                indices.iter().zip(&column.shape).fold(0, |place, (index, side)| place * side + index);
+            target[place * size..][..size].copy_from_slice(&element[..size]);
+            // The first side is the one that changes first.
+            for (index, side) in indices.iter_mut().zip(&column.shape) {
+                *index += 1;
+                if *index < *side {
+                    break;
+                }
+                *index = 0;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a file whose arrays are not those of the first.

@@ -6,12 +6,12 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use phalanx::{DType, Result};
+use phalanx::Result;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::rows::{Column, Rows};
-use super::{Array, bad, files, io_error};
+use super::rows::{Column, Order, Rows};
+use super::{Array, ElementType, bad, files, io_error, without_panic};
 use crate::Dataset;
 
 /// The most bytes of a header, as the format says.
@@ -73,8 +73,13 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     }
     let mut text = vec![0; header as usize];
     file.read_exact(&mut text).map_err(|error| torn(error.to_string()))?;
-    let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| torn(error.to_string()))?;
+    let metadata: Metadata = without_panic(&path, "its header", || {
+        serde_json::from_slice(&text).map_err(|error| torn(error.to_string()))
+    })?;
     let tensors: BTreeMap<String, &TensorInfo> = metadata.tensors().into_iter().collect();
+    if tensors.is_empty() {
+        return Err(bad(&path, "its header", "the file has no tensor", "write it again, or remove it"));
+    }
     let mut count = None;
     let mut columns = Vec::with_capacity(tensors.len());
     for (name, tensor) in tensors {
@@ -88,26 +93,35 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
         }
         let Some(dtype) = dtype(tensor.dtype) else {
             let cause = format!("its type {:?} is not supported", tensor.dtype);
-            return Err(bad(&path, place, cause, "convert it: f16 bf16 f32 f64 i8 u8 i32 i64 bool"));
+            return Err(bad(
+                &path,
+                place,
+                cause,
+                "convert it: f16 bf16 f32 f64 i8 i16 i32 i64 u8 u16 u32 u64 bool",
+            ));
         };
         let start = (tensor.data_offsets.0 as u64).checked_add(PREFIX + header);
         let start = start.ok_or_else(|| torn(format!("the tensor {name:?} begins nowhere")))?;
-        columns.push(Column { name, dtype, shape: shape.to_vec(), start });
+        columns.push(Column { name, dtype, shape: shape.to_vec(), start, order: Order::RowMajor });
     }
     rows.add(path, length, columns, count.unwrap_or(0))
 }
 
-fn dtype(dtype: Dtype) -> Option<DType> {
+fn dtype(dtype: Dtype) -> Option<ElementType> {
     Some(match dtype {
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        Dtype::F32 => DType::F32,
-        Dtype::F64 => DType::F64,
-        Dtype::I8 => DType::I8,
-        Dtype::U8 => DType::U8,
-        Dtype::I32 => DType::I32,
-        Dtype::I64 => DType::I64,
-        Dtype::BOOL => DType::Bool,
+        Dtype::F16 => ElementType::F16,
+        Dtype::BF16 => ElementType::BF16,
+        Dtype::F32 => ElementType::F32,
+        Dtype::F64 => ElementType::F64,
+        Dtype::I8 => ElementType::I8,
+        Dtype::I16 => ElementType::I16,
+        Dtype::I32 => ElementType::I32,
+        Dtype::I64 => ElementType::I64,
+        Dtype::U8 => ElementType::U8,
+        Dtype::U16 => ElementType::U16,
+        Dtype::U32 => ElementType::U32,
+        Dtype::U64 => ElementType::U64,
+        Dtype::BOOL => ElementType::Bool,
         _ => return None,
     })
 }

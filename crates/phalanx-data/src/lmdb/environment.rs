@@ -11,10 +11,12 @@ use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, MdbError, RoT
 use parking_lot::Mutex;
 use phalanx::{Error, Result};
 
-use super::meta::Meta;
+use super::meta::{DatabaseRecord, Meta};
 
 /// Threads of all processes that may read a file at once. The first that opens it decides.
 const MAX_READERS: u32 = 4096;
+/// Named databases of a file that a process may have open. Each costs every read a few bytes.
+const MAX_DATABASES: u32 = 32;
 /// In which maps are measured.
 const SYSTEM_PAGE: u64 = 65536;
 
@@ -27,11 +29,21 @@ type Opened = HashMap<PathBuf, (Arc<Environment>, usize)>;
 
 pub(super) struct Environment {
     env: Env,
-    pub(super) database: Database<'static, Bytes, Bytes>,
+    /// The one without a name.
+    main: Named,
+    /// The others, once they have been asked for. Behind a lock because LMDB opens one at a time.
+    named: Mutex<HashMap<String, Named>>,
     pub(super) path: PathBuf,
     pub(super) meta: Meta,
     /// Who has opened it.
     process: u32,
+}
+
+/// A database of an environment.
+#[derive(Clone, Copy)]
+pub(super) struct Named {
+    pub database: Database<'static, Bytes, Bytes>,
+    pub entries: u64,
 }
 
 /// A share in an open environment.
@@ -98,10 +110,66 @@ impl Environment {
             outcome => outcome,
         };
         let env = env.map_err(|error| explained(path, error))?;
-        let database = main_database(&env).map_err(|error| explained(path, error))?;
+        let main = database(&env, None).and_then(|main| main.ok_or(heed::Error::Mdb(MdbError::NotFound)));
+        let main = Named { database: main.map_err(|error| explained(path, error))?, entries: meta.entries };
         // Of processes that were killed while they read.
         env.clear_stale_readers().map_err(|error| explained(path, error))?;
-        Ok(Self { env, database, path: path.to_owned(), meta, process: std::process::id() })
+        let named = Mutex::default();
+        Ok(Self { env, main, named, path: path.to_owned(), meta, process: std::process::id() })
+    }
+
+    /// The database of this name, or the one without.
+    pub fn database(&self, name: Option<&str>) -> Result<Named> {
+        let Some(name) = name else { return Ok(self.main) };
+        let mut named = self.named.lock();
+        if let Some(found) = named.get(name) {
+            return Ok(*found);
+        }
+        let failed = |error| explained(&self.path, error);
+        let refused = |cause: &str| {
+            Error::invalid_argument(format!("the database {name:?} of {} {cause}", self.path.display()))
+        };
+        let record = {
+            let transaction = self.read()?;
+            let found = self.main.database.get(&transaction, name.as_bytes()).map_err(failed)?;
+            found.and_then(|record| DatabaseRecord::read(record, &self.meta))
+        };
+        let absent = || {
+            refused("does not exist").with_remedy("the main database's keys are their names: lmdb::keys_of")
+        };
+        let record = record.ok_or_else(absent)?;
+        record.check().map_err(|cause| {
+            refused(cause).with_remedy(
+                "copy its items into another database, each under a key of its own that is bytes",
+            )
+        })?;
+        let found = match database(&self.env, Some(name)) {
+            Ok(Some(database)) => Named { database, entries: record.entries },
+            Ok(None) | Err(heed::Error::Mdb(MdbError::Incompatible)) => return Err(absent()),
+            Err(error) => return Err(failed(error)),
+        };
+        named.insert(name.to_owned(), found);
+        Ok(found)
+    }
+
+    /// Whether a value of the main database may be the record of another one. Hardly an item looks so.
+    pub fn like_database(&self, value: &[u8]) -> bool {
+        DatabaseRecord::read(value, &self.meta).is_some()
+    }
+
+    /// Whether the value of this key in the main database is not an item but a database. No transaction of this thread may be open.
+    pub fn is_database(&self, key: &[u8]) -> Result<bool> {
+        let Ok(name) = std::str::from_utf8(key) else { return Ok(false) };
+        // LMDB opens one at a time.
+        let named = self.named.lock();
+        if named.contains_key(name) {
+            return Ok(true);
+        }
+        match database(&self.env, Some(name)) {
+            Ok(found) => Ok(found.is_some()),
+            Err(heed::Error::Mdb(MdbError::Incompatible)) => Ok(false),
+            Err(error) => Err(explained(&self.path, error)),
+        }
     }
 
     fn of_this_process(&self) -> Result<()> {
@@ -133,13 +201,13 @@ impl Environment {
     }
 }
 
-/// The database without a name.
-fn main_database(env: &Env) -> heed::Result<Database<'static, Bytes, Bytes>> {
+/// The database of this name, or the one without.
+fn database(env: &Env, name: Option<&str>) -> heed::Result<Option<Database<'static, Bytes, Bytes>>> {
     let transaction = env.read_txn()?;
     let opened = env.open_databases_and_commit(transaction, |opener, transaction| {
-        opener.open_database::<Bytes, Bytes>(transaction, None).map(CommitOrAbort::<_, ()>::Commit)
+        opener.open_database::<Bytes, Bytes>(transaction, name).map(CommitOrAbort::<_, ()>::Commit)
     })?;
-    opened.commit().flatten().ok_or(heed::Error::Mdb(MdbError::NotFound))
+    Ok(opened.commit().flatten())
 }
 
 /// Opens an environment of `size` bytes, for readers and for the writer.
@@ -147,7 +215,7 @@ fn main_database(env: &Env) -> heed::Result<Database<'static, Bytes, Bytes>> {
 pub(super) fn open(path: &Path, flags: EnvFlags, size: u64) -> heed::Result<Env> {
     let size = usize::try_from(size).unwrap_or(usize::MAX);
     let mut options = EnvOpenOptions::new();
-    options.map_size(size).max_readers(MAX_READERS);
+    options.map_size(size).max_readers(MAX_READERS).max_dbs(MAX_DATABASES);
     // SAFETY: a map of a file is sound as long as nobody changes or cuts the file off but LMDB, whose locks keep its writers
     // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), and it
     // is read-only, so nothing is written to it from here. The writer works on a file that it has just made in a folder that only
@@ -170,6 +238,9 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
     let remedy = match &error {
         heed::Error::Mdb(MdbError::ReadersFull) => {
             Some("more threads read it than the first reader has made room for: start fewer workers")
+        }
+        heed::Error::Mdb(MdbError::DbsFull) => {
+            Some("a process may have 32 named databases of a file open: read them in several")
         }
         heed::Error::Mdb(MdbError::MapResized) => Some("it has grown while it was read: open it again"),
         heed::Error::Mdb(MdbError::MapFull) => Some("raise the writer's `max_bytes`"),

@@ -26,6 +26,12 @@ const LAST_PAGE: usize = 136;
 const TRANSACTION: usize = 144;
 /// The flag of a database whose keys may have several values.
 const DUPLICATES: u16 = 0x04;
+/// The flag of a database whose keys are the machine's integers.
+const INTEGER_KEYS: u16 = 0x08;
+/// The flags that a file keeps of a database.
+const KEPT_FLAGS: u16 = 0x7f;
+/// More levels than this no tree has.
+const MAX_DEPTH: u16 = 32;
 /// The root of a tree without pages.
 const NO_PAGE: u64 = u64::MAX;
 
@@ -36,6 +42,48 @@ pub(super) struct Meta {
     pub entries: u64,
     /// The length of the file, in bytes.
     pub file: u64,
+    /// The number of the last page.
+    last: u64,
+    /// Where the last page ends, in bytes.
+    end: u64,
+}
+
+/// The record of a database, as a meta page and the main database have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DatabaseRecord {
+    flags: u16,
+    /// Its items.
+    pub entries: u64,
+}
+
+impl DatabaseRecord {
+    const LENGTH: usize = 48;
+
+    /// Reads one out of the main database. None if it cannot be one of a file with these meta pages.
+    pub fn read(bytes: &[u8], meta: &Meta) -> Option<Self> {
+        let bytes: &[u8; Self::LENGTH] = bytes.try_into().ok()?;
+        let (flags, depth) = (u16_at(bytes, 4), u16_at(bytes, 6));
+        let pages = [8, 16, 24].map(|at| u64_at(bytes, at));
+        let pages = pages.into_iter().try_fold(0, u64::checked_add)?;
+        let (entries, root) = (u64_at(bytes, 32), u64_at(bytes, 40));
+        let is_one = flags & !KEPT_FLAGS == 0
+            && depth <= MAX_DEPTH
+            && pages <= meta.last
+            && (root <= meta.last || root == NO_PAGE)
+            && (entries == 0) == (root == NO_PAGE);
+        is_one.then_some(Self { flags, entries })
+    }
+
+    /// Refuses what is not read rightly here.
+    pub fn check(self) -> Result<(), &'static str> {
+        if self.flags & DUPLICATES != 0 {
+            return Err("has keys that may have several values");
+        }
+        if self.flags & INTEGER_KEYS != 0 {
+            return Err("has keys that are integers of the machine");
+        }
+        Ok(())
+    }
 }
 
 impl Meta {
@@ -58,7 +106,12 @@ impl Meta {
             // What is no such page tells nothing of a second.
             first => *first,
         };
-        check(first.zip(second), length).map_err(|cause| {
+        let meta = check(first.zip(second), length).and_then(|meta| match at(meta.end) {
+            Ok(Some(page)) if is_meta(&page) => Err("another LMDB file begins behind its last page".into()),
+            Ok(_) => Ok(meta),
+            Err(error) => Err(error.to_string()),
+        });
+        meta.map_err(|cause| {
             Error::invalid_argument(format!("{} is no whole LMDB file: {cause}", path.display())).with_remedy(
                 "copy it again, or pack it again; where LMDB itself reads it, `mdb_copy -c` makes it whole",
             )
@@ -88,33 +141,32 @@ fn check(pages: Option<([u8; LENGTH], [u8; LENGTH])>, length: u64) -> Result<Met
     let page = if u64_at(&second, TRANSACTION) > u64_at(&first, TRANSACTION) { second } else { first };
     let (last, entries) = (u64_at(&page, LAST_PAGE), u64_at(&page, ENTRIES));
     let needed = last.checked_add(1).and_then(|pages| pages.checked_mul(u64::from(size)));
-    if needed.is_none_or(|needed| needed > length) {
+    let Some(end) = needed.filter(|needed| *needed <= length) else {
         let pages = length / u64::from(size);
         return Err(format!(
             "it is cut off: it has {pages} pages of {size} bytes, and its last one is number {last}"
         ));
-    }
+    };
     if ROOTS.iter().map(|root| u64_at(&page, *root)).any(|root| root != NO_PAGE && root > last) {
         return Err("its trees begin outside of it".into());
     }
-    if u16_at(&page, MAIN_FLAGS) & DUPLICATES != 0 {
-        return Err("its keys may have several values".into());
-    }
-    Ok(Meta { entries, file: length })
+    let main = DatabaseRecord { flags: u16_at(&page, MAIN_FLAGS), entries };
+    main.check().map_err(|cause| format!("its main database {cause}"))?;
+    Ok(Meta { entries, file: length, last, end })
 }
 
 fn is_meta(page: &[u8; LENGTH]) -> bool {
     u16_at(page, PAGE_FLAGS) & IS_META != 0 && u32_at(page, MAGIC.0) == MAGIC.1
 }
 
-fn u16_at(page: &[u8; LENGTH], at: usize) -> u16 {
+fn u16_at(page: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([page[at], page[at + 1]])
 }
 
-fn u32_at(page: &[u8; LENGTH], at: usize) -> u32 {
+fn u32_at(page: &[u8], at: usize) -> u32 {
     u32::from(u16_at(page, at)) | u32::from(u16_at(page, at + 2)) << 16
 }
 
-fn u64_at(page: &[u8; LENGTH], at: usize) -> u64 {
+fn u64_at(page: &[u8], at: usize) -> u64 {
     u64::from(u32_at(page, at)) | u64::from(u32_at(page, at + 4)) << 32
 }

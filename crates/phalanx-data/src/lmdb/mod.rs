@@ -1,7 +1,7 @@
 //! Many items in one file: LMDB, by [heed]. Needs the feature `lmdb`.
 //!
 //! [`LmdbWriter`] packs items, [`LmdbDataset`] reads them. A file that something else has written is read by its
-//! [keys](LmdbDataset::with_keys).
+//! [keys](LmdbDataset::with_keys), also of one of its [named databases](LmdbDataset::database).
 //!
 //! What goes wrong with LMDB in training loops, and how it does not here:
 //!
@@ -22,10 +22,12 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use heed::Database;
+use heed::types::Bytes;
 use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use self::environment::{Environment, Lease, explained};
+use self::environment::{Environment, Lease, Named, explained};
 use self::meta::Meta;
 pub use self::writer::LmdbWriter;
 use crate::Dataset;
@@ -69,9 +71,11 @@ pub struct LmdbDataset {
     len: usize,
     keys: Option<Vec<Vec<u8>>>,
     readahead: bool,
+    /// The database of this name, if it is not the main one.
+    database: Option<String>,
     /// Once this process has read.
     #[serde(skip)]
-    lease: OnceLock<Lease>,
+    opened: OnceLock<(Lease, Named)>,
 }
 
 impl LmdbDataset {
@@ -83,7 +87,7 @@ impl LmdbDataset {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = file(path.as_ref());
         let len = usize::try_from(Meta::read(&path)?.entries).unwrap_or(usize::MAX);
-        Ok(Self { path, len, keys: None, readahead: false, lease: OnceLock::new() })
+        Ok(Self { path, len, keys: None, readahead: false, database: None, opened: OnceLock::new() })
     }
 
     /// The items of these `keys` in any LMDB file, in this order: one that PyTorch's users have made, say. [`keys_of`] lists all.
@@ -109,7 +113,27 @@ impl LmdbDataset {
                 keys[index].len()
             )));
         }
-        Ok(Self { path, len: keys.len(), keys: Some(keys), readahead: false, lease: OnceLock::new() })
+        let len = keys.len();
+        Ok(Self { path, len, keys: Some(keys), readahead: false, database: None, opened: OnceLock::new() })
+    }
+
+    /// The items of the database of this name in the file, in place of the main one's. [`keys_of_database`] lists its keys.
+    ///
+    /// ```no_run
+    /// # use phalanx_data::lmdb::{LmdbDataset, keys_of_database};
+    /// let keys = keys_of_database("data.lmdb", "train")?; // env.open_db(b"train")
+    /// let train = LmdbDataset::with_keys("data.lmdb", keys)?.database("train")?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the file has no such database, or its keys may have several values or are integers of the machine.
+    pub fn database(self, name: impl Into<String>) -> Result<Self> {
+        let name = name.into();
+        let found = Lease::open(&self.path, self.readahead)?.environment()?.database(Some(&name))?;
+        let len =
+            if self.keys.is_some() { self.len } else { usize::try_from(found.entries).unwrap_or(usize::MAX) };
+        Ok(Self { len, database: Some(name), opened: OnceLock::new(), ..self })
     }
 
     /// Let the system read ahead? False by default: a shuffled pass would wait for what it does not want. Good for one in order.
@@ -125,16 +149,34 @@ impl LmdbDataset {
         if index >= self.len {
             return Err(outside(index, self.len));
         }
-        let environment = self.environment()?;
-        let transaction = environment.read()?;
+        let (environment, database) = self.opened()?;
         let number = (index as u64).to_be_bytes();
         let key = self.keys.as_ref().map_or(&number[..], |keys| &keys[index]);
-        let found = environment.database.get(&transaction, key);
-        match found.map_err(|error| explained(&self.path, error))? {
+        let failed = |error| explained(&self.path, error);
+        let item = |found: Option<&[u8]>| match found {
             Some(bytes) if bytes.len() as u64 <= environment.meta.file => Ok(read(bytes)),
             Some(_) => Err(explained(&self.path, heed::Error::Mdb(heed::MdbError::Corrupted))),
             None => Err(self.absent(index, key)),
+        };
+        {
+            let transaction = environment.read()?;
+            let found = database.get(&transaction, key).map_err(failed)?;
+            let may_be_database =
+                self.database.is_none() && found.is_some_and(|value| environment.like_database(value));
+            if !may_be_database {
+                return item(found);
+            }
         }
+        // LMDB looks for a database in a transaction of its own, of which a thread has one at a time.
+        if environment.is_database(key)? {
+            let (path, key) = (self.path.display(), key.escape_ascii());
+            return Err(Error::invalid_argument(format!("in {path}, {key} is no item but a database"))
+                .with_remedy(
+                    "read its items with LmdbDataset::database, and leave its name out of the keys",
+                ));
+        }
+        let transaction = environment.read()?;
+        item(database.get(&transaction, key).map_err(failed)?)
     }
 
     /// Clears the places of readers that have died, and says how many there were. Opening does so too.
@@ -142,15 +184,16 @@ impl LmdbDataset {
     /// # Errors
     /// If the file cannot be opened.
     pub fn clear_stale_readers(&self) -> Result<usize> {
-        self.environment()?.clear_stale_readers()
+        self.opened()?.0.clear_stale_readers()
     }
 
-    fn environment(&self) -> Result<&Environment> {
-        if let Some(lease) = self.lease.get() {
-            return lease.environment();
+    fn opened(&self) -> Result<(&Environment, Database<'static, Bytes, Bytes>)> {
+        if let Some((lease, named)) = self.opened.get() {
+            return Ok((lease.environment()?, named.database));
         }
         let lease = Lease::open(&self.path, self.readahead)?;
-        let entries = lease.environment()?.meta.entries;
+        let named = lease.environment()?.database(self.database.as_deref())?;
+        let entries = named.entries;
         if self.keys.is_none() && entries < self.len as u64 {
             return Err(Error::invalid_argument(format!(
                 "{} has {entries} items, and had {} when it was opened",
@@ -159,7 +202,8 @@ impl LmdbDataset {
             ))
             .with_remedy("was it packed again? Open it again"));
         }
-        self.lease.get_or_init(|| lease).environment()
+        let (lease, named) = self.opened.get_or_init(|| (lease, named));
+        Ok((lease.environment()?, named.database))
     }
 
     fn absent(&self, index: usize, key: &[u8]) -> Error {
@@ -178,12 +222,25 @@ impl LmdbDataset {
 /// # Errors
 /// As [`LmdbDataset::open`], and if the keys take more than a gibibyte.
 pub fn keys_of(path: impl AsRef<Path>) -> Result<Vec<Vec<u8>>> {
-    let path = file(path.as_ref());
+    keys(path.as_ref(), None)
+}
+
+/// The keys of the database of this name in the file, or folder, at `path`.
+///
+/// # Errors
+/// As [`keys_of`] and [`LmdbDataset::database`].
+pub fn keys_of_database(path: impl AsRef<Path>, name: &str) -> Result<Vec<Vec<u8>>> {
+    keys(path.as_ref(), Some(name))
+}
+
+fn keys(path: &Path, name: Option<&str>) -> Result<Vec<Vec<u8>>> {
+    let path = file(path);
     let lease = Lease::open(&path, true)?;
     let environment = lease.environment()?;
+    let database = environment.database(name)?.database;
     let transaction = environment.read()?;
     let (mut keys, mut bytes) = (Vec::new(), 0);
-    let all = environment.database.iter(&transaction).map_err(|error| explained(&path, error))?;
+    let all = database.iter(&transaction).map_err(|error| explained(&path, error))?;
     for entry in all {
         let (key, _) = entry.map_err(|error| explained(&path, error))?;
         bytes += key.len() + size_of::<Vec<u8>>();
@@ -218,13 +275,14 @@ impl Dataset for LmdbDataset {
 
 impl Clone for LmdbDataset {
     fn clone(&self) -> Self {
-        let Self { path, len, keys, readahead, .. } = self;
+        let Self { path, len, keys, readahead, database, .. } = self;
         Self {
             path: path.clone(),
             len: *len,
             keys: keys.clone(),
             readahead: *readahead,
-            lease: OnceLock::new(),
+            database: database.clone(),
+            opened: OnceLock::new(),
         }
     }
 }

@@ -119,8 +119,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};
-    /// # use phalanx_data::{DataLoader, Position};
-    /// # fn train(context: &mut Context<'_, Plain<(f32, Position)>>, loader: DataLoader<Vec<f32>>) -> phalanx::Result<()> {
+    /// # use phalanx_data::{DataLoader, InMemory, Position};
+    /// # fn train(context: &mut Context<'_, Plain<(f32, Position)>>, loader: DataLoader<InMemory<f32>>) -> phalanx::Result<()> {
     /// loader.set_group(context.group());
     /// loader.resume(&context.state.0.1)?;
     /// let mut batches = loader.iter();
@@ -233,7 +233,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
             Ok(Err(error)) => Some(Err(error)),
             Err(missing) => {
                 // The pass is not over, and cannot go on: its position stays where it is.
-                self.pool = None;
+                self.pool.take().into_iter().for_each(Pool::abandon);
                 Some(Err(self.missing(&missing, indices, worker)))
             }
         }

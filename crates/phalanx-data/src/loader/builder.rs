@@ -53,9 +53,9 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     /// by then they have left the processor's cache.
     ///
     /// ```
-    /// use phalanx_data::{DataLoader, Dataset};
+    /// use phalanx_data::{DataLoader, Dataset, InMemory};
     ///
-    /// let images = (0..100).collect::<Vec<u8>>().map(|image| Ok(vec![f32::from(image); 784]));
+    /// let images = (0..100).collect::<InMemory<u8>>().map(|image| Ok(vec![f32::from(image); 784]));
     /// let loader = DataLoader::builder(images).batch_size(50).collate_each(
     ///     |items| Vec::with_capacity(items * 784),
     ///     |batch: &mut Vec<f32>, image| {

@@ -67,9 +67,9 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// How far the loop has come: behind the last batch that the newest iterator gave. The same on every rank.
     ///
     /// ```
-    /// use phalanx_data::{DataLoader, Position};
+    /// use phalanx_data::{DataLoader, InMemory, Position};
     ///
-    /// let loader = || DataLoader::builder((0..100).collect::<Vec<u32>>()).shuffle(true).batch_size(10).build();
+    /// let loader = || DataLoader::builder((0..100).collect::<InMemory<u32>>()).shuffle(true).batch_size(10).build();
     /// let first = loader()?;
     /// let mut batches = first.iter();
     /// batches.next();

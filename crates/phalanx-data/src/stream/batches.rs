@@ -107,7 +107,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
             let Delivered { batch, read } = match outcome {
                 Ok(delivered) => delivered,
                 Err(missing) => {
-                    self.pool = None;
+                    self.pool.take().into_iter().for_each(Pool::abandon);
                     let cause = match missing {
                         Missing::Late => {
                             let timeout = self.inner.settings.timeout;

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::{Error, Rank, Result, WorldSize};
@@ -130,7 +130,7 @@ fn batches_come_in_order_whatever_the_timing_of_workers() {
     });
     let loader = DataLoader::builder(slow).batch_size(3).num_workers(5).prefetch_factor(4).build().unwrap();
     let all: Vec<usize> = loader.iter().flat_map(Result::unwrap).collect();
-    assert_eq!(all, numbers(60));
+    assert_eq!(all, numbers(60).items());
 }
 
 #[test]
@@ -284,7 +284,7 @@ fn a_batch_is_made_of_one_item_after_the_other() {
         );
         let loader = loader.build().unwrap();
         let all: Vec<Result<Vec<usize>, LoadError>> = loader.iter().collect();
-        assert_eq!((all.len(), all[0].as_ref().unwrap()), (3, &numbers(20)));
+        assert_eq!((all.len(), all[0].as_ref().unwrap()), (3, &numbers(20).items().to_vec()));
         assert_eq!(all[0].as_ref().unwrap().capacity(), 20);
         let (error, panic) = (all[1].as_ref().unwrap_err(), all[2].as_ref().unwrap_err());
         assert_eq!((error.indices(), panic.indices(), panic.is_panic()), (&[23][..], &[45][..], true));
@@ -398,8 +398,11 @@ fn a_batch_that_does_not_come_is_an_error_in_time() {
         DataLoader::builder(stuck).num_workers(1).prefetch_factor(3).timeout(Duration::from_millis(300));
     let loader = loader.build().unwrap();
     let mut batches = loader.iter();
+    let begin = Instant::now();
     // A slow machine may be late with the others too.
     let error = batches.by_ref().find_map(Result::err).unwrap();
+    // A pool that is dropped waits 5 s for its workers: not when it is known that one is late.
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     assert!(error.to_string().contains("timeout") && error.indices().len() == 1, "{error}");
     assert!(batches.next().is_none());
     drop(free);

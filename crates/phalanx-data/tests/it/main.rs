@@ -1,6 +1,7 @@
 //! Threads are enough for these: `cargo test -p phalanx-data --test it -- loader::` runs one file.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod files;
 mod folder;
 mod lmdb;
 mod loader;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use phalanx::{Rank, Result, WorldSize};
-use phalanx_data::Dataset;
+use phalanx_data::{Dataset, InMemory};
 
 pub fn world(size: u32) -> WorldSize {
     WorldSize::new(size).unwrap()
@@ -16,7 +16,7 @@ pub fn shards(size: u32) -> impl Iterator<Item = (Rank, WorldSize)> {
 }
 
 /// The numbers below it.
-pub fn numbers(len: usize) -> Vec<usize> {
+pub fn numbers(len: usize) -> InMemory<usize> {
     (0..len).collect()
 }
 

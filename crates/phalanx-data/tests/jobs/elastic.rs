@@ -9,7 +9,7 @@ use phalanx::elastic::{self, Plain};
 use phalanx::launch::{Event, Job, Outcome};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{ReduceOp, Result, WorldSize};
-use phalanx_data::{DataLoader, Position};
+use phalanx_data::{DataLoader, InMemory, Position};
 
 use crate::ROLE;
 
@@ -48,7 +48,7 @@ fn check(role: &str) {
 /// Counts how often each item of one epoch has been in a step.
 pub fn train(role: &str) -> Result<()> {
     let loader =
-        DataLoader::builder((0..ITEMS).collect::<Vec<_>>()).sampler(ElasticSampler::new(ITEMS).seed(7));
+        DataLoader::builder((0..ITEMS).collect::<InMemory<_>>()).sampler(ElasticSampler::new(ITEMS).seed(7));
     let loader = loader.batch_size(3).num_workers(2).build()?;
     let mut state = Plain((vec![0_i32; ITEMS], loader.position()));
     let rank = elastic::run(

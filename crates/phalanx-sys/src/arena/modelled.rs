@@ -20,6 +20,7 @@ pub struct Arena {
 
 /// An arena as mapped by every rank.
 pub struct Mapping {
+    claim: AtomicU64,
     words: BTreeMap<usize, AtomicU64>,
     half_words: BTreeMap<usize, AtomicU32>,
     bytes: Box<[UnsafeCell<u8>]>,
@@ -40,6 +41,7 @@ impl Arena {
         region: Range<usize>,
     ) -> Arc<Self> {
         let mapping = Mapping {
+            claim: AtomicU64::default(),
             words: words.into_iter().map(|at| (at, AtomicU64::default())).collect(),
             half_words: half_words.into_iter().map(|at| (at, AtomicU32::default())).collect(),
             bytes: (0..region.end).map(|_| UnsafeCell::new(0)).collect(),
@@ -100,6 +102,14 @@ impl Mapping {
 
     pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
         offset + bytes <= self.bytes.len()
+    }
+
+    pub(crate) fn identity(&self) -> u64 {
+        self.bytes.as_ptr() as u64
+    }
+
+    pub(crate) fn claim(&self) -> &AtomicU64 {
+        &self.claim
     }
 
     pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {

@@ -35,6 +35,11 @@ fn arena(ranks: usize) -> Arc<Arena> {
     )
 }
 
+/// A region of which each rank has a share.
+fn divided(owners: usize) -> Division {
+    Division { owners, unit: SHARE, combines_windows: false }
+}
+
 /// Runs `rank` on `ranks` threads, each with its handle of the control block, in every interleaving. If `preemptions`
 /// is given, only interleavings with at most that many preemptions are run.
 fn model(ranks: usize, preemptions: Option<usize>, rank: fn(ControlBlock)) {
@@ -90,9 +95,9 @@ fn combine(mut control_block: ControlBlock) {
         let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
         region.fill(call);
         control_block
-            .in_place(CALL, region, Unregistered::Later, &mut go_on, |operation| {
+            .in_place(CALL, region, (divided(ranks), Unregistered::Later), &mut go_on, |operation| {
                 assert_eq!(operation.protocol(), Protocol::Direct);
-                operation.combine(ranks, SHARE, |shares| {
+                operation.combine(|shares| {
                     let sum = shares.iter().map(|share| share[0]).sum();
                     shares.iter_mut().for_each(|share| share.fill(sum));
                 });
@@ -150,10 +155,13 @@ fn read_windows(mut control_block: ControlBlock) {
             Ok(())
         })
     };
-    let outcome =
-        control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&first), &mut go_on, |operation| {
-            operation.pass(BUFFERS + 1, fill(me), read, None)
-        });
+    let outcome = control_block.in_place(
+        CALL,
+        &mut [0],
+        (divided(2), Unregistered::InWindow(&first)),
+        &mut go_on,
+        |operation| operation.pass(BUFFERS + 1, fill(me), read, None),
+    );
     assert_eq!(outcome, Ok(()));
 }
 
@@ -173,15 +181,19 @@ fn combine_windows(mut control_block: ControlBlock) {
             Ok(())
         })
     };
+    let combined = Division { combines_windows: true, ..divided(2) };
     let take_back: TakeBack<'_, Infallible> = &mut |number, window, _| {
         let block = &window[other * BLOCK..][..BLOCK];
         assert!(block.iter().all(|byte| usize::from(*byte) == 16 * number + me + 2));
         Ok(())
     };
-    let outcome =
-        control_block.in_place(CALL, &mut [0], Unregistered::InWindow(&first), &mut go_on, |operation| {
-            operation.pass(BUFFERS + 1, fill(me), combine, Some(take_back))
-        });
+    let outcome = control_block.in_place(
+        CALL,
+        &mut [0],
+        (combined, Unregistered::InWindow(&first)),
+        &mut go_on,
+        |operation| operation.pass(BUFFERS + 1, fill(me), combine, Some(take_back)),
+    );
     assert_eq!(outcome, Ok(()));
 }
 
@@ -203,9 +215,10 @@ fn two_calls(mut control_block: ControlBlock, is_ahead: bool) {
                 Ok(())
             })
         };
-        let outcome = control_block.in_place(CALL, &mut [0], unregistered, &mut go_on, |operation| {
-            operation.pass(count, |_, memory, window| fill(memory, window), read, None)
-        });
+        let outcome =
+            control_block.in_place(CALL, &mut [0], (divided(2), unregistered), &mut go_on, |operation| {
+                operation.pass(count, |_, memory, window| fill(memory, window), read, None)
+            });
         assert_eq!(outcome, Ok(()));
     }
 }

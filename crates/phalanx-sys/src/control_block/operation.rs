@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::windows::Windows;
-use super::{Call, ControlBlock, DONE, MemoryKind, Slots, Watch};
+use super::{Call, ControlBlock, DONE, Division, LENGTH, MemoryKind, OFFSET, Slots, Watch};
 use crate::arena::Arena;
 use crate::sync::{Ordering, fence};
 
@@ -41,6 +41,8 @@ pub struct SharedOperation<'a, 'w, E> {
     pub(super) control_block: &'a mut ControlBlock,
     pub(super) memory: Memory<'a>,
     pub(super) protocol: Protocol,
+    /// Whether all members have given the same division.
+    pub(super) divides_alike: bool,
     pub(super) windows: Windows,
     pub(super) watch: Watch<'w, E>,
 }
@@ -93,12 +95,14 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     ) -> Result<R, E> {
         control_block.wait_for_all(&mut *watch)?;
         control_block.free_windows_before(windows.first);
+        let divides_alike = control_block.divides_alike();
         let out_of_place = matches!(memory, Memory::OutOfPlace(_));
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
-            Memory::InPlace(memory) => control_block
-                .region(member, MemoryKind::Lent)
-                .is_some_and(|region| region.len() == memory.len()),
+            Memory::InPlace(memory) => {
+                let region = control_block.region(member, MemoryKind::Lent);
+                divides_alike && region.is_some_and(|region| region.len() == memory.len())
+            }
             Memory::OutOfPlace(_) => control_block.region(member, MemoryKind::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
@@ -110,7 +114,8 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             false if all(&direct) => Protocol::Direct,
             false => Protocol::Staged,
         };
-        let mut operation = SharedOperation { control_block, memory, protocol, windows, watch };
+        let mut operation =
+            SharedOperation { control_block, memory, protocol, divides_alike, windows, watch };
         let outcome = work(&mut operation)?;
         let SharedOperation { control_block, protocol, watch, .. } = operation;
         if protocol == Protocol::Direct {
@@ -138,6 +143,11 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// How the data moves between ranks.
     pub fn protocol(&self) -> Protocol {
         self.protocol
+    }
+
+    /// How the members divide the work. None if they do not: the call is not in place, or they have given different ones.
+    pub(super) fn division(&self) -> Option<Division> {
+        Division::of(self.control_block.own_header[2]).filter(|_| self.divides_alike)
     }
 
     /// This rank's index among the members.
@@ -170,18 +180,18 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         work(&Slots { control_block: self.control_block }, memory)
     }
 
-    /// Lends this rank's [`share`] of every member's memory, in the order of the members. The memory is divided among
-    /// the first `owners` members in multiples of `unit`. All members must pass the same two values; see
-    /// [`shared`](crate::shared) on trust.
+    /// Lends this rank's [`share`] of every member's memory, in the order of the members, as the call's [`Division`] says.
     ///
     /// # Panics
     /// If the protocol is not [`Protocol::Direct`], or the memory is not lent for writing.
-    pub fn combine<R>(&mut self, owners: usize, unit: usize, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
+    pub fn combine<R>(&mut self, work: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
+        let division = self.division();
         let (control_block, own) = (&*self.control_block, self.memory.as_mut_slice());
         assert!(self.protocol == Protocol::Direct && own.is_some(), "it is not lent");
-        let own = own.unwrap_or_default();
-        // All regions have this length; otherwise the protocol would not be Direct.
-        let share = share(own.len(), unit, owners, control_block.me);
+        // Where memory is lent there is a division, and without one nothing would be shared.
+        let (own, Some(division)) = (own.unwrap_or_default(), division) else { return work(&mut []) };
+        // All regions have this length, and all members this division; otherwise the protocol would not be Direct.
+        let share = share(own.len(), division.unit, division.owners, control_block.me);
         let mut own = Some(&mut own[share.clone()]);
         let mut shares: Vec<&mut [u8]> = (0..control_block.members())
             .filter_map(|member| {
@@ -190,8 +200,9 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
                 }
                 let region = control_block.region(member, MemoryKind::Lent).unwrap_or(0..0);
                 // SAFETY: every member has lent this region and waits until this rank is done. Each rank accesses only
-                // its own share, and shares of one length do not overlap. The regions of different members are in
-                // different arenas.
+                // its own share, and shares of one length and division do not overlap, because all members have
+                // different indices. The regions of different members are in different arenas. Both is what the claims
+                // to the arenas ensure.
                 Some(unsafe {
                     control_block.members[member].lend_mut(region.start + share.start, share.len())
                 })
@@ -228,16 +239,28 @@ impl ControlBlock {
         self.field(member, 2) & 3
     }
 
+    /// Whether all members have given the same division.
+    fn divides_alike(&self) -> bool {
+        let division = |member| self.field(member, 2) & Division::MASK;
+        (0..self.members()).all(|member| division(member) == division(self.me))
+    }
+
+    /// Whether all members have passed the same number of windows before this call.
+    pub(super) fn counts_windows_alike(&self) -> bool {
+        let first = |member| self.field(member, 3) & !LENGTH;
+        (0..self.members()).all(|member| first(member) == first(self.me))
+    }
+
     /// The length of the memory that `member` gives, as its header says.
     pub(super) fn length(&self, member: usize) -> usize {
-        usize::try_from(self.field(member, 3)).unwrap_or(usize::MAX)
+        usize::try_from(self.field(member, 3) & LENGTH).unwrap_or(usize::MAX)
     }
 
     /// The range of the memory that `member` gives as `wanted`. None if it gives another kind, or if the range is not
     /// valid.
     pub(super) fn region(&self, member: usize, wanted: MemoryKind) -> Option<Range<usize>> {
         let (word, bytes) = (self.field(member, 2), self.length(member));
-        let offset = usize::try_from(word & !3).ok()?;
+        let offset = usize::try_from(word & OFFSET).ok()?;
         (self.memory_kind(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)
     }

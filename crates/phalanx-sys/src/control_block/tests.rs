@@ -9,6 +9,8 @@ use crate::arena::Region;
 
 const ARENA: usize = 16 << 20;
 const CALL: Call = *b"sixteen letters.";
+const SHARES: Division = Division { owners: 3, unit: 64, combines_windows: false };
+const WINDOWS: Division = Division { combines_windows: true, ..SHARES };
 
 /// The control blocks of all ranks, each with its own mappings, as in separate processes.
 fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
@@ -78,11 +80,17 @@ fn regions_are_combined_where_they_are() {
             for round in 0..100 {
                 region.as_mut_slice().fill(1 + control_block.me() as u8 + round);
                 control_block
-                    .in_place(CALL, region.as_mut_slice(), Unregistered::Later, &mut go_on, |operation| {
-                        assert_eq!(operation.protocol(), Protocol::Direct);
-                        operation.combine(3, 64, add);
-                        Ok(())
-                    })
+                    .in_place(
+                        CALL,
+                        region.as_mut_slice(),
+                        (SHARES, Unregistered::Later),
+                        &mut go_on,
+                        |operation| {
+                            assert_eq!(operation.protocol(), Protocol::Direct);
+                            operation.combine(add);
+                            Ok(())
+                        },
+                    )
                     .unwrap();
                 assert_eq!(region.as_slice(), vec![(6 + 3 * u32::from(round)) as u8; bytes]);
             }
@@ -116,18 +124,24 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
             &mut [0; 10_000][..length],
         ];
         for memory in memories {
-            let protocol =
-                control_block.in_place(CALL, memory, Unregistered::Later, &mut go_on, |operation| {
-                    Ok(operation.protocol())
-                });
+            let protocol = control_block.in_place(
+                CALL,
+                memory,
+                (SHARES, Unregistered::Later),
+                &mut go_on,
+                |operation| Ok(operation.protocol()),
+            );
             assert_eq!(protocol, Ok(Protocol::Staged));
         }
         let shorter = filled(arena, length, 1);
         let mut lent = filled(arena, length, 1);
-        let lent =
-            control_block.in_place(CALL, lent.as_mut_slice(), Unregistered::Later, &mut go_on, |operation| {
-                Ok(operation.protocol())
-            });
+        let lent = control_block.in_place(
+            CALL,
+            lent.as_mut_slice(),
+            (SHARES, Unregistered::Later),
+            &mut go_on,
+            |operation| Ok(operation.protocol()),
+        );
         assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
         let shown =
             control_block.out_of_place(CALL, &[], shorter.as_slice(), None, &mut go_on, |operation| {
@@ -145,15 +159,23 @@ fn few_bytes_of_ordinary_memory_travel_in_the_slots_if_nobody_lends() {
             assert_eq!(operation.protocol(), Protocol::Small);
             Ok(operation.slots(|slots, memory| [slots.bytes(0)[0], slots.bytes(1)[9], memory[0]]))
         };
-        let seen =
-            control_block.in_place(CALL, &mut unregistered, Unregistered::InSlot(50..60), &mut go_on, read);
+        let seen = control_block.in_place(
+            CALL,
+            &mut unregistered,
+            (SHARES, Unregistered::InSlot(50..60)),
+            &mut go_on,
+            read,
+        );
         assert_eq!(seen, Ok([0, 1, control_block.me() as u8]));
         let mut region = filled(arena, 100, 1);
         let memory = if control_block.me() == 0 { region.as_mut_slice() } else { &mut unregistered };
-        let protocol =
-            control_block.in_place(CALL, memory, Unregistered::InSlot(0..100), &mut go_on, |operation| {
-                Ok(operation.protocol())
-            });
+        let protocol = control_block.in_place(
+            CALL,
+            memory,
+            (SHARES, Unregistered::InSlot(0..100)),
+            &mut go_on,
+            |operation| Ok(operation.protocol()),
+        );
         assert_eq!(protocol, Ok(Protocol::Staged));
     });
 }
@@ -204,7 +226,8 @@ fn who_has_not_come_is_known() {
 fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
     let mut blocks = blocks(2);
     let ((other, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
-    control_block.begin(CALL, &[1; 8], &[7; 16], None, Some(4..12));
+    let header = Announcement { call: CALL, division: 0, first: 0 };
+    control_block.begin(header, &[1; 8], &[7; 16], None, Some(4..12));
     let slot = control_block.slot();
     for place in (slot + 8..slot + HEAD + 16).step_by(8) {
         other.members[0].word(place).store(u64::MAX, Ordering::Relaxed);
@@ -281,7 +304,7 @@ fn windows_pass_in_order() {
                     if index % 2 == 0 { Unregistered::InWindow(&first) } else { Unregistered::Later };
                 let mut memory = vec![0; 8];
                 control_block
-                    .in_place(CALL, &mut memory, unregistered, &mut go_on, |operation| {
+                    .in_place(CALL, &mut memory, (SHARES, unregistered), &mut go_on, |operation| {
                         read_windows(operation, count)
                     })
                     .unwrap();
@@ -303,7 +326,7 @@ fn windows_are_combined_by_all_and_come_back() {
                 let unregistered =
                     if index % 2 == 0 { Unregistered::InWindow(&first) } else { Unregistered::Later };
                 control_block
-                    .in_place(CALL, &mut [0; 8], unregistered, &mut go_on, |operation| {
+                    .in_place(CALL, &mut [0; 8], (WINDOWS, unregistered), &mut go_on, |operation| {
                         combine_windows(operation, count)
                     })
                     .unwrap();
@@ -318,8 +341,9 @@ fn ranks_go_on_while_one_is_late() {
     run(3, |control_block, _| {
         let me = control_block.me();
         for round in 0..30 {
+            let division = if round % 2 == 0 { WINDOWS } else { SHARES };
             control_block
-                .in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+                .in_place(CALL, &mut [0; 8], (division, Unregistered::Later), &mut go_on, |operation| {
                     if round % 3 == me {
                         thread::sleep(Duration::from_millis(2));
                     }
@@ -347,12 +371,12 @@ fn a_rank_fills_all_buffers_before_it_waits_for_a_late_one() {
                     go_on(missing)
                 };
                 control_block
-                    .in_place(CALL, &mut [0; 8], Unregistered::Later, &mut watch, |operation| {
+                    .in_place(CALL, &mut [0; 8], (WINDOWS, Unregistered::Later), &mut watch, |operation| {
                         combine_windows(operation, 20)
                     })
                     .unwrap();
             });
-            late.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+            late.in_place(CALL, &mut [0; 8], (WINDOWS, Unregistered::Later), &mut go_on, |operation| {
                 // All looks before this were for the late rank's header, and these are for its first window.
                 seen.try_iter().for_each(drop);
                 (0..2).for_each(|_| seen.recv().unwrap());
@@ -384,12 +408,13 @@ fn ranks_that_keep_pace_use_two_buffers() {
 #[test]
 fn windows_do_not_pass_after_a_call_that_failed_between_them() {
     let (mut control_block, _) = blocks(1).swap_remove(0);
-    let failed = control_block.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
-        operation.pass(2, numbered(0), |_, _| Err("enough".to_owned()), None)
-    });
+    let failed =
+        control_block.in_place(CALL, &mut [0; 8], (SHARES, Unregistered::Later), &mut go_on, |operation| {
+            operation.pass(2, numbered(0), |_, _| Err("enough".to_owned()), None)
+        });
     assert_eq!(failed, Err("enough".to_owned()));
     let next = catch_unwind(AssertUnwindSafe(|| {
-        control_block.in_place(CALL, &mut [0; 8], Unregistered::Later, &mut go_on, |operation| {
+        control_block.in_place(CALL, &mut [0; 8], (SHARES, Unregistered::Later), &mut go_on, |operation| {
             read_windows(operation, 2)
         })
     }));
@@ -433,7 +458,7 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     let outcome = control_block.in_place(
         CALL,
         region.as_mut_slice(),
-        Unregistered::Later,
+        (SHARES, Unregistered::Later),
         &mut |_| Err("enough"),
         |_| Ok(()),
     );
@@ -441,11 +466,12 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
     // The peer reads the header in the slot, sees that the region is lent, and writes.
     let mut own = filled(&other, 10_000, 1);
     let mut watch = |_| Err("nobody is done any more");
-    let outcome = late.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
-        assert_eq!(operation.protocol(), Protocol::Direct);
-        operation.combine(2, 64, |shares| shares.iter_mut().for_each(|share| share.fill(9)));
-        Ok(())
-    });
+    let outcome =
+        late.in_place(CALL, own.as_mut_slice(), (SHARES, Unregistered::Later), &mut watch, |operation| {
+            assert_eq!(operation.protocol(), Protocol::Direct);
+            operation.combine(|shares| shares.iter_mut().for_each(|share| share.fill(9)));
+            Ok(())
+        });
     assert_eq!(outcome, Err("nobody is done any more"));
     assert!(region.as_slice().iter().all(|byte| *byte == 1));
     assert_eq!(control_block.own.find(region.as_slice()), None);
@@ -497,7 +523,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
     let (ended, end) = mpsc::channel();
     let combine = |operation: &mut SharedOperation<'_, '_, &str>| {
         assert_eq!(operation.protocol(), Protocol::Direct);
-        operation.combine(3, 64, add);
+        operation.combine(add);
         Ok(())
     };
     thread::scope(|scope| {
@@ -508,11 +534,16 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 ended.set(ended.get() || end.try_recv().is_ok());
                 if ended.get() { Err("the third rank has its result") } else { Ok(()) }
             };
-            let outcome =
-                late.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
+            let outcome = late.in_place(
+                CALL,
+                own.as_mut_slice(),
+                (SHARES, Unregistered::Later),
+                &mut watch,
+                |operation| {
                     failure.recv().unwrap();
                     combine(operation)
-                });
+                },
+            );
             assert_eq!(outcome, Err("the third rank has its result"));
         });
         scope.spawn(move || {
@@ -529,11 +560,16 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 0 if told => Err("the first rank is not done any more"),
                 _ => Ok(()),
             };
-            let outcome =
-                waits.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, |operation| {
+            let outcome = waits.in_place(
+                CALL,
+                own.as_mut_slice(),
+                (SHARES, Unregistered::Later),
+                &mut watch,
+                |operation| {
                     combined.set(true);
                     combine(operation)
-                });
+                },
+            );
             ended.send(()).unwrap();
             assert_eq!(outcome, Err("the first rank is not done any more"), "a sum that lacks a part");
         });
@@ -544,8 +580,13 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
                 enough.set(enough.get() || waits_alone.try_recv().is_ok());
                 if enough.get() { Err("enough") } else { Ok(()) }
             };
-            let outcome =
-                gives_up.in_place(CALL, own.as_mut_slice(), Unregistered::Later, &mut watch, combine);
+            let outcome = gives_up.in_place(
+                CALL,
+                own.as_mut_slice(),
+                (SHARES, Unregistered::Later),
+                &mut watch,
+                combine,
+            );
             assert_eq!(outcome, Err("enough"));
             failed.send(()).unwrap();
         });
@@ -557,7 +598,8 @@ fn offsets_that_no_peer_can_have_are_no_region() {
     let (control_block, _) = blocks(2).swap_remove(0);
     let peer = &control_block.members[1];
     let slot = control_block.slot();
-    for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (!3, 8), (ARENA as u64 - 4096, u64::MAX), (4096, 8)] {
+    for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (OFFSET, 8), (ARENA as u64 - 4096, LENGTH), (4096, 8)]
+    {
         peer.word(slot + 24).store(offset | MemoryKind::Lent as u64, Ordering::Relaxed);
         peer.word(slot + 32).store(bytes, Ordering::Relaxed);
         assert_eq!(control_block.region(1, MemoryKind::Lent), None, "{offset} {bytes}");
@@ -577,4 +619,49 @@ fn shares_cover_everything_once() {
             );
         }
     }
+}
+
+/// Those of the members have other shares.
+#[test]
+fn memory_that_is_divided_otherwise_is_not_lent() {
+    let other = Division { owners: 2, ..SHARES };
+    let units = Division { unit: 1, ..SHARES };
+    for (mine, theirs) in [(SHARES, other), (SHARES, units), (SHARES, WINDOWS)] {
+        run(2, |control_block, arena| {
+            let division = if control_block.me() == 0 { mine } else { theirs };
+            let mut region = filled(arena, 10_000, 1);
+            let memory = region.as_mut_slice();
+            let passes = |operation: &mut SharedOperation<'_, '_, String>| {
+                let mut refuses = |work: &mut dyn FnMut(&mut SharedOperation<'_, '_, String>)| {
+                    catch_unwind(AssertUnwindSafe(|| work(operation))).is_err()
+                };
+                let refused = [
+                    refuses(&mut |operation| operation.combine(|_| ())),
+                    refuses(&mut |operation| operation.take(|_, _| Ok(())).unwrap()),
+                    refuses(&mut |operation| operation.combine_staged(64, |_, _| Ok(())).unwrap()),
+                ];
+                Ok((operation.protocol(), refused))
+            };
+            let seen =
+                control_block.in_place(CALL, memory, (division, Unregistered::Later), &mut go_on, passes);
+            assert_eq!(seen, Ok((Protocol::Staged, [true; 3])));
+        });
+    }
+}
+
+/// What members pass alike, they have taken alike; a member that has passed fewer may still read what it has not taken.
+#[test]
+fn windows_are_free_when_those_who_passed_fewer_say_so() {
+    let (mut control_block, _) = blocks(2).swap_remove(0);
+    let peer = control_block.members[1].clone();
+    control_block.staging.staged = 3;
+    let header = |first| Announcement { call: CALL, division: 0, first };
+    control_block.begin(header(2), &[], &[], None, None);
+    let length = peer.word(control_block.slot() + 32);
+    length.store(1 << LENGTH.count_ones(), Ordering::Relaxed);
+    control_block.free_windows_before(2);
+    assert_eq!(control_block.staging.free, 0);
+    length.store(2 << LENGTH.count_ones(), Ordering::Relaxed);
+    control_block.free_windows_before(2);
+    assert_eq!(control_block.staging.free, 2);
 }

@@ -15,6 +15,9 @@ use super::wait::Patience;
 use super::{BUFFERS, ControlBlock, STAGED, STAGING, TAKEN, USUAL, WINDOW, Watch};
 use crate::sync::Ordering;
 
+/// Blocks of a window begin at cache lines, so that no two ranks write the same line.
+const BLOCK_ALIGNMENT: usize = if cfg!(loom) { 32 } else { 64 };
+
 /// How far a rank is with its windows, and where they are.
 #[derive(Default)]
 pub(super) struct Staging {
@@ -78,8 +81,8 @@ enum Step {
 impl<E> SharedOperation<'_, '_, E> {
     /// Passes `count` windows, at least one. `fill` copies this rank's memory into the window with a number. `work` then
     /// calls [`take`](Self::take) or [`combine_staged`](Self::combine_staged), once for each window. `take_back`, if
-    /// given, gets each of this rank's windows when all ranks have done that. All members must pass the same `count`;
-    /// see [`shared`](crate::shared) on trust.
+    /// given, gets each of this rank's windows when all ranks have done that. If members pass different `count`s, they wait
+    /// for each other, or get each other's windows of another call.
     ///
     /// # Panics
     /// If the protocol is not [`Protocol::Staged`], if windows of this operation have passed before, or if an earlier call has
@@ -141,7 +144,11 @@ impl<E> SharedOperation<'_, '_, E> {
     }
 
     /// Lends all members' next window, in the order of the members, together with this rank's memory.
+    ///
+    /// # Panics
+    /// If the call's [`Division`](super::Division) combines windows, or the members have given different ones.
     pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        assert!(self.reads_windows(), "the others write into the windows");
         self.await_staged()?;
         let (control_block, number) = (&*self.control_block, self.control_block.staging.taken);
         // The windows do not overlap this rank's memory.
@@ -149,7 +156,8 @@ impl<E> SharedOperation<'_, '_, E> {
             .map(|(index, member)| {
                 let window = control_block.window(index, number);
                 // SAFETY: in the member's part of the control block. It was published as staged, and is filled again
-                // only when this rank has published it as taken, which needs this borrow to end.
+                // only when this rank has published it as taken, which needs this borrow to end. No rank combines into it,
+                // because none has given such a division.
                 unsafe { member.lend(window.start, window.len()) }
             })
             .collect();
@@ -158,28 +166,31 @@ impl<E> SharedOperation<'_, '_, E> {
         Ok(())
     }
 
-    /// Lends this rank's block of each other member's next window for writing, in the order of the members without this
-    /// one, together with this rank's memory. A window has a block of `bytes` for each member. All members must pass
-    /// the same `bytes`, and all must call this for the window; see [`shared`](crate::shared) on trust.
+    /// Lends the first `bytes` of this rank's block of each other member's next window for writing, in the order of the
+    /// members without this one, together with this rank's memory. A window has a block for each member, at
+    /// [`block_start`].
     ///
     /// # Panics
-    /// If the blocks do not fit into a window.
+    /// If the block is shorter, if the call's [`Division`](super::Division) does not combine windows, or if the members
+    /// have given different ones.
     pub fn combine_staged(
         &mut self,
         bytes: usize,
         work: impl FnOnce(&mut [&mut [u8]], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        assert!(bytes <= WINDOW / self.members(), "the blocks do not fit into a window");
+        let is_alike = self.division().is_some_and(|division| division.combines_windows);
+        assert!(is_alike, "the others read the windows");
+        assert!(bytes <= block_bytes(self.members()), "the blocks do not fit into a window");
         self.await_staged()?;
         let (control_block, number) = (&*self.control_block, self.control_block.staging.taken);
-        let block = control_block.me * bytes;
+        let block = block_start(control_block.members(), control_block.me);
         let mut blocks: Vec<&mut [u8]> = control_block
             .others()
             .map(|(index, member)| {
                 let window = control_block.window(index, number);
                 // SAFETY: the member has staged the window, and does not touch it until this rank has published it as
-                // taken, which needs this borrow to end. Every other rank accesses only its own block, and blocks do
-                // not overlap.
+                // taken, which needs this borrow to end. Every other rank accesses only its own block, because all have
+                // given a division that combines windows, and blocks do not overlap.
                 unsafe { member.lend_mut(window.start + block, bytes) }
             })
             .collect();
@@ -213,6 +224,11 @@ impl<E> SharedOperation<'_, '_, E> {
         work(window, self.memory.as_mut_slice().unwrap_or_default())?;
         self.control_block.staging.free += 1;
         Ok(())
+    }
+
+    /// Whether all members read windows, and none writes into them.
+    fn reads_windows(&self) -> bool {
+        self.divides_alike && self.division().is_none_or(|division| !division.combines_windows)
     }
 
     /// Polls for a while whether all members have staged the next window.
@@ -268,9 +284,12 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// All members have published a call whose first window has this number, so they have taken all earlier ones.
+    /// All members have published a call. If its first window has this number on all of them, they have taken all earlier
+    /// ones. Otherwise a member has passed fewer, and windows are free when it says so.
     pub(super) fn free_windows_before(&mut self, first: u64) {
-        self.staging.free = self.staging.free.max(first);
+        if self.counts_windows_alike() {
+            self.staging.free = self.staging.free.max(first);
+        }
     }
 
     /// Is there a buffer for another window?
@@ -312,6 +331,16 @@ impl ControlBlock {
             }
         })
     }
+}
+
+/// The offset in a window of the block of the member with this `index`, if each of `members` members has one.
+pub fn block_start(members: usize, index: usize) -> usize {
+    index * block_bytes(members)
+}
+
+/// Bytes of each member's block of a window.
+fn block_bytes(members: usize) -> usize {
+    WINDOW / members / BLOCK_ALIGNMENT * BLOCK_ALIGNMENT
 }
 
 /// The offset and length of a buffer in each part of the control block.

@@ -9,8 +9,12 @@ use super::{Layout, Segment};
 use crate::memfd;
 use crate::sync::Ordering;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM01");
+const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM02");
 const NAME: &str = "phalanx-rings";
+/// The offsets of the segment's layout.
+const RINGS: usize = 16;
+const RING_BYTES: usize = 24;
+
 /// Keeps the memory available for others to open; dropped when all have opened it.
 #[derive(Debug)]
 pub struct Invitation(pub(crate) OwnedFd);
@@ -30,6 +34,8 @@ impl Segment {
         memfd::allocate(&fd, 0, bytes)?;
         let segment = Self::map(&fd, layout)?;
         segment.memory.word(8).store(nonce, Ordering::Relaxed);
+        segment.memory.word(RINGS).store(layout.rings as u64, Ordering::Relaxed);
+        segment.memory.word(RING_BYTES).store(layout.ring_bytes as u64, Ordering::Relaxed);
         segment.memory.word(0).store(MAGIC, Ordering::Release);
         Ok((Arc::new(segment), Invitation(fd)))
     }
@@ -43,6 +49,11 @@ impl Segment {
             (segment.memory.word(0).load(Ordering::Acquire), segment.memory.word(8).load(Ordering::Relaxed));
         if written != (MAGIC, nonce) {
             return Err(io::Error::other("it is the segment of another job"));
+        }
+        // Segments of the same length may be divided otherwise, and the claims to rings are counted by ring.
+        let divided = [RINGS, RING_BYTES].map(|at| segment.memory.word(at).load(Ordering::Relaxed));
+        if divided != [layout.rings as u64, layout.ring_bytes as u64] {
+            return Err(io::Error::other("the segment has other rings"));
         }
         Ok(Arc::new(segment))
     }
@@ -94,6 +105,17 @@ mod tests {
         assert!(producer.is_some() && others[1].producer(1).is_none() && own.producer(1).is_none());
         let consumer = own.consumer(1);
         assert!(consumer.is_some() && others[0].consumer(1).is_none() && others[1].consumer(0).is_some());
+    }
+
+    #[test]
+    fn a_ring_is_not_given_out_again_as_a_part_of_other_rings() {
+        let (own, invitation) = Segment::create(LAYOUT, 7).unwrap();
+        let _producer = own.producer(0).unwrap();
+        // As long, and its ring has the bytes of both.
+        let one = Layout { rings: 1, ring_bytes: 256 };
+        assert_eq!(one.bytes(), LAYOUT.bytes());
+        let error = Segment::open(std::process::id(), invitation.descriptor(), one, 7).unwrap_err();
+        assert_eq!(error.to_string(), "the segment has other rings");
     }
 
     fn unsealed() -> OwnedFd {

@@ -59,6 +59,8 @@ impl LocalMethod {
 
 /// Training that communicates only every few steps.
 ///
+/// The velocity of an outer optimizer, and the number of the step, cannot be saved yet: a run that is started again begins them anew.
+///
 /// ```
 /// use phalanx::asynchronous::{LocalMethod, LocalUpdates};
 /// use phalanx::{ProcessGroup, WorldSize};

@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
+use phalanx_sys::signal::ignore_file_size_signal;
+
 /// A file system.
 pub(super) trait Disk: Debug + Send + Sync + 'static {
     /// Makes a folder that must not exist yet.
@@ -42,6 +44,8 @@ impl Disk for SystemDisk {
     }
 
     fn create_file(&self, path: &Path) -> io::Result<File> {
+        // Then a file that becomes too large is an error with a remedy, and not the end of the process.
+        let _ = ignore_file_size_signal();
         File::create_new(path)
     }
 

@@ -14,7 +14,7 @@ use crate::health::Health;
 use crate::random;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
-use crate::transport::bootstrap;
+use crate::transport::bootstrap::{self, Starting};
 
 /// With more ranks, each would have too little of a staging window.
 const MOST: usize = 256;
@@ -52,31 +52,53 @@ pub(crate) fn decline(config: &MeshConfig<'_>, deadline: Deadline) -> Result<()>
 pub(crate) struct Joined {
     /// The domains of all ranks; the same on every rank, unless it was configured to use TCP.
     pub partition: Partition,
-    /// This rank's own domain, if it has memory that others can map.
-    pub domain: Option<Domain>,
+    /// This rank's own domain, if it has memory that others can map: what it consists of, before there is a group.
+    shared: Option<(Arc<Arena>, ControlBlock)>,
     /// Why not all ranks are in this rank's domain.
     pub reason: Option<String>,
 }
 
-/// Lends this rank's memory to the others, and maps theirs.
+impl Joined {
+    /// Each rank is alone.
+    pub(crate) fn alone(world: usize) -> Self {
+        Self { partition: Partition::alone(world), shared: None, reason: None }
+    }
+
+    /// The domains, this rank's own one, and why not all ranks are in it.
+    pub(crate) fn into_domain(
+        self,
+        rank: Rank,
+        health: &Arc<Health>,
+    ) -> (Partition, Option<Domain>, Option<String>) {
+        let Self { partition, shared, reason } = self;
+        let (is_world, members) = (partition.is_one(), partition.domain_of(rank).to_vec());
+        let domain = shared.map(|(arena, control_block)| {
+            let peers = Peers { rank, members, health: health.clone() };
+            Domain { peers, is_world, arena, control_block }
+        });
+        (partition, domain, reason)
+    }
+}
+
+/// Lends this rank's memory to the others, and maps theirs. It needs only the store, so it can be done while the ranks connect.
 pub(crate) fn join(
     config: &MeshConfig<'_>,
     host: Option<&str>,
-    health: &Arc<Health>,
+    starting: &Starting,
     deadline: Deadline,
 ) -> Result<Joined> {
     let (rank, world) = (config.rank, config.world);
     let own = lend(host, world.count());
     let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
-    let lent: Vec<Lent> = bootstrap::exchange(config, health, ARENA, &lent, deadline)?;
+    let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &lent, deadline)?;
     let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
     let reach: Reach =
         mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
-    let reach: Vec<Reach> = bootstrap::exchange(config, health, REACH, &reach, deadline)?;
+    let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &reach, deadline)?;
 
     if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
         let reason = Some(format!("rank {declined}: it was told to use TCP"));
-        return Ok(Joined { partition: Partition::alone(world.count()), domain: None, reason });
+        return Ok(Joined { reason, ..Joined::alone(world.count()) });
     }
     let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
         Some(reason) if reason.is_empty() => None,
@@ -91,16 +113,11 @@ pub(crate) fn join(
     let members = partition.domain_of(rank);
     let mappings = members.iter().filter_map(|member| mapped.get(member.index())?.clone().ok()).collect();
     let me = members.iter().position(|member| *member == rank);
-    let control_block =
-        own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
-            let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
-            (control_block.members() == members.len()).then_some((arena, control_block))
-        });
-    let (members, health) = (members.to_vec(), health.clone());
-    let peers = Peers { rank, members, health };
-    let is_world = partition.is_one();
-    let domain = control_block.map(|(arena, control_block)| Domain { peers, is_world, arena, control_block });
-    Ok(Joined { partition, domain, reason })
+    let shared = own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
+        let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
+        (control_block.members() == members.len()).then_some((arena, control_block))
+    });
+    Ok(Joined { partition, shared, reason })
 }
 
 /// An arena of this rank, and its address.

@@ -3,7 +3,7 @@
 
 use phalanx_sys::control_block::SharedOperation;
 
-use super::{Block, InPlace, Job, LINE, short};
+use super::{Block, InPlace, Job, short};
 use crate::error::{Error, Result};
 
 pub(super) fn in_place(
@@ -11,18 +11,17 @@ pub(super) fn in_place(
     job: Job,
     kind: InPlace,
 ) -> Result<()> {
-    let element = job.call.dtype.size();
     match kind {
-        InPlace::AllReduce => operation.combine(job.ranks, LINE, |chunks| job.fold().apply(chunks)),
+        InPlace::AllReduce => operation.combine(|chunks| job.fold().apply(chunks)),
         // The others' memory gets the result too, which does no harm: it belongs to the call.
-        InPlace::ReduceScatter => operation.combine(job.ranks, element, |chunks| job.fold().apply(chunks)),
-        InPlace::Reduce => operation.combine(job.ranks, LINE, |chunks| reduce(job, chunks, job.root)),
+        InPlace::ReduceScatter => operation.combine(|chunks| job.fold().apply(chunks)),
+        InPlace::Reduce => operation.combine(|chunks| reduce(job, chunks, job.root)),
         InPlace::Broadcast => {
-            operation.combine(job.ranks, LINE, |chunks| spread(chunks, job.root));
+            operation.combine(|chunks| spread(chunks, job.root));
             Ok(())
         }
         InPlace::AllGather => {
-            operation.combine(job.ranks, element, |chunks| spread(chunks, job.me));
+            operation.combine(|chunks| spread(chunks, job.me));
             Ok(())
         }
         InPlace::Barrier => Ok(()),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Protocol, SharedOperation};
 
-use super::{Domain, Job, LINE, Peers, direct, staged};
+use super::{Domain, Job, Peers, direct, staged};
 use crate::collective::Counts;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
@@ -30,24 +30,26 @@ impl Domain {
             range.start * size..range.end * size
         };
         let gathers = call.operation == Operation::AllGatherVInPlace;
-        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
-            Protocol::Direct => {
-                let own = Self::chunk(bytes, job.ranks, job.me);
-                direct_parts(
-                    operation,
-                    job,
-                    |index| within(&own, &part(index)),
-                    |slices, index| {
-                        if gathers {
-                            direct::spread(slices, index);
-                            return Ok(());
-                        }
-                        direct::reduce(job, slices, index)
-                    },
-                )
+        self.on_data((call, sequence), data, self.control_block.members(), timeout, |operation, job| {
+            match operation.protocol() {
+                Protocol::Direct => {
+                    let own = Self::chunk(bytes, job.ranks, job.me);
+                    direct_parts(
+                        operation,
+                        job,
+                        |index| within(&own, &part(index)),
+                        |slices, index| {
+                            if gathers {
+                                direct::spread(slices, index);
+                                return Ok(());
+                            }
+                            direct::reduce(job, slices, index)
+                        },
+                    )
+                }
+                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, part),
+                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), part),
             }
-            Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, part),
-            Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), part),
         })
     }
 
@@ -84,7 +86,7 @@ fn direct_parts(
     part: impl Fn(usize) -> Range<usize>,
     mut work: impl FnMut(&mut [&mut [u8]], usize) -> Result<()>,
 ) -> Result<()> {
-    operation.combine(job.ranks, LINE, |chunks| {
+    operation.combine(|chunks| {
         (0..job.ranks).try_for_each(|index| {
             let part = part(index);
             if part.is_empty() {

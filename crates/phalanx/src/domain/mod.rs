@@ -47,7 +47,7 @@ use crate::health::Health;
 use crate::notice::warn;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
-use crate::wire::frame::{Call, Copying, Header, Operation};
+use crate::wire::frame::{Call, Copying, Header, History, Operation};
 
 /// Shares end at cache lines, so that no two ranks write the same line.
 const LINE: usize = 64;
@@ -180,7 +180,8 @@ impl Domain {
             Ok(())
         };
         let unregistered = small.map_or(Unregistered::InWindow(&ahead), Unregistered::InSlot);
-        self.control_block.in_place(call.encoded, data, unregistered, &mut watch, |operation| {
+        let memory = (staged::division(job, kind), unregistered);
+        self.control_block.in_place(call.encoded, data, memory, &mut watch, |operation| {
             call.check(|index| operation.call(index))?;
             match operation.protocol() {
                 Protocol::Direct => direct::in_place(operation, job, kind),
@@ -266,8 +267,13 @@ impl DomainCall<'_> {
         let Peers { rank, members, .. } = self.peers;
         // The memory is of this job and generation, and both ranks have made the same number of calls. The encoded call
         // has no field for the tuning; only frames compare that.
-        let header =
-            |call| Header { call, sequence: self.sequence, generation: Generation::default(), payload: 0 };
+        let header = |call| Header {
+            call,
+            sequence: self.sequence,
+            generation: Generation::default(),
+            history: History::default(),
+            payload: 0,
+        };
         for (index, peer) in members.iter().enumerate() {
             let theirs = theirs(index);
             if theirs != self.encoded {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{Protocol, SharedOperation, Unregistered, share};
+use phalanx_sys::control_block::{Division, Protocol, SharedOperation, Unregistered, share};
 
 use super::{Domain, Job, LINE, direct, staged};
 use crate::collective::kernel::Fold;
@@ -39,8 +39,8 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
-            Protocol::Direct => operation.combine(owners, LINE, |chunks| fold.apply(chunks)),
+        self.on_data((call, sequence), data, owners, timeout, |operation, job| match operation.protocol() {
+            Protocol::Direct => operation.combine(|chunks| fold.apply(chunks)),
             Protocol::Small | Protocol::Staged => {
                 staged::reduce(operation, job, fold, |index| Self::chunk(bytes, owners, index))
             }
@@ -56,9 +56,9 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, timeout, |operation, job| match operation.protocol() {
+        self.on_data((call, sequence), data, owners, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => {
-                operation.combine(owners, LINE, |chunks| direct::spread(chunks, job.me));
+                operation.combine(|chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
             Protocol::Small | Protocol::Staged => {
@@ -67,17 +67,21 @@ impl Domain {
         })
     }
 
+    /// A call on `data`, of which each of the first `owners` members has a [`chunk`](Self::chunk).
     pub(super) fn on_data(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
+        owners: usize,
         timeout: &Timeout,
         work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job) -> Result<()>,
     ) -> Result<()> {
         let job = Job { call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
         let call = self.peers.call(call, sequence, timeout);
         let mut watch = |missing| call.watch(missing);
-        self.control_block.in_place(call.encoded, data, Unregistered::Later, &mut watch, |operation| {
+        let divided = Division { owners, unit: LINE, combines_windows: false };
+        let memory = (divided, Unregistered::Later);
+        self.control_block.in_place(call.encoded, data, memory, &mut watch, |operation| {
             call.check(|index| operation.call(index))?;
             work(operation, job)
         })

@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{SharedOperation, TakeBack, WINDOW, share};
+use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share};
 
 use super::routes::Routes;
 use super::{Block, InPlace, Job, LINE, direct};
@@ -44,6 +44,16 @@ pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace)
         Pattern::Collect => collect(operation, job, given),
         Pattern::Nothing => Ok(()),
     }
+}
+
+/// How the ranks divide an operation in place, whichever way the data goes.
+pub(super) fn division(job: Job, kind: InPlace) -> Division {
+    let unit = match kind {
+        InPlace::ReduceScatter | InPlace::AllGather => job.call.dtype.size(),
+        InPlace::AllReduce | InPlace::Reduce | InPlace::Broadcast | InPlace::Barrier => LINE,
+    };
+    let combines_windows = matches!(pattern(job, kind), Pattern::Combine);
+    Division { owners: job.ranks, unit, combines_windows }
 }
 
 /// Copies the first window of an operation in place into `window`.
@@ -216,7 +226,7 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
 
     /// The offset in a window of the block for `index`.
     fn start(&self, index: usize) -> usize {
-        index % self.blocks * self.bytes
+        block_start(self.blocks, index % self.blocks)
     }
 
     /// Copies the parts of this rank's input for the others into a window.

@@ -105,6 +105,17 @@ impl Store for RoundStore {
         pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
         self.round.multi_set(pairs, deadline)
     }
+
+    fn exchange(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
+        self.round.exchange(pairs, keys, deadline, go_on)
+    }
 }
 
 /// Removes the keys of the rounds before `now`: no worker uses them.

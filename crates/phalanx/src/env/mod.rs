@@ -229,7 +229,8 @@ pub struct WorkerEnv {
 
 impl WorkerEnv {
     /// The variables to set for this worker; Horovod's too, if the job was started by `phalanx horovodrun`. If a host has several workers, threads are limited to one for each, except
-    /// if this process's environment already sets the limit.
+    /// if this process's environment already sets the limit. Python does not buffer its output, unless this process's environment
+    /// says what it does.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
         self.variables_given(|name| std::env::var_os(name).is_some())
     }
@@ -267,6 +268,9 @@ impl WorkerEnv {
             let threads = ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"].into_iter();
             variables.extend(threads.filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
         }
+        // Through a pipe Python would keep its lines back, and lose them if it is killed.
+        variables
+            .extend(Some("PYTHONUNBUFFERED").filter(|name| !is_set(name)).map(|name| (name, "1".to_owned())));
         variables
     }
 }
@@ -522,14 +526,15 @@ mod tests {
             agent_store: true,
         };
         let variables = worker.variables_given(|name| name == "OMP_NUM_THREADS");
-        assert_eq!(variables.len(), 16);
+        assert_eq!(variables.len(), 17);
         let with_horovod = worker.variables_given(|name| name == HOROVODRUN);
         let value = |name| with_horovod.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
         let names = ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"];
         assert_eq!(names.map(value), [Some("3"), Some("4"), Some("1"), Some("2")]);
         assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("0"), Some("1")]);
         let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
-        assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")));
+        assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")) && pairs.contains(&("PYTHONUNBUFFERED", "1")));
+        assert_eq!(worker.variables_given(|name| name == "PYTHONUNBUFFERED").len(), 17);
         let env = parse(&pairs).unwrap().unwrap();
         assert_eq!(
             (env.rank, env.world_size, env.restart_count),

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::ProcessGroup;
 use crate::buffer::Buffer;
+use crate::caller::Caller;
 use crate::collective::Memory;
 use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
@@ -74,6 +75,32 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self) -> Result<()> {
         self.run(self.call_of::<u8>(Operation::Barrier, 0), Memory::InPlace(&mut []))
+    }
+
+    /// Leaves the group together with all other ranks, once all have made the same calls.
+    ///
+    /// A rank does not wait in every call: the root of a [`broadcast`](Self::broadcast) or a [`scatter`](Self::scatter), and
+    /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
+    /// then returns before it can know what the others have called. If they have called something else, such as the same
+    /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
+    /// call learns it here. Dropping the last handle only writes what is known by then to standard error.
+    ///
+    /// This is a [`barrier`](Self::barrier), and then a drop of this handle. Other handles stay, and so does the group with
+    /// them.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank};
+    /// let group = ProcessGroup::alone()?;
+    /// group.broadcast(&mut [1.0f32], Rank::MAIN)?;
+    /// group.close()?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and if ranks have made different calls before.
+    #[doc(alias("destroy_process_group", "MPI_Finalize"))]
+    pub fn close(self) -> Result<()> {
+        self.in_call(Caller::Close).barrier()
     }
 
     /// The call of a collective on this handle, with the name of the user's call, if there is one.

@@ -1,13 +1,15 @@
 //! Connects the ranks of a group: the TCP mesh between all, and the shared memory of those on one host.
 
 use std::sync::Arc;
+use std::thread;
 
 use crate::deadline::Deadline;
 use crate::domain::{self, Domain, Joined, Partition};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
-use crate::transport::messages::{self, Messages};
+use crate::transport::bootstrap::Starting;
+use crate::transport::messages::{self, Messages, Rings};
 use crate::transport::tcp::{self, Monitor, Tcp};
 use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
@@ -58,22 +60,48 @@ pub(crate) fn connect_among(
         // Before the mesh stands: later the store may be gone, with a rank that has already finished.
         domain::decline(config, deadline)?;
     }
-    let mesh = tcp::mesh(config, deadline).inspect_err(|error| {
-        if let Some(culprit) = error.culprit(config.rank) {
-            let member = members.as_ref().and_then(|members| members.get(culprit.index()));
-            worker_error::blame(member.copied().unwrap_or(culprit));
-        }
+    let starting = Starting::default();
+    let share = || -> Result<(Joined, Rings)> {
+        let joined = match kind {
+            Some(TransportKind::Tcp) => Joined::alone(config.world.count()),
+            Some(TransportKind::SharedMemory) | None => domain::join(config, host, &starting, deadline)?,
+        };
+        let rings = messages::rings(config, joined.partition.domain_of(config.rank), &starting, deadline)?;
+        Ok((joined, rings))
+    };
+    let connect = || {
+        let mesh = tcp::mesh(config, deadline).inspect_err(|error| {
+            if let Some(culprit) = error.culprit(config.rank) {
+                let member = members.as_ref().and_then(|members| members.get(culprit.index()));
+                worker_error::blame(member.copied().unwrap_or(culprit));
+            }
+        })?;
+        let health = Health::among(config.rank, mesh.hosts, members.clone());
+        let connections = Arc::new(mesh.connections);
+        let identity = (config.rank, config.world);
+        let monitor = Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat)?;
+        starting.connected(health.clone());
+        Ok::<_, Error>((health, connections, Arc::new(monitor)))
+    };
+    let ((health, connections, monitor), shared) = thread::scope(|scope| {
+        // Over a network the store is far away: the four round trips to it pass while the connections are made. Within a host a thread
+        // and another connection to the store would cost more.
+        let beside = !config.interface.is_loopback();
+        let share = &share;
+        let sharing =
+            beside.then(|| thread::Builder::new().name("phalanx-share".into()).spawn_scoped(scope, share));
+        let connected = connect().inspect_err(|_| starting.fail())?;
+        let shared = match sharing {
+            Some(Ok(sharing)) => {
+                sharing.join().unwrap_or_else(|_| Err(Error::aborted("a thread that shares memory panicked")))
+            }
+            None | Some(Err(_)) => share(),
+        };
+        Ok::<_, Error>((connected, shared))
     })?;
-    let health = Health::among(config.rank, mesh.hosts, members);
-    let connections = Arc::new(mesh.connections);
-    let identity = (config.rank, config.world);
-    let monitor = Arc::new(Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat)?);
-    let mut joined = Joined { partition: Partition::alone(config.world.count()), domain: None, reason: None };
-    if kind != Some(TransportKind::Tcp) {
-        // A rank that gives up here reports it, because the others may be waiting for its message.
-        joined = domain::join(config, host, &health, deadline).map_err(|error| health.fail(error))?;
-    }
-    let Joined { partition, domain, reason } = joined;
+    // A rank that gives up here reports it, because the others may be waiting for its message.
+    let (joined, rings) = shared.map_err(|error| health.fail(error))?;
+    let (partition, domain, reason) = joined.into_domain(config.rank, &health);
     let shares = partition.is_one() && domain.as_ref().is_some_and(Domain::is_world);
     if !shares && kind != Some(TransportKind::Tcp) {
         let reason = reason.unwrap_or_else(|| "they cannot map each other's memory".to_owned());
@@ -88,8 +116,6 @@ pub(crate) fn connect_among(
         // The other ranks of its host would wait for it there.
         return Err(health.fail(domain::refused("this rank has no shared memory")));
     }
-    let rings = messages::rings(config, partition.domain_of(config.rank), &health, deadline);
-    let rings = rings.map_err(|error| health.fail(error))?;
     let messages = Messages::over(config.rank, &connections, rings, &health, Box::new(monitor.clone()));
     let transport = Box::new(Tcp::new(config.rank, connections, health.clone(), monitor, local_world_size));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::{Incoming, Outgoing, Transport};
-use crate::wire::frame::{Call, Copying, Header, Operation};
+use crate::wire::frame::{Call, Copying, Header, History, Operation};
 use crate::world_size::WorldSize;
 
 /// How many of its own calls a rank remembers, for an error that shows where its calls and another rank's begin to
@@ -52,6 +52,8 @@ pub(super) struct Engine {
     /// Scratch memory: a copy of the whole input of a `reduce_scatter`, or the blocks of a tree.
     workspace: AlignedBytes,
     collectives: Sequence,
+    /// Of the collectives before the one that runs, as far as their data goes in frames.
+    history: History,
     /// This rank's latest calls, by their numbers modulo [`REMEMBERED`].
     called: Vec<Option<(Call, Sequence)>>,
     /// The call of the last frame from each peer.
@@ -79,6 +81,7 @@ impl Engine {
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
             collectives: Sequence::default(),
+            history: History::default(),
             called: vec![None; REMEMBERED],
             heard: vec![None; world.count()],
         }
@@ -113,10 +116,16 @@ impl Engine {
             let done = domain.collective(call, sequence, memory, timeout);
             return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }
-        self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
+        self.health.calls.begin(self.header(call, sequence));
         let outcome = self.between_hosts(call, sequence, memory, timeout);
         self.health.calls.end();
+        self.history = self.history.with(&self.header(call, sequence));
         outcome
+    }
+
+    /// What goes before each payload of this call.
+    fn header(&self, call: Call, sequence: Sequence) -> Header {
+        Header { call, sequence, generation: self.generation, history: self.history, payload: 0 }
     }
 
     /// A collective of ranks that do not all share memory.
@@ -260,9 +269,15 @@ impl Engine {
         deadline: Deadline,
     ) -> Result<()> {
         self.check_health()?;
-        let header = Header { call, sequence, generation: self.generation, payload: 0 };
+        let header = self.header(call, sequence);
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
+            let done = done.inspect_err(|error| {
+                // The calls are the same, but not all before them.
+                if error.is_mismatch() && error.sequence().is_none() {
+                    self.health.await_difference(sequence);
+                }
+            });
             let done = done.map_err(|error| self.last_heard(error, sequence));
             let done = done.map_err(|error| self.own_call_at(error, sequence));
             done.map_err(|error| self.health.fail_operation(error, call, sequence))?;

@@ -112,6 +112,8 @@ impl ProcessGroup {
     /// was requested and some rank cannot map another's memory; the error says which, and why.
     pub fn join(rendezvous: Rendezvous, options: GroupOptions) -> Result<Self> {
         worker_error::report_panics();
+        // So that what a rank writes beside its checkpoints, such as the trace, may reach `ulimit -f` without ending it.
+        let _ = phalanx_sys::signal::ignore_file_size_signal();
         let GroupOptions { timeout, transport, tuning, host_id, heartbeat } = options;
         tuning.check()?;
         heartbeat.check()?;

@@ -25,12 +25,16 @@ pub(crate) struct Calls(Mutex<CallsState>);
 struct CallsState {
     /// The latest calls, each at its number modulo [`KEPT`].
     last: Vec<Option<Header>>,
+    /// The call that began last.
+    latest: Option<Header>,
     /// The call that has begun and not ended.
     running: Option<Header>,
     /// The call that was running at the last check, and whether the others were told.
     seen: Option<(Sequence, bool)>,
-    /// The calls in which peers wait, if this rank has not reached them.
-    waiting: Vec<(Rank, Header)>,
+    /// Earlier calls that the others must be told, because a frame has shown that one of them differs.
+    untold: Vec<Header>,
+    /// The calls in which peers wait, or after which they have left, if this rank has not reached them.
+    waiting: Vec<(Rank, Header, bool)>,
 }
 
 impl Calls {
@@ -43,6 +47,12 @@ impl Calls {
         let place = place(call.sequence);
         state.last[place] = Some(call);
         state.running = Some(call);
+        state.latest = Some(call);
+    }
+
+    /// The call that began last, if its data went to other ranks in frames.
+    pub(crate) fn latest(&self) -> Option<Header> {
+        self.0.lock().latest
     }
 
     /// It has ended.
@@ -66,11 +76,27 @@ impl Calls {
         }
     }
 
-    /// `peer` waits in the call `theirs`.
-    pub(crate) fn hear(&self, peer: Rank, theirs: Header) {
+    /// Has the others told which calls this rank made before the one numbered `sequence`. Returns whether there are any.
+    pub(super) fn tell_earlier(&self, sequence: Sequence) -> bool {
         let mut state = self.0.lock();
-        state.waiting.retain(|(known, _)| *known != peer);
-        state.waiting.push((peer, theirs));
+        let mut earlier: Vec<Header> =
+            state.last.iter().flatten().filter(|call| call.sequence < sequence).copied().collect();
+        // The first that differs is found first.
+        earlier.sort_unstable_by_key(|call| call.sequence.0);
+        state.untold = earlier;
+        !state.untold.is_empty()
+    }
+
+    /// What the others must be told of earlier calls, once.
+    pub(crate) fn untold(&self) -> Vec<Header> {
+        std::mem::take(&mut self.0.lock().untold)
+    }
+
+    /// `peer` waits in the call `theirs`, or made it before; or it is the last one before it left the group.
+    pub(crate) fn hear(&self, peer: Rank, theirs: Header, is_last: bool) {
+        let mut state = self.0.lock();
+        state.waiting.retain(|(known, ..)| *known != peer);
+        state.waiting.push((peer, theirs, is_last));
     }
 
     /// An error with both calls if this rank, `own`, has made another call where a peer waits.
@@ -78,12 +104,15 @@ impl Calls {
         let mut state = self.0.lock();
         let CallsState { last, waiting, .. } = &mut *state;
         let mut outcome = Ok(());
-        waiting.retain(|(peer, theirs)| {
+        waiting.retain(|&(peer, ref theirs, theirs_is_last)| {
             let there = last.get(place(theirs.sequence)).copied().flatten();
             // This rank may still reach it.
             let Some(call) = there.filter(|call| call.sequence >= theirs.sequence) else { return true };
             if call.sequence == theirs.sequence && outcome.is_ok() {
-                let checked = call.check(theirs, own, *peer);
+                // A rank that waits in the same call gets a frame of it, and finds another history itself. Then it tells the
+                // calls before it, of which the first that differs is here.
+                let history = if theirs_is_last { theirs.history } else { call.history };
+                let checked = call.check(&Header { history, ..*theirs }, own, peer);
                 outcome =
                     checked.map_err(|error| error.in_operation(call.call.to_string(), Some(call.sequence)));
             }
@@ -102,13 +131,19 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::rank::Generation;
-    use crate::wire::frame::{Call, Operation};
+    use crate::wire::frame::{Call, History, Operation};
 
     const ME: Rank = Rank::MAIN;
 
     fn header(operation: Operation, sequence: u64) -> Header {
         let call = Call::new(operation, DType::F32, 8);
-        Header { call, sequence: Sequence(sequence), generation: Generation(0), payload: 0 }
+        Header {
+            call,
+            sequence: Sequence(sequence),
+            generation: Generation(0),
+            history: History::default(),
+            payload: 0,
+        }
     }
 
     #[test]
@@ -127,7 +162,7 @@ mod tests {
     #[test]
     fn another_call_in_the_place_of_a_peers_is_found_before_and_after_it_is_made() {
         let (calls, peer) = (Calls::default(), Rank::new(2));
-        calls.hear(peer, header(Operation::AllGather, 3));
+        calls.hear(peer, header(Operation::AllGather, 3), false);
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Broadcast, 3));
         let error = calls.compare(ME).unwrap_err();
@@ -138,13 +173,13 @@ mod tests {
         // It has been reported.
         calls.compare(ME).unwrap();
         // The same call, and one that ended long ago.
-        calls.hear(peer, header(Operation::Broadcast, 3));
+        calls.hear(peer, header(Operation::Broadcast, 3), false);
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Barrier, 3 + KEPT as u64));
-        calls.hear(peer, header(Operation::AllGather, 3));
+        calls.hear(peer, header(Operation::AllGather, 3), false);
         calls.compare(ME).unwrap();
         // Ahead of this peer by some calls.
-        calls.hear(peer, header(Operation::AllGather, 3 + KEPT as u64));
+        calls.hear(peer, header(Operation::AllGather, 3 + KEPT as u64), false);
         assert!(calls.compare(ME).is_err());
     }
 }

@@ -54,6 +54,16 @@ pub(crate) enum ProcessState {
     Unknown,
 }
 
+impl ProcessState {
+    /// Whether the process is seen to exist.
+    pub(crate) fn is_there(self) -> bool {
+        match self {
+            Self::Stopped | Self::Alive => true,
+            Self::Gone | Self::Unknown => false,
+        }
+    }
+}
+
 impl Silence {
     /// Has the peer failed? A peer that is seen to be alive is only slow.
     pub(crate) fn is_failure(&self, state: ProcessState) -> bool {

@@ -16,6 +16,7 @@ pub use self::heartbeat::Heartbeat;
 use self::liveness::ProcessState;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind};
+use crate::notice::warn;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Call;
 use crate::worker_error;
@@ -23,6 +24,8 @@ use crate::worker_error;
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.
 const EXPLANATION: Duration = Duration::from_secs(1);
+/// How long a rank waits for the others to find in which call they differ. They are told at the next look.
+const DIFFERENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a transport does when its group fails: notify the peers, and wake waiting threads.
 type Alarm = Box<dyn FnOnce(&Error) + Send>;
@@ -101,6 +104,29 @@ impl Health {
     pub(crate) fn compare_calls(&self) {
         if let Err(error) = self.calls.compare(self.rank) {
             self.fail(error);
+        }
+    }
+
+    /// A frame of the call numbered `sequence` shows that a peer has made another call before. Has the others told the earlier
+    /// ones, and waits for the first rank that finds which one it is: then that is the group's failure, with both calls.
+    pub(crate) fn await_difference(&self, sequence: Sequence) {
+        let mut state = self.state.lock();
+        // Ranks in one process have no connections for it.
+        if state.alarm.is_none() || !self.calls.tell_earlier(sequence) {
+            return;
+        }
+        let deadline = Deadline::after(DIFFERENCE_TIMEOUT);
+        while !state.announced && !self.changed.wait_until(&mut state, deadline.instant()).timed_out() {}
+    }
+
+    /// As [`compare_calls`](Self::compare_calls), when a rank leaves. The program may make no other call that could return the
+    /// error, so this says it.
+    pub(crate) fn compare_last_calls(&self) {
+        if self.has_failed() {
+            return;
+        }
+        if let Err(error) = self.calls.compare(self.rank) {
+            warn(self.fail(error));
         }
     }
 

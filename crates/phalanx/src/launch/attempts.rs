@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_sys::signal::{Catcher, keep_exit_status_of_children};
+use phalanx_sys::signal::{Catcher, ignore_file_size_signal, keep_exit_status_of_children};
 use rustix::process::Signal as Raw;
 
 use super::event::{Event, Observer};
@@ -94,6 +94,8 @@ impl<'a> Control<'a> {
     pub(super) fn new(observer: &'a mut dyn Observer) -> Result<Self> {
         keep_exit_status_of_children()
             .map_err(|error| Error::io("SIGCHLD cannot be set to its default", error))?;
+        // The workers inherit it: what they and this launcher write may be limited (`ulimit -f`).
+        ignore_file_size_signal().map_err(|error| Error::io("SIGXFSZ cannot be ignored", error))?;
         let caught = [Raw::INT, Raw::TERM, Raw::HUP, Raw::QUIT, Raw::TSTP, Raw::CONT, Raw::USR1, Raw::USR2];
         let signals = Catcher::install(&caught.map(Raw::as_raw))
             .map_err(|error| Error::io("cannot catch signals", error))?;

@@ -23,8 +23,6 @@ const TRIMMED: &str = "trimmed";
 const MARK: u64 = 16;
 /// How long the store may take to answer a request that does not wait.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How long to wait for a state that may have been removed.
-pub(super) const MOMENT: Duration = Duration::from_millis(200);
 
 /// What a machine must have for its log to be compacted. Such a log has no MACs: a state would need one too.
 pub(crate) struct Compaction<M: Machine> {
@@ -45,11 +43,16 @@ impl<M: Machine> Log<M> {
             if index == 0 {
                 return Ok((M::default(), 0));
             }
-            match self.store.get(&state_key(index), deadline.at_most(MOMENT)) {
+            // It may just have been removed; then there is a newer one.
+            let mut go_on = || match self.base(deadline)? > index {
+                true => Err(Error::timeout("the state has been removed")),
+                false => Ok(()),
+            };
+            let found = self.store.exchange(&[], &[&state_key(index)], deadline, &mut go_on);
+            match found.map(|found| found.into_iter().next().unwrap_or_default()) {
                 // Removed between the wait for it and the answer: `base` has moved.
                 Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
                 Ok(bytes) => return Ok(((compaction.decode)(&bytes)?, index)),
-                // It has just been removed, and there is a newer one.
                 Err(error) if error.is_timeout() && !deadline.has_passed() => {}
                 Err(error) => return Err(error),
             }
@@ -57,11 +60,25 @@ impl<M: Machine> Log<M> {
     }
 
     /// [`read`](Self::read) of a log that is compacted.
-    pub(super) fn read_compacted(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
-        let found = match self.store.multi_get(&[&key(index), BASE], deadline) {
-            Ok(found) => Some(found),
+    pub(super) fn read_compacted(
+        &self,
+        index: u64,
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Read<M>> {
+        let mut is_removed = false;
+        let mut watch = || {
+            go_on()?;
             // An entry that has been removed never comes.
-            Err(error) if error.is_timeout() && answer::<M, _>(|deadline| self.base(deadline))? > index => {
+            is_removed = answer::<M, _>(|deadline| self.base(deadline))? > index;
+            if is_removed { Err(Error::timeout("the entry has been removed")) } else { Ok(()) }
+        };
+        let found = match self.store.exchange(&[], &[&key(index), BASE], deadline, &mut watch) {
+            Ok(found) => Some(found),
+            Err(error) if error.is_timeout() => {
+                if !is_removed && answer::<M, _>(|deadline| self.base(deadline))? <= index {
+                    return Err(error);
+                }
                 None
             }
             Err(error) => return Err(error),

@@ -129,11 +129,29 @@ impl<M: Machine> Log<M> {
     }
 
     /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
-        if M::COMPACTION.is_some() {
-            return self.read_compacted(index, deadline);
-        }
-        self.decode_at(index, &self.store.get(&key(index), deadline)?)
+        self.read_while(index, deadline, &mut || Ok(()))
+    }
+
+    /// Reads the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
+    /// the wait. The wait itself is one request: on a slow network a wait in parts would never see its answer.
+    fn read_while(
+        &self,
+        index: u64,
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Read<M>> {
+        let read = match M::COMPACTION {
+            Some(_) => self.read_compacted(index, deadline, go_on)?,
+            None => {
+                let found = self.store.exchange(&[], &[&key(index)], deadline, go_on)?;
+                self.decode_at(index, found.first().map_or(&[], Vec::as_slice))?
+            }
+        };
+        // A writer need not try the places before.
+        self.end.fetch_max(index + 1, Ordering::Relaxed);
+        Ok(read)
     }
 
     fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {

@@ -9,8 +9,8 @@ use super::{Log, Machine, Read, Replica};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
-/// How long the reader waits at a time; then it checks whether it is to end.
-const LOOK: Duration = Duration::from_millis(200);
+/// How long the reader waits for one entry before it asks for it anew.
+const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 /// How long one removal of what is not needed any more may take.
 const TIDY: Duration = Duration::from_secs(1);
 
@@ -53,8 +53,24 @@ impl<M: Machine> Participant<M> {
         join: &M::Entry,
         deadline: Deadline,
     ) -> Result<bool> {
-        // Processes that watch this one expect to find its heartbeat.
-        self.log.store.add(&heartbeat_key, 1, deadline)?;
+        self.announce(&heartbeat_key, deadline)?;
+        self.enter(id, heartbeat_key, join, deadline)
+    }
+
+    /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
+    /// process expect to find.
+    pub(crate) fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
+        self.log.store.add(heartbeat_key, 1, deadline).map(drop)
+    }
+
+    /// The second half of [`join`](Self::join).
+    pub(crate) fn enter(
+        &self,
+        id: M::Id,
+        heartbeat_key: String,
+        join: &M::Entry,
+        deadline: Deadline,
+    ) -> Result<bool> {
         self.replica.set_own(id, heartbeat_key);
         let index = self.log.try_append(join, deadline)?;
         index.into_iter().for_each(|index| self.replica.set_joined_at(index));
@@ -118,10 +134,15 @@ fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>) {
             }
             view.next
         };
-        match log.read(next, Deadline::after(LOOK)) {
+        let mut go_on = || match replica.view().is_closing() {
+            true => Err(Error::aborted("the log is closed")),
+            false => Ok(()),
+        };
+        match log.read_while(next, Deadline::after(READ_TIMEOUT), &mut go_on) {
             Ok(Read::Entry(entry)) => replica.apply(entry),
             Ok(Read::Forged) => replica.skip(),
             Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+            Err(_) if replica.view().is_closing() => return,
             Err(error) if error.is_timeout() => {}
             Err(error) => return replica.lose(error),
         }

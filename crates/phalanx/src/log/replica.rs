@@ -117,6 +117,11 @@ impl<M: Machine> Replica<M> {
         self.change(|view| view.own.iter_mut().for_each(|own| own.joined_at = Some(index)));
     }
 
+    /// This process was refused, and asks again.
+    pub(crate) fn forget_refusal(&self) {
+        self.view.lock().refusal = None;
+    }
+
     fn change(&self, how: impl FnOnce(&mut View<M>)) {
         how(&mut self.view.lock());
         self.changed.notify_all();

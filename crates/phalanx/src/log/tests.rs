@@ -8,10 +8,13 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 use serde::Deserialize;
 
-use super::compaction::{BASE, MOMENT, answer, state_key};
+use super::compaction::{BASE, answer, state_key};
 use super::*;
 use crate::key::JobKey;
 use crate::store::{MemoryStore, Store};
+
+/// How long a reader waits for an entry that may not exist.
+const MOMENT: Duration = Duration::from_millis(200);
 
 fn limit() -> Deadline {
     Deadline::after(Duration::from_secs(60))

@@ -1,13 +1,14 @@
-//! The start of a world: every rank reports its arrival, and the last one reports that all are there.
+//! The start of a world: every rank reports its arrival, and rank 0 reports that all are there.
 //!
 //! Keys, below the job's scope and a round:
 //!
 //! ```text
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store
 //! world      the world size that the first to come expects
-//! arrived    how many have come
 //! verdict    the outcome: "ok", or what went wrong; written once, read by all
 //! ```
+//!
+//! A rank writes the first two in one request and waits for the third in the next: two round trips, however far away the store is.
 //!
 //! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
 //! `rank/<r>`, and goes on to the next round.
@@ -96,14 +97,10 @@ pub(super) fn arrive(
     let started = Instant::now();
     let (world_size, identity) = (config.world_size.to_string(), me.clone());
     let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
-    let (roll_call, round) = sign_in(store, config, &entry, deadline)?;
+    let (roll_call, round, expected) = sign_in(store, config, &entry, deadline)?;
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
-    // Published here, so that ranks that get further can see if this one is stopped while it waits.
-    transport::publish_process(&*group, config.rank, deadline)?;
-    let world = entry.world_size.as_bytes();
-    let expected = roll_call.compare_set("world", b"", world, deadline)?;
-    if expected != world {
+    if expected != entry.world_size.as_bytes() {
         let cause = format!(
             "rank {} expects a world of {}, another rank one of {}",
             config.rank,
@@ -112,13 +109,20 @@ pub(super) fn arrive(
         );
         return Err(fail(&roll_call, Kind::Mismatch, None, cause, deadline));
     }
-    if roll_call.add("arrived", 1, deadline)? == i64::from(config.world_size.get()) {
-        roll_call.compare_set("verdict", b"", OK, deadline)?;
-    }
+    // Published here, so that ranks that get further can see if this one is stopped while it waits.
+    let (name, process) = transport::process_record(config.rank)?;
+    let process = [(&*format!("group/{name}"), &*process)];
     // Some time is kept to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     let awaited = || awaited(&roll_call, config, started);
-    match while_waiting(awaited, || roll_call.get("verdict", waiting)) {
+    let outcome = while_waiting(awaited, || match config.rank.is_main() {
+        true => judge(&roll_call, config, &process, waiting),
+        false => {
+            let outcome = roll_call.exchange(&process, &["verdict"], waiting, &mut || Ok(()));
+            outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
+        }
+    });
+    match outcome {
         Ok(outcome) if outcome == OK => {}
         Ok(outcome) => return Err(read_outcome(&outcome)),
         Err(error) if error.is_timeout() => {
@@ -129,9 +133,44 @@ pub(super) fn arrive(
     Ok(Arrived { store: group, roll_call, world_size: config.world_size })
 }
 
+/// Rank 0: waits until all have come, and writes the outcome, unless there is one before.
+fn judge(
+    roll_call: &PrefixStore,
+    config: &RankConfig,
+    process: &[(&str, &[u8])],
+    deadline: Deadline,
+) -> Result<Vec<u8>> {
+    let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let mut is_decided = false;
+    let mut go_on = || {
+        is_decided = roll_call.check(&["verdict"], Deadline::after(ANSWER_TIMEOUT)).unwrap_or(false);
+        if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
+    };
+    match roll_call.exchange(process, &keys, deadline, &mut go_on) {
+        Err(_) if is_decided => roll_call.get("verdict", deadline.max(Deadline::after(ANSWER_TIMEOUT))),
+        Err(error) => Err(error),
+        Ok(entries) => {
+            // A rank that expects another world has said so before it reads this, or does so now.
+            let world_size = config.world_size.to_string();
+            for (rank, entry) in config.world_size.ranks().zip(&entries) {
+                let other = Entry::parse(entry)?.world_size;
+                if other != world_size {
+                    let cause = format!(
+                        "rank {} expects a world of {world_size}, rank {rank} one of {other}",
+                        config.rank
+                    );
+                    return Err(fail(roll_call, Kind::Mismatch, None, cause, deadline));
+                }
+            }
+            roll_call.compare_set("verdict", b"", OK, deadline)
+        }
+    }
+}
+
 /// The part of the remaining time that is kept for reporting an error.
 pub(super) fn reserve(deadline: Deadline) -> Duration {
-    (deadline.remaining() / 5).min(Duration::from_millis(500))
+    (deadline.remaining() / 5).min(Duration::from_secs(2))
 }
 
 /// A random number that cannot be guessed.
@@ -139,19 +178,25 @@ pub(super) fn nonce() -> Result<String> {
     Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
 }
 
-/// Writes the entry into the first round in which this process has no entry yet.
+/// Writes the entry into the first round in which this process has no entry yet. Returns also the world size that the first to come
+/// expects there.
 fn sign_in(
     store: &SharedStore,
     config: &RankConfig,
     entry: &Entry,
     deadline: Deadline,
-) -> Result<(PrefixStore, u64)> {
+) -> Result<(PrefixStore, u64, Vec<u8>)> {
     let mine = entry.to_text().into_bytes();
+    let name = format!("rank/{}", config.rank);
     for round in 0.. {
         let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
-        let there = roll_call.compare_set(&format!("rank/{}", config.rank), b"", &mine, deadline)?;
+        let changes =
+            [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world_size.as_bytes())];
+        let found = roll_call.multi_compare_set(&changes, deadline)?;
+        let [there, expected] = <[_; 2]>::try_from(found)
+            .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
         if there == mine {
-            return Ok((roll_call, round));
+            return Ok((roll_call, round, expected));
         }
         let other = Entry::parse(&there)?.identity;
         if other != entry.identity {
@@ -189,8 +234,10 @@ fn write_outcome(roll_call: &PrefixStore, error: &ArrivalError, deadline: Deadli
     roll_call.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
 }
 
-/// How long reporting may take after the deadline.
-const LAST_MESSAGE: Duration = Duration::from_millis(100);
+/// How long reporting may take after the deadline: a round trip of a slow network, with a packet that is sent again.
+const LAST_MESSAGE: Duration = Duration::from_secs(2);
+/// How long the store may take to answer a question beside the wait.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An outcome other than "ok".
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -227,7 +274,7 @@ fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant) -> St
     let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.
     let cause = match world <= ASKED || config.rank.is_main() {
-        true => missing(roll_call, config, started, Deadline::after(LAST_MESSAGE * 10)).cause,
+        true => missing(roll_call, config, started, Deadline::after(ANSWER_TIMEOUT)).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
     format!("rank {} waits for the others: {cause}", config.rank)

@@ -16,6 +16,7 @@ mod tcp;
 mod conformance;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
@@ -31,10 +32,13 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing))]
 pub use tcp::fuzz as fuzz_reply;
-pub(crate) use tcp::{Access, KeylessClients, Refusals, host_port};
+pub(crate) use tcp::{Access, KeylessClients, Patience, Refusals, host_port};
 pub use tcp::{TcpStore, TcpStoreServer};
 
 pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
+
+/// How often a wait calls what may end it.
+pub(crate) const WATCH_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A key-value store that all ranks of a job share.
 pub trait Store: Send + Sync {
@@ -72,6 +76,42 @@ pub trait Store: Send + Sync {
 
     /// Writes all pairs.
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
+
+    /// Writes all `pairs`, then returns the values of all `keys`, as [`multi_get`](Self::multi_get) does. While it waits it calls
+    /// `go_on` several times a second; an error of that ends the wait, and is returned.
+    ///
+    /// A store at the end of a slow network does both in one round trip, and does not interrupt its wait for `go_on`. The default
+    /// waits in parts, which suits a store on this host.
+    fn exchange(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        if !pairs.is_empty() {
+            self.multi_set(pairs, deadline)?;
+        }
+        loop {
+            match self.multi_get(keys, deadline.at_most(WATCH_INTERVAL)) {
+                Err(error) if error.is_timeout() && !deadline.has_passed() => go_on()?,
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Calls [`compare_set`](Self::compare_set) with each `(key, expected, desired)` in turn, and returns the values. A store at the
+    /// end of a network does that in one round trip.
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        changes
+            .iter()
+            .map(|(key, expected, desired)| self.compare_set(key, expected, desired, deadline))
+            .collect()
+    }
 }
 
 /// A store that a group and others share.

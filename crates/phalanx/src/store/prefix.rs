@@ -83,4 +83,31 @@ impl Store for PrefixStore {
             keys.iter().map(String::as_str).zip(pairs.iter().map(|pair| pair.1)).collect();
         self.store.multi_set(&pairs, deadline)
     }
+
+    fn exchange(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let names: Vec<String> = pairs.iter().map(|(key, _)| self.key(key)).collect();
+        let pairs: Vec<(&str, &[u8])> =
+            names.iter().map(String::as_str).zip(pairs.iter().map(|pair| pair.1)).collect();
+        self.with_keys(keys, |keys| self.store.exchange(&pairs, keys, deadline, go_on))
+    }
+
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<String> = changes.iter().map(|(key, ..)| self.key(key)).collect();
+        let changes: Vec<(&str, &[u8], &[u8])> = keys
+            .iter()
+            .zip(changes)
+            .map(|(key, (_, expected, desired))| (key.as_str(), *expected, *desired))
+            .collect();
+        self.store.multi_compare_set(&changes, deadline)
+    }
 }

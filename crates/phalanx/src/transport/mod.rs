@@ -3,13 +3,13 @@
 pub(crate) mod bootstrap;
 pub(crate) mod in_process;
 pub(crate) mod messages;
-mod process;
+pub(crate) mod process;
 pub(crate) mod tcp;
 
 use std::fmt;
 use std::str::FromStr;
 
-pub(crate) use self::tcp::{MeshConfig, fail_start, publish_process};
+pub(crate) use self::tcp::{MeshConfig, fail_start, process_record};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

@@ -7,7 +7,7 @@ use crate::proc_stat::{ProcStat, is_gone};
 use crate::wire::control::ProcessId;
 
 /// This process, as others of its host can find it. None without a `/proc` of this process's own pid namespace.
-pub(super) fn own() -> Option<ProcessId> {
+pub(crate) fn own() -> Option<ProcessId> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;
     let namespaces = (namespace("pid")?, namespace("net")?);
@@ -25,7 +25,7 @@ fn namespace(kind: &str) -> Option<u64> {
 
 /// What `own`, this process, can see of `peer`. Nothing if they are in different network namespaces: then the network
 /// between them may be the cause of the silence.
-pub(super) fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessState {
+pub(crate) fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessState {
     let (Some(own), Some(peer)) = (own, peer) else { return ProcessState::Unknown };
     if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
         return ProcessState::Unknown;

@@ -33,6 +33,8 @@ pub(crate) enum Control {
     Watching(Introduction),
     /// The sender has been in this collective for a while.
     Waiting(Header),
+    /// The sender's last collective, before its goodbye.
+    Last(Header),
     /// The sender is alive.
     #[serde(skip)]
     Beat,
@@ -162,7 +164,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::rank::Generation;
-    use crate::wire::frame::{Call, HEADER, Operation};
+    use crate::wire::frame::{Call, HEADER, History, Operation};
 
     #[test]
     fn a_failure_arrives_with_all_that_it_names() {
@@ -186,7 +188,13 @@ mod tests {
     #[test]
     fn a_call_is_told_as_frames_tell_it() {
         let call = Call::new(Operation::AllGather, DType::F32, 8);
-        let header = Header { call, sequence: Sequence(3), generation: Generation(1), payload: 0 };
+        let header = Header {
+            call,
+            sequence: Sequence(3),
+            generation: Generation(1),
+            history: History::default(),
+            payload: 0,
+        };
         let bytes = encode(&Control::Waiting(header)).unwrap();
         assert_eq!(decode(&bytes).unwrap(), Some((Control::Waiting(header), bytes.len())));
         assert!(bytes.ends_with(&header.encode()));

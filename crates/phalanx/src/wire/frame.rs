@@ -186,6 +186,26 @@ impl fmt::Display for Call {
     }
 }
 
+/// A digest of the collectives that a rank has made before a call. Ranks compare it with the call: a rank that only sends in
+/// one, or only in some, hears of a difference in the next that it receives anything in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct History(pub u32);
+
+impl History {
+    /// The digest that also covers the call in `header`.
+    pub(crate) fn with(self, header: &Header) -> Self {
+        const PRIME: u64 = 0x0000_0100_0000_01B3;
+        let start = 0xCBF2_9CE4_8422_2325 ^ u64::from(self.0);
+        let bytes = Header { history: Self::default(), payload: 0, ..*header }.encode();
+        let (words, _) = bytes.as_chunks::<8>();
+        let mixed = words.iter().fold(start, |hash, word| {
+            let hash = (hash ^ u64::from_le_bytes(*word)).wrapping_mul(PRIME);
+            hash ^ hash >> 31
+        });
+        Self((mixed ^ mixed >> 32) as u32)
+    }
+}
+
 /// The header before a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Vec<u8>", try_from = "Vec<u8>")]
@@ -193,6 +213,7 @@ pub(crate) struct Header {
     pub call: Call,
     pub sequence: Sequence,
     pub generation: Generation,
+    pub history: History,
     /// Bytes of the payload that follows.
     pub payload: u64,
 }
@@ -208,7 +229,8 @@ impl Header {
         bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
         bytes[12..16].copy_from_slice(&self.call.tuning.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.generation.0.to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.generation.on_the_wire().to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.history.0.to_le_bytes());
         bytes[32..40].copy_from_slice(&self.call.elements.to_le_bytes());
         bytes[40..48].copy_from_slice(&self.payload.to_le_bytes());
         bytes
@@ -244,11 +266,12 @@ impl Header {
         };
         let tuning = fields.u32();
         let sequence = Sequence(fields.u64());
-        let generation = Generation(fields.u64());
+        let generation = Generation(fields.u32().into());
+        let history = History(fields.u32());
         let elements = fields.u64();
         let payload = fields.u64();
         let call = Call { operation, dtype, elements, reduce, root, tuning, caller };
-        Ok(Self { call, sequence, generation, payload })
+        Ok(Self { call, sequence, generation, history, payload })
     }
 
     /// Compares a header that `peer` sent, or a call that it reports, with the one that this rank expects from its own
@@ -257,7 +280,7 @@ impl Header {
         if self == received {
             return Ok(());
         }
-        let error = if self.generation != received.generation {
+        let error = if self.generation.on_the_wire() != received.generation.on_the_wire() {
             Error::protocol(format!(
                 "rank {peer} is in generation {}, this group in generation {}",
                 received.generation.0, self.generation.0
@@ -278,6 +301,17 @@ impl Header {
             ))
             .with_remedy(self.call.remedy_if_not(&received.call, own, peer))
             .with_sequence(received.sequence)
+        } else if self.history != received.history {
+            Error::mismatch(format!(
+                "before {} {} the ranks disagreed: ranks {own} and {peer} have made different calls on this group, and \
+                 neither has waited for the other in them",
+                self.call, self.sequence
+            ))
+            .with_remedy(
+                "every rank must make the same calls, with the same sizes and the same roots, in the same order",
+            )
+        } else if self.payload == received.payload {
+            return Ok(());
         } else {
             Error::mismatch(format!(
                 "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
@@ -323,6 +357,7 @@ mod tests {
             },
             sequence: Sequence(7),
             generation: Generation(2),
+            history: History(9),
             payload: 20,
         }
     }

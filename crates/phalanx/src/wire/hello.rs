@@ -11,7 +11,7 @@ pub(crate) const HELLO: usize = 80;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"PHXH");
 /// The version of all messages between ranks, and of what they write for each other in the store.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 
 /// The answer to a refused rank: magic and version, and no channel.
 pub(crate) const REFUSAL: [u8; HELLO] = {
@@ -184,7 +184,7 @@ mod tests {
         let mut other = REFUSAL;
         other[4] = 2;
         for error in [Hello::decode(&other).unwrap_err(), check_version(&other[..6]).unwrap_err()] {
-            assert!(error.to_string().contains("speaks version 2, this one 3"), "{error}");
+            assert!(error.to_string().contains("speaks version 2, this one 4"), "{error}");
             assert!(error.remedy().unwrap().contains("the same build"));
         }
         for start in [&other[..5], &REFUSAL, b"GET / "] {

@@ -16,7 +16,13 @@ pub(crate) const MAX_COUNT: usize = 65_536;
 /// The most bytes of keys and values of one request.
 pub(crate) const MAX_REQUEST: usize = 64 * 1024 * 1024;
 
-/// The answer to [`Op::Wait`] and [`Op::Barrier`] when the wait is over.
+/// A client of ours sends this number in the ping of its greeting. PyTorch's server returns it, a server of ours returns
+/// [`OWN_ECHO`]. PyTorch's clients send their process id, which is smaller.
+pub(crate) const OWN_PING: u32 = 0x5048_4C59;
+/// The answer of a server of ours, which knows [`Op::WaitGet`].
+pub(crate) const OWN_ECHO: u32 = !OWN_PING;
+
+/// The answer to [`Op::Wait`], [`Op::WaitGet`] and [`Op::Barrier`] when the wait is over.
 pub(crate) const WAIT_DONE: u8 = 0;
 /// The answer to [`Op::CancelWait`].
 pub(crate) const WAIT_CANCELLED: u8 = 1;
@@ -47,10 +53,12 @@ pub(crate) enum Op {
     QueueLen = 16,
     ListKeys = 17,
     Barrier = 18,
+    /// Ours, not PyTorch's: a [`Wait`](Self::Wait) whose answer is followed by the values, so that both take one round trip.
+    WaitGet = 64,
 }
 
 /// Every operation a request may carry after the handshake.
-const OPS: [Op; 18] = [
+const OPS: [Op; 19] = [
     Op::Set,
     Op::CompareSet,
     Op::Get,
@@ -69,6 +77,7 @@ const OPS: [Op; 18] = [
     Op::QueueLen,
     Op::ListKeys,
     Op::Barrier,
+    Op::WaitGet,
 ];
 
 /// One part of a request.
@@ -96,7 +105,7 @@ impl Op {
             Self::Set | Self::Append | Self::QueuePush => &[Part::Key, Part::Value],
             Self::CompareSet => &[Part::Key, Part::Value, Part::Value],
             Self::Add | Self::Barrier => &[Part::Key, Part::Int(8)],
-            Self::Check | Self::Wait | Self::MultiGet => &[Part::Count, Part::Key],
+            Self::Check | Self::Wait | Self::MultiGet | Self::WaitGet => &[Part::Count, Part::Key],
             Self::MultiSet => &[Part::Count, Part::Key, Part::Value],
         }
     }

@@ -18,5 +18,6 @@ mod order;
 mod parameter_server;
 mod point_to_point;
 mod reducer;
+mod roots;
 mod rpc;
 mod subgroups;

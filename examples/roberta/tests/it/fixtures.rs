@@ -11,6 +11,7 @@ use burn_store::{ModuleSnapshot, ModuleStore, SafetensorsStore, bridge};
 use roberta::inputs::Encoded;
 use roberta::text::train_byte_level;
 use roberta::{Config, Family, weights};
+use tokenizers::Tokenizer;
 
 /// A folder of `reference`.
 pub fn reference(path: &str) -> PathBuf {
@@ -61,6 +62,81 @@ impl Tensors {
             types: row(types, length),
         })
         .collect()
+    }
+}
+
+/// A safetensors file in parts: the header, and the bytes of all tensors.
+pub struct Raw {
+    pub header: BTreeMap<String, serde_json::Value>,
+    pub bytes: Vec<u8>,
+}
+
+impl Raw {
+    /// The weights of a folder of `reference`.
+    pub fn of(name: &str) -> Self {
+        Self::read(&reference(name).join("model.safetensors"))
+    }
+
+    pub fn read(path: &Path) -> Self {
+        let file = fs::read(path).unwrap();
+        let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+        let header = serde_json::from_slice(&file[8..8 + length]).unwrap();
+        Self { header, bytes: file[8 + length..].to_vec() }
+    }
+
+    pub fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.header.keys().map(String::as_str).filter(|name| *name != "__metadata__")
+    }
+
+    pub fn rename(&mut self, from: &str, to: &str) {
+        let tensor = self.header.remove(from).unwrap();
+        self.header.insert(to.to_owned(), tensor);
+    }
+
+    fn place(&self, name: &str) -> std::ops::Range<usize> {
+        let offset = |place: usize| self.header[name]["data_offsets"][place].as_u64().unwrap() as usize;
+        offset(0)..offset(1)
+    }
+
+    pub fn bytes_of(&mut self, name: &str) -> &mut [u8] {
+        let place = self.place(name);
+        &mut self.bytes[place]
+    }
+
+    /// Adds a tensor with the bytes of another.
+    pub fn repeat(&mut self, name: &str, other: &str, change: u8) {
+        let mut bytes = self.bytes_of(other).to_vec();
+        bytes[0] ^= change;
+        self.put(name, self.header[other].clone(), &bytes);
+    }
+
+    /// Adds a tensor, or replaces it. `info` has its type and shape.
+    pub fn put(&mut self, name: &str, mut info: serde_json::Value, bytes: &[u8]) {
+        self.keep(|other| other != name);
+        info["data_offsets"] = serde_json::json!([self.bytes.len(), self.bytes.len() + bytes.len()]);
+        self.header.insert(name.to_owned(), info);
+        self.bytes.extend(bytes);
+    }
+
+    /// Keeps some of the tensors.
+    pub fn keep(&mut self, keep: impl Fn(&str) -> bool) {
+        let names: Vec<String> = self.tensors().filter(|name| keep(name)).map(str::to_owned).collect();
+        let mut kept = Self { header: BTreeMap::new(), bytes: Vec::new() };
+        for name in names {
+            let bytes = &self.bytes[self.place(&name)];
+            let mut info = self.header[&name].clone();
+            info["data_offsets"] = serde_json::json!([kept.bytes.len(), kept.bytes.len() + bytes.len()]);
+            kept.bytes.extend(bytes);
+            kept.header.insert(name, info);
+        }
+        *self = kept;
+    }
+
+    pub fn write(&self, path: &Path) -> PathBuf {
+        let header = serde_json::to_vec(&self.header).unwrap();
+        let parts = [&(header.len() as u64).to_le_bytes()[..], &header, &self.bytes];
+        fs::write(path, parts.concat()).unwrap();
+        path.to_owned()
     }
 }
 
@@ -130,11 +206,13 @@ impl Corpus {
         train_byte_level(texts.iter().map(String::as_str), 300, &path("tokenizer.json")).unwrap();
         let json = include_str!("../../models/tiny-roberta/config.json");
         let mut json: serde_json::Value = serde_json::from_str(json).unwrap();
+        // Few texts have fewer tokens.
+        let tokens = Tokenizer::from_file(path("tokenizer.json")).unwrap().get_vocab_size(true);
         for (name, size) in [
             ("hidden_size", 16),
             ("intermediate_size", 32),
             ("num_hidden_layers", layers),
-            ("vocab_size", 300),
+            ("vocab_size", tokens),
         ] {
             json[name] = size.into();
         }

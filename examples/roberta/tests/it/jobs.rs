@@ -57,6 +57,9 @@ fn with_layers(train: usize, layers: usize) -> Corpus {
     let corpus = Corpus::with_layers(train, 9, layers);
     let model = Classifier::new(&corpus.config, 2, &Device::flex());
     weights::save(&model, corpus.config.model_type, &corpus.path("model.safetensors")).unwrap();
+    let labels = ["ham", "spam"].map(str::to_owned);
+    let config = corpus.config.clone().with_labels("RobertaForSequenceClassification", &labels);
+    fs::write(corpus.path("config.json"), serde_json::to_string(&config).unwrap()).unwrap();
     corpus
 }
 
@@ -114,6 +117,10 @@ fn bad_input_is_an_error_that_names_it() {
         let (output, errors) = output(&mut fine_tune(&corpus, "refused"));
         assert_eq!(output.status.code(), Some(1), "{errors}");
         assert!(!errors.contains("panicked"), "{errors}");
+        assert!(
+            !errors.contains("fetch.py") && !errors.contains("--lr"),
+            "the files are the user's: {errors}"
+        );
         errors
     };
     let lines = fs::read_to_string(corpus.path("train.jsonl")).unwrap();
@@ -126,6 +133,56 @@ fn bad_input_is_an_error_that_names_it() {
     fs::write(corpus.path("model.safetensors"), &weights[..weights.len() / 2]).unwrap();
     let errors = refused();
     assert!(errors.contains("model.safetensors cannot be loaded: "), "{errors}");
+
+    fs::write(corpus.path("model.safetensors"), &weights).unwrap();
+    let config = fs::read_to_string(corpus.path("config.json")).unwrap();
+    fs::write(corpus.path("config.json"), config.replace("spam", "eggs")).unwrap();
+    let errors = refused();
+    assert!(errors.contains("has the labels [ham, eggs], the data has [ham, spam]"), "{errors}");
+    let (begun_anew, errors) = output(fine_tune(&corpus, "new-head").arg("--new-head"));
+    assert!(begun_anew.status.success(), "{errors}");
+    let best = fs::read_to_string(corpus.path("new-head/best/config.json")).unwrap();
+    let best: serde_json::Value = serde_json::from_str(&best).unwrap();
+    assert_eq!(best["id2label"], serde_json::json!({"0": "ham", "1": "spam"}));
+    assert_eq!(best["label2id"], serde_json::json!({"ham": 0, "spam": 1}));
+
+    fs::remove_file(corpus.path("train.jsonl")).unwrap();
+    let errors = refused();
+    assert!(errors.contains("train.jsonl: there is no such file; the folder has "), "{errors}");
+}
+
+#[test]
+fn what_a_command_makes_is_named_where_it_is_missing_and_nowhere_else() {
+    let empty = tempfile::tempdir().unwrap();
+    let said = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+        command.args(arguments).args(["--ranks", "1", "--out", "runs"]).current_dir(empty.path());
+        let (output, errors) =
+            output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        errors
+    };
+    let errors = said(&["fine-tune"]);
+    assert!(
+        errors.contains("out/roberta/mails is not there: `examples/roberta/fetch.py` makes it"),
+        "{errors}"
+    );
+    let corpus = corpus(8);
+    let (folder, config) = (corpus.folder.path().display().to_string(), corpus.path("config.json"));
+    let errors = said(&["fine-tune", "--data", &folder]);
+    assert!(
+        errors.contains("out/roberta/minilm is not there: `examples/roberta/fetch.py` makes it"),
+        "{errors}"
+    );
+    let errors = said(&["pretrain", "--data", &folder, "--config", &config.display().to_string()]);
+    assert!(
+        errors.contains("out/roberta/tokenizer.json is not there: `roberta tokenizer` makes it"),
+        "{errors}"
+    );
+    let errors = said(&["fine-tune", "--data", "of/my/own"]);
+    assert!(errors.contains("cannot read of/my/own/labels.json"), "{errors}");
+    assert!(errors.contains("there is no such file, and no folder of/my/own"), "{errors}");
+    assert!(!errors.contains("fetch.py"), "{errors}");
 }
 
 /// What two ranks say of which `culprit` alone has the folder `bad`.
@@ -171,18 +228,17 @@ fn bad_input_of_one_rank_is_a_clear_error_on_every_rank() {
         change(&bad.path().join(name));
         bad
     };
-    let replace = |from: &'static str, to: &'static str| {
+    let replace = |from: &str, to: &'static str| {
+        let from = from.to_owned();
         move |file: &Path| {
             let text = fs::read_to_string(file).unwrap();
-            assert!(text.contains(from), "{from}");
-            fs::write(file, text.replacen(from, to, 1)).unwrap();
+            assert!(text.contains(&from), "{from}");
+            fs::write(file, text.replacen(&from, to, 1)).unwrap();
         }
     };
+    let rows = format!("\"vocab_size\":{}", good.config.vocab_size);
     let cases = [
-        (
-            with("config.json", &replace("\"vocab_size\":300", "\"vocab_size\":200")),
-            "tokenizer.json does not fit the model",
-        ),
+        (with("config.json", &replace(&rows, "\"vocab_size\":200")), "tokenizer.json does not fit the model"),
         (
             with("train.jsonl", &replace("\"label\": 1", "\"label\": 7")),
             "train.jsonl:2: label 7 is out of range",

@@ -3,6 +3,7 @@
 
 mod fixtures;
 mod jobs;
+mod pretrained;
 mod training;
 mod vectors;
 mod weights;

@@ -610,6 +610,20 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
 }
 
 #[test]
+fn another_order_of_labels_does_not_go_on_from_a_checkpoint() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.1);
+    let model = classifier(&task.config);
+    let options = TrainOptions { epochs: 1, ..options(&corpus.path("run")) };
+    on_ranks(1, |group| train(&task, &model, &group, &options).unwrap());
+    std::fs::write(corpus.path("labels.json"), r#"["spam", "ham"]"#).unwrap();
+    let task = classification(&corpus, 0.1);
+    let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
+    let expected = "is of a model with the labels [ham, spam], in this order, and this run has [spam, ham]";
+    assert!(error[0].contains(expected), "{error:?}");
+}
+
+#[test]
 fn a_masked_language_model_learns_and_its_perplexity_falls() {
     let corpus = Corpus::new(60, 10);
     let data = Dataset::read(corpus.folder.path()).unwrap();

@@ -1,13 +1,14 @@
 //! Files of weights: written and read again, by older names, and damaged ones.
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use burn::tensor::Device;
+use roberta::weights::{Head, Loaded, Weights};
 use roberta::{Classifier, Config, Family, Inputs, MaskedLm, weights};
+use serde_json::json;
 
-use crate::fixtures::{Tensors, reference};
+use crate::fixtures::{Raw, Tensors, assert_close, reference};
 
 const CLASSIFIER: &str = "roberta-classifier";
 
@@ -17,45 +18,6 @@ fn config(name: &str) -> Config {
 
 fn classifier(name: &str) -> Classifier {
     Classifier::new(&config(name), 3, &Device::flex())
-}
-
-/// A safetensors file in parts: the header, and the bytes of all tensors.
-struct Raw {
-    header: BTreeMap<String, serde_json::Value>,
-    bytes: Vec<u8>,
-}
-
-impl Raw {
-    fn read(name: &str) -> Self {
-        let file = fs::read(reference(name).join("model.safetensors")).unwrap();
-        let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
-        let header = serde_json::from_slice(&file[8..8 + length]).unwrap();
-        Self { header, bytes: file[8 + length..].to_vec() }
-    }
-
-    fn rename(&mut self, from: &str, to: &str) {
-        let tensor = self.header.remove(from).unwrap();
-        self.header.insert(to.to_owned(), tensor);
-    }
-
-    /// Adds a tensor with the bytes of another.
-    fn repeat(&mut self, name: &str, other: &str, change: u8) {
-        let mut tensor = self.header[other].clone();
-        let offset = |place: usize| tensor["data_offsets"][place].as_u64().unwrap() as usize;
-        let mut bytes = self.bytes[offset(0)..offset(1)].to_vec();
-        bytes[0] ^= change;
-        tensor["data_offsets"] = serde_json::json!([self.bytes.len(), self.bytes.len() + bytes.len()]);
-        self.header.insert(name.to_owned(), tensor);
-        self.bytes.extend(bytes);
-    }
-
-    fn write(&self, folder: &Path) -> PathBuf {
-        let path = folder.join("changed.safetensors");
-        let header = serde_json::to_vec(&self.header).unwrap();
-        let parts = [&(header.len() as u64).to_le_bytes()[..], &header, &self.bytes];
-        fs::write(&path, parts.concat()).unwrap();
-        path
-    }
 }
 
 #[test]
@@ -113,7 +75,7 @@ fn a_classifier_begins_with_the_encoder_of_a_masked_language_model() {
 #[test]
 fn older_names_and_files_of_the_encoder_alone_are_read() {
     let folder = tempfile::tempdir().unwrap();
-    let mut raw = Raw::read("bert-classifier");
+    let mut raw = Raw::of("bert-classifier");
     for name in raw.header.keys().cloned().collect::<Vec<_>>() {
         let old =
             name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
@@ -122,7 +84,7 @@ fn older_names_and_files_of_the_encoder_alone_are_read() {
     let config = config("bert-classifier");
     let (mut plain, mut old) = (classifier("bert-classifier"), classifier("bert-classifier"));
     weights::load(&mut plain, Family::Bert, &reference("bert-classifier").join("model.safetensors")).unwrap();
-    weights::load(&mut old, Family::Bert, &raw.write(folder.path())).unwrap();
+    weights::load(&mut old, Family::Bert, &raw.write(&folder.path().join("changed.safetensors"))).unwrap();
     let case = Tensors::read(&reference("bert-classifier").join("case.safetensors"));
     let inputs = Inputs::new(&case.texts(), &config, &Device::flex()).unwrap();
     assert_eq!(plain.forward(&inputs).into_data(), old.forward(&inputs).into_data());
@@ -131,9 +93,9 @@ fn older_names_and_files_of_the_encoder_alone_are_read() {
 /// Loads a file that was changed; gives the error, and checks that the model has not been.
 fn refused(change: impl FnOnce(&mut Raw)) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let mut raw = Raw::read(CLASSIFIER);
+    let mut raw = Raw::of(CLASSIFIER);
     change(&mut raw);
-    refused_file(&raw.write(folder.path()), Family::Roberta)
+    refused_file(&raw.write(&folder.path().join("changed.safetensors")), Family::Roberta)
 }
 
 fn refused_file(path: &Path, family: Family) -> String {
@@ -196,24 +158,292 @@ fn a_decoder_of_its_own_is_refused_and_a_tied_one_read() {
     );
 
     let folder = tempfile::tempdir().unwrap();
-    let mut raw = Raw::read("roberta-masked-lm");
+    let mut raw = Raw::of("roberta-masked-lm");
     raw.repeat("lm_head.decoder.weight", embedding, 0);
     raw.repeat("lm_head.decoder.bias", "lm_head.bias", 0);
     let mut model = MaskedLm::new(&config("roberta-masked-lm"), &Device::flex());
-    let loaded = weights::load(&mut model, Family::Roberta, &raw.write(folder.path())).unwrap();
+    let loaded =
+        weights::load(&mut model, Family::Roberta, &raw.write(&folder.path().join("changed.safetensors")))
+            .unwrap();
     assert_eq!(loaded.ignored, ["lm_head.decoder.bias", "lm_head.decoder.weight"]);
 }
 
 #[test]
-fn a_truncated_file_is_refused() {
+fn a_file_that_is_cut_joined_or_of_another_kind_is_named_with_its_fault() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let file = fs::read(reference(CLASSIFIER).join("model.safetensors")).unwrap();
-    for length in [0, 7, 100, file.len() / 2, file.len() - 1] {
-        fs::write(&path, &file[..length]).unwrap();
-        let error = refused_file(&path, Family::Roberta);
-        assert!(error.contains("model.safetensors cannot be loaded: "), "{error}");
+    let header = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let refused = |content: &[u8]| {
+        fs::write(&path, content).unwrap();
+        refused_file(&path, Family::Roberta)
+    };
+    let whole = file.len();
+    for (length, needed) in [(7, 8), (100, header), (header, whole), (whole / 2, whole), (whole - 1, whole)] {
+        let error = refused(&file[..length]);
+        let expected = format!("it is cut off: it has {length} bytes, and its header asks for {needed}");
+        assert!(
+            error.contains("model.safetensors cannot be loaded: ") && error.contains(&expected),
+            "{error}"
+        );
+    }
+    let error = refused(&[&file[..], &file].concat());
+    assert!(error.contains(&format!("{whole} bytes follow its last tensor")), "{error}");
+    let mut damaged = file.clone();
+    damaged[8] = b'x';
+    let error = refused(&damaged);
+    assert!(error.contains("its header is damaged, or it is no safetensors file"), "{error}");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 498818054\n";
+    for (content, expected) in [
+        (&b""[..], "it is empty"),
+        (
+            pointer.as_bytes(),
+            "it is a Git LFS pointer in place of a file of 498818054 bytes: run `git lfs install` and `git lfs pull`",
+        ),
+        (b"PK\x03\x04 and more", "a zip archive, as torch.save writes it"),
+        (b"\x93NUMPY and more", "it is no safetensors file, or its begin is damaged"),
+    ] {
+        let error = refused(content);
+        assert!(
+            error.contains("model.safetensors cannot be loaded: ") && error.contains(expected),
+            "{error}"
+        );
     }
     fs::remove_file(&path).unwrap();
-    assert!(refused_file(&path, Family::Roberta).contains("model.safetensors cannot be loaded"));
+    assert!(refused_file(&path, Family::Roberta).contains("model.safetensors: there is no such file"));
+}
+
+#[test]
+fn elements_that_are_not_finite_are_named() {
+    let name = "roberta.encoder.layer.1.output.dense.weight";
+    for (place, value) in [(0, f32::NAN), (17, f32::INFINITY)] {
+        let error = refused(|raw| raw.bytes_of(name)[4 * place..][..4].copy_from_slice(&value.to_le_bytes()));
+        let expected = format!(
+            "{name} has 1 of 384 elements that are not finite, the first is element {place}: {value}"
+        );
+        assert!(error.contains(&expected), "{error}");
+    }
+    // Beyond the largest f32.
+    let error = refused(|raw| {
+        let shape = raw.header["classifier.out_proj.bias"]["shape"].clone();
+        let bytes = [1e300_f64, 0.0, 0.0].map(f64::to_le_bytes).concat();
+        raw.put("classifier.out_proj.bias", json!({"dtype": "F64", "shape": shape}), &bytes);
+    });
+    assert!(error.contains("classifier.out_proj.bias has 1 of 3 elements that are not finite"), "{error}");
+}
+
+#[test]
+fn other_types_of_floats_are_converted_and_others_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (config, path) = (config(CLASSIFIER), folder.path().join("bf16.safetensors"));
+    let mut raw = Raw::of(CLASSIFIER);
+    let tensors = Tensors::read(&reference(CLASSIFIER).join("model.safetensors"));
+    // A bf16 is the upper half of an f32.
+    let half = |value: f32| (value.to_bits() >> 16) as u16;
+    for name in tensors.names() {
+        let bytes: Vec<u8> =
+            tensors.floats(name).into_iter().flat_map(|value| half(value).to_le_bytes()).collect();
+        let shape = raw.header[name]["shape"].clone();
+        raw.put(name, json!({"dtype": "BF16", "shape": shape}), &bytes);
+    }
+    let mut model = classifier(CLASSIFIER);
+    weights::load(&mut model, Family::Roberta, &raw.write(&path)).unwrap();
+    let again = folder.path().join("again.safetensors");
+    weights::save(&model, config.model_type, &again).unwrap();
+    let again = Tensors::read(&again);
+    for name in tensors.names() {
+        let expected: Vec<f32> = tensors
+            .floats(name)
+            .into_iter()
+            .map(|value| f32::from_bits(u32::from(half(value)) << 16))
+            .collect();
+        assert_eq!(again.floats(name), expected, "{name}");
+    }
+    let name = "classifier.dense.bias";
+    let error = refused(|raw| raw.put(name, json!({"dtype": "F8_E4M3", "shape": [16]}), &[0; 16]));
+    assert!(error.contains(&format!("{name} has elements of type \"F8_E4M3\"")), "{error}");
+    let error = refused(|raw| raw.put(name, json!({"dtype": "I32", "shape": [16]}), &[0; 64]));
+    assert!(error.contains(&format!("{name} has elements of type I32, not floats")), "{error}");
+}
+
+#[test]
+fn a_buffer_with_other_positions_is_refused() {
+    let positions = |numbers: [i64; 20]| {
+        move |raw: &mut Raw| {
+            let bytes: Vec<u8> = numbers.into_iter().flat_map(i64::to_le_bytes).collect();
+            raw.put("roberta.embeddings.position_ids", json!({"dtype": "I64", "shape": [1, 20]}), &bytes);
+        }
+    };
+    let mut numbers: [i64; 20] = std::array::from_fn(|place| place as i64);
+    let folder = tempfile::tempdir().unwrap();
+    let mut raw = Raw::of(CLASSIFIER);
+    positions(numbers)(&mut raw);
+    let path = raw.write(&folder.path().join("changed.safetensors"));
+    let loaded = weights::load(&mut classifier(CLASSIFIER), Family::Roberta, &path).unwrap();
+    assert_eq!(loaded.ignored, ["roberta.embeddings.position_ids"]);
+    numbers[3] = 4;
+    let error = refused(positions(numbers));
+    assert!(
+        error.contains("roberta.embeddings.position_ids has other numbers than the numbers from 0 on"),
+        "{error}"
+    );
+}
+
+#[test]
+fn all_that_is_missing_is_counted() {
+    let error = refused(|raw| raw.header.retain(|name, _| !name.contains("layer.1.attention.self")));
+    // The bytes are there still, so the file does not end where its header says.
+    assert!(error.contains("cannot be loaded"), "{error}");
+    let error = refused(|raw| {
+        raw.rename("roberta.encoder.layer.1.attention.self.key.bias", "lm_head.bias");
+        raw.rename("roberta.encoder.layer.1.attention.self.key.weight", "lm_head.dense.weight");
+    });
+    assert!(error.contains("self.key.bias is missing, and so are 1 more, such as"), "{error}");
+}
+
+#[test]
+fn a_head_is_dropped_when_asked_to_and_kept_otherwise() {
+    let file = reference(CLASSIFIER).join("model.safetensors");
+    let weights = Weights::open(&file).unwrap();
+    assert_eq!(weights.head(Family::Roberta), Some(("classifier.out_proj.weight", 3)));
+    let mut five = Classifier::new(&config(CLASSIFIER), 5, &Device::flex());
+    let error = format!("{:#}", weights.load(&mut five, Family::Roberta, Head::Kept).unwrap_err());
+    assert!(
+        error.contains("this model's has [5") && error.contains("--new-head begins with a new head"),
+        "{error}"
+    );
+
+    let head = [
+        "classifier.dense.bias",
+        "classifier.dense.weight",
+        "classifier.out_proj.bias",
+        "classifier.out_proj.weight",
+    ];
+    let head = head.map(str::to_owned).to_vec();
+    let folder = tempfile::tempdir().unwrap();
+    let saved = |model: &Classifier| {
+        let path = folder.path().join("saved.safetensors");
+        weights::save(model, Family::Roberta, &path).unwrap();
+        Tensors::read(&path)
+    };
+    let before = saved(&five);
+    let loaded = weights.load(&mut five, Family::Roberta, Head::New).unwrap();
+    assert_eq!(loaded, Loaded { new: head.clone(), ignored: head.clone() });
+    let (after, of_file) = (saved(&five), Tensors::read(&file));
+    for name in after.names() {
+        let expected = if head.iter().any(|head| head == name) { &before } else { &of_file };
+        assert_eq!(after.floats(name), expected.floats(name), "{name}");
+    }
+    // BERT's pooler is no part of it.
+    let weights = Weights::open(&reference("bert-classifier").join("model.safetensors")).unwrap();
+    let mut five = Classifier::new(&config("bert-classifier"), 5, &Device::flex());
+    let loaded = weights.load(&mut five, Family::Bert, Head::New).unwrap();
+    assert_eq!(loaded.new, ["classifier.bias", "classifier.weight"]);
+}
+
+/// The classifier of transformers' vectors in two files and an index.
+fn shards(folder: &Path) -> (Raw, Raw, serde_json::Value) {
+    let [mut first, mut second] = [Raw::of(CLASSIFIER), Raw::of(CLASSIFIER)];
+    first.keep(|name| name < "roberta.encoder.layer.1");
+    second.keep(|name| name >= "roberta.encoder.layer.1");
+    let mut map = serde_json::Map::new();
+    for (number, raw) in [(1, &first), (2, &second)] {
+        let file = format!("model-0000{number}-of-00002.safetensors");
+        raw.write(&folder.join(&file));
+        assert!(raw.header.len() > 4);
+        map.extend(raw.tensors().map(|name| (name.to_owned(), json!(file))));
+    }
+    let index = json!({"metadata": {"total_size": 1}, "weight_map": map});
+    write_index(folder, &index);
+    (first, second, index)
+}
+
+fn write_index(folder: &Path, index: &serde_json::Value) {
+    fs::write(folder.join("model.safetensors.index.json"), index.to_string()).unwrap();
+}
+
+#[test]
+fn a_model_in_several_files_is_that_of_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    shards(folder.path());
+    let mut model = classifier(CLASSIFIER);
+    let loaded = Weights::find(folder.path()).unwrap().load(&mut model, Family::Roberta, Head::Kept).unwrap();
+    assert_eq!(loaded, Loaded::default());
+    let case = Tensors::read(&reference(CLASSIFIER).join("case.safetensors"));
+    let inputs = Inputs::new(&case.texts(), &config(CLASSIFIER), &Device::flex()).unwrap();
+    let logits = model.forward(&inputs).into_data().iter().collect::<Vec<f32>>();
+    assert_close("logits", &logits, &case.floats("logits"));
+}
+
+#[test]
+fn files_that_do_not_belong_to_their_index_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (first, mut second, index) = shards(folder);
+    let [one, two] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let refused = || {
+        let error = format!("{:#}", Weights::find(folder).err().unwrap());
+        assert!(error.contains("model.safetensors.index.json cannot be loaded: "), "{error}");
+        error
+    };
+    let bias = "classifier.dense.bias";
+    let with = |file: Option<&str>| {
+        let mut index = index.clone();
+        match file {
+            Some(file) => index["weight_map"][bias] = json!(file),
+            None => drop(index["weight_map"].as_object_mut().unwrap().remove(bias)),
+        }
+        write_index(folder, &index);
+        refused()
+    };
+    let error = with(Some(two));
+    assert!(error.contains(&format!("{one} has {bias}, which the index says is in {two}")), "{error}");
+    let error = with(None);
+    assert!(error.contains(&format!("{one} has {bias}, which the index does not name")), "{error}");
+    let error = with(Some("../other.safetensors"));
+    assert!(
+        error.contains("names \"../other.safetensors\": that is no safetensors file beside it"),
+        "{error}"
+    );
+    let error = with(Some("pytorch_model-00001.bin"));
+    assert!(error.contains("that is no safetensors file beside it"), "{error}");
+
+    write_index(folder, &index);
+    second.rename("roberta.encoder.layer.1.output.dense.bias", "lm_head.bias");
+    second.write(&folder.join(two));
+    let error = refused();
+    assert!(error.contains(&format!("{two} has lm_head.bias, which the index does not name")), "{error}");
+    second.keep(|name| name != "lm_head.bias");
+    second.write(&folder.join(two));
+    let error = refused();
+    assert!(error.contains(&format!("{two} has no roberta.encoder.layer.1.output.dense.bias")), "{error}");
+    let whole = fs::read(folder.join(one)).unwrap();
+    fs::write(folder.join(one), &whole[..whole.len() - 1]).unwrap();
+    let error = refused();
+    assert!(error.contains(one) && error.contains("it is cut off"), "{error}");
+    first.write(&folder.join(one));
+    fs::remove_file(folder.join(two)).unwrap();
+    let error = refused();
+    assert!(error.contains(&format!("{two}: there is no such file")), "{error}");
+    fs::write(folder.join("model.safetensors.index.json"), "{}").unwrap();
+    assert!(refused().contains("it is no index of safetensors files: missing field `weight_map`"));
+}
+
+#[test]
+fn weights_of_another_format_are_refused_with_how_to_convert_them() {
+    for (file, expected) in [
+        ("pytorch_model.bin", "from_pretrained(folder).save_pretrained(folder)"),
+        ("pytorch_model.bin.index.json", "from_pretrained(folder).save_pretrained(folder)"),
+        ("tf_model.h5", "from_tf=True"),
+        ("adapter_model.safetensors", "merge_and_unload()"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(file), "x").unwrap();
+        let error = format!("{:#}", Weights::find(folder.path()).err().unwrap());
+        assert!(error.contains(&format!("has no model.safetensors, and {file} is not read")), "{error}");
+        assert!(error.contains(expected), "{error}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let error = format!("{:#}", Weights::find(folder.path()).err().unwrap());
+    assert!(error.contains("model.safetensors: there is no such file; the folder is empty"), "{error}");
 }

@@ -4,15 +4,15 @@ use std::mem;
 use std::sync::Arc;
 
 use burn::backend::Dispatch;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::{Buffer, Error, ReduceOp, Result, Work};
 
-use super::super::op::{GradientSource, GradientTarget, ParallelOp, Source, Target};
+use super::super::op::{GradientSource, GradientTarget, ParallelOp, Source, Supply, Target};
 use super::exchanges::{Call, Exchanges, Held, Place, Use};
 use super::layout::FlatLayout;
 use super::replicated::Replicated;
-use crate::tensor_bytes::{self, TensorBytes};
+use crate::tensor_bytes::TensorBytes;
 
 /// Takes the gradients of a unit's parameters from one forward pass, and gives that of the shard.
 pub(super) struct Collector {
@@ -28,8 +28,9 @@ enum Collected {
     Open(Option<Held<Buffer>>, usize),
     /// They are being reduced and scattered.
     Sent(Held<Work>),
-    Shard(TensorData),
-    /// The shard's gradient was taken, or went to the replicas, or could not be had.
+    /// By parameter: the average of this rank's piece, until it is taken.
+    Shard(Vec<Option<TensorData>>),
+    /// The shard's gradient went to the replicas, or could not be had.
     Over,
 }
 
@@ -44,16 +45,31 @@ impl Collector {
         Arc::new(Self { exchanges: exchanges.clone(), unit: unit.clone(), replicated, state })
     }
 
-    /// A tensor of one element, to which backward comes last: then the gradient of the shard `parameter` is had, at the latest.
-    pub fn anchor(self: &Arc<Self>, parameter: Tensor<1>) -> Tensor<1> {
-        let of_shard = Arc::new(OfShard(self.clone()));
-        Tensor::from_dispatch(match self.replicated {
-            None => Dispatch::rooted(parameter.into_dispatch(), Source(of_shard)),
-            Some(_) => {
-                let leaf = Tensor::<1>::zeros([1], &parameter.device()).require_grad();
-                Dispatch::delivered(leaf.into_dispatch(), Target(of_shard))
+    /// A tensor of one element, to which backward comes last: then the gradients of `pieces`, this rank's shard, are had, at the
+    /// latest.
+    pub fn anchor(self: &Arc<Self>, pieces: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
+        if self.replicated.is_some() {
+            let leaf = Tensor::<1>::zeros([1], (device, self.unit.dtype)).require_grad();
+            let of_shard = Target(Arc::new(OfShard(self.clone())));
+            return Tensor::from_dispatch(Dispatch::delivered(leaf.into_dispatch(), of_shard));
+        }
+        let root = |(index, piece): (usize, Tensor<1>)| {
+            let gradient = Source(Arc::new(OfPiece { collector: self.clone(), index }));
+            Dispatch::rooted(piece.into_dispatch(), gradient)
+        };
+        let mut anchors: Vec<_> = pieces.into_iter().enumerate().map(root).collect();
+        // In a tree, and in no row: Burn's tape runs by depth, and all of these must come after what units before this one compute.
+        while anchors.len() > 1 {
+            let mut pairs = anchors.into_iter();
+            anchors = Vec::new();
+            while let Some(one) = pairs.next() {
+                anchors.push(match pairs.next() {
+                    Some(other) => Dispatch::behind(one, other, Supply::Nothing),
+                    None => one,
+                });
             }
-        })
+        }
+        anchors.pop().map_or_else(|| Tensor::zeros([1], device), Tensor::from_dispatch)
     }
 
     /// Takes the gradient of a parameter; with the last one, they are on their way.
@@ -80,12 +96,13 @@ impl Collector {
             }
         }
         *left = left.saturating_sub(1);
+        self.exchanges.has_gradient(&self.unit, index);
         let is_last = *left == 0;
         drop(state);
         if is_last { self.send() } else { self.exchanges.advance() }
     }
 
-    /// Sends what has come; what has not is zero.
+    /// Sends what has come. In the row, what has not is zero: for other ranks, which may have it.
     pub fn send(self: &Arc<Self>) -> Result<()> {
         let mut state = self.state.lock();
         let Collected::Open(gradients, _) = &mut *state else { return Ok(()) };
@@ -112,12 +129,13 @@ impl Collector {
         *state = match mem::replace(&mut *state, Collected::Over) {
             Collected::Sent(Held { value, counted }) => {
                 let buffer = value.wait()?;
-                let FlatLayout { unit, shard, dtype, .. } = *self.unit;
-                let bytes = &buffer.as_bytes()[self.unit.shard_bytes(self.exchanges.rank())];
+                let rank = self.exchanges.rank();
+                let piece = |index| self.unit.piece_data(index, rank, buffer.as_bytes());
+                let pieces = (0..self.unit.parameters.len()).map(piece).collect::<Result<Vec<_>>>()?;
                 let collected = match &self.replicated {
-                    None => Collected::Shard(tensor_bytes::tensor_data(bytes, &[shard], dtype)),
+                    None => Collected::Shard(pieces.into_iter().map(Some).collect()),
                     Some(replicated) => {
-                        replicated.take(unit, TensorBytes { dtype, bytes });
+                        replicated.take(&self.unit, &pieces);
                         Collected::Over
                     }
                 };
@@ -129,15 +147,14 @@ impl Collector {
         Ok(())
     }
 
-    fn shard(self: &Arc<Self>) -> Result<TensorData> {
+    fn piece(self: &Arc<Self>, index: usize) -> Result<TensorData> {
         self.send()?;
         self.settle()?;
-        match mem::replace(&mut *self.state.lock(), Collected::Over) {
-            Collected::Shard(shard) => Ok(shard),
-            Collected::Open(..) | Collected::Sent(_) | Collected::Over => {
-                Err(Error::aborted("the gradients of a unit could not be had"))
-            }
-        }
+        let piece = match &mut *self.state.lock() {
+            Collected::Shard(pieces) => pieces.get_mut(index).and_then(Option::take),
+            Collected::Open(..) | Collected::Sent(_) | Collected::Over => None,
+        };
+        piece.ok_or_else(|| Error::aborted("the gradients of a unit could not be had"))
     }
 }
 
@@ -157,15 +174,21 @@ impl GradientTarget for OfParameter {
     }
 }
 
-/// What becomes of the gradient of a shard.
-struct OfShard(Arc<Collector>);
+/// The gradient of this rank's piece of a parameter. It is zero where no rank has one, and is taken out after the backward pass.
+struct OfPiece {
+    collector: Arc<Collector>,
+    index: usize,
+}
 
-impl GradientSource for OfShard {
+impl GradientSource for OfPiece {
     fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
-        let exchanges = &self.0.exchanges;
-        self.0.shard().inspect_err(|error| exchanges.fail(error.clone())).ok()
+        let exchanges = &self.collector.exchanges;
+        self.collector.piece(self.index).inspect_err(|error| exchanges.fail(error.clone())).ok()
     }
 }
+
+/// What becomes of the gradients of a shard that go to replicas.
+struct OfShard(Arc<Collector>);
 
 impl GradientTarget for OfShard {
     /// The gradient of an anchor has come: all those of the unit's parameters that there are have come before.

@@ -1,5 +1,6 @@
 //! The collectives of sharded units: gathers, some of which run ahead, and reduce_scatters in flight.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::sync::{Arc, Weak};
@@ -9,7 +10,7 @@ use burn::module::ParamId;
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
 use phalanx::trace::{Trace, Track};
-use phalanx::{Buffer, Caller, Error, ProcessGroup, Rank, Result, Work, WorldSize};
+use phalanx::{Buffer, Caller, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
 use serde::{Deserialize, Serialize};
 
 use super::super::mixed;
@@ -27,8 +28,8 @@ const CALLS_SHOWN: usize = 1 << 12;
 /// A forward pass, whose backward pass uses the same parameters, and a unit.
 type Ahead = (u64, usize);
 
-/// A unit, and this rank's shard of its parameters at some time.
-pub(super) type Shard = (Arc<FlatLayout>, Tensor<1>);
+/// A unit, and this rank's shard at some time: its piece of each parameter.
+pub(super) type Shard = (Arc<FlatLayout>, Vec<Tensor<1>>);
 
 /// What all units of a [`ShardingGroup`](super::ShardingGroup) share on one rank.
 pub(super) struct Exchanges {
@@ -44,12 +45,13 @@ pub(super) struct Exchanges {
 struct State {
     /// By number.
     units: Vec<Arc<FlatLayout>>,
+    /// The number of the unit of each piece.
     known: HashMap<ParamId, usize>,
     /// The forward pass that is under way.
     current: Option<Arc<ForwardPass>>,
     passes: u64,
     /// This rank's shards during that pass, for gathers that run ahead.
-    shards: HashMap<usize, Tensor<1>>,
+    shards: HashMap<usize, Vec<Tensor<1>>>,
     /// The numbers of the units in the order of the pass before.
     order: Vec<usize>,
     /// Has the current pass used them in that order so far?
@@ -57,6 +59,10 @@ struct State {
     /// Gathers of units that are not in use yet, with the pass that they are for.
     ahead: Vec<(Ahead, Held<Work>)>,
     scattering: VecDeque<Weak<Collector>>,
+    /// By unit: which of its parameters have got a gradient in the backward pass that is under way, or the last.
+    present: HashMap<usize, Vec<bool>>,
+    /// The same, of passes whose gradients were added up since the last step.
+    held: HashMap<usize, Vec<bool>>,
     calls: Calls,
     /// Those of them that replicas must share, because they average what was scattered.
     scatters: Calls,
@@ -166,14 +172,14 @@ impl Exchanges {
         self.state.lock().units.len()
     }
 
-    /// Adds a unit, whose shard is the parameter `id`.
-    pub fn add_unit(&self, layout: Arc<FlatLayout>, id: ParamId) {
+    /// Adds a unit, whose pieces are the parameters `ids`.
+    pub fn add_unit(&self, layout: Arc<FlatLayout>, ids: impl IntoIterator<Item = ParamId>) {
         let mut state = self.state.lock();
-        state.known.insert(id, layout.unit);
+        state.known.extend(ids.into_iter().map(|id| (id, layout.unit)));
         state.units.push(layout);
     }
 
-    /// The numbers of all units, by the parameters that are their shards.
+    /// The numbers of all units, by the parameters that are pieces of their shards.
     pub fn shards(&self) -> HashMap<ParamId, usize> {
         self.state.lock().known.clone()
     }
@@ -208,7 +214,7 @@ impl Exchanges {
     }
 
     /// Begins a forward pass of a model that has these `shards`.
-    pub fn begin(&self, shards: HashMap<usize, Tensor<1>>, replicated: Option<Replicated>) {
+    pub fn begin(&self, shards: HashMap<usize, Vec<Tensor<1>>>, replicated: Option<Replicated>) {
         let mut state = self.state.lock();
         state.passes += 1;
         let replicated = replicated.map(Arc::new);
@@ -237,6 +243,61 @@ impl Exchanges {
     /// The order in which the first forward pass is expected to use units.
     pub fn expect(&self, order: Vec<usize>) {
         self.state.lock().order = order;
+    }
+
+    /// Begins a backward pass: no parameter has got a gradient yet.
+    pub fn begin_backward(&self) {
+        self.state.lock().present.clear();
+    }
+
+    /// Notes that a parameter of a unit has got a gradient.
+    pub fn has_gradient(&self, unit: &FlatLayout, index: usize) {
+        let mut state = self.state.lock();
+        let present = state.present.entry(unit.unit).or_insert_with(|| vec![false; unit.parameters.len()]);
+        if let Some(present) = present.get_mut(index) {
+            *present = true;
+        }
+    }
+
+    /// Keeps what has got a gradient for [`absent`](Self::absent), with what is kept already.
+    pub fn hold_present(&self) {
+        let mut state = self.state.lock();
+        let State { present, held, .. } = &mut *state;
+        for (unit, present) in present.drain() {
+            match held.entry(unit) {
+                Entry::Vacant(vacant) => {
+                    vacant.insert(present);
+                }
+                Entry::Occupied(mut held) => {
+                    held.get_mut().iter_mut().zip(present).for_each(|(held, present)| *held |= present);
+                }
+            }
+        }
+    }
+
+    /// By unit of `order` and parameter: whether no rank of any replica has got a gradient since the last call. All ranks call it
+    /// together, with the same order.
+    pub fn absent(&self, order: &[usize]) -> Result<HashMap<usize, Vec<bool>>> {
+        self.hold_present();
+        let held = mem::take(&mut self.state.lock().held);
+        let units: Vec<_> = order.iter().filter_map(|&unit| self.unit(unit)).collect();
+        let mut flags: Vec<u8> = Vec::new();
+        for unit in &units {
+            match held.get(&unit.unit) {
+                Some(held) => flags.extend(held.iter().map(|has| u8::from(*has))),
+                None => flags.extend(unit.parameters.iter().map(|_| 0)),
+            }
+        }
+        for group in [&self.group, &self.replicas] {
+            if group.world_size() != WorldSize::ONE && !flags.is_empty() {
+                group.all_reduce(&mut flags, ReduceOp::Max)?;
+            }
+        }
+        let mut flags = flags.into_iter().map(|flag| flag == 0);
+        Ok(units
+            .iter()
+            .map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect()))
+            .collect())
     }
 
     /// Ends a backward pass: nothing that was gathered or scattered for it is used any more.
@@ -319,24 +380,24 @@ impl Exchanges {
         Ok(Held { value, counted })
     }
 
-    fn start_gather(self: &Arc<Self>, unit: &Arc<FlatLayout>, shard: &Tensor<1>) -> Result<Held<Work>> {
+    fn start_gather(self: &Arc<Self>, unit: &Arc<FlatLayout>, shard: &[Tensor<1>]) -> Result<Held<Work>> {
         let Held { value: mut buffer, counted } = self.alloc(unit, Use::Parameters)?;
-        let place = buffer.as_bytes_mut().get_mut(unit.shard_bytes(self.rank()));
-        let is_copied = tensor_bytes::with_bytes(shard.clone(), |shard| match place {
-            Some(place) if place.len() == shard.bytes.len() => {
-                place.copy_from_slice(shard.bytes);
-                true
-            }
-            _ => false,
-        })?;
-        if !is_copied {
-            return Err(Error::invalid_argument(format!(
-                "the shard of unit {} has {} elements, and was made with {}",
-                unit.unit,
-                shard.shape().num_elements(),
-                unit.shard
-            ))
-            .with_remedy("change the values of a FullySharded's parameter, and not its shape"));
+        for (index, parameter) in unit.parameters.iter().enumerate() {
+            let elements = unit.piece_elements(index, self.rank());
+            let place = unit.piece_bytes(index, self.rank());
+            let piece = shard.get(index).filter(|piece| piece.shape().num_elements() == elements);
+            let target = buffer.as_bytes_mut().get_mut(place);
+            let (Some(piece), Some(target)) = (piece, target) else {
+                return Err(Error::invalid_argument(format!(
+                    "the shard of `{}` in unit {} has another length than the {elements} elements with which it was made",
+                    parameter.name, unit.unit
+                ))
+                .with_remedy("change the values of a FullySharded's parameters, and not their shapes"));
+            };
+            // A piece of nothing has a tensor of one element.
+            tensor_bytes::with_bytes(piece.clone(), |piece| {
+                target.copy_from_slice(&piece.bytes[..target.len()])
+            })?;
         }
         self.note(Call::Gather(unit.unit as u32), unit.bytes());
         let value = self.group.all_gather_v_in_place_async(buffer, &unit.counts())?;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use burn::module::ParamId;
-use burn::tensor::DType as BurnDType;
+use burn::tensor::{DType as BurnDType, TensorData};
 use phalanx::{DType, Error, Result};
 
 use crate::parameters::Parameter;
@@ -25,6 +25,8 @@ pub(super) struct FlatLayout {
     /// Elements of each rank's shard.
     pub shard: usize,
     pub ranks: usize,
+    /// Whether the parameters need a gradient; those of a frozen unit need none.
+    pub is_trained: bool,
     /// A hash of the unit's tensors that are not sharded.
     pub frozen: u64,
 }
@@ -61,6 +63,7 @@ impl FlatLayout {
             shard: end.div_ceil(ranks),
             ranks,
             parameters,
+            is_trained: true,
             frozen: 0,
         })
     }
@@ -90,16 +93,46 @@ impl FlatLayout {
         (rank * self.shard).min(self.elements)..((rank + 1) * self.shard).min(self.elements)
     }
 
-    /// The bytes of `rank`'s shard in the row, with padding.
-    pub fn shard_bytes(&self, rank: usize) -> Range<usize> {
-        let size = self.shard * self.dtype.size();
-        rank * size..(rank + 1) * size
+    /// The elements of the parameter `index` in `rank`'s shard, by their places in the row: none, if it is all in others'.
+    pub fn piece(&self, index: usize, rank: usize) -> Range<usize> {
+        let own = self.own(rank);
+        let place = self.place_of(index);
+        place.start.clamp(own.start, own.end)..place.end.clamp(own.start, own.end)
+    }
+
+    /// The same, in bytes.
+    pub fn piece_bytes(&self, index: usize, rank: usize) -> Range<usize> {
+        let (piece, size) = (self.piece(index, rank), self.dtype.size());
+        piece.start * size..piece.end * size
+    }
+
+    /// The elements of the tensor that has that piece: at least one, which is then zero and stays so.
+    pub fn piece_elements(&self, index: usize, rank: usize) -> usize {
+        self.piece(index, rank).len().max(1)
+    }
+
+    /// The tensor that has the piece of the parameter `index`, from the `row` in which it lies.
+    pub fn piece_data(&self, index: usize, rank: usize, row: &[u8]) -> Result<TensorData> {
+        let elements = self.piece_elements(index, rank);
+        let filler = vec![0; self.dtype.size()];
+        let bytes = match self.piece_bytes(index, rank) {
+            none if none.is_empty() => filler.as_slice(),
+            place => row
+                .get(place)
+                .ok_or_else(|| Error::aborted("a unit's row is too short: this is a defect of phalanx"))?,
+        };
+        Ok(tensor_bytes::tensor_data(bytes, &[elements], self.dtype))
     }
 
     /// The bytes of each parameter in the row.
     pub fn places(&self) -> impl Iterator<Item = Range<usize>> {
         let size = self.dtype.size();
         self.places.iter().map(move |place| place.start * size..place.end * size)
+    }
+
+    /// The elements of the parameter `index` in the row.
+    pub fn place_of(&self, index: usize) -> Range<usize> {
+        self.places.get(index).cloned().unwrap_or(0..0)
     }
 
     /// The bytes of the parameter `index` in the row.
@@ -129,7 +162,9 @@ mod tests {
                 let own = layout.own(rank);
                 assert!(own.is_empty() || own.start == end, "{ranks} ranks, rank {rank}");
                 end = end.max(own.end);
-                assert_eq!(layout.shard_bytes(rank).len(), 4 * layout.shard);
+                let pieces: Vec<_> = (0..2).map(|index| layout.piece(index, rank)).collect();
+                assert_eq!(pieces.iter().map(Range::len).sum::<usize>(), own.len());
+                assert!(pieces[0].end <= 12 && (pieces[1].is_empty() || pieces[1].start >= 12), "{pieces:?}");
             }
             assert_eq!(end, 17);
         }

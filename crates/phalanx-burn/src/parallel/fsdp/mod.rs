@@ -40,6 +40,7 @@ pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
+use self::unit::unit_name;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
@@ -90,8 +91,8 @@ use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Losses, gradients and steps are those of one process with the whole batch. Every parameter that needs a gradient must be in a
-/// unit. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
+/// Losses, gradients and steps are those of one process with the whole batch, also where a parameter gets no gradient in some steps. Every
+/// parameter that needs a gradient must be in a unit, and in one only. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
 /// optimizer's step.
 ///
 /// # Memory
@@ -112,9 +113,11 @@ pub struct Fsdp<M> {
     /// Over the ranks that have the same shards.
     ddp: Ddp<M>,
     exchanges: Arc<Exchanges>,
-    /// The number of the unit of each shard.
+    /// The number of the unit of each piece of a shard.
     units: HashMap<ParamId, usize>,
-    /// The number of each unit's shard among the parameters of the model.
+    /// The numbers of the units, in the order of the model, each with the name of its shard.
+    order: Vec<(usize, String)>,
+    /// By unit that is trained: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
 }
 
@@ -122,7 +125,7 @@ pub struct Fsdp<M> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FsdpBytes {
-    /// This rank's shards. Their gradients take as much, and AdamW's state twice as much.
+    /// This rank's shards. Of those of units that are trained, gradients take as much, and AdamW's state twice as much.
     pub shards: usize,
     /// The most that whole parameters have taken at one time. On other devices than Flex it counts the host buffers from which they are copied, and not
     /// the tensors on the device.
@@ -141,8 +144,8 @@ impl<M: Module> Fsdp<M> {
     /// Nothing keeps those equal afterwards: running statistics outside units are each rank's own.
     ///
     /// # Errors
-    /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; or if a
-    /// parameter that needs a gradient is in none. If the exchange fails.
+    /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
+    /// parameter that needs a gradient is in none, or in two. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -160,13 +163,19 @@ impl<M: Module> Fsdp<M> {
         let rest = Select::Except(&shards);
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
         let model = replicas::from_rank(model, &exchanges.group, Rank::MAIN, rest)?;
-        let parameters = order.iter().enumerate().map(|(parameter, &unit)| (unit, parameter)).collect();
-        exchanges.expect(order);
-        // A bucket for each unit: it need not wait for others.
+        exchanges.expect(order.iter().map(|(unit, _)| *unit).collect());
+        // A bucket for each parameter: a unit need not wait for others.
         let reducer = ReducerOptions::default().bucket_cap_mb(0.0);
         let options = DdpOptions { reducer, ..DdpOptions::default() };
         let ddp = Ddp::with_options(model, &exchanges.replicas, options)?;
-        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers, parameters: Arc::new(parameters) })
+        let mut parameters = HashMap::new();
+        for (index, piece) in ddp.parameters().iter().enumerate() {
+            if let Some(&unit) = numbers.get(&piece.id) {
+                parameters.entry(unit).or_insert(index);
+            }
+        }
+        let parameters = Arc::new(parameters);
+        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers, order, parameters })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -217,7 +226,18 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// If an exchange fails on any rank, or the ranks have used their units differently: then no rank gets gradients.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
-        self.backward_with(|ddp| ddp.backward(loss))
+        let mut gradients = self.backward_with(|ddp| ddp.backward(loss))?;
+        // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
+        let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
+        let absent = self.exchanges.absent(&order).inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        for (unit, absent) in absent {
+            let Some(&first) = self.parameters.get(&unit) else { continue };
+            let pieces = self.ddp.parameters().iter().skip(first).zip(absent);
+            for (piece, _) in pieces.filter(|(_, is_absent)| *is_absent) {
+                drop(gradients.remove::<1>(piece.id));
+            }
+        }
+        Ok(gradients)
     }
 
     /// Runs backward from `loss`, and adds the gradients of this rank's shards to those of the next [`backward`](Self::backward).
@@ -227,12 +247,15 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward`](Self::backward).
     #[doc(alias("no_sync", "set_requires_gradient_sync"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        self.backward_with(|ddp| ddp.backward_no_sync(loss))
+        self.backward_with(|ddp| ddp.backward_no_sync(loss))?;
+        self.exchanges.hold_present();
+        Ok(())
     }
 
     fn backward_with<T>(&mut self, backward: impl FnOnce(&mut Ddp<M>) -> Result<T>) -> Result<T> {
         let began = Instant::now();
         self.exchanges.check()?;
+        self.exchanges.begin_backward();
         let outcome = backward(&mut self.ddp);
         self.exchanges.end_backward();
         // What has failed first is the cause of the rest.
@@ -300,16 +323,16 @@ impl<M: Module> Fsdp<M> {
 
     /// What this rank has taken of its memory and sent, since its [`ShardingGroup`] was made.
     pub fn bytes(&self) -> FsdpBytes {
-        let parameters = self.ddp.parameters().iter();
-        let shards = parameters.map(|shard| shard.shape.iter().product::<usize>() * shard.dtype.size()).sum();
+        let units = self.order.iter().filter_map(|(unit, _)| self.exchanges.unit(*unit));
+        let shards = units.map(|unit| unit.shard * unit.dtype.size()).sum();
         let (parameters_peak, gradients_peak, communicated) = self.exchanges.bytes();
         let communicated = communicated + self.ddp.communicated_bytes();
         FsdpBytes { shards, parameters_peak, gradients_peak, communicated }
     }
 
     /// This rank's shard of each unit of `model`.
-    fn shards(&self, model: &M) -> HashMap<usize, Tensor<1>> {
-        let mut shards = Shards { units: &self.units, found: HashMap::new() };
+    fn shards(&self, model: &M) -> HashMap<usize, Vec<Tensor<1>>> {
+        let mut shards = Shards { units: &self.units, seen: HashSet::new(), found: HashMap::new() };
         model.visit(&mut shards);
         shards.found
     }
@@ -324,9 +347,9 @@ impl<M> fmt::Debug for Fsdp<M> {
 
 /// What a model is made of.
 struct Units {
-    /// The numbers of its units, in its order.
-    order: Vec<usize>,
-    /// The same, by their shard.
+    /// The numbers of its units, in its order, each with the name of its shard.
+    order: Vec<(usize, String)>,
+    /// The same, by the pieces of their shards.
     numbers: HashMap<ParamId, usize>,
     /// What is in no unit.
     rest: Vec<Parameter>,
@@ -340,18 +363,21 @@ impl Units {
         let known = exchanges.shards();
         let (mut order, mut seen) = (Vec::new(), HashSet::new());
         let Inventory { parameters, state, .. } = Inventory::of(model)?;
-        for parameter in parameters {
-            let Some(&unit) = known.get(&parameter.id) else {
-                return Err(Error::invalid_argument(format!(
-                    "the parameter `{}` is in no unit of this ShardingGroup",
-                    parameter.name
-                ))
-                .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
-            };
-            if seen.insert(unit) {
-                order.push(unit);
+        if let Some(parameter) = parameters.iter().find(|parameter| !known.contains_key(&parameter.id)) {
+            return Err(Error::invalid_argument(format!(
+                "the parameter `{}` is in no unit of this ShardingGroup",
+                parameter.name
+            ))
+            .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
+        }
+        for piece in &state {
+            if let Some(&unit) = known.get(&piece.id)
+                && seen.insert(unit)
+            {
+                order.push((unit, unit_name(&piece.name).to_owned()));
             }
         }
+        refuse_shared(&order, &state, exchanges)?;
         let rest = state.into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
         let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
         Ok(Self { order, numbers, rest })
@@ -360,8 +386,39 @@ impl Units {
     fn described(&self) -> Description {
         let rest = self.rest.iter();
         let rest = rest.map(|Parameter { name, dtype, shape, .. }| format!("`{name}` {dtype:?} {shape:?}"));
-        (self.order.clone(), rest.collect())
+        (self.order.iter().map(|(unit, _)| *unit).collect(), rest.collect())
     }
+}
+
+/// An error if a parameter that is trained stands in two units, or in one and outside of units: each would train it for itself.
+fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exchanges) -> Result<()> {
+    let mut places: HashMap<ParamId, (String, bool)> = HashMap::new();
+    let mut note = |id: ParamId, place: String, is_trained: bool| {
+        match places.get(&id) {
+        Some((first, was_trained)) if is_trained || *was_trained => Err(Error::invalid_argument(format!(
+            "one parameter stands at `{first}` and at `{place}`: units are sharded and trained each by itself"
+        ))
+        .with_remedy(
+            "put the layers that share it into one unit, as a module of both; or give one of them an id of its own: \
+             Param::from_tensor(param.val().detach())",
+        )),
+        Some(_) => Ok(()),
+        None => {
+            places.insert(id, (place, is_trained));
+            Ok(())
+        }
+    }
+    };
+    for (number, name) in order {
+        let Some(unit) = exchanges.unit(*number) else { continue };
+        // Of `layer.shard`, the field is the unit's own.
+        let name = unit_name(name);
+        for parameter in &unit.parameters {
+            let place = if name == "shard" { String::new() } else { format!("{name}.") };
+            note(parameter.id, format!("{place}{}", parameter.name), unit.is_trained)?;
+        }
+    }
+    state.iter().try_for_each(|tensor| note(tensor.id, tensor.name.clone(), false))
 }
 
 /// What differs between two ranks' models.
@@ -384,15 +441,19 @@ fn difference(
 
 struct Shards<'a> {
     units: &'a HashMap<ParamId, usize>,
-    found: HashMap<usize, Tensor<1>>,
+    /// A unit may be used in several places of the model.
+    seen: HashSet<ParamId>,
+    found: HashMap<usize, Vec<Tensor<1>>>,
 }
 
 impl ModuleVisitor for Shards<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(&unit) = self.units.get(&param.id) {
-            let shard = param.base().set_require_grad(false);
-            let elements = shard.shape().num_elements();
-            self.found.insert(unit, shard.reshape([elements]));
+        if let Some(&unit) = self.units.get(&param.id)
+            && self.seen.insert(param.id)
+        {
+            let piece = param.base().set_require_grad(false);
+            let elements = piece.shape().num_elements();
+            self.found.entry(unit).or_default().push(piece.reshape([elements]));
         }
     }
 }

@@ -12,9 +12,9 @@ use phalanx::{Error, Result};
 use super::super::op::{GradientTarget, KnownGradient, ParallelOp, Source};
 use super::super::random::OwnNumbers;
 use super::collector::Collector;
-use super::exchanges::Place;
+use super::exchanges::{Place, Shard};
 use super::inputs::{FloatMapper, UnitInputs};
-use super::unit::Unit;
+use super::unit::{Unit, device_of};
 use super::whole::Role;
 use crate::read_back;
 use crate::tensor_bytes::{self, TensorBytes};
@@ -39,14 +39,15 @@ impl Slots {
 }
 
 /// What a forward pass leaves for the backward pass.
-type Kept<M, I, const D: usize> = (Tensor<1>, I, fn(&M, I) -> Tensor<D>);
+type Kept<M, I, const D: usize> = (Shard, I, fn(&M, I) -> Tensor<D>);
 
 /// Takes the gradient of a unit's output, and from it computes those of its inputs and parameters.
 pub(super) struct Recomputed<M, I, const D: usize> {
     unit: Arc<Unit<M>>,
     place: Place,
     seed: u64,
-    collector: Arc<Collector>,
+    /// None of a frozen unit.
+    collector: Option<Arc<Collector>>,
     slots: Slots,
     /// This rank's shard, the inputs, and what is computed with them.
     held: Mutex<Option<Kept<M, I, D>>>,
@@ -56,7 +57,7 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
     pub fn new(
         unit: &Arc<Unit<M>>,
         (place, seed): (Place, u64),
-        (collector, slots): (Arc<Collector>, Slots),
+        (collector, slots): (Option<Arc<Collector>>, Slots),
         held: Kept<M, I, D>,
     ) -> Self {
         Self { unit: unit.clone(), place, seed, collector, slots, held: Mutex::new(Some(held)) }
@@ -69,14 +70,14 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
             return Err(Error::aborted("backward runs twice through a unit: this is a defect of phalanx"));
         };
         let gradient = tensor_bytes::tensor_data(gradient.bytes, shape, gradient.dtype);
-        let shard = (layout.clone(), shard);
-        let role = Role::Leaf(self.collector.clone());
+        let role = self.collector.clone().map_or(Role::Constant, Role::Leaf);
+        let device = device_of(&shard);
         let next = exchanges.before(&self.place);
         let module = self.unit.whole(&shard, Some(&self.place), next, role)?;
         exchanges.traced(Track::Backward, layout, || {
             let leaves = inputs.map_floats(&mut Leaves(self.slots.all()));
-            let own_numbers = OwnNumbers::of(&shard.1.device());
-            shard.1.device().seed(self.seed);
+            let own_numbers = OwnNumbers::of(&device);
+            device.seed(self.seed);
             let output = pass(&module, leaves.clone());
             drop((own_numbers, module));
             if output.dims().as_slice() != shape || !output.is_autodiff() || !output.is_tracked() {
@@ -98,7 +99,7 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
             taken.outcome
         })?;
         // A parameter that had no part in it has no gradient yet.
-        self.collector.send()
+        self.collector.as_ref().map_or(Ok(()), Collector::send)
     }
 }
 

@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use burn::tensor::TensorData;
 use parking_lot::Mutex;
 
+use super::layout::FlatLayout;
 use crate::hook::GradientSink;
 use crate::sink::Pass;
 use crate::tensor_bytes::{Access, TensorBytes};
@@ -16,7 +18,7 @@ use crate::tensor_bytes::{Access, TensorBytes};
 pub(super) struct Replicated {
     /// Lives as long as a collector of the forward pass.
     pass: Arc<Pass>,
-    /// The number of each unit's shard among the parameters of the model.
+    /// By unit: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
     /// How often the forward pass has used each unit without having got a gradient.
     uses: Mutex<HashMap<usize, usize>>,
@@ -32,18 +34,22 @@ impl Replicated {
         *self.uses.lock().entry(unit).or_default() += 1;
     }
 
-    /// Takes the gradient of a unit's shard from one use of the unit. With that of the last use, the average begins.
-    pub fn take(&self, unit: usize, gradient: TensorBytes<'_>) {
+    /// Takes the gradients of a unit's pieces from one use of the unit. With those of the last use, the average begins.
+    pub fn take(&self, unit: &FlatLayout, pieces: &[TensorData]) {
+        let FlatLayout { unit, dtype, .. } = *unit;
         // A unit of another model gets no gradient.
-        let Some(&parameter) = self.parameters.get(&unit) else { return };
+        let Some(&first) = self.parameters.get(&unit) else { return };
         let left = self.uses.lock().get_mut(&unit).map_or(0, |uses| {
             *uses = uses.saturating_sub(1);
             *uses
         });
-        if left == 0 {
-            self.pass.ready(parameter, Access::Here(gradient));
-        } else {
-            self.pass.part(parameter, gradient);
+        for (index, piece) in pieces.iter().enumerate() {
+            let gradient = TensorBytes { dtype, bytes: piece.as_bytes() };
+            if left == 0 {
+                self.pass.ready(first + index, Access::Here(gradient));
+            } else {
+                self.pass.part(first + index, gradient);
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, Result};
@@ -61,10 +61,14 @@ use crate::tensor_bytes;
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Its only parameter is this rank's shard: a row of all the module's parameters that need a gradient, padded with zeros so that it can
-/// be divided evenly. Units are not nested: a module of units is no unit. An optimizer must treat each element by itself, as SGD and Adam
-/// do; one that looks at a parameter's shape or norm, such as Adafactor or Burn's own gradient clipping, would take the shard for a
-/// parameter. Parameters without a gradient and tensors that are not floats stay whole on every rank.
+/// All the module's parameters that need a gradient stand in one row, which is divided evenly among the ranks. The unit's own parameters are
+/// this rank's piece of each. A piece that is empty on this rank has one element, which stays zero. Units are not nested: a module of units is
+/// no unit. An optimizer must treat each element by itself, as SGD and Adam
+/// do; one that looks at a parameter's shape or norm, such as Adafactor or Burn's own gradient clipping, would take the piece for a
+/// parameter. A parameter that gets no gradient on any rank has none here either.
+///
+/// If no parameter of the module needs a gradient, all are sharded likewise, and gradients go through the unit to what is before it. In a
+/// module that is trained, frozen parameters stay whole on every rank, and tensors that are not floats do so in both.
 ///
 /// # Errors
 /// A forward pass cannot return one. If an exchange fails, the groups end with the cause, the output is NaN, and
@@ -72,8 +76,8 @@ use crate::tensor_bytes;
 #[doc(alias("fully_shard", "FSDPModule", "ZeRO"))]
 #[derive(Module, Debug)]
 pub struct FullySharded<M> {
-    /// This rank's shard.
-    shard: Param<Tensor<1>>,
+    /// This rank's shard: its piece of each parameter.
+    shard: Vec<Param<Tensor<1>>>,
     #[module(skip)]
     unit: Arc<Unit<M>>,
 }
@@ -100,7 +104,7 @@ impl<M: Module + 'static> FullySharded<M> {
     /// Keeps this rank's shard of rank 0's `module`. All ranks call it together, for their units in the same order.
     ///
     /// # Errors
-    /// On every rank: if the ranks' modules or options differ; if the module has no parameter that needs a gradient, parameters of
+    /// On every rank: if the ranks' modules or options differ; if the module has no parameter, parameters of
     /// different types, running statistics, as batch norm has, or a unit in it; if it is not on a device with autodiff. If the exchange
     /// fails.
     pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
@@ -131,25 +135,28 @@ impl<M: Module + 'static> FullySharded<M> {
 
         layout.frozen = frozen(&module, &layout)?;
         let size = layout.dtype.size();
-        let own = layout.shard_bytes(exchanges.rank());
-        let mut shard = vec![0; layout.shard * size];
+        let mut shard = Vec::with_capacity(layout.parameters.len());
+        let mut pieces: Vec<Option<TensorData>> = layout.parameters.iter().map(|_| None).collect();
         parameters::each(&module, &layout.indices, |index, tensor| {
             let Some(place) = layout.place(index) else { return Ok(()) };
-            let (from, to) = (place.start.max(own.start), place.end.min(own.end));
-            if from < to {
-                let part = &tensor.bytes[from - place.start..to - place.start];
-                shard[from - own.start..to - own.start].copy_from_slice(part);
-            }
+            let own = layout.piece_bytes(index, exchanges.rank());
+            let own = match own.is_empty() {
+                // One element, which stays zero.
+                true => vec![0; size],
+                false => tensor.bytes[own.start - place.start..own.end - place.start].to_vec(),
+            };
+            pieces[index] = Some(tensor_bytes::tensor_data(&own, &[own.len() / size], layout.dtype));
             Ok(())
         })?;
-        let data = tensor_bytes::tensor_data(&shard, &[layout.shard], layout.dtype);
-        let shard = Tensor::from_data(data, (&inventory.device, layout.dtype)).require_grad();
+        for data in pieces.into_iter().flatten() {
+            let piece = Tensor::from_data(data, (&inventory.device, layout.dtype));
+            shard.push(Param::initialized(ParamId::new(), piece.set_require_grad(layout.is_trained)));
+        }
         let layout = Arc::new(layout);
-        let id = ParamId::new();
-        exchanges.add_unit(layout.clone(), id);
+        exchanges.add_unit(layout.clone(), shard.iter().map(|piece| piece.id));
         let hollow = Mutex::new(module.map(&mut Hollow(&layout)));
         let unit = Arc::new(Unit { exchanges: exchanges.clone(), layout, hollow });
-        Ok(Self { shard: Param::initialized(id, shard), unit })
+        Ok(Self { shard, unit })
     }
 
     /// The output of `pass` for the whole module and `inputs`.
@@ -181,28 +188,37 @@ impl<M: Module + 'static> FullySharded<M> {
         inputs: I,
         pass: fn(&M, I) -> Tensor<D>,
     ) -> Tensor<D> {
-        let parameter = self.shard.val();
         let Unit { exchanges, layout, .. } = &*self.unit;
-        let shard: Shard = (layout.clone(), parameter.clone().set_require_grad(false));
+        let pieces: Vec<_> = self.shard.iter().map(Param::val).collect();
+        let shard: Shard = (layout.clone(), self.constants());
         let place = exchanges.enter(&shard);
         let whole = |role| self.unit.whole_or_nan(&shard, &place, exchanges.after(&place), role);
-        if !parameter.is_autodiff() || !parameter.is_tracked() {
+        let device = device_of(&shard);
+        let is_trained = pieces.iter().any(|piece| piece.is_autodiff() && piece.is_tracked());
+        // Backward comes through a frozen unit only to what it has computed with.
+        let mut tracked = Tracked(false);
+        let inputs = inputs.map_floats(&mut tracked);
+        let is_passed = tracked.0 && device.is_autodiff() && exchanges.options.reshard_after_forward;
+        if !is_trained && !is_passed {
             let module = whole(Role::Constant);
             return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
         }
-        let collector = Collector::new(exchanges, layout, &place);
-        let anchor = collector.anchor(parameter);
-        if !exchanges.options.reshard_after_forward {
+        let collector = is_trained.then(|| Collector::new(exchanges, layout, &place));
+        let anchor = match &collector {
+            Some(collector) => collector.anchor(pieces, &device),
+            None => Tensor::zeros([1], (&device, layout.dtype)).require_grad(),
+        };
+        if let (false, Some(collector)) = (exchanges.options.reshard_after_forward, &collector) {
             let mut behind = Behind { anchor, slots: None };
             let inputs = inputs.map_floats(&mut behind);
-            let module = whole(Role::Behind(Box::new(behind.anchor), collector));
+            let module = whole(Role::Behind(Box::new(behind.anchor), collector.clone()));
             return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
         }
         let constants = inputs.clone().map_floats(&mut Constants);
         let seed = exchanges.seed(&place);
         let module = whole(Role::Constant);
-        let own_numbers = OwnNumbers::of(&shard.1.device());
-        shard.1.device().seed(seed);
+        let own_numbers = OwnNumbers::of(&device);
+        device.seed(seed);
         let output = exchanges.traced(Track::Forward, layout, || pass(&module, constants.clone()));
         drop((own_numbers, module));
         if output.is_autodiff() && output.is_tracked() {
@@ -211,8 +227,7 @@ impl<M: Module + 'static> FullySharded<M> {
         let slots = Slots::default();
         let mut behind = Behind { anchor, slots: Some(slots.clone()) };
         drop(inputs.map_floats(&mut behind));
-        let again =
-            Recomputed::new(&self.unit, (place, seed), (collector, slots), (shard.1, constants, pass));
+        let again = Recomputed::new(&self.unit, (place, seed), (collector, slots), (shard, constants, pass));
         let output = output.autodiff().set_require_grad(false).into_dispatch();
         let target = Target(Arc::new(again));
         Tensor::from_dispatch(Dispatch::attached(output, behind.anchor.into_dispatch(), target))
@@ -225,7 +240,7 @@ impl<M: Module + 'static> FullySharded<M> {
     pub fn gather(&self) -> Result<M> {
         let Unit { exchanges, layout, .. } = &*self.unit;
         exchanges.check()?;
-        let shard = (layout.clone(), self.shard.val().set_require_grad(false));
+        let shard = (layout.clone(), self.constants());
         self.unit
             .whole(&shard, None, Vec::new(), Role::Apart)
             .inspect_err(|error| exchanges.fail(error.clone()))
@@ -233,9 +248,14 @@ impl<M: Module + 'static> FullySharded<M> {
 }
 
 impl<M: Module> FullySharded<M> {
-    /// The number of elements of the whole module's parameters that need a gradient.
+    /// The number of elements of the whole module's parameters that are sharded: those that need a gradient, or, of a frozen unit, all.
     pub fn elements(&self) -> usize {
         self.unit.layout.elements
+    }
+
+    /// This rank's shard, without a graph.
+    fn constants(&self) -> Vec<Tensor<1>> {
+        self.shard.iter().map(|piece| piece.val().set_require_grad(false)).collect()
     }
 }
 
@@ -243,13 +263,13 @@ impl<M: Module> Unit<M> {
     /// The whole module. `next` are the units that are used after it.
     pub fn whole(&self, shard: &Shard, place: Option<&Place>, next: Vec<Shard>, role: Role) -> Result<M> {
         let gathered = self.exchanges.gather(shard, place, next)?;
-        Ok(self.filled(Whole::new(&self.layout, Some(gathered), role, shard.1.device())))
+        Ok(self.filled(Whole::new(&self.layout, Some(gathered), role, device_of(shard))))
     }
 
     fn whole_or_nan(&self, shard: &Shard, place: &Place, next: Vec<Shard>, role: Role) -> M {
         self.whole(shard, Some(place), next, role.clone()).unwrap_or_else(|error| {
             self.exchanges.fail(error);
-            self.filled(Whole::new(&self.layout, None, role, shard.1.device()))
+            self.filled(Whole::new(&self.layout, None, role, device_of(shard)))
         })
     }
 
@@ -261,10 +281,15 @@ impl<M: Module> Unit<M> {
     }
 }
 
+/// The device of a unit's pieces, of which there is one at least.
+pub(super) fn device_of(shard: &Shard) -> Device {
+    shard.1.first().map_or_else(Device::flex, Tensor::device)
+}
+
 /// This rank's module, and its parameters in one row.
 fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Result<(Inventory, FlatLayout)> {
     refuse_units(module, &exchanges.shards())?;
-    let inventory = Inventory::of(module)?;
+    let inventory = Inventory::or_frozen(module)?;
     if let Some(buffer) = inventory.state.iter().find(|tensor| inventory.buffers.contains(&tensor.id)) {
         return Err(Error::invalid_argument(format!(
             "`{}` is changed by forward passes, as running statistics are, and would see every batch twice",
@@ -272,7 +297,10 @@ fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Resu
         ))
         .with_remedy("take a norm without running statistics, such as LayerNorm or GroupNorm"));
     }
-    let layout = FlatLayout::new(number, inventory.parameters.clone(), exchanges.ranks())?;
+    let is_trained = !inventory.parameters.is_empty();
+    let parameters = if is_trained { &inventory.parameters } else { &inventory.frozen };
+    let mut layout = FlatLayout::new(number, parameters.clone(), exchanges.ranks())?;
+    layout.is_trained = is_trained;
     Ok((inventory, layout))
 }
 
@@ -298,6 +326,11 @@ fn refuse_units<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Resu
     })
 }
 
+/// The name of a unit's shard, from that of one of its pieces.
+pub(super) fn unit_name(piece: &str) -> &str {
+    piece.rsplit_once('.').map_or(piece, |(unit, _)| unit)
+}
+
 /// Finds a shard, of any group.
 struct InnerUnit<'a> {
     shards: &'a HashMap<ParamId, usize>,
@@ -317,8 +350,10 @@ impl ModuleVisitor for InnerUnit<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.shards.contains_key(&param.id) || self.path.iter().any(|(_, is_unit)| *is_unit) {
+            // Without the number of the piece.
             let names: Vec<&str> = self.path.iter().map(|(name, _)| name.as_str()).collect();
-            self.found.get_or_insert_with(|| names.join("."));
+            let name = names.join(".");
+            self.found.get_or_insert_with(|| unit_name(&name).to_owned());
         }
     }
 }
@@ -354,6 +389,16 @@ fn hidden(layout: &FlatLayout) -> Error {
         layout.unit
     ))
     .with_remedy("make it a Param of the module, or one of the inputs of FullySharded::forward, or detach it")
+}
+
+/// Whether any input has a graph.
+struct Tracked(bool);
+
+impl FloatMapper for Tracked {
+    fn map<const D: usize>(&mut self, tensor: Tensor<D>) -> Tensor<D> {
+        self.0 |= tensor.is_autodiff() && tensor.is_tracked();
+        tensor
+    }
 }
 
 /// Inputs without their graph.

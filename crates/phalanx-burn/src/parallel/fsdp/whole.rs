@@ -79,7 +79,7 @@ impl<'a> Whole<'a> {
                 let anchor = Tensor::clone(anchor).into_dispatch();
                 Tensor::from_dispatch(Dispatch::attached(tensor.into_dispatch(), anchor, target(collector)))
             }
-            Role::Apart if self.device.is_autodiff() => tensor.require_grad(),
+            Role::Apart if self.device.is_autodiff() && self.layout.is_trained => tensor.require_grad(),
             Role::Apart => tensor,
         }
     }

@@ -24,6 +24,8 @@ use crate::Collectives;
 /// # }
 /// ```
 ///
+/// Stages on one rank need none of this: they share a clone of the parameter.
+///
 /// To clip gradients after that, give the copies to [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm), so that they count once.
 #[derive(Clone, Debug)]
 pub struct TiedParameter {

@@ -86,6 +86,9 @@ impl TensorGroup {
     }
 
     /// All ranks' tensors, one after the other along `dim`, for what all ranks compute alike; each gets its part of the gradient.
+    ///
+    /// For a loss that each rank computes of its own rows against those of all ranks, such as a contrastive loss, this is the wrong
+    /// one: it lacks what the other ranks' losses give. [`Collectives::all_gather`] has it.
     #[doc(alias = "gather_from_tensor_model_parallel_region")]
     pub fn gather<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
         self.exchange(tensor, Step::Gather(dim), Step::Part(dim))
@@ -99,6 +102,8 @@ impl TensorGroup {
 
     /// All ranks' tensors, one after the other along `dim`, for what each rank computes otherwise: the gradient of each part is the sum
     /// of all ranks'.
+    ///
+    /// [`Collectives::all_gather`] is this along the first dimension, for replicas of a whole model and with unequal numbers of rows.
     #[doc(alias = "gather_from_sequence_parallel_region")]
     pub fn gather_sums<const D: usize>(&self, tensor: Tensor<D>, dim: usize) -> Tensor<D> {
         self.exchange(tensor, Step::Gather(dim), Step::ReduceScatter(dim))

@@ -6,6 +6,7 @@ use phalanx::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 
 use super::TensorGroup;
+use crate::ties::Ties;
 
 /// How the layers of a model are divided among ranks, by their paths in the module: PyTorch's `parallelize_module`.
 ///
@@ -101,7 +102,8 @@ impl TensorPlan {
         let module = module.map(&mut dividing);
         dividing.outcome?;
         match dividing.matched.iter().position(|matched| !matched) {
-            None => Ok(module),
+            // Two places of one parameter may have been divided otherwise.
+            None => Ok(Ties::of(&module)?.hold(module)),
             Some(rule) => Err(Error::invalid_argument(format!(
                 "no layer of the module matches `{}` of the plan",
                 self.rules[rule].0

@@ -1,11 +1,12 @@
 //! Loaders of `phalanx-data` under Burn's trainer: with `DdpStrategy` they are what Burn's own loaders are.
 
 use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
+use phalanx_data::InMemory;
 
 use super::*;
 
 /// The samples as a data set of `phalanx-data`.
-fn ours(order: &[usize]) -> Vec<Sample> {
+fn ours(order: &[usize]) -> InMemory<Sample> {
     let data = data(order);
     (0..data.len()).map(|index| data.get(index).unwrap()).collect()
 }
@@ -90,7 +91,7 @@ fn stretches_of_a_shuffled_loader_go_round_and_leave_no_sample_out() {
         train(Net::new(false), loaders, folder.path(), &setup, DdpStrategy::new(&group).into());
         seen.lock().clone()
     });
-    let mut all: Vec<f32> = ours(&order).iter().map(|sample| sample.0[0]).collect();
+    let mut all: Vec<f32> = ours(&order).items().iter().map(|sample| sample.0[0]).collect();
     all.sort_by(f32::total_cmp);
     let share = TRAIN / 2;
     for epoch in 0..EPOCHS {

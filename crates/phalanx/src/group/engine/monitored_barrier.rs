@@ -7,7 +7,7 @@ use crate::domain::absent;
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::transport::{Incoming, Outgoing};
-use crate::wire::frame::{Call, Header};
+use crate::wire::frame::Call;
 
 impl Engine {
     /// Every rank reports to rank 0, which waits for each until `deadline` and then lets all go on, or tells them which
@@ -21,7 +21,7 @@ impl Engine {
     ) -> Result<()> {
         let sequence = self.collectives.advance();
         self.check_health()?;
-        self.health.calls.begin(Header { call, sequence, generation: self.generation, payload: 0 });
+        self.health.calls.begin(self.header(call, sequence));
         let outcome = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             domain.monitored_barrier(call, sequence, deadline, others_deadline)
         } else if self.rank.is_main() {
@@ -66,7 +66,7 @@ impl Engine {
         from: Option<Rank>,
         deadline: Deadline,
     ) -> Result<()> {
-        let header = Header { call, sequence, generation: self.generation, payload: 0 };
+        let header = self.header(call, sequence);
         let send = to.map(|to| Outgoing { to, header, payload: &[] });
         let kernel = Kernel::replacing(call.dtype);
         let recv = from.map(|from| Incoming { from, expect: header, into: &mut [], kernel });

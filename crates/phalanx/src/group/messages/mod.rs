@@ -28,7 +28,7 @@ use crate::trace::Trace;
 use crate::transport::messages::{
     Inbound, LineEnd, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
 };
-use crate::wire::frame::{Call, Header, Operation};
+use crate::wire::frame::{Call, Header, History, Operation};
 
 /// Polls of the memory before a rank sleeps, a few microseconds, if every rank can have a processor of its own.
 const SPINS: u32 = 200;
@@ -197,7 +197,8 @@ impl Drop for Messages {
 
 impl Shared {
     fn header(&self, call: Call, ticket: u64, payload: usize) -> Header {
-        Header { call, sequence: Sequence(ticket), generation: self.generation, payload: payload as u64 }
+        let (sequence, generation) = (Sequence(ticket), self.generation);
+        Header { call, sequence, generation, history: History::default(), payload: payload as u64 }
     }
 
     /// An operation for the worker, with the next ticket of `line`.

@@ -19,11 +19,15 @@ use crate::launch::event::Event;
 use crate::launch::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::launch::job::Job;
 use crate::launch::placement::Placement;
-use crate::log::View;
+use crate::log::{Machine, View};
 use crate::poll::poll_readable;
 use crate::random;
 use crate::store::{Access, Refusals, TcpStoreServer};
+use crate::transport::process;
 use crate::world_size::WorldSize;
+
+/// How much longer than the time to join to wait for the cause why the launchers' store was not reached.
+const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 
 /// This node among the others.
 pub(in crate::launch) struct MultiNode<'a> {
@@ -47,6 +51,10 @@ pub(in crate::launch) struct MultiNode<'a> {
     warned: bool,
     /// The number of waiting nodes that was shown last.
     shown: Option<usize>,
+    /// The entry with which this node has joined, until it takes the place of an earlier launcher.
+    join: Option<(Node, Settings)>,
+    /// Whether this node has asked for the place of an earlier launcher, and does not have it yet.
+    is_replacing: bool,
 }
 
 impl<'a> MultiNode<'a> {
@@ -58,12 +66,18 @@ impl<'a> MultiNode<'a> {
     ) -> Result<Self> {
         let me = NodeId(random::number()?);
         let (workers, node_rank) = (job.workers.get(), cluster.node_rank);
-        let node = move |serves_store| Node { id: me, host: host::name(), workers, node_rank, serves_store };
-        let settings = Settings {
-            min_nodes: cluster.min_nodes,
-            max_nodes: cluster.max_nodes,
-            max_restarts: job.restarts_allowed(),
+        let process = process::own();
+        let node = move |serves_store| Node {
+            id: me,
+            host: host::name(),
+            workers,
+            node_rank,
+            serves_store,
+            process,
         };
+        // Only a node that does not serve the store can come again: the job ends with the one that does.
+        let (again, max_restarts) = (node(false), job.restarts_allowed());
+        let settings = Settings { min_nodes: cluster.min_nodes, max_nodes: cluster.max_nodes, max_restarts };
         let handler = RendezvousHandler::start(
             cluster,
             job.launchers_access(refusals),
@@ -85,6 +99,8 @@ impl<'a> MultiNode<'a> {
             lost: None,
             warned: false,
             shown: None,
+            join: Some((again, settings)),
+            is_replacing: false,
         })
     }
 
@@ -120,6 +136,8 @@ impl<'a> MultiNode<'a> {
             // It has ended before it joined, or has sent no heartbeat.
             // Another store answers there, or none, and the error says what to do.
             _ if error.kind() == Kind::Protocol => error,
+            // It was never reached: the error says what may stand between.
+            None if self.reached.is_none() && error.remedy().is_some() => error,
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
@@ -132,8 +150,29 @@ impl<'a> MultiNode<'a> {
         self.reached.as_ref().and_then(|reached| reached.served_at)
     }
 
+    /// If this node was refused because an earlier launcher of the same host has its rank, and that one is gone, takes its place: a
+    /// pod that was started again comes back sooner than the silence of its predecessor is noticed. The decision is pure but for
+    /// the look at the earlier process.
+    fn replace_predecessor(&mut self) {
+        self.is_replacing &= !self.view.state.is_present(self.me);
+        let Some((node, _)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else { return };
+        let predecessor = self.view.state.predecessor(node);
+        let Some(old) = predecessor.filter(|old| !process::state(node.process, old.process).is_there())
+        else {
+            return;
+        };
+        let left = Entry::Left { node: old.id, why: Departure::Replaced };
+        let Some((node, settings)) = self.join.take() else { return };
+        self.is_replacing = true;
+        self.view.refusal = None;
+        self.handler.forget_refusal();
+        self.handler.propose(left);
+        self.handler.propose(Entry::Join { node, settings });
+    }
+
     /// Why this launcher cannot go on, if it cannot.
     fn check(&mut self) -> Result<()> {
+        self.replace_predecessor();
         // The node that refused this one may have left since.
         if let Some(why) = &self.view.refusal {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
@@ -143,7 +182,7 @@ impl<'a> MultiNode<'a> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
-        if self.view.is_given_up() && self.view.state.job_end().is_none() {
+        if self.view.is_given_up() && !self.is_replacing && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
             let cause = format!(
                 "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
@@ -293,7 +332,11 @@ impl Nodes for MultiNode<'_> {
             let now = Instant::now();
             let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
             if timeout.is_zero() && !self.view.state.has_enough() {
-                return Err(self.too_few(since));
+                // The thread that connects gives up at the same time, and knows why nothing answered.
+                timeout = (self.cluster.join_timeout + LAST_ATTEMPT_GRACE).saturating_sub(now - since);
+                if self.reached.is_some() || timeout.is_zero() {
+                    return Err(self.too_few(since));
+                }
             }
             enough_since = if self.view.state.has_enough() { enough_since.or(Some(now)) } else { None };
             if let Some(at) = enough_since {
@@ -401,6 +444,7 @@ fn outcome_of(cause: &Cause) -> Outcome {
                 }
                 Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
                 Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
+                Departure::Replaced => "its launcher was gone, and was started again".to_owned(),
             };
             Outcome::NodeFailed(NodeFailure {
                 node: node_rank.or(node.node_rank),

@@ -20,22 +20,24 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
-use crate::store::{Access, FileStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer, host_port};
+use crate::store::{
+    Access, FileStore, Patience, PrefixStore, SharedStore, TcpStore, TcpStoreServer, host_port,
+};
 
-/// How long the last message of this launcher may take.
-const LAST_MESSAGE: Duration = Duration::from_secs(2);
-/// How long the store stays up for other launchers that have not read to the end yet.
-const DRAIN: Duration = Duration::from_secs(5);
+/// How long the last message of this launcher may take: some round trips of a slow network, and a packet that is sent again.
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the store stays up for other launchers that have not read to the end yet. They close their connections when they have; a
+/// launcher whose host is gone does not.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
-/// How long one attempt to connect may take while nothing listens; then it checks whether the store is still needed.
-const ATTEMPT: Duration = Duration::from_secs(1);
 /// How long a listening program may take to answer as a store does.
-const SLOW_ATTEMPT: Duration = Duration::from_secs(15);
+const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 
 /// What is known once the store is reached.
 #[derive(Clone, Debug)]
@@ -118,6 +120,11 @@ impl RendezvousHandler {
         (self.reached.lock().clone(), self.replica.view().clone())
     }
 
+    /// This node was refused, and asks again.
+    pub(super) fn forget_refusal(&self) {
+        self.replica.forget_refusal();
+    }
+
     pub(super) fn propose(&self, entry: Entry) {
         if let Some(proposals) = &self.proposals {
             // If the thread is gone, the replica says why.
@@ -132,7 +139,9 @@ impl Drop for RendezvousHandler {
         self.replica.close();
         drop(self.proposals.take());
         let Some(writer) = self.writer.take() else { return };
-        let deadline = Deadline::after(LAST_MESSAGE);
+        // Who has not reached the store has nothing to say there; the thread ends after its attempt to connect.
+        let is_reached = self.reached.lock().is_some();
+        let deadline = Deadline::after(if is_reached { LAST_MESSAGE_TIMEOUT } else { Duration::ZERO });
         while !writer.is_finished() {
             // A thread that is stuck in a connection ends by itself.
             if deadline.has_passed() {
@@ -141,7 +150,7 @@ impl Drop for RendezvousHandler {
             std::thread::sleep(Duration::from_millis(1));
         }
         if let Ok(Some(server)) = writer.join() {
-            server.drain(Deadline::after(DRAIN));
+            server.drain(Deadline::after(DRAIN_TIMEOUT));
         }
     }
 }
@@ -167,19 +176,26 @@ impl Thread {
         let deadline = Deadline::after(cluster.join_timeout);
         let mac = Mac::new(access.credentials().key.as_ref(), scope);
         let opened = open_store(cluster, access, scope, replica, deadline)?;
+        if replica.view().is_closing() {
+            return Ok(());
+        }
         *server = opened.server;
         let served_at = server.as_ref().map(TcpStoreServer::local_addr);
         *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
         // The first change, the start of the reader, wakes the supervisor.
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
-        if opened.served_elsewhere {
-            wait_for_host(replica, cluster, deadline)?;
-        }
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let join = join(server.is_some());
         if let Entry::Join { node, .. } = &join {
-            participant.join(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?;
+            // While the first entry is on its way.
+            participant.announce(&node.id.heartbeat_key(), Deadline::after(silence))?;
+        }
+        if opened.served_elsewhere {
+            wait_for_host(replica, cluster, deadline)?;
+        }
+        if let Entry::Join { node, .. } = &join {
+            participant.enter(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?;
         }
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
         for entry in inbox {
@@ -239,7 +255,7 @@ fn serve(
 ) -> Result<Option<TcpStoreServer>> {
     let bind = || match cluster.bind {
         Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access.clone()),
-        None => TcpStoreServer::bind_to(&cluster.endpoint(), access.clone(), deadline.at_most(LOOK_UP)),
+        None => TcpStoreServer::bind_to(&cluster.endpoint(), access.clone(), deadline),
     };
     match hosting {
         Hosting::Connect => Ok(None),
@@ -263,25 +279,26 @@ fn connect(
     deadline: Deadline,
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    let mut timeout = ATTEMPT;
-    loop {
-        match TcpStore::connect_with(&address, credentials, deadline.at_most(timeout)) {
-            Err(error) if error.is_timeout() && !deadline.has_passed() => {
-                if replica.view().is_closing() {
-                    return Err(error);
-                }
-                timeout = ATTEMPT;
-            }
-            // It listens, but has answered no more than an unrelated program would: it may not have had the time.
-            Err(error) if !error.is_timeout() && timeout == ATTEMPT => timeout = SLOW_ATTEMPT,
-            result => return result,
-        }
-    }
+    // One to read the log, and one to write. A launcher that serves the store needs no more time for another.
+    let connections = if here.is_some() { 1 } else { 2 };
+    let goes_on = &|| !replica.view().is_closing();
+    let patience = Patience { silence: SILENCE_LIMIT, goes_on, connections };
+    TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
 
 /// Waits until the launcher that serves the store has joined. All must have the settings of the first entry: if it were
 /// that of a launcher with wrong options, the launcher that serves the store would be refused.
 fn wait_for_host(replica: &Replica<MembershipState>, cluster: &Cluster, deadline: Deadline) -> Result<()> {
+    let what = || {
+        format!(
+            "this launcher has reached the store at {}, and waits for the launcher that serves it to register the job",
+            cluster.endpoint()
+        )
+    };
+    while_waiting(what, || wait_until_begun(replica, cluster, deadline))
+}
+
+fn wait_until_begun(replica: &Replica<MembershipState>, cluster: &Cluster, deadline: Deadline) -> Result<()> {
     let mut view = replica.view();
     while !view.state.has_begun() {
         if let Some(error) = &view.lost {
@@ -386,6 +403,7 @@ mod tests {
             workers: 1,
             node_rank: None,
             serves_store,
+            process: None,
         };
         let mut handler = RendezvousHandler::start(
             &cluster,
@@ -416,7 +434,7 @@ mod tests {
     fn a_store_that_is_slow_to_answer_is_waited_for() {
         let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
         let between = Between::listen();
-        between.pass_to(server.local_addr(), ATTEMPT);
+        between.pass_to(server.local_addr(), Duration::from_secs(1));
         let cluster = Cluster::new(2, 2, "127.0.0.1", between.port()).unwrap();
         let deadline = Deadline::after(Duration::from_secs(20));
         let replica = Replica::new(|_| ());

@@ -80,11 +80,11 @@ fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
             Ok(())
         }
 
-        fn state(&self) -> hooks::HookState {
-            hooks::HookState::default()
+        fn state(&self) -> HookState {
+            HookState::default()
         }
 
-        fn load(&mut self, state: hooks::HookState) -> Result<()> {
+        fn load(&mut self, state: HookState) -> Result<()> {
             state.nothing()
         }
     }

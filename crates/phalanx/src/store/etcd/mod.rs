@@ -6,15 +6,15 @@ mod lease;
 use std::net::IpAddr;
 use std::slice::from_ref;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use self::gateway::{Gateway, Refused, decode, encode, number};
 use self::lease::Lease;
-use super::Store;
 use super::call::Call;
 use super::table::Refusal;
+use super::{Store, WATCH_INTERVAL};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
 
@@ -121,7 +121,7 @@ impl EtcdStore {
     }
 
     /// Calls `look` until it finds what it waits for.
-    fn wait_for<T>(&self, call: &Call<'_>, look: impl Fn() -> Result<Option<T>>) -> Result<T> {
+    fn wait_for<T>(&self, call: &Call<'_>, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
         let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
             if let Some(found) = look()? {
@@ -234,6 +234,28 @@ impl Store for EtcdStore {
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
         self.wait_for(&call, || self.look_at_all(&call, keys))
+    }
+
+    fn exchange(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        if !pairs.is_empty() {
+            self.multi_set(pairs, deadline)?;
+        }
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        let mut watched = Instant::now();
+        self.wait_for(&call, || {
+            let found = self.look_at_all(&call, keys)?;
+            if found.is_none() && watched.elapsed() >= WATCH_INTERVAL {
+                watched = Instant::now();
+                go_on()?;
+            }
+            Ok(found)
+        })
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {

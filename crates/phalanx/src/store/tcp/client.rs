@@ -4,11 +4,13 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::slice::from_ref;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::client_connection::{ClientCredentials, Link};
+use super::client_connection::{ClientCredentials, Link, Patience, Waited};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -20,6 +22,8 @@ use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
 /// The most idle connections that are kept.
 const IDLE: usize = 8;
+/// How long an answer may take, even after the deadline, that is asked for when a wait has ended.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A store that a [`TcpStoreServer`](super::TcpStoreServer), or PyTorch's, serves.
 ///
@@ -33,6 +37,8 @@ pub struct TcpStore {
     found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
+    /// How many threads ask something else in the middle of a wait.
+    asides: AtomicUsize,
 }
 
 impl TcpStore {
@@ -55,9 +61,25 @@ impl TcpStore {
         credentials: &Credentials,
         deadline: Deadline,
     ) -> Result<Self> {
+        Self::connect_patiently(address, credentials, deadline, &Patience::WHOLE)
+    }
+
+    pub(crate) fn connect_patiently(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
         let address = address.to_string();
         let credentials = ClientCredentials::new(credentials);
-        let link = Link::connect(&address, &credentials, deadline)?;
+        // Each takes round trips, so they are made at the same time.
+        let (link, more) = thread::scope(|scope| {
+            let another = || Link::connect_silently(&address, &credentials, deadline, patience);
+            let others: Vec<_> = (1..patience.connections).map(|_| scope.spawn(another)).collect();
+            let link = Link::connect(&address, &credentials, deadline, patience);
+            let more = others.into_iter().filter_map(|other| other.join().ok()?.ok()).collect::<Vec<_>>();
+            link.map(|link| (link, more))
+        })?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
@@ -66,7 +88,8 @@ impl TcpStore {
             credentials,
             found,
             local,
-            idle: Mutex::new(vec![link]),
+            idle: Mutex::new(std::iter::once(link).chain(more).collect()),
+            asides: AtomicUsize::new(0),
         })
     }
 
@@ -107,21 +130,35 @@ impl TcpStore {
         if echo == NONCE.to_le_bytes() { Ok(()) } else { Err(call.broken("a ping came back changed")) }
     }
 
-    /// Waits for the call's keys, then sends `request` on the same connection.
-    fn wait_then<T>(&self, call: &Call<'_>, then: impl FnOnce(&mut Link) -> io::Result<T>) -> Result<T> {
-        let request = Frame::new(Op::Wait).keys(call.keys);
-        check_size(call, call.keys.len(), request.len())?;
+    /// Sends `first`, a request without an answer, and waits for the call's keys. Returns their values. From a server of ours
+    /// that takes one round trip.
+    fn wait_for_values(
+        &self,
+        call: &Call<'_>,
+        first: Vec<u8>,
+        go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys = call.keys;
+        let size = Frame::new(Op::Wait).keys(keys).len();
+        check_size(call, keys.len(), size)?;
         let mut link = self.link(call)?;
-        let came = link.wait(&request.into_bytes()).map_err(|error| call.failed(error))?;
-        let answer = if came {
-            // A key that was set at the last moment is still read.
-            link.deadline = call.deadline.max(Deadline::after(Duration::from_millis(50)));
-            Some(then(&mut link).map_err(|error| call.failed(error))?)
-        } else {
-            None
+        let (op, values) = if link.sends_values() { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
+        let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
+        let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
+        let outcome = match waited {
+            Waited::Came(came) if values == keys.len() => Ok(came),
+            Waited::Came(_) => {
+                // A key that was set at the last moment is still read.
+                link.deadline = call.deadline.max(Deadline::after(ANSWER_TIMEOUT));
+                let request = Frame::new(Op::MultiGet).keys(keys).into_bytes();
+                let came = link.send(&request).and_then(|()| keys.iter().map(|_| link.value()).collect());
+                Ok(came.map_err(|error| call.failed(error))?)
+            }
+            Waited::Late => Err(call.timed_out()),
+            Waited::Stopped(error) => Err(error),
         };
         self.put_back(link);
-        answer.ok_or_else(|| call.timed_out())
+        outcome
     }
 
     fn link(&self, call: &Call<'_>) -> Result<Link> {
@@ -136,6 +173,10 @@ impl TcpStore {
     }
 
     fn put_back(&self, link: Link) {
+        // Many ranks may wait for a store on their host, and each connection costs its server a descriptor.
+        if self.found.ip() == self.local && self.asides.load(Ordering::Relaxed) > 0 {
+            return;
+        }
         let mut idle = self.idle.lock();
         if idle.len() < IDLE {
             idle.push(link);
@@ -163,15 +204,22 @@ impl Store for TcpStore {
 
     fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
         let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
-        self.wait_then(&call, |link| {
-            link.send(&Frame::new(Op::Get).key(key).into_bytes())?;
-            link.value()
-        })
+        let values = self.wait_for_values(&call, Vec::new(), None)?;
+        values.into_iter().next().ok_or_else(|| call.broken("an answer without a value"))
     }
 
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
         let call = Call::new(&self.name, "wait", keys, deadline)?;
-        self.wait_then(&call, |_| Ok(()))
+        let request = Frame::new(Op::Wait).keys(keys);
+        check_size(&call, keys.len(), request.len())?;
+        let mut link = self.link(&call)?;
+        let waited = link.wait(&request.into_bytes(), 0, None).map_err(|error| call.failed(error))?;
+        self.put_back(link);
+        match waited {
+            Waited::Came(_) => Ok(()),
+            Waited::Late => Err(call.timed_out()),
+            Waited::Stopped(error) => Err(error),
+        }
     }
 
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
@@ -213,20 +261,65 @@ impl Store for TcpStore {
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        self.wait_then(&call, |link| {
-            link.send(&Frame::new(Op::MultiGet).keys(keys).into_bytes())?;
-            keys.iter().map(|_| link.value()).collect()
-        })
+        self.wait_for_values(&call, Vec::new(), None)
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
         let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
-        pairs.iter().try_for_each(|(_, value)| call.value(value))?;
-        check_size(&call, pairs.len(), pairs.iter().map(|(key, value)| key.len() + value.len() + 1).sum())?;
-        let frame = Frame::new(Op::MultiSet).u64(pairs.len() as u64);
-        self.command(&call, pairs.iter().fold(frame, |frame, (key, value)| frame.key(key).value(value)))
+        self.command(&call, multi_set(&call, pairs)?)
     }
+
+    fn exchange(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let set: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let setting = Call::new(&self.name, "multi_set", &set, deadline)?;
+        let first = match pairs {
+            [] => Vec::new(),
+            _ => multi_set(&setting, pairs)?.into_bytes(),
+        };
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        let mut aside = || {
+            self.asides.fetch_add(1, Ordering::Relaxed);
+            let outcome = go_on();
+            self.asides.fetch_sub(1, Ordering::Relaxed);
+            outcome
+        };
+        self.wait_for_values(&call, first, Some(&mut aside))
+    }
+
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        let mut requests = Vec::new();
+        for (key, expected, desired) in changes {
+            call.value(expected)?;
+            call.value(desired)?;
+            requests.extend(Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes());
+        }
+        let mut link = self.link(&call)?;
+        let answers = link.send(&requests).and_then(|()| changes.iter().map(|_| link.value()).collect());
+        let answers = answers.map_err(|error| call.failed(error))?;
+        self.put_back(link);
+        Ok(answers)
+    }
+}
+
+/// The request that sets `pairs`, whose size is checked.
+fn multi_set(call: &Call<'_>, pairs: &[(&str, &[u8])]) -> Result<Frame> {
+    pairs.iter().try_for_each(|(_, value)| call.value(value))?;
+    check_size(call, pairs.len(), pairs.iter().map(|(key, value)| key.len() + value.len() + 1).sum())?;
+    let frame = Frame::new(Op::MultiSet).u64(pairs.len() as u64);
+    Ok(pairs.iter().fold(frame, |frame, (key, value)| frame.key(key).value(value)))
 }
 
 /// Checks the caps of a whole request.

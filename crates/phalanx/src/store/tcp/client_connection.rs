@@ -1,5 +1,6 @@
 //! A connection of the client: how it is made, and how data is sent and received with a deadline.
 
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -12,11 +13,11 @@ use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::notice::while_waiting;
-use crate::store::MAX_VALUE;
+use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{Tag, nonce};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
-use crate::wire::store::{Frame, MAGIC, Op, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
 
 /// How long one address may take to accept.
@@ -29,8 +30,11 @@ const CLOSING: Duration = Duration::from_secs(2);
 const NAMED: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
-/// How long a server may take to confirm that a wait is cancelled; the deadline has passed already.
-const CANCEL: Duration = Duration::from_millis(50);
+/// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
+/// that of the next request.
+const CANCEL_GRACE: Duration = Duration::from_millis(50);
+/// How long the rest of an answer may take whose beginning has come.
+const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection after the greeting of a store.
 #[derive(Debug)]
@@ -40,7 +44,33 @@ pub(super) struct Link {
     /// Bytes that came with an earlier read; those from `start` on are unread.
     buffer: Vec<u8>,
     start: usize,
+    /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
+    /// would cost a round trip, or a whole connection for each wait that ends.
+    owed: VecDeque<Owed>,
+    /// Whether the server is ours, and knows [`Op::WaitGet`].
+    is_own: bool,
     pub deadline: Deadline,
+}
+
+/// An answer that nobody waits for.
+#[derive(Clone, Copy, Debug)]
+enum Owed {
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key.
+    Echo,
+    /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
+    /// meanwhile.
+    Wait { values: usize },
+}
+
+/// How a wait ended.
+#[derive(Debug)]
+pub(super) enum Waited {
+    /// With the values, if they were asked for in the same request.
+    Came(Vec<Vec<u8>>),
+    /// The deadline has passed.
+    Late,
+    /// The caller does not want to go on.
+    Stopped(Error),
 }
 
 /// How a client is admitted.
@@ -76,17 +106,47 @@ enum ConnectError {
     OutOfResources(Error),
 }
 
+/// How long a client waits for a store, beside its deadline.
+pub(crate) struct Patience<'a> {
+    /// How long a program that listens may be silent. After that it is not a store.
+    pub(crate) silence: Duration,
+    /// Whether the store is still needed. It is asked after each attempt.
+    pub(crate) goes_on: &'a (dyn Fn() -> bool + Sync),
+    /// How many connections to make at once, for a client whose threads use several from the start.
+    pub(crate) connections: usize,
+}
+
+impl Patience<'static> {
+    /// Waits until the deadline.
+    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
+}
+
 impl Link {
     /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
     /// waiting.
-    pub fn connect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> Result<Self> {
+    pub fn connect(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
         let last = Mutex::new(String::new());
         let what = || format!("this process waits for the store at {address}{}", last.lock());
         while_waiting(what, || {
-            Self::retry_until(address, credentials, deadline, |why| {
+            Self::retry_until(address, credentials, deadline, patience, |why| {
                 *last.lock() = format!(", to which it cannot connect: {why}")
             })
         })
+    }
+
+    /// The same, without reports.
+    pub fn connect_silently(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
+        Self::retry_until(address, credentials, deadline, patience, |_| {})
     }
 
     /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
@@ -94,12 +154,15 @@ impl Link {
         address: &str,
         credentials: &ClientCredentials,
         deadline: Deadline,
+        patience: &Patience<'_>,
         report: impl Fn(&dyn Display),
     ) -> Result<Self> {
         let started = Instant::now();
         let mut backoff = Backoff::new(PAUSES, deadline);
         let (mut closed, mut no_address_since): (Option<Instant>, Option<Instant>) = (None, None);
+        let mut silent_since: Option<Instant> = None;
         loop {
+            let began = Instant::now();
             let attempt = Self::attempt(address, credentials, deadline);
             if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
                 no_address_since = None;
@@ -119,7 +182,10 @@ impl Link {
                 Err(ConnectError::WrongKey) => return Err(wrong_key(address)),
                 Err(ConnectError::Tls(error)) => return Err(tls_failed(address, error)),
                 // It may be a store that is frozen, or whose machine is busy, which may pass; or another program.
-                Err(ConnectError::NoAnswer) if backoff.is_last() => {
+                Err(ConnectError::NoAnswer)
+                    if backoff.is_last()
+                        || silent_since.get_or_insert(began).elapsed() >= patience.silence =>
+                {
                     // Its answer to the last greeting may just have come too late.
                     if closed.is_some() {
                         return Err(closes(address, credentials));
@@ -142,6 +208,9 @@ impl Link {
                     Some(error)
                 }
             };
+            if !(patience.goes_on)() {
+                return Err(Error::aborted(format!("the store at {address} is no longer needed")));
+            }
             if let Some(error) = last
                 && backoff.is_last()
             {
@@ -203,6 +272,7 @@ impl Link {
             None => ConnectError::NoAddress(error),
         };
         for target in resolve(address, deadline).map_err(name)? {
+            // An attempt that begins at the very end still has the time for a store on this host.
             let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be a connection to itself.
@@ -227,7 +297,7 @@ impl Link {
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
         let deadline = deadline.at_most(GREETING);
-        let mut link = Self { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
+        let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();
         if let Some(tls) = &credentials.tls {
             let session = link.encrypt(tls).map_err(no_answer)?;
@@ -236,22 +306,30 @@ impl Link {
             }
             link.tls = Some(session);
         }
-        let number = std::process::id();
-        // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
-        let mut hello = match &secret {
-            Some(secret) => link.authenticate(secret)?.to_vec(),
-            None => Frame::new(Op::Validate).u32(MAGIC).into_bytes(),
-        };
-        hello.extend(Frame::new(Op::Ping).u32(number).into_bytes());
-        match link.ask(&hello)? {
-            echo if echo == number.to_le_bytes() => {
-                if let Some(session) = &mut link.tls {
-                    session.admit();
-                }
-                Ok(link)
+        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(OWN_PING).into_bytes()].concat();
+        if let Some(secret) = &secret {
+            // Only a server of ours knows the key, and it will admit this client, which knows it too.
+            let proof = link.authenticate(secret)?;
+            link.send(&ping(proof.to_vec())).map_err(no_answer)?;
+            link.owed.push_back(Owed::Echo);
+            link.is_own = true;
+        } else {
+            // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
+            let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
+            link.is_own = echo == OWN_ECHO.to_le_bytes();
+            if !link.is_own && echo != OWN_PING.to_le_bytes() {
+                return Err(unexpected_answer(&echo));
             }
-            other => Err(unexpected_answer(&other)),
         }
+        if let Some(session) = &mut link.tls {
+            session.admit();
+        }
+        Ok(link)
+    }
+
+    fn over(stream: TcpStream, deadline: Deadline) -> Self {
+        let (buffer, owed) = (Vec::new(), VecDeque::new());
+        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline }
     }
 
     /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
@@ -323,8 +401,53 @@ impl Link {
     /// Reads `N` bytes.
     pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
+        self.settle()?;
         self.fill(&mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Reads the answers that come before that of the last request. A time-out leaves those that have not begun to come.
+    fn settle(&mut self) -> io::Result<()> {
+        while let Some(owed) = self.owed.front().copied() {
+            match owed {
+                Owed::Echo => {
+                    let mut echo = [0; 4];
+                    self.fill(&mut echo[..1])?;
+                    self.owed.pop_front();
+                    self.rest(|link| link.fill(&mut echo[1..]))?;
+                    if echo != OWN_ECHO.to_le_bytes() {
+                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed"));
+                    }
+                }
+                Owed::Wait { values } => {
+                    let mut answer = [0];
+                    self.fill(&mut answer)?;
+                    self.owed.pop_front();
+                    if answer == [WAIT_DONE] {
+                        self.rest(|link| {
+                            (0..values).try_for_each(|_| link.unsettled_value().map(drop))?;
+                            link.fill(&mut answer)
+                        })?;
+                    }
+                    if answer != [WAIT_CANCELLED] {
+                        return Err(unexpected_wait(answer[0]));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the rest of an answer that has begun to come. Unlike other time-outs, one here leaves a connection that cannot be used.
+    fn rest<T>(&mut self, read: impl FnOnce(&mut Self) -> io::Result<T>) -> io::Result<T> {
+        let deadline = self.deadline;
+        self.deadline = deadline.max(Deadline::after(REST_TIMEOUT));
+        let rest = read(self);
+        self.deadline = deadline;
+        rest.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => io::ErrorKind::ConnectionAborted.into(),
+            _ => error,
+        })
     }
 
     pub fn integer(&mut self) -> io::Result<i64> {
@@ -333,7 +456,14 @@ impl Link {
 
     /// Reads a length and that many bytes; the length is checked first.
     pub fn value(&mut self) -> io::Result<Vec<u8>> {
-        let length = u64::from_le_bytes(self.take()?);
+        self.settle()?;
+        self.unsettled_value()
+    }
+
+    fn unsettled_value(&mut self) -> io::Result<Vec<u8>> {
+        let mut length = [0; 8];
+        self.fill(&mut length)?;
+        let length = u64::from_le_bytes(length);
         let length = usize::try_from(length).ok().filter(|length| *length <= MAX_VALUE).ok_or_else(|| {
             let why = format!("an answer of {length} bytes; the longest is {MAX_VALUE}");
             io::Error::new(io::ErrorKind::InvalidData, why)
@@ -343,29 +473,66 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Waits for the keys of `request`; `false` if the deadline passed, and the wait has been cancelled.
-    pub fn wait(&mut self, request: &[u8]) -> io::Result<bool> {
+    /// Whether the server answers a wait with the values of its keys, if it is asked to.
+    pub fn sends_values(&self) -> bool {
+        self.is_own
+    }
+
+    /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
+    /// is called several times a second. If the keys do not come, the wait is cancelled, and the connection can be used again.
+    pub fn wait(
+        &mut self,
+        request: &[u8],
+        values: usize,
+        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> io::Result<Waited> {
         self.send(request)?;
-        match self.take() {
-            Ok([WAIT_DONE]) => Ok(true),
-            Ok([WAIT_CANCELLED]) => Ok(false),
-            Ok([other]) => {
-                Err(io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {other}")))
+        let end = self.deadline;
+        let stopped = loop {
+            if go_on.is_some() {
+                self.deadline = end.at_most(WATCH_INTERVAL);
             }
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => self.cancel(),
+            match self.take() {
+                Ok([WAIT_DONE]) => {
+                    self.deadline = end;
+                    return self.values(values).map(Waited::Came);
+                }
+                Ok([WAIT_CANCELLED]) => return Ok(Waited::Late),
+                Ok([other]) => return Err(unexpected_wait(other)),
+                Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
+                Err(_) if end.has_passed() => break None,
+                Err(_) => {}
+            }
+            if let Some(Err(error)) = go_on.as_mut().map(|go_on| go_on()) {
+                break Some(error);
+            }
+        };
+        self.deadline = Deadline::after(CANCEL_GRACE);
+        self.send(&[Op::CancelWait as u8])?;
+        if let Some(error) = stopped {
+            self.owed.push_back(Owed::Wait { values });
+            return Ok(Waited::Stopped(error));
+        }
+        match self.take() {
+            Ok([WAIT_DONE]) => {
+                // The keys have come at the last moment. The answer to the cancellation comes after the values.
+                let came = self.values(values)?;
+                self.owed.push_back(Owed::Wait { values: 0 });
+                Ok(Waited::Came(came))
+            }
+            Ok([WAIT_CANCELLED]) => Ok(Waited::Late),
+            Ok([other]) => Err(unexpected_wait(other)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.owed.push_back(Owed::Wait { values });
+                Ok(Waited::Late)
+            }
             Err(error) => Err(error),
         }
     }
 
-    fn cancel(&mut self) -> io::Result<bool> {
-        self.deadline = Deadline::after(CANCEL);
-        self.send(&[Op::CancelWait as u8])?;
-        // The keys may have come at the last moment: then this answer comes first.
-        let came = self.take()? == [WAIT_DONE];
-        if came {
-            self.take::<1>()?;
-        }
-        Ok(came)
+    /// The values after the answer to a wait.
+    fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
+        self.rest(|link| (0..count).map(|_| link.unsettled_value()).collect())
     }
 
     fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
@@ -407,6 +574,10 @@ impl Link {
     }
 }
 
+fn unexpected_wait(answer: u8) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {answer}"))
+}
+
 /// The error for an answer to the greeting that is not a store's.
 fn unexpected_answer(answer: &[u8]) -> ConnectError {
     if tls::is_alert(answer) {
@@ -435,6 +606,36 @@ fn retry(error: io::Error) -> io::Result<()> {
 pub(crate) fn host_port(host: &str, port: u16) -> String {
     let host = host.trim_matches(['[', ']']);
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The addresses of `host:port`, as [`resolve`] finds them. A name without an address may get one soon, so it is tried again for as
+/// long as a client tries: a host's own name comes as late as another's.
+pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    let what = || {
+        format!("this process waits for an address of the name in {address}, where it is to serve the store")
+    };
+    let until = deadline.at_most(naming());
+    while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
+}
+
+/// Looks up again until there is an address, or `deadline` has passed.
+fn repeat_look_up(
+    deadline: Deadline,
+    mut look_up: impl FnMut() -> io::Result<Vec<SocketAddr>>,
+) -> io::Result<Vec<SocketAddr>> {
+    let mut backoff = Backoff::new(PAUSES, deadline);
+    loop {
+        match look_up() {
+            Err(error)
+                if !backoff.is_last()
+                    && no_more_processes(&error).is_none()
+                    && no_more_files(&error).is_none() =>
+            {
+                backoff.pause();
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
@@ -551,12 +752,12 @@ pub fn fuzz(bytes: &[u8]) -> bool {
         store.write_all(&answer[..answer.len().min(MOST)]).and_then(|()| store.shutdown(Shutdown::Write));
     let stream = TcpStream::from(OwnedFd::from(ours));
     let deadline = Deadline::after(Duration::from_secs(10));
-    let mut link = Link { stream, tls: None, buffer: Vec::new(), start: 0, deadline };
+    let mut link = Link::over(stream, deadline);
     let understood = calls.iter().take_while(|call| match **call % 4 {
         0 => link.take::<4>().is_ok(),
         1 => link.integer().is_ok(),
         2 => link.value().is_ok_and(|value| value.len() <= MAX_VALUE.min(answer.len())),
-        _ => link.wait(&[Op::Wait as u8]).is_ok(),
+        _ => link.wait(&[Op::Wait as u8], 0, None).is_ok(),
     });
     sent.is_ok() && understood.count() == CALLS
 }
@@ -577,6 +778,24 @@ mod tests {
         // An address that needs no lookup needs no time.
         let past = Deadline::after(Duration::ZERO);
         assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_name_that_gets_its_address_late_is_looked_up_again() {
+        let (address, soon) = ("10.0.0.1:29400".parse().unwrap(), Deadline::after(Duration::from_secs(20)));
+        let unknown = || io::Error::other("Name or service not known");
+        let mut looked = 0;
+        let found = repeat_look_up(soon, || {
+            looked += 1;
+            if looked < 4 { Err(unknown()) } else { Ok(vec![address]) }
+        });
+        assert_eq!((found.unwrap(), looked), (vec![address], 4));
+        let error =
+            repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
+        assert_eq!(error.to_string(), unknown().to_string());
+        // Waiting gives this process no descriptors.
+        let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(24));
     }
 
     #[test]

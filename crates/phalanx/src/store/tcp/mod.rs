@@ -14,7 +14,7 @@ pub(crate) use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub use client_connection::fuzz;
-pub(crate) use client_connection::host_port;
+pub(crate) use client_connection::{Patience, host_port};
 pub use server::TcpStoreServer;
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::{NO_ADDRESS_REMEDY, resolve};
+use super::client_connection::{NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
@@ -124,9 +124,10 @@ impl TcpStoreServer {
         Ok(Self { address, orders, thread: Some(thread) })
     }
 
-    /// Binds to the first address of this host that `address`, `host:port`, resolves to.
+    /// Binds to the first address of this host that `address`, `host:port`, resolves to. A name that has no address yet is waited for,
+    /// as clients do.
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
-        let targets = resolve(address, deadline).map_err(|error| {
+        let targets = resolve_patiently(address, deadline).map_err(|error| {
             Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
                 .with_remedy(NO_ADDRESS_REMEDY)
         })?;

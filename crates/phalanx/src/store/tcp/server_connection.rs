@@ -15,7 +15,9 @@ use super::access::Admission;
 use super::server_stream::Stream;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
-use crate::wire::store::{CHECK_NOT_READY, CHECK_READY, Decoder, Op, Request, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::store::{
+    CHECK_NOT_READY, CHECK_READY, Decoder, OWN_ECHO, OWN_PING, Op, Request, WAIT_CANCELLED, WAIT_DONE,
+};
 
 /// How long a client may leave a part of its answer unread.
 const UNREAD: Duration = Duration::from_secs(60);
@@ -57,6 +59,8 @@ enum Answer {
     Bytes(Vec<u8>),
     /// Each preceded by its length.
     Values(Vec<Arc<[u8]>>),
+    /// The answer to a wait that is over, and the values that it was for.
+    Waited(Vec<Arc<[u8]>>),
     Wait(Parked),
 }
 
@@ -66,6 +70,8 @@ struct Parked {
     barrier: bool,
     id: u64,
     woken: oneshot::Receiver<()>,
+    /// The keys whose values it gets when the wait is over.
+    wanted: Vec<Vec<u8>>,
 }
 
 impl Drop for Parked {
@@ -83,12 +89,8 @@ impl Connection {
             match execute(&self.shared, request).map_err(|refusal| invalid(refusal.to_string()))? {
                 Answer::Nothing => {}
                 Answer::Bytes(bytes) => self.write(&bytes).await?,
-                Answer::Values(values) => {
-                    for value in values {
-                        self.write(&(value.len() as u64).to_le_bytes()).await?;
-                        self.write(&value).await?;
-                    }
-                }
+                Answer::Values(values) => self.write_values(Vec::new(), values).await?,
+                Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
                 Answer::Wait(parked) => self.wait(parked).await?,
             }
         }
@@ -123,7 +125,10 @@ impl Connection {
             bytes = self.stream.fill_buf() => Some(bytes?.first().copied()),
         };
         match next {
-            None => self.write(&[WAIT_DONE]).await,
+            None => {
+                let values = values(&self.shared.borrow().table, &parked.wanted);
+                self.write_values(vec![WAIT_DONE], values).await
+            }
             Some(Some(byte)) if byte == Op::CancelWait as u8 => {
                 drop(parked);
                 self.stream.consume(1);
@@ -132,6 +137,22 @@ impl Connection {
             Some(None) => Ok(()),
             Some(Some(byte)) => Err(invalid(format!("operation {byte} while it waits"))),
         }
+    }
+
+    /// Writes `head`, and each value with its length; what is short is written at once, so that it goes out in one packet.
+    async fn write_values(&mut self, head: Vec<u8>, values: Vec<Arc<[u8]>>) -> io::Result<()> {
+        let mut bytes = head;
+        for value in values {
+            bytes.extend((value.len() as u64).to_le_bytes());
+            if bytes.len() + value.len() > BUFFER {
+                self.write(&bytes).await?;
+                bytes.clear();
+                self.write(&value).await?;
+            } else {
+                bytes.extend_from_slice(&value);
+            }
+        }
+        self.write(&bytes).await
     }
 
     async fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
@@ -181,24 +202,26 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
             waiters.wake_all(key);
             integer(sum)
         }
-        // As PyTorch's server: an absent key reads as empty. Clients wait for it first.
-        (Op::Get | Op::MultiGet, keys) => {
-            Answer::Values(keys.iter().map(|key| table.get(key).unwrap_or_default()).collect())
-        }
+        (Op::Get | Op::MultiGet, keys) => Answer::Values(values(table, keys)),
         (Op::Delete, [key]) => integer(i64::from(table.delete(key))),
         (Op::NumKeys, _) => integer(count(table.len())),
         (Op::ListKeys, _) => list_keys(table),
+        (Op::Ping, _) if int == i64::from(OWN_PING) => Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec()),
         (Op::Ping, _) => Answer::Bytes(int.to_le_bytes()[..4].to_vec()),
         (Op::CancelWait, _) => Answer::Bytes(vec![WAIT_CANCELLED]),
         (Op::Check, keys) => {
             let ready = keys.iter().all(|key| shared.has(key));
             Answer::Bytes(vec![if ready { CHECK_READY } else { CHECK_NOT_READY }])
         }
-        (Op::Wait, _) => {
-            let mut missing: Vec<Vec<u8>> = strings.into_iter().filter(|key| !shared.has(key)).collect();
+        (Op::Wait | Op::WaitGet, keys) => {
+            let mut missing: Vec<Vec<u8>> = keys.iter().filter(|key| !shared.has(key)).cloned().collect();
             missing.sort_unstable();
             missing.dedup();
-            park(cell, &mut shared.waiters, missing, false)
+            match (op == Op::WaitGet, missing.is_empty()) {
+                (true, true) => Answer::Waited(values(&shared.table, keys)),
+                (true, false) => park(cell, &mut shared.waiters, missing, (false, strings)),
+                (false, _) => park(cell, &mut shared.waiters, missing, (false, Vec::new())),
+            }
         }
         (Op::Barrier, [key]) => {
             let arrived = table.add(key, 1)?;
@@ -207,7 +230,7 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
                 shared.barriers.wake_all(key);
                 Answer::Bytes(vec![WAIT_DONE])
             } else {
-                park(cell, &mut shared.barriers, vec![key.clone()], true)
+                park(cell, &mut shared.barriers, vec![key.clone()], (true, Vec::new()))
             }
         }
         (Op::QueuePush, [key, value]) => {
@@ -259,12 +282,22 @@ fn queue_cost(key: &[u8], value: &[u8]) -> usize {
     key.len() + value.len() + 64
 }
 
-fn park(cell: &Rc<RefCell<Shared>>, waiters: &mut Waiters, missing: Vec<Vec<u8>>, barrier: bool) -> Answer {
+/// The values of `keys`. As in PyTorch's server, an absent key reads as empty: clients wait for it first.
+fn values(table: &Table, keys: &[Vec<u8>]) -> Vec<Arc<[u8]>> {
+    keys.iter().map(|key| table.get(key).unwrap_or_default()).collect()
+}
+
+fn park(
+    cell: &Rc<RefCell<Shared>>,
+    waiters: &mut Waiters,
+    missing: Vec<Vec<u8>>,
+    (barrier, wanted): (bool, Vec<Vec<u8>>),
+) -> Answer {
     if missing.is_empty() {
         return Answer::Bytes(vec![WAIT_DONE]);
     }
     let (id, woken) = waiters.add(missing);
-    Answer::Wait(Parked { shared: Rc::clone(cell), barrier, id, woken })
+    Answer::Wait(Parked { shared: Rc::clone(cell), barrier, id, woken, wanted })
 }
 
 /// All keys but those of PyTorch's own start-up.

@@ -7,10 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::health::Health;
 use crate::random;
 use crate::rank::Rank;
-use crate::transport::bootstrap;
+use crate::transport::bootstrap::{self, Starting};
 use crate::transport::tcp::MeshConfig;
 
 /// The memory of all rings into one rank together.
@@ -62,7 +61,7 @@ struct Lent {
 pub(crate) fn rings(
     config: &MeshConfig<'_>,
     members: &[Rank],
-    health: &Health,
+    starting: &Starting,
     deadline: Deadline,
 ) -> Result<Rings> {
     let none = Rings::none(config.world.count());
@@ -72,7 +71,7 @@ pub(crate) fn rings(
     let lent = lend(layout)?;
     let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
     let addresses: Vec<Result<Address, String>> =
-        bootstrap::exchange_among(config, members, health, MEMORY, &address, deadline)?;
+        bootstrap::exchange_among(config, members, starting, MEMORY, &address, deadline)?;
     let open = |(index, address): (usize, Result<Address, String>)| {
         let address = address.ok().filter(|_| lent.is_ok() && index != me)?;
         let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
@@ -81,7 +80,7 @@ pub(crate) fn rings(
     let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
     let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
     let mapped: Vec<Vec<bool>> =
-        bootstrap::exchange_among(config, members, health, MAPPED, &mapped, deadline)?;
+        bootstrap::exchange_among(config, members, starting, MAPPED, &mapped, deadline)?;
     // From here on the memory needs no descriptor: a rank that has not mapped it will not use it.
     let Ok(Lent { own, .. }) = lent else { return Ok(none) };
 

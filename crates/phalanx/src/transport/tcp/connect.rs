@@ -3,18 +3,19 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
 use serde::{Deserialize, Serialize};
 
 use super::accept::{Pair, accept};
+use super::connection::Connection;
 use super::control::Connections;
 use super::dial::dial;
 use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::random;
 use crate::rank::Rank;
@@ -71,7 +72,6 @@ fn build(
     above: &mut [Pair],
     deadline: Deadline,
 ) -> Result<Vec<String>> {
-    stop_probe::publish_process(config.store, config.rank, deadline)?;
     let job = agree_on_job(config, host, deadline)?;
     let secret = GroupSecret::new(config.credentials.key.as_ref(), &job);
     let own = Hello {
@@ -100,13 +100,8 @@ fn build(
             outcome
         });
         let connecting = exchange_addresses(config, host, listener, deadline).and_then(|addresses| {
-            for (peer, address) in config.world.ranks().zip(&addresses).take(config.rank.index()) {
-                let to = |channel| {
-                    dial(config, host, address, (own.on(channel, peer), secret), deadline).map(Some)
-                };
-                let (data, control) = (to(Channel::Data)?, to(Channel::Control)?);
-                below.push(Pair { data, control, messages: to(Channel::Messages)? });
-            }
+            below.resize_with(config.rank.index(), Pair::default);
+            dial_all(config, host, &addresses, (own, secret), below, deadline)?;
             start_failure::watch(config, host, (&addresses, below), missing, &finished)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
         });
@@ -117,6 +112,77 @@ fn build(
             accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
         // If both failed, accepting failed because it was stopped.
         connecting.and_then(|hosts| accepting.map(|()| hosts))
+    })
+}
+
+/// The most connections that are made at a time.
+const DIALS_AT_ONCE: usize = 32;
+
+/// Connects to all lower ranks. Those on other hosts are dialled several at a time, because each connection takes three round trips;
+/// within a host that would only cost threads.
+fn dial_all(
+    config: &MeshConfig<'_>,
+    host: &str,
+    addresses: &[Address],
+    (own, secret): (Hello, &GroupSecret),
+    below: &mut [Pair],
+    deadline: Deadline,
+) -> Result<()> {
+    let is_near = |address: &Address| address.socket.ip() == config.interface;
+    let (mut near, mut far) = (Vec::new(), Vec::new());
+    for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
+        let to = if is_near(address) { &mut near } else { &mut far };
+        to.push((peer, address, Channel::Data, &mut pair.data));
+        to.push((peer, address, Channel::Control, &mut pair.control));
+        to.push((peer, address, Channel::Messages, &mut pair.messages));
+    }
+    let has_failed = AtomicBool::new(false);
+    let dial = |(peer, address, channel, into): (Rank, &Address, Channel, &mut Option<Connection>)| {
+        let made = dial(config, host, address, (own.on(channel, peer), secret), &has_failed, deadline);
+        made.map(|connection| *into = Some(connection))
+    };
+    thread::scope(|scope| {
+        let threads = DIALS_AT_ONCE.min(far.len());
+        let mut shares: Vec<Vec<_>> = Vec::new();
+        shares.resize_with(threads, Vec::new);
+        for (index, one) in far.into_iter().enumerate() {
+            shares[index % threads].push(one);
+        }
+        let (dial, has_failed) = (&dial, &has_failed);
+        let mut failed = Ok(());
+        let mut dialling = Vec::new();
+        for share in shares {
+            let run = move || {
+                share
+                    .into_iter()
+                    .try_for_each(dial)
+                    .inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
+            };
+            match thread::Builder::new().name("phalanx-dial".into()).spawn_scoped(scope, run) {
+                Ok(thread) => dialling.push(thread),
+                Err(error) => {
+                    failed =
+                        Err(Error::not_started("a thread that connects ranks could not be started", error));
+                    break;
+                }
+            }
+        }
+        let mut outcome = failed.and_then(|()| near.into_iter().try_for_each(dial));
+        if outcome.is_err() {
+            has_failed.store(true, Ordering::Relaxed);
+        }
+        for thread in dialling {
+            let dialled = thread
+                .join()
+                .unwrap_or_else(|_| Err(Error::aborted("a thread that connects ranks panicked")));
+            // A rank that has stopped because of another's failure knows less than that.
+            outcome = match (outcome, dialled) {
+                (Ok(()), dialled) => dialled,
+                (Err(first), Err(other)) if first.kind() == Kind::Aborted => Err(other),
+                (Err(first), _) => Err(first),
+            };
+        }
+        outcome
     })
 }
 
@@ -131,13 +197,15 @@ pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
 /// Rank 0 draws the number that distinguishes this group's connections from all others.
 fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
     const KEY: &str = "mesh/job";
+    let (name, process) = stop_probe::process_record(config.rank)?;
     if config.rank.is_main() {
         let job: JobId = random::bytes()?;
-        config.store.set(KEY, &job, deadline)?;
+        config.store.multi_set(&[(&name, &process), (KEY, &job)], deadline)?;
         return Ok(job);
     }
-    start_failure::wait_for(config, host, &[(Rank::MAIN, KEY.into())], deadline)?;
-    let drawn = config.store.get(KEY, deadline)?;
+    let keys = [(Rank::MAIN, KEY.into())];
+    let drawn = start_failure::exchange(config, host, &[(&name, &process)], &keys, deadline)?;
+    let drawn = drawn.into_iter().next().unwrap_or_default();
     drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
 }
 
@@ -151,11 +219,8 @@ fn exchange_addresses(
     let malformed =
         |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
     let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
-    config.store.set(&key(config.rank), &own, deadline)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
-    start_failure::wait_for(config, host, &keys, deadline)?;
-    let keys: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let values = config.store.multi_get(&keys, deadline)?;
+    let values = start_failure::exchange(config, host, &[(&key(config.rank), &own)], &keys, deadline)?;
     let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
     addresses
         .map(|address| {

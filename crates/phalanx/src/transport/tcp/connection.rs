@@ -106,6 +106,26 @@ impl Connection {
         self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
     }
 
+    /// Sends nothing more. What has been sent before still arrives.
+    pub(super) fn finish_sending(&self) {
+        // If it is closed already, nothing more is sent.
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+
+    /// Reads what has come, and throws it away. Returns whether the peer will send nothing more, because it has finished too or has
+    /// gone.
+    pub(super) fn has_ended(&self) -> bool {
+        let mut rest = [0; 4096];
+        for _ in 0..LAST_READS {
+            match Socket(&self.socket).read(&mut rest) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => return error.kind() != ErrorKind::WouldBlock,
+            }
+        }
+        false
+    }
+
     /// Wakes the threads that wait for it, on both sides.
     pub(super) fn shut(&self) {
         // If it is closed already, no thread waits.

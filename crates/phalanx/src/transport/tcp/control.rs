@@ -9,14 +9,17 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
 use super::connection::Connection;
 use super::watch::Watch;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::liveness::listens;
+use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
@@ -28,7 +31,14 @@ pub(crate) struct Monitor {
     stop: Option<UnixStream>,
     thread: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
+    health: Arc<Health>,
 }
+
+/// How long a rank that leaves waits until the ranks on other hosts have read its goodbye: a few round trips, and packets that are
+/// sent again. A connection that is closed before is reset by the next heartbeat of the peer, and what has not arrived is lost.
+const LEAVE_GRACE: Duration = Duration::from_secs(5);
+/// The same after a failure, when a peer that does not answer may be the cause.
+const FAILURE_GRACE: Duration = Duration::from_secs(1);
 
 /// The connections to each peer, by rank; None for this rank itself. The transports, the watching thread and the alarm
 /// share them, because duplicates would cost more descriptors for each peer.
@@ -73,13 +83,13 @@ impl Monitor {
         // that has never sent anything.
         let introduction = Introduction::new(heartbeat.interval, process::own());
         connections.tell(&Control::Watching(introduction), |peer| listens(rank, peer, world));
-        let watched = connections.clone();
+        let (watched, watching) = (connections.clone(), health.clone());
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
-                let watch = Watch::new(world, &watched, &health, heartbeat);
+                let watch = Watch::new(world, &watched, &watching, heartbeat);
                 if let Err(error) = watch.run(&stopped) {
-                    health.fail(error);
+                    watching.fail(error);
                 }
             })
             .map_err(|error| {
@@ -88,7 +98,7 @@ impl Monitor {
                     error,
                 )
             })?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections })
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health })
     }
 }
 
@@ -99,7 +109,13 @@ impl Drop for Monitor {
             // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
             let _ = thread.join();
         }
+        self.health.compare_last_calls();
+        if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
+            self.connections.tell(&Control::Last(last), |_| true);
+        }
         self.connections.tell(&Control::Goodbye, |_| true);
+        let grace = if self.health.has_failed() { FAILURE_GRACE } else { LEAVE_GRACE };
+        self.connections.leave(Deadline::after(grace));
         self.connections.shut();
     }
 }
@@ -109,6 +125,22 @@ impl Connections {
     fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);
         self.shut();
+    }
+
+    /// Sends nothing more to the ranks on other hosts, and waits until they have done the same in answer to this rank's goodbye. From
+    /// then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a host there is
+    /// nothing to wait for: what is sent there has arrived.
+    fn leave(&self, deadline: Deadline) {
+        let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
+        finish(all.filter(|connection| !connection.is_within_host()).collect(), deadline);
+    }
+
+    /// `peer` has left, and reads nothing more: it waits until this rank sends nothing more.
+    pub(super) fn answer_goodbye(&self, peer: Rank) {
+        for connections in [&self.control, &self.data, &self.messages] {
+            let connection = connections.get(peer.index()).and_then(Option::as_ref);
+            connection.into_iter().filter(|one| !one.is_within_host()).for_each(Connection::finish_sending);
+        }
     }
 
     fn shut(&self) {
@@ -124,5 +156,85 @@ impl Connections {
                 let _ = stream.send(&[IoSlice::new(&bytes)]);
             }
         }
+    }
+}
+
+/// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed.
+fn finish(mut open: Vec<&Connection>, deadline: Deadline) {
+    open.iter().for_each(|connection| connection.finish_sending());
+    loop {
+        open.retain(|connection| !connection.has_ended());
+        let remaining = deadline.remaining();
+        if open.is_empty() || remaining.is_zero() {
+            return;
+        }
+        let mut fds: Vec<PollFd<'_>> =
+            open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
+        if poll(&mut fds, Some(remaining)).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Instant;
+
+    use super::*;
+
+    fn pair() -> (Connection, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        own.set_nonblocking(true).unwrap();
+        (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_rank_that_leaves_reads_heartbeats_until_its_goodbye_is_answered() {
+        let (own, mut peer) = pair();
+        // More than a socket holds, so that the rest is sent only while the peer reads: a reset would lose it.
+        let sent = std::thread::scope(|scope| {
+            let reading = scope.spawn(move || {
+                peer.write_all(&[0; 100]).unwrap();
+                let mut all = Vec::new();
+                let mut bytes = [0; 1 << 16];
+                loop {
+                    // Heartbeats go on while the goodbye is on its way.
+                    peer.write_all(&[0]).unwrap();
+                    match peer.read(&mut bytes).unwrap() {
+                        0 => return all,
+                        count => all.extend_from_slice(&bytes[..count]),
+                    }
+                }
+            });
+            let mut sent = 0;
+            while sent < 4 << 20 {
+                match own.send(&[IoSlice::new(&[7; 1 << 16])]) {
+                    Ok((count, _)) => sent += count,
+                    Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
+                }
+            }
+            finish(vec![&own], Deadline::after(Duration::from_secs(60)));
+            drop(own);
+            let all = reading.join().unwrap();
+            assert!(all.iter().all(|byte| *byte == 7));
+            (sent, all.len())
+        });
+        assert_eq!(sent.0, sent.1);
+    }
+
+    #[test]
+    fn a_peer_that_does_not_answer_a_goodbye_is_not_waited_for_for_ever() {
+        let ((own, _peer), (other, gone)) = (pair(), pair());
+        drop(gone);
+        let begun = Instant::now();
+        finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)));
+        assert!(begun.elapsed() >= Duration::from_millis(50));
+        // One that has gone is not waited for at all.
+        let begun = Instant::now();
+        finish(vec![&other], Deadline::after(Duration::from_secs(3600)));
+        assert!(begun.elapsed() < Duration::from_secs(600));
     }
 }

@@ -3,6 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::connect::{Address, no_descriptors};
@@ -30,12 +31,13 @@ pub(super) const ANSWERING: Duration = Duration::from_secs(10);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
-/// be dropped. Gives up early if another attempt is useless.
+/// be dropped. Gives up early if another attempt is useless, or if the start `has_failed` in another thread of this rank.
 pub(super) fn dial(
     config: &MeshConfig<'_>,
     host: &str,
     address: &Address,
     (own, secret): (Hello, &GroupSecret),
+    has_failed: &AtomicBool,
     deadline: Deadline,
 ) -> Result<Connection> {
     let peer = own.to;
@@ -44,6 +46,9 @@ pub(super) fn dial(
     let mut refusing: Option<Instant> = None;
     let mut reminders = Reminders::new();
     loop {
+        if has_failed.load(Ordering::Relaxed) {
+            return Err(Error::aborted(format!("{unreachable}: the start has failed at another rank")));
+        }
         let own = own.saying(nonce()?);
         let error = match introduce(address.socket, own, secret, config.credentials.tls.as_ref(), deadline) {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),

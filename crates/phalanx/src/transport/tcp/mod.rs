@@ -34,7 +34,7 @@ pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
 pub(crate) use self::control::{Connections, Monitor};
 pub(crate) use self::start_failure::fail_start;
-pub(crate) use self::stop_probe::publish_process;
+pub(crate) use self::stop_probe::process_record;
 use self::stream::{Receiving, Sending};
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;

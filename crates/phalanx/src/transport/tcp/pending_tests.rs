@@ -84,7 +84,7 @@ fn who_speaks_another_version_is_turned_away_with_both_versions() {
     // These bytes are the same in every version.
     knock.say(&old[..6]);
     let Progress::TurnedAway(error, _) = knock.advance(&mut none()) else { panic!("it was taken") };
-    assert!(error.to_string().contains("a peer speaks version 2, this one 3"), "{error}");
+    assert!(error.to_string().contains("a peer speaks version 2, this one 4"), "{error}");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::MeshConfig;
 use super::accept::Pair;
@@ -24,8 +24,8 @@ pub(super) const LOOK: Duration = Duration::from_millis(500);
 /// A missing rank has died if it refuses this many connections, `LOOK` apart. One is not enough: its connections may be
 /// complete, while its accepting thread has not yet been scheduled to report this.
 const REFUSALS: u32 = 3;
-/// How long the store may take for this, even after the deadline.
-const LAST_MESSAGE: Duration = Duration::from_secs(1);
+/// How long the store may take for this, even after the deadline: several round trips of a slow network, of which one may be lost.
+const LAST_MESSAGE: Duration = Duration::from_secs(5);
 
 /// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
 pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error {
@@ -75,37 +75,42 @@ fn reported(notice: &[u8], host: &str) -> Option<Error> {
     }
 }
 
-/// Waits until each of the ranks has set its key, or one of them has failed.
-pub(super) fn wait_for(
+/// Sets `pairs`, and waits until each of the ranks has set its key, or one of them has failed. Returns the values of the keys.
+pub(super) fn exchange(
     config: &MeshConfig<'_>,
     host: &str,
+    pairs: &[(&str, &[u8])],
     keys: &[(Rank, String)],
     deadline: Deadline,
-) -> Result<()> {
+) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
-    loop {
-        match config.store.wait(&names, deadline.at_most(LOOK)) {
-            Err(error) if error.is_timeout() => {
-                check(config, host)?;
-                there = count_there(config, &names, there);
-                if let Some((rank, _)) = keys.get(there) {
-                    reminders.remind(|| {
-                        format!("rank {} waits for rank {rank} to publish its address", config.rank)
-                    });
-                    probe.check(*rank)?;
-                }
-            }
-            outcome => return outcome,
+    let mut looked = Instant::now();
+    let mut go_on = || {
+        if looked.elapsed() < LOOK {
+            return Ok(());
         }
-        if deadline.has_passed() {
+        looked = Instant::now();
+        check(config, host)?;
+        there = count_there(config, &names, there);
+        if let Some((rank, _)) = keys.get(there) {
+            reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
+            probe.check(*rank)?;
+        }
+        Ok(())
+    };
+    let outcome = config.store.exchange(pairs, &names, deadline, &mut go_on);
+    match outcome {
+        Err(error) if error.is_timeout() && deadline.has_passed() => {
+            check(config, host)?;
             let error = match keys.get(count_there(config, &names, there)) {
                 Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
                     .with_peer(*rank),
                 None => Error::timeout("not all ranks published their addresses in time"),
             };
-            return Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"));
+            Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"))
         }
+        outcome => outcome,
     }
 }
 

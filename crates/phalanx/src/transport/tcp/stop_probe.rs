@@ -19,7 +19,7 @@ use crate::transport::process;
 use crate::wire::control::ProcessId;
 
 /// How long the store may take to answer.
-const ANSWER: Duration = Duration::from_secs(1);
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Which process a rank is.
 #[derive(Serialize, Deserialize)]
@@ -29,12 +29,12 @@ struct ProcessRecord {
     process: Option<ProcessId>,
 }
 
-/// Publishes in `store`, through which ranks will connect with each other, which process `rank` is, so that ranks of its
-/// host can see it if it is stopped before they are connected.
-pub(crate) fn publish_process(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<()> {
+/// The key and the value with which `rank` says in the store, through which ranks will connect with each other, which process it
+/// is, so that ranks of its host can see it if it is stopped before they are connected.
+pub(crate) fn process_record(rank: Rank) -> Result<(String, Vec<u8>)> {
     let record = postcard::to_stdvec(&ProcessRecord { host: host::name(), process: process::own() })
         .map_err(|error| Error::protocol("this rank's process cannot be published").with_source(error))?;
-    store.set(&key(rank), &record, deadline)
+    Ok((key(rank), record))
 }
 
 fn key(rank: Rank) -> String {

@@ -137,11 +137,19 @@ impl<'a> Watch<'a> {
                     Control::Goodbye => {
                         peer.said_goodbye = true;
                         self.health.left(rank);
+                        self.connections.answer_goodbye(rank);
                     }
                     Control::Failure(notice) => {
                         self.health.fail(notice.into_error(rank, self.health.host(rank)));
                     }
-                    Control::Waiting(call) => self.health.calls.hear(rank, call),
+                    Control::Waiting(call) => {
+                        self.health.calls.hear(rank, call, false);
+                        self.health.compare_calls();
+                    }
+                    Control::Last(call) => {
+                        self.health.calls.hear(rank, call, true);
+                        self.health.compare_last_calls();
+                    }
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
                         self.liveness.begin(rank, introduction.interval(), now);
@@ -175,6 +183,9 @@ impl<'a> Watch<'a> {
 
     /// Tells the others in which call this rank is stuck, and checks whether it has made another call than they.
     fn compare_calls(&self) {
+        for call in self.health.calls.untold() {
+            self.tell(&Control::Waiting(call), |_| true);
+        }
         if let Some(call) = self.health.calls.stuck() {
             self.tell(&Control::Waiting(call), |_| true);
         }

@@ -3,6 +3,7 @@
 mod errors;
 mod layers;
 mod overlap;
+mod partial;
 
 use burn::module::Module;
 use burn::nn::transformer::TransformerEncoderLayer;

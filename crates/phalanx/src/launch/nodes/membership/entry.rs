@@ -5,6 +5,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::wire::control::ProcessId;
+
 /// One launcher's unique number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct NodeId(pub(crate) u64);
@@ -33,6 +35,8 @@ pub(crate) struct Node {
     /// Does it serve the store with the log? Then it is the first node, and the job ends with it. No node does if the
     /// log is in etcd or a file.
     pub(crate) serves_store: bool,
+    /// Its process, as others on its host can find it.
+    pub(crate) process: Option<ProcessId>,
 }
 
 /// Settings that must be equal on all nodes.
@@ -62,6 +66,8 @@ pub(crate) enum Departure {
     Signal(i32),
     /// Its launcher cannot go on.
     GaveUp(String),
+    /// Its launcher is gone, and another one on the same host has the same rank.
+    Replaced,
 }
 
 /// An entry of the log. A launcher that reads an entry equal to one that it is about to append takes it for its own. So

@@ -86,7 +86,14 @@ struct Job {
 impl Job {
     fn come(&mut self, rate: f64) {
         let id = NodeId(self.launchers.len() as u64);
-        let node = Node { id, host: format!("host{id}"), workers: 1, node_rank: None, serves_store: false };
+        let node = Node {
+            id,
+            host: format!("host{id}"),
+            workers: 1,
+            node_rank: None,
+            serves_store: false,
+            process: None,
+        };
         self.launchers.push(Launcher {
             id,
             rate,

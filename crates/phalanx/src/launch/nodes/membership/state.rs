@@ -80,7 +80,7 @@ impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 3;
+    const VERSION: u8 = 4;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
     const COMPACTION: Option<Compaction<Self>> = None;
@@ -167,7 +167,8 @@ impl MembershipState {
                     agreed.max_nodes
                 ));
             }
-            if let Some(other) = self.present().find(|other| other.node_rank == Some(node_rank)) {
+            let has_rank = |other: &&Node| other.node_rank == Some(node_rank) && other.id != node.id;
+            if let Some(other) = self.present().find(has_rank) {
                 return Err(format!(
                     "two nodes have --node-rank {node_rank}: {} and {}",
                     other.host, node.host
@@ -303,6 +304,18 @@ impl MembershipState {
         let members = self.running().map_or(&[][..], |running| &running.members);
         let members = members.iter().filter(|member| !member.gone);
         members.map(|member| &member.node).chain(&self.waiting)
+    }
+
+    /// The earlier launcher of the same host and node rank as `node`, if it is still counted. `node` may be its successor, or a
+    /// second launcher with the wrong rank: the state of the earlier process says which. The one that serves the store has none.
+    pub(crate) fn predecessor(&self, node: &Node) -> Option<&Node> {
+        let is_earlier = |other: &&Node| {
+            other.id != node.id
+                && other.node_rank.is_some()
+                && (other.node_rank, &other.host) == (node.node_rank, &node.host)
+                && !other.serves_store
+        };
+        self.present().find(is_earlier)
     }
 
     /// Has an entry been applied?

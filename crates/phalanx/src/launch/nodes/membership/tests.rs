@@ -9,7 +9,14 @@ use super::*;
 use crate::log::{Log, Mac, Machine};
 
 fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
-    Node { id: NodeId(id), host: format!("host{id}"), workers, node_rank, serves_store: id == 0 }
+    Node {
+        id: NodeId(id),
+        host: format!("host{id}"),
+        workers,
+        node_rank,
+        serves_store: id == 0,
+        process: None,
+    }
 }
 
 fn settings(min_nodes: u32, max_nodes: u32, max_restarts: u32) -> Settings {
@@ -139,6 +146,28 @@ fn with_restarts_left_a_lost_node_is_replaced() {
     assert!(state.is_gathering() && state.restarts() == 1);
     state.apply(Entry::Join { node: node(5, 1, Some(1)), settings: settings(2, 2, 1) }).unwrap();
     assert_eq!(state.running().and_then(|running| running.node_rank(NodeId(5))), Some(1));
+}
+
+#[test]
+fn a_launcher_that_was_started_again_takes_its_own_place() {
+    let mut state = joined(settings(2, 2, 1), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+    let again = |id, host: &str, rank| Node { host: host.to_owned(), ..node(id, 1, Some(rank)) };
+    // Another host, another rank, and the one that serves the store are no predecessors; nor is a node its own.
+    for other in [again(5, "host5", 1), again(5, "host1", 0), again(5, "host0", 0), node(1, 1, Some(1))] {
+        assert_eq!(state.predecessor(&other), None, "{other:?}");
+    }
+    assert_eq!(state.predecessor(&Node { node_rank: None, ..again(5, "host1", 1) }), None);
+    let new = again(5, "host1", 1);
+    let join = || Entry::Join { node: new.clone(), settings: settings(2, 2, 1) };
+    // Without a word about the earlier one it may be a second launcher with the wrong rank.
+    assert!(state.apply(join()).unwrap_err().contains("two nodes have --node-rank 1"));
+    let old = state.predecessor(&new).map(|old| old.id).unwrap();
+    assert_eq!(old, NodeId(1));
+    left(&mut state, 1, Departure::Replaced);
+    state.apply(join()).unwrap();
+    ended(&mut state, 0, false);
+    let running = state.running().unwrap();
+    assert_eq!((running.node_rank(NodeId(5)), running.members.len(), state.restarts()), (Some(1), 2, 1));
 }
 
 #[test]

@@ -1,14 +1,18 @@
 //! Folders of images.
 
+mod decode;
+mod jpeg;
+mod tiff;
+
 use std::fmt;
-use std::fs::File;
-use std::io::BufReader;
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use image::{ImageReader, Limits, RgbImage};
+use image::RgbImage;
 use phalanx::{Error, Result};
 
-use super::{bad, entries, files, io_error};
+use self::decode::{Cause, Options, decode};
+use super::{bad, entries, files, io_error, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
 
@@ -32,6 +36,18 @@ pub struct ImageSample {
 /// Images in folders, one for each class; torchvision's `ImageFolder`. Classes are the folders under `root`, in the order of their
 /// names, and items the files in them, and in folders under them, in the order of theirs.
 ///
+/// An image that is cut off, damaged or of an unknown kind is an error of its item, which names the file. What is read is what Pillow
+/// reads, but:
+///
+/// * Colours of JPEG and lossy WebP differ by a few of 255 steps, because decoders round differently.
+/// * 16 bits become 8 by rounding. Pillow cuts grey ones off at 255.
+/// * Opacity is dropped, as Pillow's `convert("RGB")` drops it.
+/// * An animation, and a file with several pages or images, is an error unless the [first](Self::first_frame) is asked for. What
+///   follows a JPEG's end is ignored.
+/// * Floats, CMYK in TIFF and formats other than JPEG, PNG, BMP, PNM, TIFF and WebP are errors.
+///
+/// Colour profiles are not applied. A camera's orientation is, if [asked for](Self::apply_orientation).
+///
 /// ```no_run
 /// use phalanx_data::{Dataset, folder::ImageFolder};
 ///
@@ -43,6 +59,7 @@ pub struct ImageSample {
 pub struct ImageFolder {
     classes: Vec<String>,
     files: Vec<(PathBuf, usize)>,
+    options: Options,
 }
 
 impl ImageFolder {
@@ -62,7 +79,22 @@ impl ImageFolder {
             return Err(Error::invalid_argument(format!("{} has no folder in it", root.display()))
                 .with_remedy("make a folder for each class, with its images"));
         }
-        Ok(Self { classes, files: found })
+        Ok(Self { classes, files: found, options: Options::default() })
+    }
+
+    /// Whether images are turned as the camera noted it (EXIF). False by default, as in torchvision, whose loader shows such a photo as the
+    /// sensor took it; Pillow's `ImageOps.exif_transpose` and OpenCV's `imread` turn it. The orientation of a TIFF is always applied, as
+    /// Pillow does.
+    #[doc(alias = "exif_transpose")]
+    pub fn apply_orientation(mut self, apply: bool) -> Self {
+        self.options.apply_orientation = apply;
+        self
+    }
+
+    /// Whether the first image is read of an animation, and of a file with several pages. False by default: such a file is an error.
+    pub fn first_frame(mut self, first: bool) -> Self {
+        self.options.first_frame = first;
+        self
     }
 
     /// The names of the classes.
@@ -85,17 +117,13 @@ impl Dataset for ImageFolder {
 
     fn get(&self, index: usize) -> Result<ImageSample> {
         let (path, class) = item(&self.files, index)?;
-        let file = File::open(path).map_err(|error| io_error(path, &error))?;
-        // By what is in it: many a .jpg is a PNG.
-        let reader = ImageReader::new(BufReader::new(file)).with_guessed_format();
-        let mut reader = reader.map_err(|error| io_error(path, &error))?;
-        let mut limits = Limits::default();
-        (limits.max_image_width, limits.max_image_height) = (Some(MAX_SIDE), Some(MAX_SIDE));
-        limits.max_alloc = Some(MAX_BYTES);
-        reader.limits(limits);
-        let image = reader.decode().map_err(|error| {
-            bad(path, "its image", error, "remove the file, or write it again; a side may have 32,768 pixels")
-        })?;
+        let length = fs::metadata(path).map_err(|error| io_error(path, &error))?.len();
+        let failed = |cause: Cause| bad(path, "its image", cause.text(), cause.remedy());
+        if length > MAX_BYTES {
+            return Err(failed(Cause::TooLarge(format!("the file has {length} bytes"))));
+        }
+        let bytes = fs::read(path).map_err(|error| io_error(path, &error))?;
+        let image = without_panic(path, "its image", || decode(&bytes, self.options).map_err(failed))?;
         Ok(ImageSample { image: image.into_rgb8(), class: *class })
     }
 }

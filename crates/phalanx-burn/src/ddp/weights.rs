@@ -1,0 +1,249 @@
+//! Backward passes in which each rank counts by its number of samples.
+
+use burn::module::Module;
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Tensor;
+use phalanx::reducer::check_weight;
+use phalanx::{Communicator, Error, Result};
+
+use super::engine::{alone, delivery, live, specs, traced};
+use super::{Ddp, Engine, held};
+use crate::clip;
+use crate::gradients::SyncedGradients;
+use crate::sink::Delivery;
+
+/// How the passes since the last synchronised one are weighted. All passes of a step are weighted, or none is.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) enum Accumulated {
+    #[default]
+    Nothing,
+    Unweighted,
+    /// The sum of their weights.
+    Weighted(f64),
+}
+
+impl Accumulated {
+    /// With one pass more.
+    pub fn plus(self, weight: Option<f64>) -> Result<Self> {
+        match (self, weight) {
+            (Self::Nothing | Self::Unweighted, None) => Ok(Self::Unweighted),
+            (Self::Nothing, Some(weight)) => Ok(Self::Weighted(weight)),
+            (Self::Weighted(sum), Some(weight)) => Ok(Self::Weighted(sum + weight)),
+            (Self::Unweighted, Some(_)) | (Self::Weighted(_), None) => Err(Error::invalid_argument(
+                "a step adds up gradients of passes with weights and of passes without",
+            )
+            .with_remedy(
+                "call backward_no_sync before backward, and backward_no_sync_weighted before backward_weighted",
+            )),
+        }
+    }
+
+    /// The weight of the step on this rank, if it is weighted.
+    pub fn weight(self) -> Option<f64> {
+        match self {
+            Self::Nothing | Self::Unweighted => None,
+            Self::Weighted(sum) => Some(sum),
+        }
+    }
+}
+
+impl<M: Module> Ddp<M> {
+    /// Runs backward as [`backward`](Self::backward) does, with ranks that have unequal numbers of samples or tokens: `loss` is the
+    /// **mean** over those of this rank, and `weight` is their number. The result is `Σ weight·gradient / Σ weight`, with sums over
+    /// ranks: the gradient of the mean over the samples of all ranks, as one process with the whole batch has it. All ranks call
+    /// it together, in the same steps.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
+    /// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, batch: Tensor<2>) -> phalanx::Result<()> {
+    /// let samples = batch.dims()[0] as f64; // another number on each rank
+    /// let loss = ddp.forward(|model| model.forward(batch).mean())?;
+    /// let gradients = ddp.backward_weighted(&loss, samples)?;
+    /// ddp.step(optimizer, 1e-3, gradients)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The weights travel in the first bucket, as one element more. Backward begins from `loss × weight`, so collectives inside of
+    /// backward, such as those of [`SyncBatchNorm`](crate::SyncBatchNorm) and [`Collectives::all_gather`](crate::Collectives::all_gather),
+    /// give the gradients of the same mean.
+    ///
+    /// **A rank without samples** has the weight 0. It runs a forward and a backward pass all the same, of any sample or of an empty
+    /// batch. What that gives does not matter: gradients may be NaN, as those of the mean of nothing are, or missing. Only where
+    /// the pass itself has collectives, as above, must its loss be finite: their sums take in what it brings.
+    ///
+    /// Gradients of [`backward_no_sync_weighted`](Self::backward_no_sync_weighted) since the last call are in the result, each with
+    /// its own weight. Inside [`join`](Self::join) a rank without batches has the weight 0;
+    /// [`divide_by_initial_world_size`](phalanx::join::JoinOptions::divide_by_initial_world_size) has no effect, as the sum of
+    /// weights is what is divided by. In a world of one the result is that of [`backward`](Self::backward). A
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) takes these gradients too.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward). On every rank, and it ends the group:
+    ///
+    /// - if a rank's weight is negative, infinite or not a number;
+    /// - if some ranks call this and others [`backward`](Self::backward), or passes of one step are weighted and others not;
+    /// - if a gradient is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
+    ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights). Then sum the weights over ranks with
+    ///   [`sum`](Self::sum), and call [`backward`](Self::backward) with `loss × weight × world size / sum`.
+    ///
+    /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
+    #[doc(alias("uneven", "num_samples", "num_tokens"))]
+    pub fn backward_weighted<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: f64,
+    ) -> Result<SyncedGradients> {
+        self.synchronised(loss, Some(weight))
+    }
+
+    /// Runs backward as [`backward_no_sync`](Self::backward_no_sync) does, for the next
+    /// [`backward_weighted`](Self::backward_weighted): `loss` is the mean over `weight` samples or tokens. Do not divide the loss by
+    /// the number of passes: the step divides by all weights of all passes and ranks, once.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, optim::ModuleOptimizer, tensor::Tensor};
+    /// # fn step(ddp: &mut phalanx_burn::Ddp<Linear>, optimizer: &mut ModuleOptimizer, batches: Vec<Tensor<2>>)
+    /// # -> phalanx::Result<()> {
+    /// let mut batches = batches.into_iter(); // of any sizes
+    /// let last = batches.next_back().expect("at least one batch");
+    /// for batch in batches {
+    ///     let samples = batch.dims()[0] as f64;
+    ///     let loss = ddp.forward(|model| model.forward(batch).mean())?;
+    ///     ddp.backward_no_sync_weighted(&loss, samples)?;
+    /// }
+    /// let samples = last.dims()[0] as f64;
+    /// let loss = ddp.forward(|model| model.forward(last).mean())?;
+    /// let gradients = ddp.backward_weighted(&loss, samples)?;
+    /// ddp.step(optimizer, 1e-3, gradients)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`backward_no_sync`](Self::backward_no_sync) and [`backward_weighted`](Self::backward_weighted).
+    pub fn backward_no_sync_weighted<const D: usize>(&mut self, loss: &Tensor<D>, weight: f64) -> Result<()> {
+        self.unsynchronised(loss, Some(weight))
+    }
+
+    /// Averages the gradients of `loss` and of what was accumulated.
+    pub(super) fn synchronised<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<SyncedGradients> {
+        self.engine.check_tracked(loss)?;
+        let total = self.accumulate(weight)?.weight();
+        self.accumulated = Accumulated::Nothing;
+        self.buffers_stale = true;
+        let model = held(&self.model);
+        let gradients = match &mut self.engine {
+            Engine::Alone { held } => alone_in_all(&self.group, model, loss, (weight, total), held)?,
+            Engine::Together { sink, passes } => {
+                let delivery = sink.call(|_| delivery(passes))?;
+                sink.start(delivery, weight, total)?;
+                drop(scaled(loss, weight).backward());
+                let scale = match self.group.running() {
+                    Some(options) if total.is_none() && !options.divide_by_initial_world_size => {
+                        self.group.world_size().count() as f64 / self.group.active_ranks() as f64
+                    }
+                    _ => 1.0,
+                };
+                let sink = sink.clone();
+                sink.finish(|reducer| self.averages(reducer, scale))?
+            }
+        };
+        Ok(SyncedGradients::new(gradients, &self.token))
+    }
+
+    /// Adds up the gradients of `loss` on this rank.
+    pub(super) fn unsynchronised<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        self.engine.check_tracked(loss)?;
+        self.accumulated = self.accumulate(weight)?;
+        let model = held(&self.model);
+        match &mut self.engine {
+            Engine::Alone { held } => {
+                if weight != Some(0.0) {
+                    let gradients = alone(&self.group, model, &scaled(loss, weight));
+                    held.get_or_insert_with(GradientsAccumulator::new).accumulate(model, gradients);
+                }
+                Ok(())
+            }
+            Engine::Together { sink, passes } => {
+                sink.call(|_| live(passes))?;
+                sink.hold(weight)?;
+                drop(traced(&self.group, &scaled(loss, weight)));
+                sink.set_delivery(Delivery::Ignore)
+            }
+        }
+    }
+
+    /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
+    fn accumulate(&self, weight: Option<f64>) -> Result<Accumulated> {
+        let sum = || {
+            let sum = self.accumulated.plus(weight)?;
+            let rank = self.group.rank();
+            if let (Some(weight), Some(sum)) = (weight, sum.weight()) {
+                let parameters = specs(&self.inventory.parameters)?;
+                check_weight(rank, weight, &parameters)
+                    .and_then(|()| check_weight(rank, sum, &parameters))?;
+            }
+            Ok(sum)
+        };
+        match self.engine.sink() {
+            Some(sink) => sink.call(|_| sum()),
+            None => sum(),
+        }
+    }
+}
+
+/// The loss with which backward begins.
+fn scaled<const D: usize>(loss: &Tensor<D>, weight: Option<f64>) -> Tensor<D> {
+    weight.map_or_else(|| loss.clone(), |weight| loss.clone() * weight)
+}
+
+/// The gradients in a world of one, of this pass and of those before, whose sum is `held`.
+fn alone_in_all<M: Module, const D: usize>(
+    group: &dyn Communicator,
+    model: &M,
+    loss: &Tensor<D>,
+    (weight, total): (Option<f64>, Option<f64>),
+    held: &mut Option<GradientsAccumulator<M>>,
+) -> Result<GradientsParams> {
+    if total == Some(0.0) {
+        return Err(Error::invalid_argument(
+            "the weights of all ranks add up to 0: there is no average of this step",
+        )
+        .with_remedy("leave out a step in which there is no sample, and go on with the next"));
+    }
+    let Some(mut sum) = held.take() else { return Ok(alone(group, model, loss)) };
+    if weight != Some(0.0) {
+        sum.accumulate(model, alone(group, model, &scaled(loss, weight)));
+    }
+    let mut gradients = sum.grads();
+    if let Some(total) = total {
+        clip::multiply(model, &mut gradients, 1.0 / total);
+    }
+    Ok(gradients)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passes_of_a_step_are_all_weighted_or_none_is() {
+        let nothing = Accumulated::Nothing;
+        let weighted = nothing.plus(Some(3.0)).unwrap().plus(Some(0.0)).unwrap().plus(Some(4.0)).unwrap();
+        assert_eq!(weighted.weight(), Some(7.0));
+        let plain = nothing.plus(None).unwrap().plus(None).unwrap();
+        assert_eq!(plain.weight(), None);
+        for mixed in [weighted.plus(None), plain.plus(Some(1.0))] {
+            assert!(mixed.unwrap_err().to_string().contains("with weights and of passes without"));
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Ranks that give different roots. In such calls some ranks only send, so their own calls can return before they hear of
+//! anything.
+
+use std::time::Duration;
+
+use phalanx::testing::{Fabric, run};
+use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
+
+/// An operation with a root.
+type Rooted = fn(&ProcessGroup, Rank) -> Result<()>;
+
+const OPERATIONS: [(&str, Rooted); 6] = [
+    ("broadcast", |group, root| group.broadcast(&mut [group.rank().get() as f32; 4], root)),
+    ("reduce", |group, root| group.reduce(&mut [1.0f32; 4], root, ReduceOp::Sum)),
+    ("gather", gather),
+    ("scatter", scatter),
+    ("scatter or reduce", |group, root| match root == Rank::MAIN {
+        true => scatter(group, root),
+        false => group.reduce(&mut [1.0f32; 4], root, ReduceOp::Sum),
+    }),
+    ("broadcast_object", |group, root| {
+        let own = (group.rank() == root).then_some(7u8);
+        group.broadcast_object(own.as_ref(), root).map(drop)
+    }),
+];
+
+fn gather(group: &ProcessGroup, root: Rank) -> Result<()> {
+    let mut all = vec![0.0; if group.rank() == root { group.world_size().count() } else { 0 }];
+    group.gather(&[1.0f32], &mut all, root)
+}
+
+fn scatter(group: &ProcessGroup, root: Rank) -> Result<()> {
+    let all = vec![1.0f32; if group.rank() == root { group.world_size().count() } else { 0 }];
+    group.scatter(&all, &mut [0.0], root)
+}
+
+/// What each rank gives as the root.
+const WORLDS: &[&[u32]] = &[
+    &[0, 1],
+    &[1, 0],
+    &[1, 1],
+    &[0, 1, 2],
+    &[1, 2, 0],
+    &[0, 0, 2],
+    &[0, 2, 2],
+    &[2, 2, 2],
+    &[0, 0, 3, 3],
+    &[0, 1, 2, 3],
+    &[2, 2, 0, 0],
+    &[3, 3, 3, 3],
+];
+
+/// Each rank makes one call, with its root, and closes the group.
+fn check(name: &str, operation: Rooted, roots: &[u32], fabric: Fabric) {
+    let outcomes = run(roots.len() as u32, fabric, |group| {
+        let group = group.with_timeout(Duration::from_secs(60));
+        let root = group.world_size().rank(roots[group.rank().index()])?;
+        operation(&group, root)?;
+        group.close()
+    });
+    let what = format!("{name} with the roots {roots:?} over {fabric:?}: {outcomes:?}");
+    if roots.iter().all(|root| *root == roots[0]) {
+        assert!(outcomes.iter().all(Result::is_ok), "{what}");
+    } else {
+        let is_mismatch = |outcome: &Result<()>| outcome.as_ref().is_err_and(phalanx::Error::is_mismatch);
+        assert!(outcomes.iter().all(is_mismatch), "{what}");
+        // Threads of one process have no connections to say which call it was.
+        let shows_both = |outcome: &Result<()>| {
+            outcome.as_ref().is_err_and(|error| error.to_string().matches("root ").count() >= 2)
+        };
+        assert!(fabric == Fabric::InProcess || outcomes.iter().all(shows_both), "{what}");
+    }
+}
+
+fn check_all(fabric: Fabric) {
+    for (name, operation) in OPERATIONS {
+        WORLDS.iter().for_each(|roots| check(name, operation, roots, fabric));
+    }
+}
+
+#[test]
+fn every_rank_hears_of_different_roots_over_tcp() {
+    check_all(Fabric::Tcp);
+}
+
+#[test]
+fn every_rank_hears_of_different_roots_in_shared_memory() {
+    check_all(Fabric::SharedMemory);
+}
+
+#[test]
+fn every_rank_hears_of_different_roots_between_hosts() {
+    check_all(Fabric::TwoHosts);
+}
+
+/// Between threads nobody compares the calls of ranks that wait for each other: here all only send.
+#[test]
+fn every_rank_hears_of_different_roots_between_threads() {
+    for (name, operation) in &OPERATIONS[..4] {
+        let is_sent_by_the_root = ["broadcast", "scatter"].contains(name);
+        let all_send: &[&[u32]] =
+            if is_sent_by_the_root { &[&[0, 1], &[0, 1, 2]] } else { &[&[1, 0], &[1, 2, 0]] };
+        for roots in all_send.iter().chain(&[&[1, 1][..]]) {
+            check(name, *operation, roots, Fabric::InProcess);
+        }
+    }
+}
+
+/// After the call that differs, a rank hears nothing from the one whose frame it has not read.
+#[test]
+fn a_call_in_which_ranks_differed_is_found_in_any_later_one() {
+    for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::InProcess] {
+        let outcomes = run(4, fabric, |group| {
+            let group = group.with_timeout(Duration::from_secs(60));
+            let own = group.rank();
+            // Host 0 and host 1 have a root each.
+            let root = Rank::new(if own.get() < 2 { 0 } else { 2 });
+            let first = group.broadcast(&mut [own.get() as f32], root);
+            // All send to rank 1 alone.
+            let second = first.and_then(|()| gather(&group, Rank::new(1)));
+            second.and_then(|()| group.close())
+        });
+        let is_mismatch = |outcome: &Result<()>| outcome.as_ref().is_err_and(phalanx::Error::is_mismatch);
+        assert!(outcomes.iter().all(is_mismatch), "{fabric:?}: {outcomes:?}");
+    }
+}
