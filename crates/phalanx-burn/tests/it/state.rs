@@ -44,6 +44,12 @@ impl Mixed {
         }
     }
 
+    /// The same values, with running statistics of its own: clones have them in common, which ranks that are threads must not.
+    fn of_own(&self) -> Self {
+        let width = self.norm.gamma.dims()[0];
+        Self { norm: BatchNormConfig::new(width).init(&device()), ..self.clone() }
+    }
+
     fn loss(&self, (x, y): (Tensor<2>, Tensor<2>)) -> Tensor<1> {
         let x = self.norm.forward(self.first.forward(x).tanh());
         (self.last.forward(self.frozen.forward(x).tanh()) - y).powi_scalar(2).mean()
@@ -385,7 +391,7 @@ fn power_sgd() -> PowerSgd {
 /// A training of `start` in `group`, with a hook.
 fn compressed(start: &Mixed, group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Training {
     let mut training =
-        TrainState::new(start.clone(), optimizer.clone(), 0).unwrap().with_group(group).unwrap();
+        TrainState::new(start.of_own(), optimizer.clone(), 0).unwrap().with_group(group).unwrap();
     training.model.register_comm_hook(power_sgd()).unwrap();
     training
 }
@@ -487,7 +493,7 @@ fn another_hook_is_refused_unless_the_state_is_discarded() {
 fn local_sgd_goes_on_from_the_step_of_its_checkpoint() {
     let start = Mixed::new(6);
     let new = |group: &ProcessGroup, start: &Mixed| {
-        let training = TrainState::new(start.clone(), SgdConfig::new().init(), 0).unwrap();
+        let training = TrainState::new(start.of_own(), SgdConfig::new().init(), 0).unwrap();
         let averager = PeriodicModelAverager::new(3).unwrap().warmup_steps(4);
         let mut training = training.with_averager(averager).with_group(group).unwrap();
         training.model.register_comm_hook(PostLocalSgd::new(4)).unwrap();
@@ -626,7 +632,7 @@ fn every_rank_evaluates_with_rank_0_s_running_statistics() {
             let results = run(ranks, |group| {
                 let mut options = DdpOptions::default();
                 options.broadcast_buffers = broadcast;
-                let training = TrainState::new(start.clone(), SgdConfig::new().init(), 0).unwrap();
+                let training = TrainState::new(start.of_own(), SgdConfig::new().init(), 0).unwrap();
                 let mut training = training.with_options(options).unwrap().with_group(&group).unwrap();
                 // Rank 0's mean, by hand: 0.9 of the old one and 0.1 of the batch's, in each step.
                 let mut mean = vec![0.0; 6];

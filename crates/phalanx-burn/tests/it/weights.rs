@@ -114,8 +114,8 @@ fn plain_averages_of_unequal_batches_are_those_of_another_loss() {
             let weight = start.layers[0].weight.id;
             gradients.unwrap().get::<2>(weight).unwrap().into_data().try_to_vec::<f32>().unwrap()
         };
-        assert!(distance(&[of(true)], &[whole.clone()]) < 1e-6);
-        assert!(distance(&[of(false)], &[whole.clone()]) > 0.05);
+        assert!(distance(&[of(true)], std::slice::from_ref(&whole)) < 1e-6);
+        assert!(distance(&[of(false)], std::slice::from_ref(&whole)) > 0.05);
     });
 }
 
@@ -380,7 +380,7 @@ fn of_several_forward_passes_a_rank_without_samples_uses_none() {
             let gradients = gradients.unwrap();
             let ours =
                 gradients.get::<2>(start.layers[0].weight.id).unwrap().into_data().try_to_vec().unwrap();
-            assert!(distance(&[ours], &[whole.clone()]) < 1e-6);
+            assert!(distance(&[ours], std::slice::from_ref(&whole)) < 1e-6);
         }
     });
 }

@@ -18,8 +18,8 @@ const START: Duration = Duration::from_secs(6);
 const SILENCE: Duration = Duration::from_secs(4);
 /// A death is known at once; again on a machine that may be busy.
 const DEATH: Duration = Duration::from_secs(2);
-/// Where the store counts the ranks that have come.
-const ARRIVED: &str = "phalanx/none/0/0/arrived";
+/// Where ranks say in the store that they have come.
+const ROLL_CALL: &str = "phalanx/none/0/0";
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_is_killed", || at_every_moment("kill", DEATH)),
@@ -184,9 +184,9 @@ fn the_store_ends_while_ranks_meet() {
             // All but one have come to the roll-call.
             let soon = Deadline::after(LIMIT);
             let store = TcpStore::connect(format!("127.0.0.1:{}", ranks.port), soon).unwrap();
-            while store.add(ARRIVED, 0, soon).unwrap() < i64::from(world) - 1 {
-                std::thread::sleep(Duration::from_millis(5));
-            }
+            let came: Vec<String> =
+                (0..world).filter(|rank| *rank != 1).map(|rank| format!("{ROLL_CALL}/rank/{rank}")).collect();
+            store.wait(&came.iter().map(String::as_str).collect::<Vec<_>>(), soon).unwrap();
             drop(store);
             // They are about to wait for the one that does not come.
             std::thread::sleep(Duration::from_millis(200));

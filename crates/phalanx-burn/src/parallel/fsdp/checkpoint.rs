@@ -150,7 +150,7 @@ impl<M: Module> Fsdp<M> {
         }
         let state = match saved.part_names().any(|part| part == state_of(name)) {
             true => self.state(saved, name)?,
-            false => self.state_of_units(saved, name, (tensors, scalars))?,
+            false => self.state_of_units(saved, name, StateIndex { tensors, scalars })?,
         };
         fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index())?;
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
@@ -193,7 +193,7 @@ impl<M: Module> Fsdp<M> {
         &self,
         saved: &Saved,
         name: &str,
-        (tensors, scalars): (Vec<(Key, BurnDType)>, Vec<(Key, Scalar)>),
+        StateIndex { tensors, scalars }: StateIndex,
     ) -> Result<OptimizerState> {
         let rank = self.exchanges.rank();
         let (mut pieces, mut tensors_of) = (Vec::new(), Vec::new());
@@ -382,7 +382,9 @@ mod tests {
     }
 
     /// Weights, moments and counts of steps.
-    fn content(fsdp: &Unit, optimizer: &ModuleOptimizer) -> (Vec<f32>, Vec<(Key, Vec<u8>)>, String) {
+    type Content = (Vec<f32>, Vec<(Key, Vec<u8>)>, String);
+
+    fn content(fsdp: &Unit, optimizer: &ModuleOptimizer) -> Content {
         let Linear { weight, bias } = fsdp.model().gather().unwrap();
         let mut floats: Vec<f32> = weight.val().into_data().iter().collect();
         floats.extend(bias.unwrap().val().into_data().iter::<f32>());

@@ -164,7 +164,10 @@ mod tests {
                 end = end.max(own.end);
                 let pieces: Vec<_> = (0..2).map(|index| layout.piece(index, rank)).collect();
                 assert_eq!(pieces.iter().map(Range::len).sum::<usize>(), own.len());
-                assert!(pieces[0].end <= 12 && (pieces[1].is_empty() || pieces[1].start >= 12), "{pieces:?}");
+                let is_in = |piece: &Range<usize>, of: Range<usize>| {
+                    piece.is_empty() || of.start <= piece.start && piece.end <= of.end
+                };
+                assert!(is_in(&pieces[0], 0..12) && is_in(&pieces[1], 12..17), "{pieces:?}");
             }
             assert_eq!(end, 17);
         }

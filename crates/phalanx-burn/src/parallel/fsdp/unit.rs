@@ -119,9 +119,13 @@ impl<M: Module + 'static> FullySharded<M> {
         // Before what this rank's own module is found to be: the others wait here.
         let described: Said<Description> = match &own {
             Ok((inventory, _)) => {
-                let state = inventory.state.iter();
-                let state = state
-                    .map(|tensor| (tensor.name.clone(), tensor.shape.clone(), format!("{:?}", tensor.dtype)));
+                let is_frozen = |tensor: &parameters::Parameter| {
+                    inventory.frozen.iter().any(|frozen| frozen.id == tensor.id)
+                };
+                let state = inventory.state.iter().map(|tensor| {
+                    let frozen = if is_frozen(tensor) { "frozen " } else { "" };
+                    (tensor.name.clone(), tensor.shape.clone(), format!("{frozen}{:?}", tensor.dtype))
+                });
                 Ok((number, format!("{:?}", exchanges.options), state.collect()))
             }
             Err(error) => Err(error.to_string()),

@@ -119,7 +119,7 @@ impl Insider {
     }
 
     fn hello(&self, to: usize, random: &mut Random) -> Vec<u8> {
-        let mut hello = b"PHXH\x03\0".to_vec();
+        let mut hello = b"PHXH\x04\0".to_vec();
         hello.extend([1 + random.below(3) as u8, 0]);
         hello.extend(&tag(&self.secret, "name", &[])[..16]);
         hello.extend(0u64.to_le_bytes());

@@ -44,7 +44,7 @@ fn units_that_differ_are_an_error_on_every_rank() {
         let layer = if group.rank().is_main() { layer } else { layer.no_grad() };
         FullySharded::new(layer, &sharding).map(drop)
     }));
-    all_say(&frozen, "no parameter of the model needs a gradient");
+    all_say(&frozen, "`weight` F32 [8, 4] on rank 0, and `weight` frozen F32 [8, 4] on rank 1");
     assert_eq!(frozen[0].peer(), Some(Rank::new(1)));
 
     let norm = errors(run(2, |group| {

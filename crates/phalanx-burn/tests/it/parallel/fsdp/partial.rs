@@ -301,7 +301,7 @@ fn frozen_units_are_sharded_and_pass_gradients_on() {
                 let mut fsdp = adapted(&sharding, 0..STEPS, group.rank().index());
                 let what = format!("{ranks} ranks, {options:?}");
                 let ours = fsdp.model().floats();
-                let start: Vec<_> = layers().iter().flat_map(|layer| floats(layer)).collect();
+                let start: Vec<_> = layers().iter().flat_map(floats).collect();
                 for frozen in [0, 1, 4, 5] {
                     assert_eq!(ours[frozen], start[frozen], "{what}");
                 }
