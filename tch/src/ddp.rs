@@ -1,19 +1,23 @@
 //! DistributedDataParallel: every rank has the whole model and its own part of the data.
 
+mod comm_hook;
+mod evaluate;
 mod regroup;
+mod weights;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
 use phalanx::join::JoinGroup;
-use phalanx::reducer::hooks::CommHook;
+use phalanx::reducer::hooks::{HookState, Replica};
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use tch::Tensor;
 use tch::nn::VarStore;
 
+use self::weights::Accumulated;
 use crate::shim;
 use crate::sink::Sink;
 use crate::tensors::{self, Inventory, Shared, torch};
@@ -63,6 +67,10 @@ pub struct Ddp {
     /// Must this rank's buffers be replaced by rank 0's before the next forward pass?
     buffers_stale: bool,
     broadcast_buffers: bool,
+    /// The loaded state of a hook that is not registered yet.
+    hook_state: Option<HookState>,
+    /// The weights of the passes since the last synchronised one.
+    accumulated: Accumulated,
 }
 
 impl Ddp {
@@ -94,6 +102,8 @@ impl Ddp {
             sink,
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
+            hook_state: None,
+            accumulated: Accumulated::Nothing,
         };
         if ddp.sink.is_some() {
             ddp.take_state(Caller::DdpNew, Rank::MAIN).inspect_err(|error| ddp.group.abort(error.clone()))?;
@@ -107,10 +117,12 @@ impl Ddp {
     /// [`evaluate`](Self::evaluate).
     ///
     /// # Errors
-    /// If a collective fails; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// If a collective fails; if the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
+    /// registered; or if gradients came after the last `forward` from a backward pass that does not average them, such
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
+        self.check_hook_state()?;
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;
@@ -124,47 +136,6 @@ impl Ddp {
         Ok(output)
     }
 
-    /// Runs `pass`, in which the model is evaluated, without gradients (`tch::no_grad`) and with the buffers of rank 0, such as the
-    /// running statistics of batch norm: every rank evaluates the same model. All ranks call it together. Inside [`join`](Self::join)
-    /// those that still have data do, and the buffers are those of the first of them.
-    ///
-    /// The model must be told that it does not train, as in `model.forward_t(&x, false)`.
-    ///
-    /// It communicates only if the model has buffers, and does not change the training: afterwards each rank has its own buffers again.
-    /// [`DdpOptions::broadcast_buffers`] is about training alone. PyTorch evaluates with each rank's
-    /// own buffers, which differ between ranks.
-    ///
-    /// # Errors
-    /// If the exchange of buffers fails.
-    #[doc(alias = "eval")]
-    pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
-        let (begin, buffers) = (Instant::now(), self.inventory.buffers());
-        let mut own = Vec::new();
-        if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
-            sink.call(|_| Ok(()))?;
-            own = tensors::copies(&buffers)?;
-            self.take_buffers(Caller::DdpEvaluate)?;
-        }
-        self.waited_since(begin);
-        let output = tch::no_grad(pass);
-        for (buffer, elements) in buffers.iter().zip(&own) {
-            tensors::write_elements(buffer, elements)?;
-        }
-        self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
-        Ok(output)
-    }
-
-    /// Whether the buffers of all replicas, such as the running statistics of batch norm, are the same, bit for bit. All ranks must call
-    /// it, and get the same answer. After a step they are each rank's own, until the next [`forward`](Self::forward) takes over rank
-    /// 0's; [`evaluate`](Self::evaluate) uses rank 0's in any case.
-    ///
-    /// # Errors
-    /// If the exchange fails.
-    pub fn buffers_identical(&self) -> Result<bool> {
-        let group = self.group.in_call(Caller::DdpBuffersIdentical);
-        tensors::identical(&group, &self.inventory.buffers())
-    }
-
     /// Runs backward from `loss` and leaves in `.grad` of each parameter the average over all ranks.
     ///
     /// Gradients are sent while backward still runs. Those of [`backward_no_sync`](Self::backward_no_sync) since the
@@ -173,20 +144,11 @@ impl Ddp {
     /// If the loss went through the model of another `Ddp` too, as a generator's goes through the discriminator, the
     /// gradients of that one's parameters are not averaged: set them to zero before its next step, as without ranks. Models that
     /// are trained with one loss belong in one `VarStore`, with one `Ddp`.
+    ///
+    /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
+    /// see [`backward_weighted`](Self::backward_weighted).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_backward(loss)?;
-        self.buffers_stale = true;
-        let Some(sink) = &self.sink else { return self.traced(loss) };
-        let group = &self.group;
-        sink.average(
-            || loss.f_backward().map_err(torch),
-            || match group.running() {
-                Some(options) if !options.divide_by_initial_world_size => {
-                    group.world_size().count() as f64 / group.active_ranks() as f64
-                }
-                _ => 1.0,
-            },
-        )
+        self.synchronised(loss, None)
     }
 
     /// Runs backward from `loss` without any communication: the gradients are added up on this rank, and averaged with
@@ -196,11 +158,7 @@ impl Ddp {
     /// in between.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_backward(loss)?;
-        match &self.sink {
-            Some(sink) => sink.hold(|| self.traced(loss)),
-            None => self.traced(loss),
-        }
+        self.unsynchronised(loss, None)
     }
 
     /// Scales the gradients so that their norm, taken over all elements of all of them as one vector, is at most
@@ -236,18 +194,6 @@ impl Ddp {
             }
         }
         Ok(norm)
-    }
-
-    /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
-    /// ranks call it together, with the same settings. In a world of one it is not used.
-    ///
-    /// # Errors
-    /// On every rank, if the hooks differ.
-    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        match &self.sink {
-            Some(sink) => sink.call(|reducer| reducer.register_hook(Box::new(hook))),
-            None => Ok(()),
-        }
     }
 
     /// Replaces the parameters of all replicas by their average, for replicas that drift apart, as with
@@ -359,6 +305,13 @@ impl Ddp {
         if self.sink.take().is_some() {
             self.inventory.parameters.iter().for_each(|one| shim::unhook(&one.tensor));
         }
+    }
+}
+
+impl Replica for Ddp {
+    fn average_parameters(&mut self) -> Result<()> {
+        // The method of its own.
+        Self::average_parameters(self)
     }
 }
 

@@ -28,9 +28,11 @@
 //! | `DistributedDataParallel(model)` | [`Ddp::new`] over the model's `VarStore` |
 //! | `loss.backward()` | [`Ddp::backward`] |
 //! | `with model.no_sync():` | [`Ddp::backward_no_sync`] |
+//! | ranks with unequal batches: `loss * n * world_size / total` by hand | [`Ddp::backward_weighted`] |
 //! | `find_unused_parameters`, `static_graph`, `bucket_cap_mb` | [`DdpOptions`] |
 //! | `gradient_as_bucket_view` | always |
 //! | `register_comm_hook` | [`Ddp::register_comm_hook`] |
+//! | `PeriodicModelAverager` | [`PeriodicModelAverager`] |
 //! | `model.join()` | [`Ddp::join`] |
 //! | `SyncBatchNorm` | [`SyncBatchNorm`] |
 //! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
@@ -48,5 +50,6 @@ mod tensors;
 
 pub use ddp::{Ddp, DdpOptions};
 pub use optimizer::{Optimizer, Rule};
+pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;

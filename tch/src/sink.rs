@@ -37,6 +37,10 @@ struct Deliveries {
     held: Vec<bool>,
     /// Has the reducer what this backward pass gives it for the parameter?
     given: Vec<bool>,
+    /// In a pass of weight 0, whose gradients do not count: what `.grad` of each parameter was before.
+    set_aside: Option<Vec<Option<Tensor>>>,
+    /// For each parameter: whether it had a gradient in a pass of weight 0 since the last average.
+    void: Vec<bool>,
     /// Has the model run forward for a backward pass that has not begun?
     is_awaited: bool,
     /// A parameter whose gradient came meanwhile from a backward pass that no `Ddp` runs.
@@ -58,6 +62,8 @@ impl Sink {
             views: parameters.iter().map(|_| None).collect(),
             held: vec![false; parameters.len()],
             given: vec![false; parameters.len()],
+            set_aside: None,
+            void: vec![false; parameters.len()],
             is_awaited: false,
             missed: None,
             foreign: None,
@@ -93,30 +99,40 @@ impl Sink {
         self.0.attempt(|_, deliveries| deliveries.await_backward(true))
     }
 
-    /// Runs `backward`, whose gradients stay in `.grad`.
-    pub fn hold(&self, backward: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Runs `backward`, whose gradients stay in `.grad`. If steps are weighted, the pass has a `weight`.
+    pub fn hold(&self, weight: Option<f64>, backward: impl FnOnce() -> Result<()>) -> Result<()> {
         self.0.attempt(|_, deliveries| {
             deliveries.delivery = Delivery::Hold;
-            deliveries.await_backward(false)
+            deliveries.await_backward(false)?;
+            deliveries.begin(weight)
         })?;
         let outcome = run(backward);
         self.0.attempt(|_, deliveries| {
             deliveries.delivery = Delivery::Ignore;
+            deliveries.put_back()?;
             outcome
         })
     }
 
-    /// Runs `backward`, averages its gradients and those that are held, and leaves them in `.grad`, multiplied by `scale`.
-    pub fn average(&self, backward: impl FnOnce() -> Result<()>, scale: impl FnOnce() -> f64) -> Result<()> {
+    /// Runs `backward`, averages its gradients and those that are held, and leaves them in `.grad`, multiplied by `scale`. If steps are
+    /// weighted, the pass has a `weight`, and `total` is the weight of all passes of the step.
+    pub fn average(
+        &self,
+        (weight, total): (Option<f64>, Option<f64>),
+        backward: impl FnOnce() -> Result<()>,
+        scale: impl FnOnce() -> f64,
+    ) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             deliveries.delivery = Delivery::Now;
             deliveries.await_backward(false)?;
-            deliveries.start(reducer)
+            deliveries.start(reducer, total)?;
+            deliveries.begin(weight)
         })?;
         let outcome = run(backward);
         self.or_panic(|| {
             self.0.attempt(|reducer, deliveries| {
                 deliveries.delivery = Delivery::Ignore;
+                deliveries.put_back()?;
                 outcome?;
                 deliveries.hand_over(reducer)
             })?;
@@ -152,17 +168,19 @@ impl Sink {
                     shim::set_gradient(&parameter.tensor, None)?;
                 }
             }
+            deliveries.void.fill(false);
             reducer.adopt(root)
         })
     }
 }
 
 impl Deliveries {
-    /// A backward pass begins whose gradients are averaged. What a static graph does not use is what `.grad` has.
-    fn start(&mut self, reducer: &mut Reducer) -> Result<()> {
+    /// A backward pass begins whose gradients are averaged, by `weight` if steps are weighted. What a static graph does not use is what
+    /// `.grad` has.
+    fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
         let Self { parameters, given, held, .. } = self;
-        reducer.start_with(|index, memory| {
+        let unused = |index: usize, memory: &mut [u8]| {
             (given[index], held[index]) = (true, false);
             match gradient(&parameters[index])? {
                 Some(gradient) => write(&gradient, memory),
@@ -171,17 +189,48 @@ impl Deliveries {
                     Ok(())
                 }
             }
-        })
+        };
+        match weight {
+            Some(weight) => reducer.start_weighted_with(weight, unused),
+            None => reducer.start_with(unused),
+        }
+    }
+
+    /// A backward pass begins. If its weight is 0, libtorch must not add its gradients, which may be NaN, to what is there.
+    fn begin(&mut self, weight: Option<f64>) -> Result<()> {
+        self.set_aside = None;
+        if weight != Some(0.0) {
+            return Ok(());
+        }
+        let before = |one: &Named| Some(one.tensor.grad()).filter(Tensor::defined);
+        self.set_aside = Some(self.parameters.iter().map(before).collect());
+        self.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
+    }
+
+    /// A backward pass is over: a parameter that a pass of weight 0 did not reach has its gradient again.
+    fn put_back(&mut self) -> Result<()> {
+        for (one, before) in self.parameters.iter().zip(self.set_aside.take().unwrap_or_default()) {
+            if let Some(before) = before {
+                shim::set_gradient(&one.tensor, Some(&before))?;
+            }
+        }
+        Ok(())
     }
 
     fn ready(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
+        let is_void = self.set_aside.is_some() && self.delivery != Delivery::Ignore;
+        if let Some(before) = self.set_aside.as_mut().filter(|_| is_void) {
+            shim::set_gradient(&self.parameters[index].tensor, before[index].take().as_ref())?;
+            self.void[index] = true;
+        }
         match self.delivery {
+            Delivery::Now if is_void => self.give_what_counts(reducer, index),
             Delivery::Now => {
-                self.held[index] = false;
+                (self.held[index], self.void[index]) = (false, false);
                 self.give(reducer, index)
             }
             Delivery::Hold => {
-                self.held[index] = true;
+                self.held[index] |= !is_void;
                 Ok(())
             }
             Delivery::Ignore => {
@@ -191,6 +240,19 @@ impl Deliveries {
                 Ok(())
             }
         }
+    }
+
+    /// Gives the reducer the gradient that is held for the parameter; if there is none, and one in a pass of weight 0, a zero.
+    fn give_what_counts(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
+        let (held, void) = (std::mem::take(&mut self.held[index]), std::mem::take(&mut self.void[index]));
+        if held {
+            self.give(reducer, index)?;
+        }
+        if void && !self.given[index] {
+            reducer.ready_void(index)?;
+            self.given[index] = true;
+        }
+        Ok(())
     }
 
     /// From here on a backward pass is awaited, or no longer. An error if one came that was not this `Ddp`'s, or if that of another
@@ -224,10 +286,12 @@ impl Deliveries {
     fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
         let all = reducer.accepts_unused();
         for index in 0..self.parameters.len() {
-            let held = std::mem::take(&mut self.held[index]);
-            if !self.given[index] && (all || held) {
-                self.give(reducer, index)?;
+            if !self.given[index] {
+                // `give` has nothing to give where there is no gradient.
+                self.held[index] |= all;
+                self.give_what_counts(reducer, index)?;
             }
+            (self.held[index], self.void[index]) = (false, false);
         }
         Ok(())
     }

@@ -8,9 +8,10 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ParameterSpec;
+use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
-use phalanx::state::{ShardWriter, StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Result};
+use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
@@ -20,7 +21,8 @@ use crate::tensors::{self, Inventory, Named};
 use crate::{Ddp, DdpOptions, Optimizer};
 
 /// Everything that the next step of a training depends on: the variables of a `VarStore`, the optimizer with its state, the
-/// number of steps taken, and the program's own `progress`, of any type that serde can serialize, such as an
+/// number of steps taken, a [model averager](Self::with_averager) if there is one, what a [communication hook](Ddp::register_comm_hook)
+/// such as PowerSGD keeps from step to step, and the program's own `progress`, of any type that serde can serialize, such as an
 /// [`ElasticSampler`], which knows the position in the data.
 ///
 /// # In an elastic job
@@ -66,18 +68,28 @@ use crate::{Ddp, DdpOptions, Optimizer};
 ///
 /// [`with_group`](Self::with_group), [`resume`](Self::resume) and [`checkpoint`](Self::checkpoint). Tensors are in the
 /// safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.exp_avg`. A checkpoint of a model with other
-/// variables, shapes or types is refused; the error names the first difference.
+/// variables, shapes or types is refused; the error names the first difference. So is one of an optimizer that keeps something else, or
+/// of other parameters, and one that has or lacks an averager or a communication hook that this state lacks or has.
+///
+/// A communication hook may be registered before a checkpoint is loaded, or after; to train without it is then an error. What each rank
+/// has of its own in it, such as PowerSGD's losses, is in checkpoints, and comes back if as many ranks load it, after
+/// [`with_group`](Self::with_group); otherwise it begins anew, with a warning. It begins anew without one in the rounds of an elastic job.
 ///
 /// # Limits
 ///
-/// Gradients that [`Ddp::backward_no_sync`] holds, a communication hook's state (PowerSGD's errors) and libtorch's random number
-/// generator are not included. A hook is removed wherever the state changes its group ([`with_group`](Self::with_group),
-/// [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of an elastic job): register it again after that.
+/// Gradients that [`Ddp::backward_no_sync`] holds and libtorch's random number generator are not included. A hook is removed wherever the
+/// state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of
+/// an elastic job): register it again after that.
+///
+/// Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average alone;
+/// [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
 pub struct TrainState<T = ()> {
     /// The model's variables, and their averages.
     pub ddp: Ddp,
     /// The optimizer, with its state.
     pub optimizer: Optimizer,
+    /// Averages the model after steps.
+    pub averager: Option<PeriodicModelAverager>,
     /// Other state of the program.
     pub progress: T,
     steps: u64,
@@ -94,7 +106,8 @@ impl<T> TrainState<T> {
     pub fn new(store: &VarStore, optimizer: Optimizer, progress: T) -> Result<Self> {
         let alone = ProcessGroup::alone()?;
         let ddp = Ddp::new(store, &alone)?;
-        Ok(Self { ddp, optimizer, progress, steps: 0, options: DdpOptions::default(), alone })
+        let options = DdpOptions::default();
+        Ok(Self { ddp, optimizer, averager: None, progress, steps: 0, options, alone })
     }
 
     /// Averages gradients as `options` say, in each group. If it comes after [`with_group`](Self::with_group), all ranks
@@ -113,8 +126,17 @@ impl<T> TrainState<T> {
     ///
     /// # Errors
     /// As [`Ddp::new`].
-    pub fn sharing(mut self, handle: impl Into<JoinGroup>) -> Result<Self> {
-        self.ddp = self.ddp.again(handle.into(), &self.options)?;
+    pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
+        let ranks = self.ddp.world_size();
+        self.moved(handle.into(), ranks)
+    }
+
+    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
+    fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+        let hook = self.ddp.hook_state()?;
+        self.ddp = self.ddp.again(handle, &self.options)?;
+        let own_remains = self.ddp.world_size() == ranks;
+        self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         Ok(self)
     }
 
@@ -125,17 +147,28 @@ impl<T> TrainState<T> {
     /// As [`Ddp::new`].
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
+        let ranks = self.ddp.world_size();
         shared.rebind(group.clone())?;
-        self.sharing(shared)
+        self.moved(shared, ranks)
     }
 
-    /// [`Optimizer::step`], counted.
+    /// Lets `averager` average the model after each [step](Self::step) after which it is due. It is saved and loaded with the rest.
+    #[must_use]
+    pub fn with_averager(mut self, averager: PeriodicModelAverager) -> Self {
+        self.averager = Some(averager);
+        self
+    }
+
+    /// [`Optimizer::step`], counted, and an average of the model if an [averager](Self::with_averager) finds it due.
     ///
     /// # Errors
-    /// As [`Optimizer::step`].
+    /// As [`Optimizer::step`] and [`Ddp::average_parameters`].
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
         self.optimizer.step(learning_rate)?;
         self.steps += 1;
+        if let Some(averager) = &mut self.averager {
+            averager.step(&mut self.ddp)?;
+        }
         Ok(())
     }
 
@@ -185,10 +218,23 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
     /// goes on.
     ///
+    /// Of a hook that keeps something for each rank, as PowerSGD does, rank 0 gets all ranks' parts, each of the size of the gradients:
+    /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.
+    ///
     /// # Errors
-    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to).
+    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
-        checkpoints.save(self.steps, |snapshot| self.save_to(snapshot))
+        let hooks = match self.own_hook(checkpoints.group())? {
+            Some(hook) => {
+                let group = checkpoints.group().in_call(Caller::TrainStateCheckpoint);
+                group.gather_object(&hook, Rank::MAIN)?.unwrap_or_default()
+            }
+            None => Vec::new(),
+        };
+        checkpoints.save(self.steps, |snapshot| {
+            self.write(snapshot, hooks.len())?;
+            hooks.iter().enumerate().try_for_each(|(rank, hook)| self.write_own(hook, snapshot, rank))
+        })
     }
 
     /// As [`checkpoint`](Self::checkpoint), with the work divided: all ranks write the optimizer's tensors in turns, each of
@@ -198,16 +244,30 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// As [`Checkpoints::save_sharded`] and [`save_to`](Self::save_to).
     pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
         let group = checkpoints.group();
-        let share = (group.rank().index(), group.world_size().count());
-        checkpoints.save_sharded(self.steps, |snapshot| self.write(&mut ShardWriter::new(snapshot, share)))
+        let own = self.own_hook(group)?;
+        checkpoints.save_sharded(self.steps, |snapshot| {
+            let (rank, ranks) = (group.rank().index(), group.world_size().count());
+            let saved = if own.is_some() { ranks } else { 0 };
+            self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
+            own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
+        })
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written.
+    /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
+    /// cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        self.write(snapshot)
+        let hook = self.ddp.hook_state()?.filter(|hook| hook.tensors().iter().any(|tensor| tensor.is_own));
+        if let Some(hook) = hook {
+            return Err(Error::invalid_argument(format!(
+                "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
+                hook.hook()
+            ))
+            .with_remedy("call TrainState::checkpoint or TrainState::checkpoint_sharded on every rank"));
+        }
+        self.write(snapshot, 0)
     }
 
     /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it.
@@ -219,7 +279,38 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         self.read(saved)
     }
 
-    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+    /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
+    ///
+    /// # Errors
+    /// If the ranks' models differ: the hook lets ranks train by themselves.
+    fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
+        let Some(hook) = self.ddp.hook_state()? else { return Ok(None) };
+        if !self.ddp.replicas_identical()? {
+            return Err(Error::invalid_argument(format!(
+                "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
+                hook.hook()
+            ))
+            .with_remedy("call state.ddp.average_parameters() before, or save after a step in which the averager averages"));
+        }
+        if !hook.tensors().iter().any(|tensor| tensor.is_own) {
+            return Ok(None);
+        }
+        let (here, there) = (self.ddp.world_size(), group.world_size());
+        if here != there {
+            return Err(Error::invalid_argument(format!(
+                "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
+            ))
+            .with_remedy("open the checkpoints with the group in which the model trains"));
+        }
+        Ok(Some(hook))
+    }
+
+    fn write_own(&self, hook: &HookState, writer: &mut impl StateWriter, rank: usize) -> Result<()> {
+        state::save_own_of_hook(hook, &self.ddp.parameter_names(), writer, "hook", rank)
+    }
+
+    /// Writes all but what `ranks` ranks save of their own in the hook.
+    fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
         let state = self.ddp.state();
         writer.value("model", &Inventory::specs(state))?;
         for one in state {
@@ -229,6 +320,12 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             })?;
         }
         self.optimizer.save(writer, "optimizer")?;
+        if let Some(averager) = &self.averager {
+            writer.value("averager", &averager.steps())?;
+        }
+        if let Some(hook) = self.ddp.hook_state()? {
+            state::save_hook(&hook, &self.ddp.parameter_names(), writer, "hook", ranks)?;
+        }
         writer.value("steps", &self.steps)?;
         writer.value("progress", &self.progress)
     }
@@ -246,15 +343,43 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
         let moments = self.optimizer.read(reader, "optimizer")?;
-        self.write_variables(&elements)?;
+        let averaged = self.averaged(reader)?;
+        let hook = match reader.has_value("hook") {
+            true => {
+                let place = (self.ddp.rank().index(), self.ddp.world_size().count());
+                Some(state::load_hook(reader, &self.ddp.parameter_names(), "hook", place)?)
+            }
+            false => None,
+        };
+        self.ddp.check_hook(hook.as_ref())?;
+        self.check_shared(&elements)?;
+        self.ddp.load_hook(hook)?;
+        let state = self.ddp.state().iter().zip(&elements);
+        state.into_iter().try_for_each(|(one, elements)| tensors::write_elements(&one.tensor, elements))?;
         self.optimizer.load(moments);
+        if let (Some(averager), Some(steps)) = (&mut self.averager, averaged) {
+            averager.resume_at(steps);
+        }
         (self.steps, self.progress) = (steps, progress);
         Ok(())
     }
 
-    /// Gives all variables these elements. Of those that share memory each must have its own afterwards: otherwise it is as before, and
-    /// an error.
-    fn write_variables(&self, elements: &[Cow<'_, [u8]>]) -> Result<()> {
+    /// How many steps the saved averager had done. An error if only this state has one, or only the saved state.
+    fn averaged(&self, reader: &impl StateReader) -> Result<Option<u64>> {
+        let cause = match (&self.averager, reader.has_value("averager")) {
+            (Some(_), true) => return reader.value("averager").map(Some),
+            (None, false) => return Ok(None),
+            (Some(_), false) => "this TrainState has a model averager, and the saved state lacks `averager`",
+            (None, true) => "the saved state has a model averager, `averager`, and this TrainState has none",
+        };
+        Err(Error::mismatch(cause).with_remedy(
+            "build the state as it was built when it was saved; to begin with another averager, or none, set TrainState::averager after \
+             loading",
+        ))
+    }
+
+    /// An error if variables that share memory could not have these elements, each its own. Afterwards they are as before.
+    fn check_shared(&self, elements: &[Cow<'_, [u8]>]) -> Result<()> {
         let state = self.ddp.state();
         let firsts = tensors::sharing(&tensors::handles(state));
         let is_shared = |index: usize| firsts[index].is_some() || firsts.contains(&Some(index));
@@ -264,12 +389,13 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         for (tensor, &index) in those.iter().zip(&shared) {
             tensors::write_elements(tensor, &elements[index])?;
         }
-        for (&index, after) in shared.iter().zip(tensors::copies(&those)?) {
-            if after == *elements[index] {
+        let after = tensors::copies(&those)?;
+        for (tensor, elements) in those.iter().zip(&before) {
+            tensors::write_elements(tensor, elements)?;
+        }
+        for (&index, after) in shared.iter().zip(&after) {
+            if *after == *elements[index] {
                 continue;
-            }
-            for (tensor, elements) in those.iter().zip(&before) {
-                tensors::write_elements(tensor, elements)?;
             }
             let is_other = |&other: &usize| {
                 let first = |index: usize| firsts[index].unwrap_or(index);
@@ -281,9 +407,6 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
                 "the variables `{one}` and `{other}` share memory, and the saved state has other values for the one than for the other"
             ))
             .with_remedy("tie only weights that were tied when the state was saved"));
-        }
-        for (one, elements) in state.iter().zip(elements) {
-            tensors::write_elements(&one.tensor, elements)?;
         }
         Ok(())
     }
@@ -303,7 +426,8 @@ fn other_model(here: &[ParameterSpec], saved: &[ParameterSpec]) -> Error {
 
 impl<T: Serialize + DeserializeOwned> State for TrainState<T> {
     fn save(&self, parts: &mut Parts) -> Result<()> {
-        self.write(parts)
+        // What each rank has of its own is no part of a state that all have in common.
+        self.write(parts, 0)
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {

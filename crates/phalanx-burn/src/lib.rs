@@ -205,7 +205,6 @@ pub mod train;
 mod view;
 mod zero;
 
-pub use averager::PeriodicModelAverager;
 pub use clip::clip_grad_norm;
 pub use collectives::{Collectives, Scalar};
 pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
@@ -213,6 +212,7 @@ pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use gradients::{Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
+pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;

@@ -5,7 +5,7 @@ use phalanx::reducer::Reducer;
 use phalanx::{Caller, Error, ProcessGroup, Result};
 use tch::Tensor;
 
-use super::{Ddp, DdpOptions, prepare};
+use super::{Accumulated, Ddp, DdpOptions, prepare};
 use crate::Optimizer;
 use crate::shim;
 use crate::tensors::Named;
@@ -34,7 +34,7 @@ impl Ddp {
                 sink.adopt(joined.last)?;
             }
             self.take_state(Caller::Join, joined.last)?;
-            self.buffers_stale = false;
+            (self.buffers_stale, self.accumulated) = (false, Accumulated::Nothing);
             optimizer.adopt(&self.group.in_call(Caller::Join), joined.last)?;
         }
         Ok(joined.value)
@@ -49,6 +49,7 @@ impl Ddp {
         // Made again: parameters may have been frozen since.
         (self.inventory, self.sink) = prepare(&self.variables, &self.group, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
+        self.accumulated = Accumulated::Nothing;
         // Those that are there belong to a step that was not finished.
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }
@@ -100,6 +101,11 @@ impl Ddp {
         }
         self.buffers_stale = false;
         self.take_buffers(Caller::ElasticCommit)
+    }
+
+    /// The names of the parameters that the reducer, and so a communication hook, knows by number.
+    pub(crate) fn parameter_names(&self) -> Vec<&str> {
+        self.inventory.parameters.iter().map(|one| one.spec.name.as_str()).collect()
     }
 
     /// Every variable, by name.

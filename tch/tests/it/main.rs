@@ -13,3 +13,4 @@ mod soundness;
 mod state;
 mod ties;
 mod unused;
+mod weights;

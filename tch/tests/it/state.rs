@@ -2,10 +2,11 @@
 
 use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
-use phalanx_tch::{Optimizer, Rule, TrainState};
+use phalanx::reducer::hooks::{PostLocalSgd, PowerSgd, PowerSgdOptions};
+use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
 use tch::{Device, Kind, Tensor, nn};
 
-use crate::common::{Mlp, floats, run, samples};
+use crate::common::{Mlp, elements, floats, load, run, samples};
 
 const WIDTHS: [i64; 4] = [8, 16, 16, 3];
 
@@ -24,16 +25,36 @@ impl Training {
         Self { model, norm, state }
     }
 
+    /// From the variables of another one, in `group`.
+    fn like(start: &[Vec<f32>], group: &ProcessGroup) -> Self {
+        let training = Self::new(Rule::sgd(0.9));
+        load(&training.model.store, start);
+        training.with_group(group)
+    }
+
+    fn with_group(self, group: &ProcessGroup) -> Self {
+        Self { state: self.state.with_group(group).unwrap(), ..self }
+    }
+
+    fn loss(&mut self, step: usize) -> phalanx::Result<Tensor> {
+        let from = 10 * step + 4 * self.state.ddp.rank().index();
+        let (x, y) = samples(from, from + 4);
+        let Self { model, norm, state } = self;
+        state.ddp.forward(|| (model.forward(&x).apply_t(norm, true) - &y).square().mean(Kind::Float))
+    }
+
     fn train(&mut self, steps: std::ops::Range<usize>) {
         for step in steps {
-            let from = 10 * step + 4 * self.state.ddp.rank().index();
-            let (x, y) = samples(from, from + 4);
-            let loss = || (self.model.forward(&x).apply_t(&self.norm, true) - &y).square().mean(Kind::Float);
-            let loss = self.state.ddp.forward(loss).unwrap();
+            let loss = self.loss(step).unwrap();
             self.state.optimizer.zero_grad().unwrap();
             self.state.ddp.backward(&loss).unwrap();
             self.state.step(0.01).unwrap();
         }
+    }
+
+    /// All but the running statistics, which are each rank's own after the last step.
+    fn parameters(&self) -> Vec<Vec<f32>> {
+        self.model.store.trainable_variables().iter().map(elements).collect()
     }
 }
 
@@ -125,4 +146,197 @@ fn an_optimizer_of_more_or_fewer_parameters_than_the_saved_one_is_refused_by_nam
         let mut same = freeze(Training::new(Rule::ADAMW), frozen_then);
         assert!(same.state.resume(&checkpoints).unwrap());
     }
+}
+
+/// A hook that compresses from the fourth step on.
+fn power_sgd() -> PowerSgd {
+    PowerSgd::new(PowerSgdOptions::default().start_iter(3).min_compression_rate(1.0)).unwrap()
+}
+
+/// A training from `start` with that hook.
+fn compressed(start: &[Vec<f32>], group: &ProcessGroup) -> Training {
+    let mut training = Training::like(start, group);
+    training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+    training
+}
+
+/// Variables with which no test begins.
+fn other(start: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    start.iter().map(|values| values.iter().map(|x| x / 2.0 + 0.1).collect()).collect()
+}
+
+#[test]
+fn power_sgd_goes_on_from_a_checkpoint_bit_for_bit() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let expected = run(2, |group| {
+        let mut training = compressed(&start, &group);
+        training.train(0..20);
+        training.parameters()
+    });
+    assert_eq!(expected[0], expected[1]);
+    for sharded in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = compressed(&start, &group);
+            training.train(0..10);
+            match sharded {
+                true => training.state.checkpoint_sharded(&checkpoints).unwrap(),
+                false => training.state.checkpoint(&checkpoints).unwrap(),
+            }
+            checkpoints.finish().unwrap();
+            // One rank cannot save what the other has lost in compression.
+            let error = checkpoints.save(11, |snapshot| training.state.save_to(snapshot));
+            if group.rank().is_main() {
+                assert!(error.unwrap_err().to_string().contains("keeps tensors for each rank"));
+            }
+        });
+        for hook_first in [true, false] {
+            let resumed = run(2, |group| {
+                let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+                let mut training = match hook_first {
+                    true => compressed(&other(&start), &group),
+                    false => Training::like(&other(&start), &group),
+                };
+                assert!(training.state.resume(&checkpoints).unwrap());
+                if !hook_first {
+                    let error = training.loss(0).unwrap_err().to_string();
+                    assert!(error.contains("none is registered"), "{error}");
+                    training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+                }
+                training.train(10..20);
+                training.parameters()
+            });
+            assert_eq!(resumed, expected, "sharded: {sharded}, hook first: {hook_first}");
+        }
+        // Of three ranks none has what it lost; the step and the factors remain. So it is if all load before they are a group.
+        for alone_first in [false, true] {
+            run(3, |group| {
+                let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+                let mut training = Training::new(Rule::sgd(0.9));
+                if !alone_first {
+                    training = training.with_group(&group);
+                }
+                assert!(training.state.resume(&checkpoints).unwrap());
+                if alone_first {
+                    training = training.with_group(&group);
+                }
+                training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+                let before = training.state.ddp.communicated_bytes();
+                training.train(10..11);
+                let sent = training.state.ddp.communicated_bytes() - before;
+                let all: usize = training.parameters().iter().map(|values| 4 * values.len()).sum();
+                assert!(sent < all as u64 / 2, "{sent} of {all} bytes: the warm-up does not begin anew");
+                assert!(training.state.ddp.replicas_identical().unwrap());
+            });
+        }
+    }
+}
+
+#[test]
+fn a_hook_that_is_registered_again_after_a_change_of_the_group_goes_on() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let train = |is_moved: bool| {
+        run(2, |group| {
+            let mut training = compressed(&start, &group);
+            training.train(0..8);
+            if is_moved {
+                // As a checkpoint does, it gives all ranks rank 0's running statistics.
+                let state = training.state.with_options(DdpOptions::default()).unwrap();
+                training = Training { state, ..training };
+                let error = training.loss(0).unwrap_err().to_string();
+                assert!(error.contains("none is registered"), "{error}");
+                training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+            }
+            training.train(8..16);
+            training.parameters()
+        })
+    };
+    assert_eq!(train(true), train(false));
+}
+
+#[test]
+fn another_hook_is_refused_unless_the_state_is_discarded() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = compressed(&start, &group);
+        training.train(0..5);
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        let mut another = Training::like(&start, &group);
+        another.state.ddp.register_comm_hook(PostLocalSgd::new(3)).unwrap();
+        let error = another.state.resume(&checkpoints).unwrap_err();
+        let said = error.to_string();
+        assert!(
+            error.is_mismatch() && said.contains("PowerSgdOptions") && said.contains("local sgd after 3"),
+            "{said}"
+        );
+        assert_eq!((another.state.steps(), floats(&another.model.store)), (0, start.clone()));
+    });
+    // Registered after the checkpoint is loaded: the error comes then.
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut another = Training::like(&start, &group);
+        assert!(another.state.resume(&checkpoints).unwrap());
+        let error = another.state.ddp.register_comm_hook(PostLocalSgd::new(3)).unwrap_err().to_string();
+        assert!(error.contains("PowerSgdOptions") && error.contains("discard_hook_state"), "{error}");
+    });
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut another = Training::like(&start, &group);
+        another.state.resume(&checkpoints).unwrap();
+        another.state.ddp.discard_hook_state();
+        another.train(5..6);
+        // And the reverse: the hook is to go on, and the checkpoint has nothing of it.
+        another.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        drop(another);
+        let mut another = compressed(&start, &group);
+        let error = another.state.resume(&checkpoints).unwrap_err().to_string();
+        assert!(error.contains("no communication hook"), "{error}");
+    });
+}
+
+#[test]
+fn local_sgd_goes_on_from_the_step_of_its_checkpoint() {
+    let start = floats(&Training::new(Rule::sgd(0.0)).model.store);
+    let new = |group: &ProcessGroup, start: &[Vec<f32>]| {
+        let training = Training::new(Rule::sgd(0.0));
+        load(&training.model.store, start);
+        let averager = PeriodicModelAverager::new(3).unwrap().warmup_steps(4);
+        let training = Training { state: training.state.with_averager(averager), ..training };
+        let mut training = training.with_group(group);
+        training.state.ddp.register_comm_hook(PostLocalSgd::new(4)).unwrap();
+        training
+    };
+    // It averages after the steps 5, 8, 11, 14, 17 and 20.
+    let expected = run(2, |group| {
+        let mut training = new(&group, &start);
+        training.train(0..20);
+        training.parameters()
+    });
+    assert_eq!(expected[0], expected[1]);
+    let folder = tempfile::tempdir().unwrap();
+    let resumed = run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = new(&group, &start);
+        training.train(0..10);
+        let error = training.state.checkpoint(&checkpoints).unwrap_err();
+        assert!(error.to_string().contains("models differ since their last average"), "{error}");
+        training.train(10..11);
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        drop(training);
+        let mut training = new(&group, &other(&start));
+        assert!(training.state.resume(&checkpoints).unwrap());
+        training.train(11..20);
+
+        let mut none = Training::new(Rule::sgd(0.0)).with_group(&group);
+        let error = none.state.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("a model averager, `averager`"), "{error}");
+        training.parameters()
+    });
+    assert_eq!(resumed, expected);
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use phalanx::WorldSize;
 use phalanx::elastic::{self, Context, Options};
 use phalanx::launch::{Event, Outcome, Stream};
+use phalanx::reducer::hooks::{PowerSgd, PowerSgdOptions};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, Result};
 use phalanx_tch::{Optimizer, Rule, TrainState};
@@ -19,12 +20,15 @@ const STEPS: u64 = 60;
 const SAMPLES: usize = 200;
 /// The step in which a worker kills itself, if it does. No commit is behind it.
 const DIES_AT: u64 = 22;
+/// The step from which on a communication hook compresses, if there is one. Nobody dies before.
+const COMPRESSES_AT: u64 = 10;
 /// Set where training goes on until the replacement has come.
 const REPLACED: &str = "PHALANX_TEST_REPLACED";
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("model_and_optimizer_outlive_a_worker_that_is_killed", || killed(3)),
-    ("without_a_replacement_fewer_go_on", || killed(0)),
+    ("model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3))),
+    ("without_a_replacement_fewer_go_on", || drop(killed("all", 0))),
+    ("a_communication_hook_goes_on_in_the_next_round", hook_goes_on),
     ("a_death_in_backward_costs_no_step", died_in_backward),
 ];
 
@@ -49,6 +53,11 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 group.world_size(),
                 context.state.steps()
             );
+            if case == "hook" {
+                let options = PowerSgdOptions::default().start_iter(COMPRESSES_AT).min_compression_rate(1.0);
+                context.state.ddp.register_comm_hook(PowerSgd::new(options)?)?;
+            }
+            let mut is_first = true;
             // Of three workers one dies: the last of the rounds to come has all of them again.
             let is_last = !replaced || context.round() > 1 && group.world_size().get() == 3;
             while context.state.steps() < STEPS || !is_last {
@@ -68,11 +77,20 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                     std::thread::sleep(Duration::from_secs(1));
                     kill_process(getpid(), Signal::KILL).unwrap();
                 }
-                let averaged = TrainState::backward(context, &loss)?;
-                for missing in &averaged.missing {
-                    println!("rank {missing} is missing in step {}", context.state.steps());
+                if case == "hook" {
+                    // A step with a hook that keeps a state cannot be done again.
+                    context.state.ddp.backward(&loss)?;
+                    if std::mem::take(&mut is_first) {
+                        let (sent, step) = (context.state.ddp.communicated_bytes(), context.state.steps());
+                        println!("sent {sent} bytes in step {step} of round {}", context.round());
+                    }
+                } else {
+                    let averaged = TrainState::backward(context, &loss)?;
+                    for missing in &averaged.missing {
+                        println!("rank {missing} is missing in step {}", context.state.steps());
+                    }
+                    context.state.progress.put_back(&averaged.missing);
                 }
-                context.state.progress.put_back(&averaged.missing);
                 context.state.step(0.01)?;
                 std::thread::sleep(Duration::from_millis(5));
                 if context.state.steps().is_multiple_of(4) {
@@ -92,9 +110,11 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn killed(restarts: u32) {
+/// Gives the lines that the workers have written.
+fn killed(case: &str, restarts: u32) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
-    let mut job = crate::job("elastic all", 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    let mut job =
+        crate::job(&format!("elastic {case}"), 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
     if restarts > 0 {
         job = job.max_restarts(restarts).variable(REPLACED, "1");
     }
@@ -121,6 +141,25 @@ fn killed(restarts: u32) {
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {stderr}", report.outcome);
     assert!(victim.is_none(), "nobody was killed");
     assert_same_models(folder.path(), &lines, if restarts > 0 { 3 } else { 2 });
+    lines
+}
+
+/// Also in a worker that was not there when it compressed first: models would differ.
+fn hook_goes_on() {
+    let lines = killed("hook", 3);
+    let sent = |line: &String| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [bytes, step] = [1, 5].map(|place| words[place].parse::<u64>().unwrap());
+        (bytes, step)
+    };
+    let sent: Vec<(u64, u64)> = lines.iter().filter(|line| line.starts_with("sent")).map(sent).collect();
+    // Three workers in the first round, two or three in the second.
+    assert!(sent.len() >= 5, "{lines:?}");
+    for (bytes, step) in sent {
+        // 393 numbers need a gradient.
+        assert!(if step < COMPRESSES_AT { bytes >= 4 * 393 } else { bytes < 4 * 393 / 2 }, "{lines:?}");
+        assert!(step == 0 || step >= COMPRESSES_AT, "it was killed too early: {lines:?}");
+    }
 }
 
 fn died_in_backward() {

@@ -11,7 +11,7 @@ use crate::rank::Rank;
 /// the first steps, and from then on not at all, or within a smaller group only.
 ///
 /// From then on replicas drift apart, and the program must average the model every few steps, as
-/// `phalanx_burn::PeriodicModelAverager` does. PyTorch's `post_localSGD_hook`.
+/// [`PeriodicModelAverager`](super::PeriodicModelAverager) does. PyTorch's `post_localSGD_hook`.
 #[doc(alias = "post_localSGD_hook")]
 pub struct PostLocalSgd {
     start: u64,

@@ -39,6 +39,7 @@
 //! }
 //! ```
 
+mod averager;
 mod compressed;
 mod linear;
 mod local_sgd;
@@ -52,6 +53,7 @@ mod tests;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use self::averager::{PeriodicModelAverager, Replica};
 pub use self::compressed::Compressed;
 pub use self::local_sgd::PostLocalSgd;
 pub(super) use self::metered::Metered;

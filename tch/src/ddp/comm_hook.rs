@@ -1,0 +1,98 @@
+//! How buckets are averaged: the hook, and its state in checkpoints.
+
+use phalanx::reducer::hooks::{CommHook, HookState};
+use phalanx::{Error, Result};
+
+use super::Ddp;
+
+impl Ddp {
+    /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
+    /// ranks call it together, with the same settings. In a world of one it is not used.
+    ///
+    /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
+    /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
+    ///
+    /// # Errors
+    /// On every rank, if the hooks differ, or the loaded state is that of another hook.
+    pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
+        let Some(sink) = &self.sink else { return Ok(()) };
+        sink.call(|reducer| reducer.register_hook(Box::new(hook)))?;
+        if let Some(state) = self.hook_state.take() {
+            sink.call(|reducer| reducer.load_hook_state(state).map_err(with_remedy))?;
+        }
+        Ok(())
+    }
+
+    /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training goes on with another hook,
+    /// or with none. All ranks call it together.
+    pub fn discard_hook_state(&mut self) {
+        self.hook_state = None;
+    }
+
+    /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used, because this is a world of
+    /// one. Nothing if it keeps nothing.
+    pub(crate) fn hook_state(&self) -> Result<Option<HookState>> {
+        if self.hook_state.is_some() {
+            return Ok(self.hook_state.clone());
+        }
+        let Some(sink) = &self.sink else { return Ok(None) };
+        let state = sink.with_reducer(|reducer| reducer.hook_state())?;
+        Ok(Some(state).filter(|state| !state.is_empty()))
+    }
+
+    /// An error if the hook that is registered cannot go on from `state`. Nothing changes.
+    pub(crate) fn check_hook(&self, state: Option<&HookState>) -> Result<()> {
+        let Some(sink) = &self.sink else { return Ok(()) };
+        let here = sink.with_reducer(|reducer| reducer.hook_state())?;
+        if here.is_empty() {
+            return Ok(()); // A hook that is registered later takes it.
+        }
+        match state {
+            Some(state) if state.hook() == here.hook() => Ok(()),
+            other => {
+                let saved = other.map_or("no communication hook", HookState::hook);
+                Err(with_remedy(Error::mismatch(format!(
+                    "the saved state is that of {saved}, and the communication hook here is {}",
+                    here.hook()
+                ))))
+            }
+        }
+    }
+
+    /// Lets the hook go on from `state`, which [`check_hook`](Self::check_hook) has accepted; or, if none that keeps a state is
+    /// registered, the one that will be.
+    pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
+        self.hook_state = None;
+        let Some(state) = state else { return Ok(()) };
+        match &self.sink {
+            Some(sink) if !sink.with_reducer(|reducer| reducer.hook_state())?.is_empty() => {
+                sink.with_reducer(|reducer| reducer.load_hook_state(state))
+            }
+            Some(_) | None => {
+                self.hook_state = Some(state);
+                Ok(())
+            }
+        }
+    }
+
+    /// An error if training would go on without the hook whose state was loaded.
+    pub(super) fn check_hook_state(&self) -> Result<()> {
+        match (&self.hook_state, &self.sink) {
+            (Some(state), Some(_)) => {
+                let cause = format!(
+                    "the loaded state has that of the communication hook {}, and none is registered",
+                    state.hook()
+                );
+                Err(with_remedy(Error::invalid_argument(cause)))
+            }
+            (None, _) | (_, None) => Ok(()),
+        }
+    }
+}
+
+fn with_remedy(error: Error) -> Error {
+    error.with_remedy(
+        "register the hook that was used when the state was saved; to begin with another hook, or with none, load first, call \
+         Ddp::discard_hook_state, and register it then",
+    )
+}

@@ -1,0 +1,55 @@
+//! An evaluation, the same on every rank.
+
+use std::time::Instant;
+
+use phalanx::trace::Track;
+use phalanx::{Caller, Communicator, Result};
+
+use super::Ddp;
+use crate::tensors;
+
+impl Ddp {
+    /// Runs `pass`, in which the model is evaluated, without gradients (`tch::no_grad`) and with the buffers of rank 0, such as the
+    /// running statistics of batch norm: every rank evaluates the same model. All ranks call it together. Inside [`join`](Self::join)
+    /// those that still have data do, and the buffers are those of the first of them.
+    ///
+    /// The model must be told that it does not train, as in `model.forward_t(&x, false)`.
+    ///
+    /// It communicates only if the model has buffers, and does not change the training: afterwards each rank has its own buffers again.
+    /// [`DdpOptions::broadcast_buffers`](super::DdpOptions::broadcast_buffers) is about training alone. PyTorch evaluates with each rank's
+    /// own buffers, which differ between ranks.
+    ///
+    /// Parameters are equal on all ranks anyway, unless ranks train by themselves
+    /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
+    ///
+    /// # Errors
+    /// If the exchange of buffers fails.
+    #[doc(alias = "eval")]
+    pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
+        let (begin, buffers) = (Instant::now(), self.inventory.buffers());
+        let mut own = Vec::new();
+        if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
+            sink.call(|_| Ok(()))?;
+            own = tensors::copies(&buffers)?;
+            self.take_buffers(Caller::DdpEvaluate)?;
+        }
+        self.waited_since(begin);
+        let output = tch::no_grad(pass);
+        for (buffer, elements) in buffers.iter().zip(&own) {
+            tensors::write_elements(buffer, elements)?;
+        }
+        self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
+        Ok(output)
+    }
+
+    /// Whether the buffers of all replicas, such as the running statistics of batch norm, are the same, bit for bit. All ranks must call
+    /// it, and get the same answer. After a step they are each rank's own, until the next [`forward`](Self::forward) takes over rank
+    /// 0's; [`evaluate`](Self::evaluate) uses rank 0's in any case.
+    ///
+    /// # Errors
+    /// If the exchange fails.
+    pub fn buffers_identical(&self) -> Result<bool> {
+        let group = self.group.in_call(Caller::DdpBuffersIdentical);
+        tensors::identical(&group, &self.inventory.buffers())
+    }
+}

@@ -1,0 +1,241 @@
+//! Backward passes in which each rank counts by its number of samples.
+
+use phalanx::reducer::check_weight;
+use phalanx::{Communicator, Error, Result};
+use tch::Tensor;
+
+use super::Ddp;
+use crate::shim;
+use crate::tensors::{Inventory, Named, torch};
+
+/// How the passes since the last synchronised one are weighted. All passes of a step are weighted, or none is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) enum Accumulated {
+    #[default]
+    Nothing,
+    Unweighted,
+    Weighted {
+        /// The sum of their weights.
+        sum: f64,
+        /// How often each parameter's gradient had been written, if there was one.
+        versions: Vec<Option<i64>>,
+    },
+}
+
+impl Ddp {
+    /// Runs backward as [`backward`](Self::backward) does, with ranks that have unequal numbers of samples or tokens: `loss` is the
+    /// **mean** over those of this rank, and `weight` is their number. `.grad` is then `Σ weight·gradient / Σ weight`, with sums over
+    /// ranks: the gradient of the mean over the samples of all ranks, as one process with the whole batch has it. All ranks call
+    /// it together, in the same steps.
+    ///
+    /// ```
+    /// # use tch::Tensor;
+    /// # fn step(ddp: &mut phalanx_tch::Ddp, optimizer: &mut phalanx_tch::Optimizer, model: &tch::nn::Linear, batch: Tensor) -> phalanx::Result<()> {
+    /// let samples = batch.size()[0] as f64; // another number on each rank
+    /// let loss = ddp.forward(|| batch.apply(model).mean(tch::Kind::Float))?;
+    /// optimizer.zero_grad()?;
+    /// ddp.backward_weighted(&loss, samples)?;
+    /// optimizer.step(1e-3)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The weights travel in the first bucket, as one element more. Backward begins from `loss × weight`, so collectives inside of
+    /// backward, such as those of [`SyncBatchNorm`](crate::SyncBatchNorm), give the gradients of the same mean.
+    ///
+    /// **A rank without samples** has the weight 0. It runs a forward and a backward pass all the same, of any sample or of an empty
+    /// batch. What that gives does not matter: gradients may be NaN, as those of the mean of nothing are, or missing. Only where
+    /// the pass itself has collectives, as above, must its loss be finite: their sums take in what it brings.
+    ///
+    /// Gradients of [`backward_no_sync_weighted`](Self::backward_no_sync_weighted) since the last call are in the result, each with
+    /// its own weight. Inside [`join`](Self::join) a rank without batches has the weight 0;
+    /// [`divide_by_initial_world_size`](phalanx::join::JoinOptions::divide_by_initial_world_size) has no effect, as the sum of
+    /// weights is what is divided by. In a world of one the result is that of [`backward`](Self::backward).
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward). On every rank, and it ends the group:
+    ///
+    /// - if a rank's weight is negative, infinite or not a number;
+    /// - if some ranks call this and others [`backward`](Self::backward), or passes of one step are weighted and others not;
+    /// - if gradients were not set to zero before the step's first pass, or were changed between two of its passes: what was there would be
+    ///   weighted, too;
+    /// - if a gradient is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
+    ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights).
+    ///
+    /// If all weights are 0, an error on every rank that ends nothing: set gradients to zero, and go on with the next step.
+    #[doc(alias("uneven", "num_samples", "num_tokens"))]
+    pub fn backward_weighted(&mut self, loss: &Tensor, weight: f64) -> Result<()> {
+        self.synchronised(loss, Some(weight))
+    }
+
+    /// Runs backward as [`backward_no_sync`](Self::backward_no_sync) does, for the next
+    /// [`backward_weighted`](Self::backward_weighted): `loss` is the mean over `weight` samples or tokens. Do not divide the loss by
+    /// the number of passes: the step divides by all weights of all passes and ranks, once.
+    ///
+    /// # Errors
+    /// As [`backward_no_sync`](Self::backward_no_sync) and [`backward_weighted`](Self::backward_weighted).
+    pub fn backward_no_sync_weighted(&mut self, loss: &Tensor, weight: f64) -> Result<()> {
+        self.unsynchronised(loss, Some(weight))
+    }
+
+    /// Averages the gradients of `loss` and of what was accumulated.
+    pub(super) fn synchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
+        self.check_backward(loss)?;
+        let accumulated = self.accumulate(weight)?;
+        let before = std::mem::take(&mut self.accumulated);
+        self.buffers_stale = true;
+        let total = match accumulated {
+            Accumulated::Nothing | Accumulated::Unweighted => None,
+            Accumulated::Weighted { sum, .. } => Some(sum),
+        };
+        let Some(sink) = &self.sink else { return self.alone(loss, (weight, total), before) };
+        let group = &self.group;
+        let scale = || match group.running() {
+            Some(options) if total.is_none() && !options.divide_by_initial_world_size => {
+                group.world_size().count() as f64 / group.active_ranks() as f64
+            }
+            Some(_) | None => 1.0,
+        };
+        sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale)
+    }
+
+    /// Adds up the gradients of `loss` on this rank.
+    pub(super) fn unsynchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
+        self.check_backward(loss)?;
+        let accumulated = self.accumulate(weight)?;
+        match &self.sink {
+            Some(sink) => sink.hold(weight, || self.traced(&scaled(loss, weight)?))?,
+            None if weight == Some(0.0) => void(&self.inventory.parameters, || self.traced(loss))?,
+            None => self.traced(&scaled(loss, weight)?)?,
+        }
+        self.accumulated = match accumulated {
+            Accumulated::Weighted { sum, .. } => {
+                Accumulated::Weighted { sum, versions: versions(&self.inventory.parameters)? }
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// A step's last pass in a world of one, with what the passes `before` have left.
+    fn alone(
+        &self,
+        loss: &Tensor,
+        (weight, total): (Option<f64>, Option<f64>),
+        before: Accumulated,
+    ) -> Result<()> {
+        let parameters = &self.inventory.parameters;
+        let Some(total) = total else { return self.traced(loss) };
+        if total == 0.0 {
+            return Err(Error::invalid_argument(
+                "the weights of all ranks add up to 0: there is no average of this step",
+            )
+            .with_remedy("leave out a step in which there is no sample, and go on with the next"));
+        }
+        if before == Accumulated::Nothing {
+            return self.traced(loss);
+        }
+        match weight {
+            Some(0.0) => void(parameters, || self.traced(loss))?,
+            weight => self.traced(&scaled(loss, weight)?)?,
+        }
+        let _guard = tch::no_grad_guard();
+        for mut gradient in parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined) {
+            drop(gradient.f_div_scalar_(total).map_err(torch)?);
+        }
+        Ok(())
+    }
+
+    /// What is accumulated with one pass more. An error ends the step, and the group: the others wait for this rank's gradients.
+    fn accumulate(&mut self, weight: Option<f64>) -> Result<Accumulated> {
+        let with = self.with_one_more(weight);
+        with.inspect_err(|_| self.accumulated = Accumulated::Nothing)
+    }
+
+    fn with_one_more(&self, weight: Option<f64>) -> Result<Accumulated> {
+        let with = || {
+            let parameters = &self.inventory.parameters;
+            let sum = match (&self.accumulated, weight) {
+                (Accumulated::Nothing | Accumulated::Unweighted, None) => return Ok(Accumulated::Unweighted),
+                (Accumulated::Nothing, Some(weight)) => {
+                    check_zero(parameters)?;
+                    weight
+                }
+                (Accumulated::Weighted { sum, versions }, Some(weight)) => {
+                    check_unchanged(parameters, versions)?;
+                    sum + weight
+                }
+                (Accumulated::Unweighted, Some(_)) | (Accumulated::Weighted { .. }, None) => {
+                    return Err(Error::invalid_argument(
+                        "a step adds up gradients of passes with weights and of passes without",
+                    )
+                    .with_remedy(
+                        "call backward_no_sync before backward, and backward_no_sync_weighted before backward_weighted",
+                    ));
+                }
+            };
+            let (rank, specs) = (self.group.rank(), Inventory::specs(parameters));
+            weight.into_iter().chain([sum]).try_for_each(|weight| check_weight(rank, weight, &specs))?;
+            Ok(Accumulated::Weighted { sum, versions: Vec::new() })
+        };
+        match &self.sink {
+            Some(sink) => sink.call(|_| with()),
+            None => with(),
+        }
+    }
+}
+
+/// The loss with which backward begins.
+fn scaled(loss: &Tensor, weight: Option<f64>) -> Result<Tensor> {
+    match weight {
+        Some(weight) => loss.f_mul_scalar(weight).map_err(torch),
+        None => Ok(loss.shallow_clone()),
+    }
+}
+
+/// Runs a backward pass whose gradients do not count.
+fn void(parameters: &[Named], backward: impl FnOnce() -> Result<()>) -> Result<()> {
+    let before: Vec<Tensor> = parameters.iter().map(|one| one.tensor.grad()).collect();
+    parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))?;
+    let outcome = backward();
+    for (one, before) in parameters.iter().zip(&before) {
+        shim::set_gradient(&one.tensor, before.defined().then_some(before))?;
+    }
+    outcome
+}
+
+/// An error if a parameter has a gradient from before the step.
+fn check_zero(parameters: &[Named]) -> Result<()> {
+    for one in parameters {
+        let gradient = one.tensor.grad();
+        let any = |gradient: &Tensor| gradient.f_any()?.f_int64_value(&[]);
+        if gradient.defined() && tch::no_grad(|| any(&gradient)).map_err(torch)? != 0 {
+            return Err(Error::invalid_argument(format!(
+                "parameter {} has a gradient from before this weighted step, which would be weighted, too",
+                one.spec
+            ))
+            .with_remedy("call zero_grad before the step's first backward pass"));
+        }
+    }
+    Ok(())
+}
+
+/// An error if a gradient was changed since the step's last pass.
+fn check_unchanged(parameters: &[Named], versions: &[Option<i64>]) -> Result<()> {
+    let now = self::versions(parameters)?;
+    let Some(index) = now.iter().zip(versions).position(|(now, then)| now != then) else { return Ok(()) };
+    Err(Error::invalid_argument(format!(
+        "the gradient of parameter {} was changed between two backward passes of a weighted step",
+        parameters[index].spec
+    ))
+    .with_remedy("call zero_grad before a step's first pass alone, and change gradients after its last"))
+}
+
+/// How often each parameter's gradient was written, if there is one.
+fn versions(parameters: &[Named]) -> Result<Vec<Option<i64>>> {
+    let version = |one: &Named| {
+        let gradient = one.tensor.grad();
+        gradient.defined().then(|| gradient.f_internal_version().map_err(torch)).transpose()
+    };
+    parameters.iter().map(version).collect()
+}
