@@ -96,12 +96,14 @@ fn a_communicator_s_panic_in_backward_is_an_error_of_batch_norm() {
         let config = nn::BatchNormConfig::default();
         let norm = SyncBatchNorm::new(nn::batch_norm1d(store.root(), 8, config), config, &group);
         let input = samples(0, 4).0.set_requires_grad(true);
-        norm.forward(&input, true).unwrap().square().sum(Kind::Float).backward();
-        // There is no gradient that could be taken for one.
-        assert!(input.grad().isnan().any().int64_value(&[]) != 0);
+        // The first rank's panic ends the group, so the other may get it in its forward pass.
+        if let Ok(output) = norm.forward(&input, true) {
+            output.square().sum(Kind::Float).backward();
+            // There is no gradient that could be taken for one.
+            assert!(input.grad().isnan().any().int64_value(&[]) != 0);
+        }
         group.failure().unwrap().to_string()
     });
-    // The other rank may have seen the group's end.
     assert!(errors.iter().all(|text| text.contains("the cable was cut")), "{errors:?}");
 }
 
