@@ -67,8 +67,9 @@ fn train(model: &Mlp, group: &ProcessGroup, passes: usize, leaves_zeros: bool) -
             let first = from + sizes[..place].iter().sum::<usize>();
             let (count, weight) = (sizes[place], sizes[place] as f64);
             let loss = ddp.forward(|| match count {
-                // The mean of nothing is no number, and neither are its gradients.
-                0 => model.loss(samples(99, 99)),
+                // The mean of nothing is no number; its gradients are zeros. Those of a number times NaN are none.
+                0 if step % 2 == 0 => model.loss(samples(99, 99)),
+                0 => model.loss(samples(99, 100)) * f64::NAN,
                 _ => model.loss(samples(first, first + count)),
             })?;
             assert_eq!(loss.double_value(&[]).is_nan(), count == 0);
@@ -450,7 +451,12 @@ fn parameters_that_some_passes_do_not_use_have_the_gradient_of_the_whole_batch()
         model.store.trainable_variables().iter().map(of).collect::<Vec<_>>()
     };
     // Whether each pass uses the second layer: those of rank 0, then those of rank 1, which has no sample in its second.
-    for uses in [[true, false, false, true], [false, true, false, false], [false, false, true, false]] {
+    for uses in [
+        [true, false, false, true],
+        [false, true, false, true],
+        [false, true, false, false],
+        [false, false, true, false],
+    ] {
         let whole = Mlp::like(&[8, 3, 3], &start);
         let (mut from, mut loss) = (0, Tensor::from(0f32));
         for place in 0..4 {
@@ -461,13 +467,15 @@ fn parameters_that_some_passes_do_not_use_have_the_gradient_of_the_whole_batch()
         let expected = gradients(&whole);
         // What only a pass without samples has used is used by none.
         let is_used = (0..4).any(|place| uses[place] && COUNTS[place] > 0);
-        for is_fixed in [false, true] {
+        let unused = ReducerOptions::default().find_unused_parameters(true);
+        let fixed = ReducerOptions::default().static_graph(true);
+        // A parameter that only a pass without samples has used is not missing.
+        let each_uses_it = (uses[0] || uses[1]) && (uses[2] || uses[3]);
+        let all = each_uses_it.then(ReducerOptions::default);
+        for reducer in [unused, fixed].into_iter().chain(all) {
             run(2, |group| {
                 let mut options = DdpOptions::default();
-                options.reducer = match is_fixed {
-                    true => ReducerOptions::default().static_graph(true),
-                    false => ReducerOptions::default().find_unused_parameters(true),
-                };
+                options.reducer = reducer.clone();
                 let model = Mlp::like(&[8, 3, 3], &start);
                 let mut ddp = Ddp::with_options(&model.store, &group, options).unwrap();
                 let mut optimizer = Optimizer::new(&model.store, SGD).unwrap();
@@ -476,10 +484,11 @@ fn parameters_that_some_passes_do_not_use_have_the_gradient_of_the_whole_batch()
                     for pass in 0..2 {
                         let place = 2 * group.rank().index() + pass;
                         let (first, count) = (COUNTS[..place].iter().sum::<usize>(), COUNTS[place]);
-                        let batch = samples(first, first + count);
-                        let loss = ddp
-                            .forward(|| sum(&model, batch, uses[place]) / (3 * count as i64)) // NaN of none
-                            .unwrap();
+                        // A pass without samples has one, and a loss that is infinite.
+                        let batch = samples(first, first + count.max(1));
+                        let loss = || sum(&model, batch, uses[place]) / (3 * count as i64);
+                        let loss = ddp.forward(loss).unwrap();
+                        assert_eq!(loss.isfinite().int64_value(&[]), i64::from(count > 0));
                         match pass {
                             0 => ddp.backward_no_sync_weighted(&loss, count as f64).unwrap(),
                             _ => ddp.backward_weighted(&loss, count as f64).unwrap(),
@@ -493,7 +502,7 @@ fn parameters_that_some_passes_do_not_use_have_the_gradient_of_the_whole_batch()
                             continue;
                         }
                         let distance = distance(&[ours.unwrap()], &[expected.clone().unwrap()]);
-                        assert!(distance < 1e-6, "{uses:?}, fixed {is_fixed}, step {step}: {distance:e}");
+                        assert!(distance < 1e-6, "{uses:?}, {reducer:?}, step {step}: {distance:e}");
                     }
                 }
             });
