@@ -47,15 +47,15 @@ pub(super) struct Link {
     /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
     /// would cost a round trip, or a whole connection for each wait that ends.
     owed: VecDeque<Owed>,
-    /// Whether the server is ours, and knows [`Op::WaitGet`].
+    /// Whether the server has answered the greeting as one that knows [`Op::WaitGet`].
     is_own: bool,
     pub deadline: Deadline,
 }
 
-/// An answer that nobody waits for.
+/// An answer that the server owes, and that nobody waits for: it is read, and dropped, before that of the next request.
 #[derive(Clone, Copy, Debug)]
 enum Owed {
-    /// The echo of the ping in a greeting. The server has proven before that it knows the key.
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key, but may be of an earlier build.
     Echo,
     /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
     /// meanwhile.
@@ -74,7 +74,7 @@ pub(super) enum Waited {
 }
 
 /// How a client is admitted.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct ClientCredentials {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
@@ -312,14 +312,10 @@ impl Link {
             let proof = link.authenticate(secret)?;
             link.send(&ping(proof.to_vec())).map_err(no_answer)?;
             link.owed.push_back(Owed::Echo);
-            link.is_own = true;
         } else {
             // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
             let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
-            link.is_own = echo == OWN_ECHO.to_le_bytes();
-            if !link.is_own && echo != OWN_PING.to_le_bytes() {
-                return Err(unexpected_answer(&echo));
-            }
+            link.is_own = is_own(echo).ok_or_else(|| unexpected_answer(&echo))?;
         }
         if let Some(session) = &mut link.tls {
             session.admit();
@@ -406,7 +402,7 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Reads the answers that come before that of the last request. A time-out leaves those that have not begun to come.
+    /// Reads the [owed](Owed) answers, which come before that of the last request. A time-out leaves those that have not begun to come.
     fn settle(&mut self) -> io::Result<()> {
         while let Some(owed) = self.owed.front().copied() {
             match owed {
@@ -415,9 +411,9 @@ impl Link {
                     self.fill(&mut echo[..1])?;
                     self.owed.pop_front();
                     self.rest(|link| link.fill(&mut echo[1..]))?;
-                    if echo != OWN_ECHO.to_le_bytes() {
-                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed"));
-                    }
+                    self.is_own = is_own(echo).ok_or_else(|| {
+                        io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed")
+                    })?;
                 }
                 Owed::Wait { values } => {
                     let mut answer = [0];
@@ -473,9 +469,11 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Whether the server answers a wait with the values of its keys, if it is asked to.
-    pub fn sends_values(&self) -> bool {
-        self.is_own
+    /// Whether the server is ours, of a build that does more than PyTorch's. If its answer to the greeting has not come yet, it is
+    /// waited for; a time-out leaves a connection that can be used.
+    pub fn is_own(&mut self) -> io::Result<bool> {
+        self.settle()?;
+        Ok(self.is_own)
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
@@ -571,6 +569,16 @@ impl Link {
     fn left(&self) -> io::Result<Duration> {
         let left = self.deadline.remaining();
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+/// Whether the server that answered the ping of a greeting with `echo` is ours; PyTorch's, and those of our earlier builds, return it
+/// as it was. None if it is no store's answer.
+fn is_own(echo: [u8; 4]) -> Option<bool> {
+    match u32::from_le_bytes(echo) {
+        OWN_ECHO => Some(true),
+        OWN_PING => Some(false),
+        _ => None,
     }
 }
 
