@@ -191,3 +191,23 @@ fn is_text(header: &PnmHeader) -> bool {
         PnmSubtype::ArbitraryMap => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bmp_is_as_long_as_it_says_if_it_says_so() {
+        let bmp = |says: u32, header: u32| {
+            let mut bytes = [b"BM", &says.to_le_bytes()[..], &[0; 8], &header.to_le_bytes()].concat();
+            bytes.resize(60, 7);
+            bytes
+        };
+        assert_eq!([bmp_length(&bmp(60, 40)), bmp_length(&bmp(90, 124))], [Some(60), Some(90)]);
+        // Not said, OS/2's, and cut off before it is.
+        assert_eq!([bmp_length(&bmp(0, 40)), bmp_length(&bmp(26, 12)), bmp_length(b"BM\x3c\0")], [None; 3]);
+        assert!(check_length(&bmp(60, 40), 60).is_ok());
+        let text = |says| check_length(&bmp(60, 40), says).err().unwrap().text().to_owned();
+        assert!(text(61).contains("cut off") && text(59).contains("joined"));
+    }
+}

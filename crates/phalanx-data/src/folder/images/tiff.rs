@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_list_of_pages_is_followed_so_far_as_a_picture_needs() {
-        // Each page begins four bytes behind the last, and its entries are what stands there: the bytes of the others.
+        // Each page has one entry.
         let places: Vec<u64> = (0..2000).map(|page| 8 + 18 * page).collect();
         let mut bytes = b"II\x2a\0\x08\0\0\0".to_vec();
         for place in &places[1..] {
@@ -134,10 +134,10 @@ mod tests {
         let mut large = small(8, &[]);
         large.resize(1 << 20, 0);
         for page in 0..40usize {
-            let (at, entries) = (8 + 2 * page, 60_000u16);
+            let (at, entries) = (8 + 4 * page, 60_000u16);
             large[at..at + 2].copy_from_slice(&entries.to_le_bytes());
             let end = at + 2 + 12 * usize::from(entries);
-            large[end..end + 4].copy_from_slice(&(10 + 2 * page as u32).to_le_bytes());
+            large[end..end + 4].copy_from_slice(&(12 + 4 * page as u32).to_le_bytes());
         }
         assert!(pages(&large).unwrap_err().contains("longer than"));
     }
