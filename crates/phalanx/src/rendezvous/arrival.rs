@@ -156,7 +156,7 @@ pub(super) fn arrive(
     let outcome = while_waiting(awaited, || match config.rank.is_main() {
         true => judge(&roll_call, config, &process, waiting),
         false => {
-            let outcome = roll_call.exchange(&process, &["verdict"], waiting, &mut || Ok(()));
+            let outcome = roll_call.set_and_get(&process, &["verdict"], waiting, &mut || Ok(()));
             outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
         }
     });
@@ -185,7 +185,7 @@ fn judge(
         is_decided = roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
         if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
     };
-    match roll_call.exchange(process, &keys, deadline, &mut go_on) {
+    match roll_call.set_and_get(process, &keys, deadline, &mut go_on) {
         Err(_) if is_decided => roll_call.get("verdict", deadline.max(Deadline::after(ANSWER_TIMEOUT))),
         Err(error) => Err(error),
         Ok(entries) => {

@@ -86,7 +86,7 @@ pub trait Store: Send + Sync {
     ///
     /// A store at the end of a slow network does both in one round trip, and does not interrupt its wait for `go_on`. The default
     /// waits in parts, which suits a store on this host.
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::client_connection::{ClientCredentials, Link, Patience, Waited};
+use super::client_connection::{ClientCredentials, Link, Patience, WaitOutcome};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -44,8 +44,8 @@ pub struct TcpStore {
     idle: Mutex<Vec<Link>>,
     /// Connections that are still being made.
     coming: Mutex<Receiver<Link>>,
-    /// How many threads are in the `go_on` of an [exchange](Store::exchange), in which they ask the store something else.
-    asides: AtomicUsize,
+    /// How many threads are in the `go_on` of a [`set_and_get`](Store::set_and_get), in which they ask the store something else.
+    in_go_on: AtomicUsize,
 }
 
 impl TcpStore {
@@ -109,7 +109,7 @@ impl TcpStore {
             local,
             idle: Mutex::new(vec![link]),
             coming: Mutex::new(coming),
-            asides: AtomicUsize::new(0),
+            in_go_on: AtomicUsize::new(0),
         })
     }
 
@@ -175,16 +175,16 @@ impl TcpStore {
         let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
         let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
         let outcome = match waited {
-            Waited::Came(came) if values == keys.len() => Ok(came),
-            Waited::Came(_) => {
+            WaitOutcome::Values(came) if values == keys.len() => Ok(came),
+            WaitOutcome::Values(_) => {
                 // A key that was set at the last moment is still read.
                 link.deadline = call.deadline.max(Deadline::after(ANSWER_TIMEOUT));
                 let request = Frame::new(Op::MultiGet).keys(keys).into_bytes();
                 let came = link.send(&request).and_then(|()| keys.iter().map(|_| link.value()).collect());
                 Ok(came.map_err(|error| call.failed(error))?)
             }
-            Waited::Late => Err(call.timed_out()),
-            Waited::Stopped(error) => Err(error),
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
         };
         self.put_back(link);
         outcome
@@ -203,7 +203,7 @@ impl TcpStore {
 
     fn put_back(&self, link: Link) {
         // Many ranks may wait for a store on their host, and each connection costs its server a descriptor.
-        if self.found.ip() == self.local && self.asides.load(Ordering::Relaxed) > 0 {
+        if self.found.ip() == self.local && self.in_go_on.load(Ordering::Relaxed) > 0 {
             return;
         }
         let mut idle = self.idle.lock();
@@ -245,9 +245,9 @@ impl Store for TcpStore {
         let waited = link.wait(&request.into_bytes(), 0, None).map_err(|error| call.failed(error))?;
         self.put_back(link);
         match waited {
-            Waited::Came(_) => Ok(()),
-            Waited::Late => Err(call.timed_out()),
-            Waited::Stopped(error) => Err(error),
+            WaitOutcome::Values(_) => Ok(()),
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
         }
     }
 
@@ -299,7 +299,7 @@ impl Store for TcpStore {
         self.command(&call, multi_set(&call, pairs)?)
     }
 
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],
@@ -313,13 +313,13 @@ impl Store for TcpStore {
             _ => multi_set(&setting, pairs)?.into_bytes(),
         };
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        let mut aside = || {
-            self.asides.fetch_add(1, Ordering::Relaxed);
+        let mut counted = || {
+            self.in_go_on.fetch_add(1, Ordering::Relaxed);
             let outcome = go_on();
-            self.asides.fetch_sub(1, Ordering::Relaxed);
+            self.in_go_on.fetch_sub(1, Ordering::Relaxed);
             outcome
         };
-        self.wait_for_values(&call, first, Some(&mut aside))
+        self.wait_for_values(&call, first, Some(&mut counted))
     }
 
     fn multi_compare_set(

@@ -64,12 +64,12 @@ enum Owed {
 
 /// How a wait ended.
 #[derive(Debug)]
-pub(super) enum Waited {
-    /// With the values, if they were asked for in the same request.
-    Came(Vec<Vec<u8>>),
+pub(super) enum WaitOutcome {
+    /// All keys have come: their values, if they were asked for in the same request.
+    Values(Vec<Vec<u8>>),
     /// The deadline has passed.
-    Late,
-    /// The caller does not want to go on.
+    TimedOut,
+    /// The caller does not want to go on, for this reason.
     Stopped(Error),
 }
 
@@ -397,13 +397,13 @@ impl Link {
     /// Reads `N` bytes.
     pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        self.settle()?;
+        self.read_owed()?;
         self.fill(&mut bytes)?;
         Ok(bytes)
     }
 
     /// Reads the [owed](Owed) answers, which come before that of the last request. A time-out leaves those that have not begun to come.
-    fn settle(&mut self) -> io::Result<()> {
+    fn read_owed(&mut self) -> io::Result<()> {
         while let Some(owed) = self.owed.front().copied() {
             match owed {
                 Owed::Echo => {
@@ -421,7 +421,7 @@ impl Link {
                     self.owed.pop_front();
                     if answer == [WAIT_DONE] {
                         self.rest(|link| {
-                            (0..values).try_for_each(|_| link.unsettled_value().map(drop))?;
+                            (0..values).try_for_each(|_| link.next_value().map(drop))?;
                             link.fill(&mut answer)
                         })?;
                     }
@@ -452,11 +452,11 @@ impl Link {
 
     /// Reads a length and that many bytes; the length is checked first.
     pub fn value(&mut self) -> io::Result<Vec<u8>> {
-        self.settle()?;
-        self.unsettled_value()
+        self.read_owed()?;
+        self.next_value()
     }
 
-    fn unsettled_value(&mut self) -> io::Result<Vec<u8>> {
+    fn next_value(&mut self) -> io::Result<Vec<u8>> {
         let mut length = [0; 8];
         self.fill(&mut length)?;
         let length = u64::from_le_bytes(length);
@@ -472,7 +472,7 @@ impl Link {
     /// Whether the server is ours, of a build that does more than PyTorch's. If its answer to the greeting has not come yet, it is
     /// waited for; a time-out leaves a connection that can be used.
     pub fn is_own(&mut self) -> io::Result<bool> {
-        self.settle()?;
+        self.read_owed()?;
         Ok(self.is_own)
     }
 
@@ -483,7 +483,7 @@ impl Link {
         request: &[u8],
         values: usize,
         mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
-    ) -> io::Result<Waited> {
+    ) -> io::Result<WaitOutcome> {
         self.send(request)?;
         let end = self.deadline;
         let stopped = loop {
@@ -493,9 +493,9 @@ impl Link {
             match self.take() {
                 Ok([WAIT_DONE]) => {
                     self.deadline = end;
-                    return self.values(values).map(Waited::Came);
+                    return self.values(values).map(WaitOutcome::Values);
                 }
-                Ok([WAIT_CANCELLED]) => return Ok(Waited::Late),
+                Ok([WAIT_CANCELLED]) => return Ok(WaitOutcome::TimedOut),
                 Ok([other]) => return Err(unexpected_wait(other)),
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
                 Err(_) if end.has_passed() => break None,
@@ -509,20 +509,20 @@ impl Link {
         self.send(&[Op::CancelWait as u8])?;
         if let Some(error) = stopped {
             self.owed.push_back(Owed::Wait { values });
-            return Ok(Waited::Stopped(error));
+            return Ok(WaitOutcome::Stopped(error));
         }
         match self.take() {
             Ok([WAIT_DONE]) => {
                 // The keys have come at the last moment. The answer to the cancellation comes after the values.
                 let came = self.values(values)?;
                 self.owed.push_back(Owed::Wait { values: 0 });
-                Ok(Waited::Came(came))
+                Ok(WaitOutcome::Values(came))
             }
-            Ok([WAIT_CANCELLED]) => Ok(Waited::Late),
+            Ok([WAIT_CANCELLED]) => Ok(WaitOutcome::TimedOut),
             Ok([other]) => Err(unexpected_wait(other)),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 self.owed.push_back(Owed::Wait { values });
-                Ok(Waited::Late)
+                Ok(WaitOutcome::TimedOut)
             }
             Err(error) => Err(error),
         }
@@ -530,7 +530,7 @@ impl Link {
 
     /// The values after the answer to a wait.
     fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
-        self.rest(|link| (0..count).map(|_| link.unsettled_value()).collect())
+        self.rest(|link| (0..count).map(|_| link.next_value()).collect())
     }
 
     fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {

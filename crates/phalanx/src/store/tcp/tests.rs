@@ -453,11 +453,11 @@ fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
         }
         Ok(())
     };
-    let found = store.exchange(&[("ours", b"1")], &["ours", "theirs"], soon(), &mut go_on).unwrap();
+    let found = store.set_and_get(&[("ours", b"1")], &["ours", "theirs"], soon(), &mut go_on).unwrap();
     assert_eq!(found, [b"1", b"2"]);
     assert!(watched >= 2, "{watched}");
     // Whoever does not want to go on gets the reason, and can use the connection again.
-    let stopped = store.exchange(&[], &["never"], soon(), &mut || Err(Error::aborted("enough")));
+    let stopped = store.set_and_get(&[], &["never"], soon(), &mut || Err(Error::aborted("enough")));
     assert!(stopped.unwrap_err().to_string().contains("enough"));
     let changes = [("rank/0", &b""[..], &b"me"[..]), ("world", b"", b"2"), ("rank/0", b"", b"other")];
     assert_eq!(store.multi_compare_set(&changes, soon()).unwrap(), [&b"me"[..], b"2", b"me"]);

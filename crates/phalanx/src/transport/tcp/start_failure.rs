@@ -101,7 +101,7 @@ pub(super) fn exchange(
         }
         Ok(())
     };
-    let outcome = config.store.exchange(pairs, &names, deadline, &mut go_on);
+    let outcome = config.store.set_and_get(pairs, &names, deadline, &mut go_on);
     match outcome {
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE);
@@ -312,7 +312,7 @@ mod tests {
             self.late(deadline)
         }
 
-        fn exchange(
+        fn set_and_get(
             &self,
             _: &[(&str, &[u8])],
             _: &[&str],
