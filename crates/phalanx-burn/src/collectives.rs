@@ -88,7 +88,7 @@ pub trait Collectives: Sized {
     /// ```
     ///
     /// With unequal numbers of rows the mean over all of them is that of [`Ddp::backward_weighted`], with this rank's number of
-    /// rows as the weight. Rows travel padded to the largest number of a rank.
+    /// rows as the weight.
     ///
     /// The exchange in backward comes between the averages of [`Ddp`]'s buckets, at a place that depends on the graph alone. If
     /// ranks compute different graphs, that is an error that shows both calls; give the gather
@@ -171,10 +171,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
             all_rows.push(rows);
         }
         let row: usize = local.shape[1..].iter().product();
-        let most = all_rows.iter().max().copied().unwrap_or(0);
-        let sent = if tracked.is_some() { most.saturating_mul(all_rows.len()) } else { shape[0] };
-        let elements = sent.saturating_mul(row);
-        let bytes = elements.saturating_mul(local.dtype.size());
+        let bytes = shape[0].saturating_mul(row).saturating_mul(local.dtype.size());
         // Peers send the numbers of rows. If there is no memory for them, that is an error here, and not a panic later.
         Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
             Error::invalid_argument(format!(
@@ -184,7 +181,14 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
             .with_remedy("gather fewer rows at once")
         })?;
         if let Some(tracked) = tracked {
-            let all = gather_rows(group, tracked, &all_rows, most)?;
+            // If no rank has any, there is nothing to exchange, in backward neither.
+            let all = match shape[0] {
+                0 => tracked,
+                _ => gathered(&group.in_call(Caller::AllGather), tracked, &all_rows),
+            };
+            if let Some(error) = group.failure() {
+                return Err(error);
+            }
             let all = (&all as &dyn Any).downcast_ref::<Self>().cloned();
             return all.ok_or_else(|| Error::invalid_argument("gradients are of floats alone"));
         }
@@ -224,41 +228,6 @@ fn refuse_graph<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>, name:
         "call detach() first if only its value is needed, as in a log; all_gather has gradients, and so have the operations of \
          TensorGroup",
     ))
-}
-
-/// The rows of all ranks, of which rank r has `rows[r]`, `most` at most: padded, gathered, and without the padding.
-fn gather_rows<const D: usize>(
-    group: &ProcessGroup,
-    tensor: Tensor<D>,
-    rows: &[usize],
-    most: usize,
-) -> Result<Tensor<D>> {
-    let mut padding = tensor.dims();
-    let missing = most - padding[0];
-    padding[0] = missing;
-    let padded = match (missing, missing == most) {
-        // Of which no rank has any rows, too: then nothing is exchanged.
-        (0, _) if most == 0 => return Ok(tensor),
-        (0, _) => tensor,
-        (_, false) => {
-            let zeros = Tensor::zeros(padding, (&tensor.device(), tensor.dtype()));
-            Tensor::cat(vec![tensor, zeros], 0)
-        }
-        // A tensor without rows stays part of the graph, or this rank would not take part in backward.
-        (_, true) => {
-            let nothing = tensor.clone().sum().reshape([1; D]);
-            Tensor::zeros(padding, (&tensor.device(), tensor.dtype())) + nothing
-        }
-    };
-    let all = gathered(&group.in_call(Caller::AllGather), padded);
-    if let Some(error) = group.failure() {
-        return Err(error);
-    }
-    if rows.iter().all(|rows| *rows == most) {
-        return Ok(all);
-    }
-    let parts = rows.iter().enumerate().filter(|(_, rows)| **rows > 0);
-    Ok(Tensor::cat(parts.map(|(rank, rows)| all.clone().narrow(0, rank * most, *rows)).collect(), 0))
 }
 
 /// The properties that the result shares with this rank's tensor.

@@ -20,7 +20,6 @@ mod memory;
 mod table;
 
 use std::fmt;
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -86,8 +85,11 @@ impl Arena {
         memfd::allocate(&file, 0, control_block::ALLOCATED as u64)?;
         let mapping = Mapping::new(&file, allowed)?;
         mapping.word(8).store(nonce, Ordering::Relaxed);
-        // The system's random numbers are the seed, and each hasher has another.
-        mapping.word(IDENTITY).store(RandomState::new().build_hasher().finish(), Ordering::Relaxed);
+        // From the system each time: a generator of this process's would go on alike in its forked children, and two of
+        // them may be members of one control block.
+        let mut identity = [0; 8];
+        getrandom::fill(&mut identity).map_err(|error| io::Error::other(error.to_string()))?;
+        mapping.word(IDENTITY).store(u64::from_ne_bytes(identity), Ordering::Relaxed);
         mapping.word(0).store(MAGIC, Ordering::Release);
         let table = Mutex::new(Table::new(RESERVED..allowed));
         Ok(Arc::new(Self { mapping: Arc::new(mapping), file, table }))

@@ -37,6 +37,8 @@ struct Inner {
     peer: Option<Rank>,
     remedy: Option<String>,
     source: Option<Arc<dyn StdError + Send + Sync>>,
+    /// Whether it is about calls before this one, whose difference another error may name.
+    is_of_history: bool,
 }
 
 /// The rank that reports the error, and its host.
@@ -75,6 +77,7 @@ impl Error {
             peer: None,
             remedy: None,
             source: None,
+            is_of_history: false,
         }))
     }
 
@@ -193,6 +196,16 @@ impl Error {
     /// Adds the number of the group's call, before it is known in which operation of this rank it happened.
     pub(crate) fn with_sequence(self, sequence: Sequence) -> Self {
         self.edit(|inner| inner.sequence = Some(sequence))
+    }
+
+    /// Notes that the ranks' calls are the same, but not all before them.
+    pub(crate) fn of_history(self) -> Self {
+        self.edit(|inner| inner.is_of_history = true)
+    }
+
+    /// Whether the ranks' calls are the same, but not all before them.
+    pub(crate) fn is_of_history(&self) -> bool {
+        self.0.is_of_history
     }
 
     /// Adds the rank that reports it, and its host.

@@ -98,7 +98,6 @@ struct Progress {
     /// Which texts a step takes, and how many steps there are, depends on these.
     distribution: Distribution,
     /// The names of the answers, in the order of the model's scores.
-    #[serde(default)]
     labels: Vec<String>,
 }
 
@@ -178,7 +177,13 @@ impl<'a, T: Task> Training<'a, T> {
         let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
         let saved = checkpoints.newest()?;
         let mut progress = match &saved {
-            Some(saved) => saved.value(PROGRESS)?,
+            Some(saved) => saved.value(PROGRESS).with_context(|| {
+                format!(
+                    "the checkpoint in {} cannot be read; those of earlier versions of this program do not hold the labels: start the run \
+                     with another --out",
+                    options.out.display()
+                )
+            })?,
             None => Progress::new(loader.position(), distribution, task.labels()),
         };
         ensure!(

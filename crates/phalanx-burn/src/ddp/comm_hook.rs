@@ -31,14 +31,14 @@ impl<M: Module> Ddp<M> {
     }
 
     /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used, because this is a world of
-    /// one. Nothing if it keeps nothing.
+    /// one. Nothing if it never keeps anything; an empty state if it keeps nothing so far.
     pub(crate) fn hook_state(&self) -> Result<Option<HookState>> {
         if self.hook_state.is_some() {
             return Ok(self.hook_state.clone());
         }
         let Some(sink) = self.engine.sink() else { return Ok(None) };
         let state = sink.with_reducer(|reducer| reducer.hook_state())?;
-        Ok(Some(state).filter(|state| !state.is_empty()))
+        Ok(Some(state).filter(|state| !state.hook().is_empty()))
     }
 
     /// An error if the hook that is registered cannot go on from `state`. Nothing changes.
@@ -47,11 +47,12 @@ impl<M: Module> Ddp<M> {
             Some(sink) => sink.with_reducer(|reducer| reducer.hook_state())?,
             None => HookState::default(),
         };
-        if here.is_empty() {
+        if here.hook().is_empty() {
             return Ok(()); // A hook that is registered later takes it.
         }
         match state {
             Some(state) if state.hook() == here.hook() => Ok(()),
+            other if here.is_empty() && other.is_none_or(HookState::is_empty) => Ok(()),
             other => {
                 let saved = other.map_or("no communication hook", HookState::hook);
                 Err(with_remedy(Error::mismatch(format!(
@@ -66,15 +67,14 @@ impl<M: Module> Ddp<M> {
     /// registered, the one that will be.
     pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
         self.hook_state = None;
-        let (Some(state), Some(sink)) = (&state, self.engine.sink()) else {
-            self.hook_state = state;
-            return Ok(());
-        };
-        if sink.with_reducer(|reducer| reducer.hook_state())?.is_empty() {
-            self.hook_state = Some(state.clone());
-            return Ok(());
+        if let (Some(state), Some(sink)) = (&state, self.engine.sink())
+            && sink.with_reducer(|reducer| reducer.hook_state())?.hook() == state.hook()
+        {
+            return sink.with_reducer(|reducer| reducer.load_hook_state(state.clone()));
         }
-        sink.with_reducer(|reducer| reducer.load_hook_state(state.clone()))
+        // A hook that is registered later takes it; an empty state is what that begins with.
+        self.hook_state = state.filter(|state| !state.is_empty());
+        Ok(())
     }
 
     /// An error if training would go on without the hook whose state was loaded.

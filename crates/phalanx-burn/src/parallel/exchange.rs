@@ -1,6 +1,7 @@
 //! What ranks that share a layer exchange in its forward pass, and what in its backward pass.
 
 use std::fmt;
+use std::sync::Arc;
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, TensorMetadata};
@@ -11,7 +12,7 @@ use super::op::ParallelOp;
 use crate::tensor_bytes::{self, HostAccess};
 
 /// One direction of an exchange. A number is a dimension of the tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The tensor as it is; nothing is sent.
     Keep,
@@ -25,6 +26,10 @@ pub(super) enum Step {
     Part(usize),
     /// This rank's part of the sum of all ranks' tensors, along the dimension.
     ReduceScatter(usize),
+    /// All ranks' rows, one rank's behind the other's: rank r brings the r-th number of them.
+    GatherRows(Arc<[usize]>),
+    /// This rank's rows of the sum of all ranks' tensors, divided in the same way.
+    ReduceScatterRows(Arc<[usize]>),
 }
 
 /// A pair of steps, each the gradient of the other.
@@ -45,11 +50,18 @@ impl Exchange {
     }
 }
 
-/// All ranks' rows of `tensor`, as many from each, one rank's behind the other's. Its gradient is the sum of the gradients that all
-/// ranks have for these rows. After a failure, which ends all groups of this rank, it is NaN.
-pub(crate) fn gathered<const D: usize>(group: &ProcessGroup, tensor: Tensor<D>) -> Tensor<D> {
-    let exchange =
-        Exchange { group: group.clone(), forward: Step::Gather(0), backward: Step::ReduceScatter(0) };
+/// All ranks' rows of `tensor`, one rank's behind the other's: rank r brings `rows[r]` of them. Its gradient is the sum of the
+/// gradients that all ranks have for these rows. After a failure, which ends all groups of this rank, it is NaN.
+///
+/// It is one operation of the graph whatever the numbers of rows are. Burn's backward runs by depth, so that more operations on
+/// one rank than on another, such as for padding, would change the order in which ranks exchange.
+pub(crate) fn gathered<const D: usize>(group: &ProcessGroup, tensor: Tensor<D>, rows: &[usize]) -> Tensor<D> {
+    let rows: Arc<[usize]> = rows.into();
+    let exchange = Exchange {
+        group: group.clone(),
+        forward: Step::GatherRows(rows.clone()),
+        backward: Step::ReduceScatterRows(rows),
+    };
     Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
 }
 
@@ -62,23 +74,23 @@ impl fmt::Debug for Exchange {
 impl Step {
     /// The result; NaN if the exchange fails. Then all groups of this rank have ended with the cause before the NaN is there, so
     /// that no other rank averages it.
-    fn run<B: Backend + HostAccess>(self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
+    fn run<B: Backend + HostAccess>(&self, group: &ProcessGroup, tensor: FloatTensor<B>) -> FloatTensor<B> {
         if group.world_size() == WorldSize::ONE {
             return tensor;
         }
         self.attempt::<B>(group, tensor.clone()).unwrap_or_else(|error| {
             group.abort_all(error);
-            not_a_number::<B>(self.shape(tensor.shape(), group.world_size().count()), &tensor)
+            not_a_number::<B>(self.shape(tensor.shape(), group), &tensor)
         })
     }
 
     fn attempt<B: Backend + HostAccess>(
-        self,
+        &self,
         group: &ProcessGroup,
         tensor: FloatTensor<B>,
     ) -> Result<FloatTensor<B>> {
         let ranks = group.world_size().count();
-        if let Self::Part(dim) | Self::ReduceScatter(dim) = self {
+        if let &Self::Part(dim) | &Self::ReduceScatter(dim) = self {
             let size = tensor.shape()[dim];
             if !size.is_multiple_of(ranks) {
                 return Err(Error::invalid_argument(format!(
@@ -91,7 +103,8 @@ impl Step {
         let reduce = |op| {
             combined::<B>(group, &tensor, |buffer| group.all_reduce_async(buffer, op)?.wait(), tensor.shape())
         };
-        match self {
+        let shape = self.shape(tensor.shape(), group);
+        match *self {
             Self::Keep => Ok(tensor),
             Self::Sum => reduce(ReduceOp::Sum),
             Self::Max => reduce(ReduceOp::Max),
@@ -109,28 +122,55 @@ impl Step {
             Self::Gather(dim) => {
                 let first = B::float_swap_dims(tensor, 0, dim);
                 let gather = |buffer| group.all_gather_async(buffer)?.wait();
-                let all = combined::<B>(group, &first, gather, Self::Gather(0).shape(first.shape(), ranks))?;
+                let all = combined::<B>(group, &first, gather, Self::Gather(0).shape(first.shape(), group))?;
                 Ok(B::float_swap_dims(all, 0, dim))
             }
             Self::ReduceScatter(dim) => {
                 let first = B::float_swap_dims(tensor, 0, dim);
                 let scatter = |buffer| group.reduce_scatter_async(buffer, ReduceOp::Sum)?.wait();
-                let shape = Self::ReduceScatter(0).shape(first.shape(), ranks);
+                let shape = Self::ReduceScatter(0).shape(first.shape(), group);
                 let part = combined::<B>(group, &first, scatter, shape)?;
                 Ok(B::float_swap_dims(part, 0, dim))
+            }
+            Self::GatherRows(ref rows) => {
+                let counts = counts(rows, &shape);
+                let gather = |buffer| group.all_gather_v_async(buffer, &counts)?.wait();
+                combined::<B>(group, &tensor, gather, shape)
+            }
+            Self::ReduceScatterRows(ref rows) => {
+                let counts = counts(rows, &shape);
+                let first: usize = counts[..group.rank().index()].iter().sum();
+                let scatter = |buffer| {
+                    let summed = group.reduce_scatter_v_async(buffer, &counts, ReduceOp::Sum)?.wait()?;
+                    let mut own = Buffer::zeroed(summed.dtype(), shape.num_elements());
+                    let from = first * summed.dtype().size();
+                    let to = from + own.as_bytes().len();
+                    own.as_bytes_mut().copy_from_slice(&summed.as_bytes()[from..to]);
+                    Ok(own)
+                };
+                combined::<B>(group, &tensor, scatter, shape.clone())
             }
         }
     }
 
     /// The shape of the result, also of one that does not exist.
-    pub fn shape(self, mut shape: Shape, ranks: usize) -> Shape {
+    pub fn shape(&self, mut shape: Shape, group: &ProcessGroup) -> Shape {
+        let ranks = group.world_size().count();
         match self {
             Self::Keep | Self::Sum | Self::Max => {}
-            Self::Gather(dim) => shape[dim] *= ranks,
-            Self::Part(dim) | Self::ReduceScatter(dim) => shape[dim] /= ranks,
+            Self::Gather(dim) => shape[*dim] *= ranks,
+            Self::Part(dim) | Self::ReduceScatter(dim) => shape[*dim] /= ranks,
+            Self::GatherRows(rows) => shape[0] = rows.iter().sum(),
+            Self::ReduceScatterRows(rows) => shape[0] = rows[group.rank().index()],
         }
         shape
     }
+}
+
+/// The number of elements of each rank's rows, where a row is one of a tensor of `shape`.
+fn counts(rows: &[usize], shape: &Shape) -> Vec<usize> {
+    let row: usize = shape.as_slice()[1..].iter().product();
+    rows.iter().map(|rows| rows * row).collect()
 }
 
 /// `tensor`'s elements after `collective`, as a tensor of `shape`.

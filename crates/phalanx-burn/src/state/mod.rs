@@ -442,7 +442,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// # Errors
     /// If the ranks' models differ: the hook lets ranks train by themselves.
     fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
-        let Some(hook) = self.model.hook_state()? else { return Ok(None) };
+        let Some(hook) = self.model.hook_state()?.filter(|hook| !hook.is_empty()) else { return Ok(None) };
         if !self.model.replicas_identical()? {
             return Err(Error::invalid_argument(format!(
                 "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",

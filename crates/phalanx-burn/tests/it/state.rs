@@ -472,7 +472,7 @@ fn another_hook_is_refused_unless_the_state_is_discarded() {
         let error = other.resume(&checkpoints).unwrap_err();
         let said = error.to_string();
         assert!(
-            error.is_mismatch() && said.contains("PowerSgdOptions") && said.contains("local sgd after 3"),
+            error.is_mismatch() && said.contains("PowerSGD (rank") && said.contains("local sgd after 3"),
             "{said}"
         );
         assert_eq!(other.steps(), 0);

@@ -92,7 +92,7 @@ impl<T: DeserializeOwned> CsvDataset<T> {
     /// The file at `path`. It is read through once, to find the records; 16 bytes of memory are kept for each.
     ///
     /// # Errors
-    /// If it cannot be read, is empty, or is not UTF-8; if two columns have one name; if a record is too long or has another number of
+    /// If it cannot be read, is empty, or is not UTF-8; if two columns have one name, other than an empty one; if a record is too long or has another number of
     /// fields than the headers; if the last quote is not closed.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::with_options(path, CsvOptions::new())
@@ -163,8 +163,9 @@ fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<Stri
         }
         if options.headers && headers.is_none() {
             let names = StringRecord::from_byte_record_lossy(record.clone());
-            let mut seen = HashSet::new();
-            if let Some(twice) = names.iter().find(|name| !seen.insert(name.to_owned())) {
+            // Spreadsheets write columns without a name behind those with one.
+            let (mut seen, mut named) = (HashSet::new(), names.iter().filter(|name| !name.is_empty()));
+            if let Some(twice) = named.find(|name| !seen.insert(name.to_owned())) {
                 let cause = format_args!("two columns have the name {twice:?}");
                 return Err(bad(path, "its headers", cause, "give each column a name of its own"));
             }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use npyz::{Endianness, NpyHeader, TypeChar};
@@ -14,7 +14,9 @@ use crate::Dataset;
 use crate::dataset::outside;
 
 /// The most bytes of a header.
-const MAX_HEADER: u64 = 1 << 20;
+const MAX_HEADER: usize = 1 << 20;
+/// The bytes of a header that say how long it is, in the version whose are most.
+const BEGINNING: usize = 12;
 
 /// Rows of the array in a `.npy` file, or of all in a folder, one after the other: an item is one row, an array with a side less.
 ///
@@ -62,11 +64,9 @@ impl Dataset for NpyDataset {
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let mut file = File::open(&path).map_err(|error| io_error(&path, &error))?;
     let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
-    // A header says its own length.
-    let mut text = Vec::new();
-    (&mut file).take(MAX_HEADER).read_to_end(&mut text).map_err(|error| io_error(&path, &error))?;
-    let start = check_beginning(&path, &text)?;
-    let text = without_long_integers(&text[..start]);
+    let text = read_header(&path, &mut file)?;
+    let start = text.len();
+    let text = without_long_integers(&text);
     let header = without_panic(&path, "its header", || {
         NpyHeader::from_reader(&text[..]).map_err(|error| damaged(&path, error))
     })?;
@@ -99,8 +99,25 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     )
 }
 
-/// Where the array begins, behind a header that is whole.
-fn check_beginning(path: &Path, beginning: &[u8]) -> Result<usize> {
+/// The header at the beginning of `file`, and no byte more: a data set may have many files, on a disk that is far away.
+fn read_header(path: &Path, file: &mut impl Read) -> Result<Vec<u8>> {
+    let failed = |error: io::Error| io_error(path, &error);
+    let mut text = Vec::new();
+    file.take(BEGINNING as u64).read_to_end(&mut text).map_err(failed)?;
+    let end = header_end(path, &text)?;
+    if end > MAX_HEADER {
+        return Err(damaged(path, format_args!("it is longer than {MAX_HEADER} bytes")));
+    }
+    file.take(end.saturating_sub(text.len()) as u64).read_to_end(&mut text).map_err(failed)?;
+    if text.len() < end {
+        return Err(damaged(path, "it is cut off"));
+    }
+    text.truncate(end);
+    Ok(text)
+}
+
+/// Where a header ends that begins with these bytes, and the array begins.
+fn header_end(path: &Path, beginning: &[u8]) -> Result<usize> {
     if beginning.starts_with(b"PK\x03\x04") {
         let remedy = "np.save the arrays that are in it: np.load(path)[name]";
         return Err(bad(path, "its header", "it is a zip, as np.savez writes it", remedy));
@@ -121,9 +138,6 @@ fn check_beginning(path: &Path, beginning: &[u8]) -> Result<usize> {
         }
         _ => return Err(damaged(path, "it is cut off")),
     };
-    if text + length > beginning.len() {
-        return Err(damaged(path, format_args!("it is cut off, or longer than {MAX_HEADER} bytes")));
-    }
     Ok(text + length)
 }
 
@@ -166,5 +180,33 @@ fn dtype(dtype: &npyz::DType) -> Option<ElementType> {
 impl fmt::Debug for NpyDataset {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "NpyDataset({} rows)", self.rows.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A version, the length of a header, and that many bytes of it with a megabyte of elements behind.
+    fn file(version: u8, length: usize) -> Vec<u8> {
+        let long = (length as u32).to_le_bytes();
+        let length_bytes = if version == 1 { &long[..2] } else { &long };
+        [b"\x93NUMPY", &[version, 0][..], length_bytes, &vec![b' '; length], &[7; 1 << 20]].concat()
+    }
+
+    #[test]
+    fn no_more_than_the_header_is_read() {
+        for (version, length, end) in [(1, 118, 128), (1, 0, 10), (2, 116, 128), (3, 70_000, 70_012)] {
+            let content = file(version, length);
+            let mut rest = content.as_slice();
+            assert_eq!(read_header(Path::new("a.npy"), &mut rest).unwrap(), content[..end]);
+            assert_eq!(content.len() - rest.len(), end.max(BEGINNING));
+        }
+        for cut in [0, 5, 7, 11, 12, 100] {
+            let error = read_header(Path::new("a.npy"), &mut &file(1, 118)[..cut]).unwrap_err();
+            assert!(error.to_string().contains("a.npy"), "{error}");
+        }
+        let error = read_header(Path::new("a.npy"), &mut file(2, MAX_HEADER).as_slice()).unwrap_err();
+        assert!(error.to_string().contains("longer than"), "{error}");
     }
 }

@@ -145,10 +145,15 @@ impl Part {
 fn gather(file: &File, column: &Column, (row, rows): (usize, usize), target: &mut [u8]) -> io::Result<()> {
     let size = column.dtype.size();
     let count = target.len() / size;
+    if count == 0 {
+        // A file may announce any number of such rows.
+        return Ok(());
+    }
+    // They are in the file, so that no product is larger than it.
     // Elements that follow each other in a row are this far apart, so one read may have several.
     let stride = rows * size;
     let together = (PIECE / stride).max(1);
-    let mut piece = vec![0; (together.min(count).max(1) - 1) * stride + size];
+    let mut piece = vec![0; (together.min(count) - 1) * stride + size];
     let mut indices = vec![0; column.shape.len()];
     for first in (0..count).step_by(together) {
         let here = together.min(count - first);
@@ -189,6 +194,27 @@ fn same(first: &Part, path: &Path, columns: &[Column]) -> Result<()> {
                 other.dtype, other.shape, one.dtype, one.shape
             );
             Err(bad(path, place, cause, "put other files into another folder"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_no_element_are_as_many_as_their_file_says() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        io::Write::write_all(&mut file, b"header").unwrap();
+        for order in [Order::RowMajor, Order::ColumnMajor] {
+            let (name, shape) = ("array".to_owned(), vec![0]);
+            let column = Column { name, dtype: ElementType::F64, shape, start: 6, order };
+            let mut rows = Rows::default();
+            rows.add(file.path().to_owned(), 6, vec![column], 1 << 61).unwrap();
+            for row in [0, 1, (1 << 61) - 1] {
+                assert!(rows.row(row).unwrap()[0].1.as_bytes().is_empty());
+            }
+            assert!(rows.row(1 << 61).is_err());
         }
     }
 }

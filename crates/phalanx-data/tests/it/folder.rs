@@ -89,6 +89,12 @@ fn records_of_csv_are_read_by_their_places() {
     names(bad.get(1), &["x.csv, line 3", "`true` or `false`", "mend the record"]);
     let uneven = CsvDataset::<Mail>::open(written(folder.path(), "y.csv", "text,spam\na,true\nb\n"));
     names(uneven, &["y.csv, line 3", "fields"]);
+    // As spreadsheets write it, with empty columns behind those with a name.
+    let sheet = written(folder.path(), "sheet.csv", "text,spam,,\na,true,,\nb,false,x,y\n");
+    let sheet = CsvDataset::<Mail>::open(sheet).unwrap();
+    assert_eq!(sheet.get(1).unwrap(), Mail { text: "b".into(), spam: false });
+    let twice = CsvDataset::<Mail>::open(written(folder.path(), "z.csv", "text,spam,text\na,true,b\n"));
+    names(twice, &["z.csv", "two columns", "\"text\""]);
 }
 
 /// A safetensors file of tensors: type, shape, bytes.

@@ -127,3 +127,33 @@ fn a_part_takes_its_pages_with_it_and_the_others_keep_theirs() {
     assert_eq!(arena.find(next.as_slice()), Some(offset));
     assert!(next.as_slice().iter().all(|byte| *byte == 0));
 }
+
+#[test]
+fn forked_siblings_make_arenas_with_identities_of_their_own() {
+    let common = Arena::create(BYTES, 1, 7).unwrap();
+    let region = common.alloc(PAGE).unwrap();
+    let places = [RESERVED, RESERVED + 8];
+    assert_eq!(common.find(region.as_slice()), Some(RESERVED));
+    let children = places.map(|place| {
+        // SAFETY: the child only allocates memory, which glibc allows in the child of a process with threads, makes system
+        // calls, and never returns.
+        match unsafe { libc::fork() } {
+            0 => {
+                let identity = Arena::create(BYTES, 1, 7).map_or(0, |arena| arena.mapping().identity());
+                // SAFETY: eight bytes that the parent does not read before this process has ended.
+                unsafe { common.mapping().at(place, 8).cast::<u64>().write(identity) };
+                // SAFETY: it ends the process at once.
+                unsafe { libc::_exit(0) }
+            }
+            pid => pid,
+        }
+    });
+    for pid in children {
+        let (pid, options) = (rustix::process::Pid::from_raw(pid), rustix::process::WaitOptions::empty());
+        let (_, status) = rustix::process::waitpid(pid, options).unwrap().unwrap();
+        assert_eq!(status.exit_status(), Some(0));
+    }
+    // SAFETY: the children have ended.
+    let [one, two] = places.map(|place| unsafe { common.mapping().at(place, 8).cast::<u64>().read() });
+    assert!(one != 0 && two != 0 && one != two, "{one} {two}");
+}

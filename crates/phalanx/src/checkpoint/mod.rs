@@ -116,6 +116,8 @@ impl Checkpoints {
     /// about to remove. The failure of a sharded write of an earlier `Checkpoints` is only logged as a warning: its
     /// ranks are not those of the new group.
     ///
+    /// A process that writes a checkpoint ignores SIGXFSZ, as [`ProcessGroup::join`] says.
+    ///
     /// # Errors
     /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job the
     /// error ends rank 0 alone: for the others it is that rank's failure.

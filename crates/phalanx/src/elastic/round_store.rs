@@ -106,7 +106,7 @@ impl Store for RoundStore {
         self.round.multi_set(pairs, deadline)
     }
 
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],
@@ -114,7 +114,7 @@ impl Store for RoundStore {
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
         pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
-        self.round.exchange(pairs, keys, deadline, go_on)
+        self.round.set_and_get(pairs, keys, deadline, go_on)
     }
 }
 

@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore};
+use crate::transport::tcp::SilentHosts;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
 
@@ -36,6 +37,8 @@ pub(crate) struct GroupConfig {
     pub calls: Arc<AtomicU64>,
     /// This rank's groups that were made from the same first group.
     pub family: Arc<Family>,
+    /// The hosts for which none of these groups waits any more when it ends.
+    pub silent_hosts: Arc<SilentHosts>,
     /// Does the program call it, and not a thread of this crate or of an adapter?
     pub is_programs: bool,
 }
@@ -112,6 +115,7 @@ impl GroupConfig {
             members: None,
             calls: Arc::default(),
             family: Arc::default(),
+            silent_hosts: Arc::default(),
             is_programs: true,
         }
     }
@@ -143,9 +147,12 @@ impl GroupConfig {
                 PendingGroups::default().take("alone", world, rank)
             }
             Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
-                let local_world_size = self.local.world_size;
-                let options =
-                    TransportOptions { kind: *transport, host: host_id.as_deref(), local_world_size };
+                let options = TransportOptions {
+                    kind: *transport,
+                    host: host_id.as_deref(),
+                    local_world_size: self.local.world_size,
+                    silent_hosts: Some(&self.silent_hosts),
+                };
                 let mesh = MeshConfig {
                     store: &**store,
                     rank,

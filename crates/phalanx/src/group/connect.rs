@@ -10,7 +10,7 @@ use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::bootstrap::Starting;
 use crate::transport::messages::{self, Messages, Rings};
-use crate::transport::tcp::{self, Monitor, Tcp};
+use crate::transport::tcp::{self, Monitor, SilentHosts, Tcp};
 use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
 use crate::world_size::WorldSize;
@@ -24,6 +24,8 @@ pub(crate) struct TransportOptions<'a> {
     pub host: Option<&'a str>,
     /// The number of the job's ranks on this host, as far as known.
     pub local_world_size: u32,
+    /// What this rank's groups know together; None for a first group.
+    pub silent_hosts: Option<&'a Arc<SilentHosts>>,
 }
 
 /// A rank's connections with the others of its group.
@@ -55,7 +57,7 @@ pub(crate) fn connect_among(
     options: TransportOptions<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let TransportOptions { kind, host, local_world_size } = options;
+    let TransportOptions { kind, host, local_world_size, silent_hosts } = options;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that has already finished.
         domain::decline(config, deadline)?;
@@ -79,7 +81,9 @@ pub(crate) fn connect_among(
         let health = Health::among(config.rank, mesh.hosts, members.clone());
         let connections = Arc::new(mesh.connections);
         let identity = (config.rank, config.world);
-        let monitor = Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat)?;
+        let silent = silent_hosts.cloned().unwrap_or_default();
+        let monitor =
+            Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat, silent)?;
         starting.connected(health.clone());
         Ok::<_, Error>((health, connections, Arc::new(monitor)))
     };

@@ -273,8 +273,7 @@ impl Engine {
         for step in plan {
             let done = self.step(header, reduce, step, &mut space, deadline);
             let done = done.inspect_err(|error| {
-                // The calls are the same, but not all before them.
-                if error.is_mismatch() && error.sequence().is_none() {
+                if error.is_of_history() {
                     self.health.await_difference(sequence);
                 }
             });

@@ -32,7 +32,8 @@ use crate::world_size::WorldSize;
 /// ```
 ///
 /// If the launcher sets an error file (`TORCHELASTIC_ERROR_FILE`), a panic hook is added with the first group. It runs
-/// after the program's own hook, and writes a panic of the main thread to that file, with its source line.
+/// after the program's own hook, and writes a panic of the main thread to that file, with its source line. From then on the process
+/// ignores SIGXFSZ, as [`ProcessGroup::join`] says.
 ///
 /// # Errors
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
@@ -107,6 +108,9 @@ fn read_tuning(path: &Path) -> Result<Tuning> {
 impl ProcessGroup {
     /// Connects the ranks of a rendezvous with each other.
     ///
+    /// From then on the process ignores SIGXFSZ, as Python's do, unless the program has a handler of its own: a file that would exceed
+    /// `ulimit -f` is an error of the write, and not the end of the process. Processes that it starts inherit that.
+    ///
     /// # Errors
     /// If a rank cannot be reached or another process answers, if the ranks' tuning tables differ, or if shared memory
     /// was requested and some rank cannot map another's memory; the error says which, and why.
@@ -144,12 +148,19 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
         };
-        let options = TransportOptions { kind: transport, host: host_id.as_deref(), local_world_size };
+        let silent_hosts = Arc::default();
+        let options = TransportOptions {
+            kind: transport,
+            host: host_id.as_deref(),
+            local_world_size,
+            silent_hosts: Some(&silent_hosts),
+        };
         let connected = connect(&mesh, options, Deadline::after(timeout))?;
         let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
         let local = LocalRank { rank: local_rank, world_size: local_world_size };
         let config = GroupConfig {
             tuning: tuning.clone(),
+            silent_hosts,
             _keep_alive: Arc::new(keep_alive),
             ..GroupConfig::new(backend, local, generation)
         };

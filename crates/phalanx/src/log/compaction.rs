@@ -48,7 +48,7 @@ impl<M: Machine> Log<M> {
                 true => Err(Error::timeout("the state has been removed")),
                 false => Ok(()),
             };
-            let found = self.store.exchange(&[], &[&state_key(index)], deadline, &mut go_on);
+            let found = self.store.set_and_get(&[], &[&state_key(index)], deadline, &mut go_on);
             match found.map(|found| found.into_iter().next().unwrap_or_default()) {
                 // Removed between the wait for it and the answer: `base` has moved.
                 Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
@@ -73,7 +73,7 @@ impl<M: Machine> Log<M> {
             is_removed = answer::<M, _>(|deadline| self.base(deadline))? > index;
             if is_removed { Err(Error::timeout("the entry has been removed")) } else { Ok(()) }
         };
-        let found = match self.store.exchange(&[], &[&key(index), BASE], deadline, &mut watch) {
+        let found = match self.store.set_and_get(&[], &[&key(index), BASE], deadline, &mut watch) {
             Ok(found) => Some(found),
             Err(error) if error.is_timeout() => {
                 if !is_removed && answer::<M, _>(|deadline| self.base(deadline))? <= index {

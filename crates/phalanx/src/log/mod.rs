@@ -145,7 +145,7 @@ impl<M: Machine> Log<M> {
         let read = match M::COMPACTION {
             Some(_) => self.read_compacted(index, deadline, go_on)?,
             None => {
-                let found = self.store.exchange(&[], &[&key(index)], deadline, go_on)?;
+                let found = self.store.set_and_get(&[], &[&key(index)], deadline, go_on)?;
                 self.decode_at(index, found.first().map_or(&[], Vec::as_slice))?
             }
         };

@@ -204,25 +204,28 @@ impl Reducer {
     /// In a backward pass.
     pub fn hook_state(&self) -> Result<HookState> {
         self.between_steps()?;
-        Ok(self.hook.state().of(self.hook.describe()))
+        let state = self.hook.state();
+        // One that keeps nothing so far is named, so that it can go back to that.
+        let keeps_nothing = self.hook.is_stateless() && state.is_empty();
+        Ok(if keeps_nothing { state } else { state.of(self.hook.describe()) })
     }
 
     /// Lets the hook go on from the state of one with the same settings. All ranks call it together with the same state, apart from
-    /// tensors of their own. An empty state is that of a hook that keeps none.
+    /// tensors of their own. An empty state is that of a hook that keeps none, or none so far; it takes a hook back to that.
     ///
     /// # Errors
     /// If it is the state of another hook, or of one with other settings; the hook is then unchanged. In a backward pass.
     pub fn load_hook_state(&mut self, state: HookState) -> Result<()> {
         self.between_steps()?;
         let here = self.hook_state()?;
-        if here.is_empty() && state.is_empty() {
-            return Ok(());
-        }
-        let saved = if state.is_empty() { "none" } else { state.hook() };
-        if here.is_empty() != state.is_empty() || here.hook() != saved {
+        if here.hook() != state.hook() {
+            if here.is_empty() && state.is_empty() {
+                return Ok(());
+            }
+            let saved = if state.hook().is_empty() { "none" } else { state.hook() };
             return Err(Error::mismatch(format!(
                 "the saved state of the communication hook is that of {saved}, and the hook here is {}",
-                here.hook()
+                self.hook.describe()
             )));
         }
         let count = self.parameters().len();

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store
-//! world      the world size that the first to come expects
+//! world      the world size that the first to come expects, and the version of this protocol
 //! verdict    the outcome: "ok", or what went wrong; written once, read by all
 //! ```
 //!
@@ -30,6 +30,9 @@ use crate::transport;
 use crate::world_size::WorldSize;
 
 const OK: &[u8] = b"ok";
+/// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome.
+const VERSION: u32 = 2;
+const VERSION_MARK: &str = "@version-";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
 /// In a world of at most so many ranks, each checks who is missing; in a larger one only rank 0.
@@ -60,7 +63,8 @@ pub(super) struct Arrived {
 #[derive(Debug, PartialEq, Eq)]
 struct Entry {
     nonce: String,
-    world_size: String,
+    /// The world size that it expects, and its version, as [`expectation`] writes them.
+    world: String,
     identity: Identity,
     /// The address at which it found the store; none if the store has no address.
     store: Option<IpAddr>,
@@ -68,20 +72,58 @@ struct Entry {
 
 impl Entry {
     fn to_text(&self) -> String {
-        let Self { nonce, world_size, identity: Identity { process, host }, store } = self;
+        let Self { nonce, world, identity: Identity { process, host }, store } = self;
         let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
-        format!("{nonce} {world_size} {process} {host} {store}")
+        format!("{nonce} {world} {process} {host} {store}")
     }
 
-    fn parse(bytes: &[u8]) -> Result<Self> {
+    /// The error is a sentence.
+    fn parse(bytes: &[u8]) -> Result<Self, String> {
         let text = String::from_utf8_lossy(bytes);
         let mut words = text.splitn(5, ' ').map(str::to_owned);
-        let (Some(nonce), Some(world_size), Some(process), Some(host), Some(store)) =
+        let (Some(nonce), Some(world), Some(process), Some(host), Some(store)) =
             (words.next(), words.next(), words.next(), words.next(), words.next())
         else {
-            return Err(Error::protocol(format!("the store holds {text:?} instead of a rank's arrival")));
+            return Err(format!("the store holds {text:?} instead of a rank's arrival"));
         };
-        Ok(Self { nonce, world_size, identity: Identity { host, process }, store: store.parse().ok() })
+        Ok(Self { nonce, world, identity: Identity { host, process }, store: store.parse().ok() })
+    }
+}
+
+/// What a rank expects of the others: the world size, and the version.
+fn expectation(world_size: WorldSize) -> String {
+    format!("{world_size}{VERSION_MARK}{VERSION}")
+}
+
+/// Why a rank that expects `own` cannot start with `peer`, another one or that of this rank, which expects `other`.
+fn difference(rank: Rank, own: &str, peer: &str, other: &str) -> (Kind, String) {
+    let ((size, version), (other_size, other_version)) = (size_and_version(own), size_and_version(other));
+    if version == other_version {
+        return (
+            Kind::Mismatch,
+            format!("rank {rank} expects a world of {size}, {peer} one of {other_size}"),
+        );
+    }
+    let cause = format!(
+        "rank {rank} starts by version {version} of the protocol, {peer} by version {other_version}: they run different \
+         builds of Phalanx"
+    );
+    (Kind::Protocol, cause)
+}
+
+fn size_and_version(expectation: &str) -> (&str, &str) {
+    expectation.split_once(VERSION_MARK).unwrap_or((expectation, "1"))
+}
+
+/// Why the entry of `peer` cannot be read, for a rank that expects `own`: it may be of another version, whose entries begin as ours do.
+fn unreadable(rank: Rank, own: &str, peer: &str, entry: &[u8], cause: String) -> (Kind, String) {
+    let text = String::from_utf8_lossy(entry);
+    let (size, version) = size_and_version(text.split(' ').nth(1).unwrap_or_default());
+    match size.parse::<u32>() {
+        Ok(_) if version != size_and_version(own).1 => {
+            difference(rank, own, peer, &format!("{size}{VERSION_MARK}{version}"))
+        }
+        Ok(_) | Err(_) => (Kind::Protocol, cause),
     }
 }
 
@@ -95,30 +137,26 @@ pub(super) fn arrive(
     deadline: Deadline,
 ) -> Result<Arrived> {
     let started = Instant::now();
-    let (world_size, identity) = (config.world_size.to_string(), me.clone());
-    let entry = Entry { nonce: nonce()?, world_size, identity, store: found };
+    let (world, identity) = (expectation(config.world_size), me.clone());
+    let entry = Entry { nonce: nonce()?, world, identity, store: found };
     let (roll_call, round, expected) = sign_in(store, config, &entry, deadline)?;
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
-    if expected != entry.world_size.as_bytes() {
-        let cause = format!(
-            "rank {} expects a world of {}, another rank one of {}",
-            config.rank,
-            config.world_size,
-            String::from_utf8_lossy(&expected)
-        );
-        return Err(fail(&roll_call, Kind::Mismatch, None, cause, deadline));
+    if expected != entry.world.as_bytes() {
+        let expected = String::from_utf8_lossy(&expected);
+        let (kind, cause) = difference(config.rank, &entry.world, "another rank", &expected);
+        return Err(fail(&roll_call, kind, None, cause, deadline));
     }
     // Published here, so that ranks that get further can see if this one is stopped while it waits.
     let (name, process) = transport::process_record(config.rank)?;
     let process = [(&*format!("group/{name}"), &*process)];
     // Some time is kept to find out who is missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    let awaited = || awaited(&roll_call, config, started);
+    let awaited = || awaited(&roll_call, config, started, waiting.at_most(ANSWER_TIMEOUT));
     let outcome = while_waiting(awaited, || match config.rank.is_main() {
         true => judge(&roll_call, config, &process, waiting),
         false => {
-            let outcome = roll_call.exchange(&process, &["verdict"], waiting, &mut || Ok(()));
+            let outcome = roll_call.set_and_get(&process, &["verdict"], waiting, &mut || Ok(()));
             outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
         }
     });
@@ -144,24 +182,24 @@ fn judge(
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut is_decided = false;
     let mut go_on = || {
-        is_decided = roll_call.check(&["verdict"], Deadline::after(ANSWER_TIMEOUT)).unwrap_or(false);
+        is_decided = roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
         if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
     };
-    match roll_call.exchange(process, &keys, deadline, &mut go_on) {
+    match roll_call.set_and_get(process, &keys, deadline, &mut go_on) {
         Err(_) if is_decided => roll_call.get("verdict", deadline.max(Deadline::after(ANSWER_TIMEOUT))),
         Err(error) => Err(error),
         Ok(entries) => {
             // A rank that expects another world has said so before it reads this, or does so now.
-            let world_size = config.world_size.to_string();
+            let own = expectation(config.world_size);
             for (rank, entry) in config.world_size.ranks().zip(&entries) {
-                let other = Entry::parse(entry)?.world_size;
-                if other != world_size {
-                    let cause = format!(
-                        "rank {} expects a world of {world_size}, rank {rank} one of {other}",
-                        config.rank
-                    );
-                    return Err(fail(roll_call, Kind::Mismatch, None, cause, deadline));
-                }
+                let peer = format!("rank {rank}");
+                let (kind, cause) = match Entry::parse(entry) {
+                    Ok(entry) if entry.world == own => continue,
+                    Ok(entry) => difference(config.rank, &own, &peer, &entry.world),
+                    Err(cause) => unreadable(config.rank, &own, &peer, entry, cause),
+                };
+                let peer = (kind == Kind::Protocol).then_some(rank);
+                return Err(fail(roll_call, kind, peer, cause, deadline));
             }
             roll_call.compare_set("verdict", b"", OK, deadline)
         }
@@ -190,15 +228,19 @@ fn sign_in(
     let name = format!("rank/{}", config.rank);
     for round in 0.. {
         let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
-        let changes =
-            [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world_size.as_bytes())];
+        let changes = [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world.as_bytes())];
         let found = roll_call.multi_compare_set(&changes, deadline)?;
         let [there, expected] = <[_; 2]>::try_from(found)
             .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
         if there == mine {
             return Ok((roll_call, round, expected));
         }
-        let other = Entry::parse(&there)?.identity;
+        let other = Entry::parse(&there).map_err(|cause| {
+            let peer = format!("another rank {}", config.rank);
+            let (kind, cause) = unreadable(config.rank, &entry.world, &peer, &there, cause);
+            fail(&roll_call, kind, Some(config.rank), cause, deadline)
+        })?;
+        let other = other.identity;
         if other != entry.identity {
             let cause = format!(
                 "two processes have rank {}: process {} on {} and process {} on {}",
@@ -256,6 +298,9 @@ impl ArrivalError {
                 "have all ranks been started, with the same MASTER_ADDR, MASTER_PORT and job? If they are only slow, \
                  raise the time-out"
             }
+            Kind::Protocol => {
+                "run the same version of Phalanx in all processes of a job, and let nothing else write to its store"
+            }
             _ => "give every process its own rank and the same world size; a launcher does",
         })
     }
@@ -270,11 +315,11 @@ fn read_outcome(outcome: &[u8]) -> Error {
 }
 
 /// Reports who is waited for, while there is time.
-fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant) -> String {
+fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadline: Deadline) -> String {
     let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.
     let cause = match world <= ASKED || config.rank.is_main() {
-        true => missing(roll_call, config, started, Deadline::after(ANSWER_TIMEOUT)).cause,
+        true => missing(roll_call, config, started, deadline).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
     format!("rank {} waits for the others: {cause}", config.rank)
@@ -287,14 +332,14 @@ fn missing(
     started: Instant,
     deadline: Deadline,
 ) -> ArrivalError {
-    let mut missing = Vec::new();
+    let (mut missing, mut is_answered) = (Vec::new(), true);
     for rank in config.world_size.ranks() {
         match roll_call.check(&[&format!("rank/{rank}")], deadline) {
             Ok(true) => {}
             Ok(false) => missing.push(rank),
-            Err(_) => break,
+            Err(_) => is_answered = false,
         }
-        if missing.len() > NAMED {
+        if missing.len() > NAMED || !is_answered {
             break;
         }
     }
@@ -302,12 +347,24 @@ fn missing(
     let more = if missing.len() > NAMED { " and more" } else { "" };
     let waited = started.elapsed().as_secs_f64();
     let world = config.world_size;
+    let mut peer = missing.first().copied();
     let cause = match names.as_slice() {
-        [] => format!("not all of the {world} ranks have arrived within {waited:.1} s"),
+        [] if !is_answered => {
+            format!("the store has not said within {waited:.1} s which of {world} ranks have arrived")
+        }
+        [] if config.rank.is_main() => {
+            format!("the last of {world} ranks has only arrived after {waited:.1} s")
+        }
+        [] => {
+            peer = Some(Rank::MAIN);
+            format!(
+                "all {world} ranks have arrived, but rank 0 has not confirmed it within {waited:.1} s: it has stopped"
+            )
+        }
         [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
         names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
     };
-    ArrivalError { kind: Kind::Timeout, peer: missing.first().map(|rank| rank.get()), cause }
+    ArrivalError { kind: Kind::Timeout, peer: peer.map(Rank::get), cause }
 }
 
 impl Arrived {
@@ -317,7 +374,7 @@ impl Arrived {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
         let entries = self.roll_call.multi_get(&keys, deadline)?;
         let hosts = entries.iter().map(|entry| {
-            let Entry { identity, store, .. } = Entry::parse(entry)?;
+            let Entry { identity, store, .. } = Entry::parse(entry).map_err(Error::protocol)?;
             Ok(Host { name: identity.host, store })
         });
         hosts.collect::<Result<_>>().map(Hosts)
@@ -355,5 +412,62 @@ mod tests {
         let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
         let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
+    }
+
+    fn config(rank: u32) -> RankConfig {
+        let world = WorldSize::new(2).unwrap();
+        RankConfig::given("the store", Some(Rank::new(rank)), Some(world)).unwrap()
+    }
+
+    fn start(store: &SharedStore, rank: u32, seconds: u64) -> Result<Arrived> {
+        let me = Identity { host: "here".into(), process: rank.to_string() };
+        arrive(store, None, &config(rank), &me, Deadline::after(Duration::from_secs(seconds)))
+    }
+
+    /// A store in which these entries stand.
+    fn with(entries: &[(&str, &str)]) -> SharedStore {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        for (key, value) in entries {
+            store
+                .set(&format!("phalanx/0/{key}"), value.as_bytes(), Deadline::after(Duration::from_secs(20)))
+                .unwrap();
+        }
+        store
+    }
+
+    #[test]
+    fn ranks_of_different_builds_are_told_both_versions_at_once() {
+        // Rank 0 of an earlier build has come, and waits for the outcome.
+        let store = with(&[("rank/0", "1 2 7 there -"), ("world", "2"), ("arrived", "1")]);
+        let error = start(&store, 1, 600).err().unwrap();
+        let text = "rank 1 starts by version 2 of the protocol, another rank by version 1";
+        assert!(error.to_string().contains(text) && error.to_string().contains("same version"), "{error}");
+        let soon = Deadline::after(Duration::from_secs(20));
+        let outcome = read_outcome(&store.get("phalanx/0/verdict", soon).unwrap());
+        assert!(outcome.to_string().contains(text), "{outcome}");
+        // A rank of an earlier build that comes later compares the world sizes, and ours is another text.
+        let store = with(&[("rank/1", "1 2 7 there -")]);
+        let error = start(&store, 0, 600).err().unwrap();
+        let text = "rank 0 starts by version 2 of the protocol, rank 1 by version 1";
+        assert!(error.to_string().contains(text) && error.peer() == Some(Rank::new(1)), "{error}");
+        assert_ne!(store.get("phalanx/0/world", soon).unwrap(), b"2");
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_ends_the_start_of_all() {
+        let store = with(&[("rank/1", "garbage")]);
+        let error = start(&store, 0, 600).err().unwrap();
+        assert!(error.to_string().contains("\"garbage\" instead of a rank's arrival"), "{error}");
+        let outcome = store.get("phalanx/0/verdict", Deadline::after(Duration::from_secs(20))).unwrap();
+        assert_eq!(read_outcome(&outcome).peer(), Some(Rank::new(1)));
+        assert!(start(&store, 1, 600).err().unwrap().to_string().contains("garbage"));
+    }
+
+    #[test]
+    fn a_rank_0_that_stops_after_its_arrival_is_named() {
+        let store = with(&[("rank/0", "1 2@version-2 7 there -"), ("world", "2@version-2")]);
+        let error = start(&store, 1, 1).err().unwrap();
+        assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
+        assert!(error.to_string().contains("all 2 ranks have arrived, but rank 0"), "{error}");
     }
 }

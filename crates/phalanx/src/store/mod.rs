@@ -77,12 +77,16 @@ pub trait Store: Send + Sync {
     /// Writes all pairs.
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
 
-    /// Writes all `pairs`, then returns the values of all `keys`, as [`multi_get`](Self::multi_get) does. While it waits it calls
-    /// `go_on` several times a second; an error of that ends the wait, and is returned.
+    /// Writes all `pairs`, as [`multi_set`](Self::multi_set) does, and then returns the values of all `keys`, as
+    /// [`multi_get`](Self::multi_get) does: ranks so exchange what each has. It is no atomic operation, and others' calls may come in
+    /// between.
+    ///
+    /// While it waits it calls `go_on` several times a second. `Ok` of that means that it is to wait on. An error ends the wait at once, and
+    /// is returned; the pairs stay written.
     ///
     /// A store at the end of a slow network does both in one round trip, and does not interrupt its wait for `go_on`. The default
     /// waits in parts, which suits a store on this host.
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],

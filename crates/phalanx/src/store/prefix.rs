@@ -84,7 +84,7 @@ impl Store for PrefixStore {
         self.store.multi_set(&pairs, deadline)
     }
 
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],
@@ -94,7 +94,7 @@ impl Store for PrefixStore {
         let names: Vec<String> = pairs.iter().map(|(key, _)| self.key(key)).collect();
         let pairs: Vec<(&str, &[u8])> =
             names.iter().map(String::as_str).zip(pairs.iter().map(|pair| pair.1)).collect();
-        self.with_keys(keys, |keys| self.store.exchange(&pairs, keys, deadline, go_on))
+        self.with_keys(keys, |keys| self.store.set_and_get(&pairs, keys, deadline, go_on))
     }
 
     fn multi_compare_set(

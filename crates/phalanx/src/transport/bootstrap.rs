@@ -107,7 +107,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
         Ok(())
     };
     // One request, also where a round trip is long: a wait in short parts would never see its answer.
-    let messages = config.store.exchange(&[(&own, &message)], &keys, deadline, &mut go_on);
+    let messages = config.store.set_and_get(&[(&own, &message)], &keys, deadline, &mut go_on);
     let messages = messages.map_err(|error| match error.is_timeout() {
         true => error,
         // Rank 0 may have died, with the store that it serves.

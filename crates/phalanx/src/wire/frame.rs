@@ -310,6 +310,7 @@ impl Header {
             .with_remedy(
                 "every rank must make the same calls, with the same sizes and the same roots, in the same order",
             )
+            .of_history()
         } else if self.payload == received.payload {
             return Ok(());
         } else {
@@ -421,6 +422,24 @@ mod tests {
                 .to_string()
                 .contains("generation 1")
         );
+    }
+
+    #[test]
+    fn only_another_history_lets_another_error_name_the_difference() {
+        let check = |theirs: Header| header().check(&theirs, Rank::MAIN, Rank::new(1)).unwrap_err();
+        let history = check(Header { history: History(10), ..header() });
+        assert!(history.is_of_history() && history.to_string().contains("disagreed"), "{history}");
+        // These say all that there is: a rank that waited for more would wait for nothing.
+        let tuned = Call { tuning: 6, ..header().call };
+        let others = [
+            Header { payload: 21, ..header() },
+            Header { call: tuned, ..header() },
+            Header { sequence: Sequence(8), ..header() },
+        ];
+        for other in others {
+            let error = check(other);
+            assert!(error.is_mismatch() && !error.is_of_history(), "{error}");
+        }
     }
 
     proptest! {

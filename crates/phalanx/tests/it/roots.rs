@@ -64,9 +64,11 @@ fn check(name: &str, operation: Rooted, roots: &[u32], fabric: Fabric) {
     } else {
         let is_mismatch = |outcome: &Result<()>| outcome.as_ref().is_err_and(phalanx::Error::is_mismatch);
         assert!(outcomes.iter().all(is_mismatch), "{what}");
-        // Threads of one process have no connections to say which call it was.
+        // Threads of one process have no connections to say which call it was. On a slow machine that may take longer than ranks wait for
+        // it: then they say that there was one.
         let shows_both = |outcome: &Result<()>| {
-            outcome.as_ref().is_err_and(|error| error.to_string().matches("root ").count() >= 2)
+            let text = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            text.matches("root ").count() >= 2 || text.contains("have made different calls on this group")
         };
         assert!(fabric == Fabric::InProcess || outcomes.iter().all(shows_both), "{what}");
     }

@@ -124,7 +124,7 @@ impl TensorGroup {
         let (device, dtype) = (tensor.device(), tensor.dtype());
         if let Err(error) = device::check(&device) {
             self.abort(error);
-            return Tensor::full(forward.shape(tensor.shape(), self.ranks()), f64::NAN, (&device, dtype));
+            return Tensor::full(forward.shape(tensor.shape(), &self.0), f64::NAN, (&device, dtype));
         }
         let exchange = Exchange { group: self.0.clone(), forward, backward };
         Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))

@@ -79,7 +79,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::WebP => {
-            check_riff(bytes)?;
+            check_length(bytes, u64::from(number_at(bytes, 4).unwrap_or(u32::MAX)) + 8)?;
             let decoder = WebPDecoder::new(&mut file)?;
             if decoder.has_animation() {
                 several("an animation")?;
@@ -87,8 +87,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             read(decoder)?
         }
         ImageFormat::Tiff => {
-            let cut = || Cause::Damaged("it is cut off: its list of pages leads out of the file".into());
-            let pages = tiff::pages(bytes).ok_or_else(cut)?;
+            let pages = tiff::pages(bytes).map_err(|cause| Cause::Damaged(cause.into()))?;
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
             }
@@ -110,7 +109,12 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             }
             image
         }
-        ImageFormat::Bmp => read(BmpDecoder::new(&mut file)?)?,
+        ImageFormat::Bmp => {
+            if let Some(length) = bmp_length(bytes) {
+                check_length(bytes, length)?;
+            }
+            read(BmpDecoder::new(&mut file)?)?
+        }
         other => return Err(Cause::Unsupported(format!("it is in the format {other:?}"))),
     };
     if matches!(image.color(), ColorType::Rgb32F | ColorType::Rgba32F) {
@@ -132,10 +136,21 @@ fn format(bytes: &[u8]) -> Result<ImageFormat, Cause> {
     image::guess_format(bytes).map_err(|_| Cause::Damaged("it begins like no image".into()))
 }
 
-/// Whether a WebP is as long as it says: of a shorter one, also with another behind it, the decoder makes a picture.
-fn check_riff(bytes: &[u8]) -> Result<(), Cause> {
-    let length = bytes.get(4..8).map(|size| u32::from_le_bytes([size[0], size[1], size[2], size[3]]));
-    let (says, has) = (u64::from(length.unwrap_or(u32::MAX)) + 8, bytes.len() as u64);
+/// How long a BMP says that it is. None if it does not: OS/2's have the length of their header there, and some programs write 0.
+fn bmp_length(bytes: &[u8]) -> Option<u64> {
+    const OS2_HEADER: u32 = 12;
+    let length = number_at(bytes, 2).filter(|length| *length > 0)?;
+    (number_at(bytes, 14)? != OS2_HEADER).then_some(u64::from(length))
+}
+
+/// The little-endian number at a place.
+fn number_at(bytes: &[u8], at: usize) -> Option<u32> {
+    bytes.get(at..)?.first_chunk().map(|number| u32::from_le_bytes(*number))
+}
+
+/// Whether a file is as long as it says: of a shorter one, also with another behind it, decoders of WebP and BMP make a picture.
+fn check_length(bytes: &[u8], says: u64) -> Result<(), Cause> {
+    let has = bytes.len() as u64;
     match says.cmp(&has) {
         Ordering::Equal => Ok(()),
         Ordering::Greater => Err(Cause::Damaged(format!("it is cut off: it has {has} of {says} bytes"))),
@@ -174,5 +189,25 @@ fn is_text(header: &PnmHeader) -> bool {
             encoding == SampleEncoding::Ascii
         }
         PnmSubtype::ArbitraryMap => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bmp_is_as_long_as_it_says_if_it_says_so() {
+        let bmp = |says: u32, header: u32| {
+            let mut bytes = [b"BM", &says.to_le_bytes()[..], &[0; 8], &header.to_le_bytes()].concat();
+            bytes.resize(60, 7);
+            bytes
+        };
+        assert_eq!([bmp_length(&bmp(60, 40)), bmp_length(&bmp(90, 124))], [Some(60), Some(90)]);
+        // Not said, OS/2's, and cut off before it is.
+        assert_eq!([bmp_length(&bmp(0, 40)), bmp_length(&bmp(26, 12)), bmp_length(b"BM\x3c\0")], [None; 3]);
+        assert!(check_length(&bmp(60, 40), 60).is_ok());
+        let text = |says| check_length(&bmp(60, 40), says).err().unwrap().text().to_owned();
+        assert!(text(61).contains("cut off") && text(59).contains("joined"));
     }
 }

@@ -43,7 +43,8 @@ pub struct ImageSample {
 /// * 16 bits become 8 by rounding. Pillow cuts grey ones off at 255.
 /// * Opacity is dropped, as Pillow's `convert("RGB")` drops it.
 /// * An animation, and a file with several pages or images, is an error unless the [first](Self::first_frame) is asked for. What
-///   follows a JPEG's end is ignored.
+///   follows the end of a JPEG, a PNG or a TIFF is ignored.
+/// * A BMP or WebP that is longer or shorter than it says is an error.
 /// * Floats, CMYK in TIFF and formats other than JPEG, PNG, BMP, PNM, TIFF and WebP are errors.
 ///
 /// Colour profiles are not applied. A camera's orientation is, if [asked for](Self::apply_orientation).

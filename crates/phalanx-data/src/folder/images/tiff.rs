@@ -1,25 +1,43 @@
 //! The pages of a TIFF.
 
+use std::collections::HashSet;
+
 /// The tag that says what kind of page it is, and its bit for a smaller copy of another page.
 const NEW_SUBFILE_TYPE: u64 = 254;
 const IS_REDUCED: u64 = 1;
-/// More pages than this are not counted.
+/// The most pages, and the most entries of all of them together.
 const MAX_PAGES: usize = 1 << 16;
+const MAX_ENTRIES: u64 = 1 << 20;
 
-/// How many pages a TIFF has, without smaller copies of them. None if its list of pages leads out of the file.
-pub(super) fn pages(bytes: &[u8]) -> Option<usize> {
-    let reader = Reader::of(bytes)?;
+/// How many pages a TIFF has, without smaller copies of them. The error says what is wrong with its list of pages.
+pub(super) fn pages(bytes: &[u8]) -> Result<usize, &'static str> {
+    const CUT_OFF: &str = "it is cut off: its list of pages leads out of the file";
+    let reader = Reader::of(bytes).ok_or(CUT_OFF)?;
     let (mut next, mut pages) = (reader.number(reader.first, reader.offset), 0);
-    for _ in 0..MAX_PAGES {
-        let at = next?;
+    let (mut seen, mut entries) = (HashSet::new(), 0);
+    loop {
+        let at = next.ok_or(CUT_OFF)?;
         if at == 0 {
-            return Some(pages);
+            return Ok(pages);
         }
-        let (is_reduced, behind) = reader.page(at)?;
-        pages += usize::from(!is_reduced);
-        next = behind;
+        if !seen.insert(at) {
+            return Err("its list of pages comes back to one that was there before");
+        }
+        let page = reader.page(at).ok_or(CUT_OFF)?;
+        entries += page.entries;
+        if seen.len() > MAX_PAGES || entries > MAX_ENTRIES {
+            return Err("its list of pages is longer than any picture's");
+        }
+        pages += usize::from(!reader.is_reduced(&page));
+        next = page.next;
     }
-    Some(pages)
+}
+
+/// A page: where its entries begin, how many they are, and where the next page is.
+struct Page {
+    first: u64,
+    entries: u64,
+    next: Option<u64>,
 }
 
 struct Reader<'a> {
@@ -44,19 +62,21 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Whether the page is a smaller copy, and where the next one is.
-    fn page(&self, at: u64) -> Option<(bool, Option<u64>)> {
+    fn page(&self, at: u64) -> Option<Page> {
         let entries = self.number(at, self.count)?;
         let first = at.checked_add(self.count)?;
         let end = first.checked_add(entries.checked_mul(self.entry)?)?;
-        if end > self.bytes.len() as u64 {
-            return None;
-        }
-        let kinds = (0..entries).map(|entry| first + entry * self.entry);
-        let kind = kinds.into_iter().find(|at| self.number(*at, 2) == Some(NEW_SUBFILE_TYPE));
+        let is_inside = end <= self.bytes.len() as u64;
+        is_inside.then(|| Page { first, entries, next: self.number(end, self.offset) })
+    }
+
+    /// Whether the page is a smaller copy of another.
+    fn is_reduced(&self, page: &Page) -> bool {
+        let mut kinds = (0..page.entries).map(|entry| page.first + entry * self.entry);
+        let kind = kinds.find(|at| self.number(*at, 2) == Some(NEW_SUBFILE_TYPE));
         // Its value is a LONG behind tag, type and count.
         let kind = kind.and_then(|at| self.number(at + 4 + self.offset, 4)).unwrap_or(0);
-        Some((kind & IS_REDUCED != 0, self.number(end, self.offset)))
+        kind & IS_REDUCED != 0
     }
 
     /// The number of so many bytes at a place.
@@ -76,13 +96,49 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
+    fn small(first: u32, pages: &[(u16, u32)]) -> Vec<u8> {
+        let mut bytes = [&b"II\x2a\0"[..], &first.to_le_bytes()].concat();
+        for (entries, next) in pages {
+            bytes.extend(entries.to_le_bytes());
+            bytes.extend(vec![0; usize::from(*entries) * 12]);
+            bytes.extend(next.to_le_bytes());
+        }
+        bytes
+    }
+
     #[test]
-    fn a_list_of_pages_without_an_end_is_not_followed_for_ever() {
-        // One page of no entry, which is its own next.
-        let round = [&b"II"[..], &[42, 0, 8, 0, 0, 0], &[0, 0], &[8, 0, 0, 0]].concat();
-        assert_eq!(pages(&round), Some(MAX_PAGES));
-        assert_eq!(pages(&round[..9]), None);
+    fn a_list_of_pages_without_an_end_is_an_error() {
+        // One page of no entry, which is its own next; two that follow each other.
+        for round in [small(8, &[(0, 8)]), small(8, &[(0, 14), (0, 8)])] {
+            assert!(pages(&round).unwrap_err().contains("comes back"));
+        }
+        assert!(pages(&small(8, &[(0, 8)])[..9]).unwrap_err().contains("cut off"));
+        assert_eq!(pages(&small(8, &[(0, 14), (2, 0)])), Ok(2));
         let one = [&b"MM"[..], &[0, 42, 0, 0, 0, 8], &[0, 0], &[0, 0, 0, 0]].concat();
-        assert_eq!((pages(&one), pages(b"II")), (Some(1), None));
+        assert_eq!((pages(&one), pages(b"II").is_err()), (Ok(1), true));
+    }
+
+    #[test]
+    fn a_list_of_pages_is_followed_so_far_as_a_picture_needs() {
+        // Each page has one entry.
+        let places: Vec<u64> = (0..2000).map(|page| 8 + 18 * page).collect();
+        let mut bytes = b"II\x2a\0\x08\0\0\0".to_vec();
+        for place in &places[1..] {
+            bytes.extend([1, 0]);
+            bytes.extend([0; 12]);
+            bytes.extend((*place as u32).to_le_bytes());
+        }
+        bytes.extend([0; 6]);
+        assert_eq!(pages(&bytes), Ok(2000));
+        // Pages of so many entries that they overlap.
+        let mut large = small(8, &[]);
+        large.resize(1 << 20, 0);
+        for page in 0..40usize {
+            let (at, entries) = (8 + 4 * page, 60_000u16);
+            large[at..at + 2].copy_from_slice(&entries.to_le_bytes());
+            let end = at + 2 + 12 * usize::from(entries);
+            large[end..end + 4].copy_from_slice(&(12 + 4 * page as u32).to_le_bytes());
+        }
+        assert!(pages(&large).unwrap_err().contains("longer than"));
     }
 }

@@ -67,7 +67,8 @@ use crate::rank::Rank;
 
 /// Averages buckets over the ranks. All ranks have the same hook, with the same settings.
 pub trait CommHook: Send {
-    /// Its name and settings, which are compared with rank 0's.
+    /// Its name and settings, which are compared with rank 0's, and with those in a checkpoint: the same in all versions of a program, for
+    /// the same settings.
     fn describe(&self) -> String;
 
     /// Starts to average `bucket`. Buckets come in the same order on every rank, while backward still runs.
@@ -82,7 +83,8 @@ pub trait CommHook: Send {
     fn state(&self) -> HookState;
 
     /// Goes on from the [`state`](Self::state) of a hook with the same settings. If the number of ranks has changed since, or the state
-    /// comes from the memory of an elastic job, there are no [own](HookState::own) tensors: those begin anew.
+    /// comes from the memory of an elastic job, there are no [own](HookState::own) tensors: those begin anew. An empty state is that of a
+    /// hook that has made no step.
     ///
     /// # Errors
     /// If it is the state of another kind of hook.

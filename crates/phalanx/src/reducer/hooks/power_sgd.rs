@@ -131,7 +131,20 @@ impl PowerSgd {
 
 impl CommHook for PowerSgd {
     fn describe(&self) -> String {
-        format!("{:?}", self.options)
+        let PowerSgdOptions {
+            rank,
+            start_iter,
+            min_compression_rate: rate,
+            error_feedback,
+            warm_start,
+            orthogonalization_epsilon: epsilon,
+            seed,
+        } = self.options;
+        // Checkpoints have it: an option that is added later is only named where it is not what it was before there was one.
+        format!(
+            "PowerSGD (rank: {rank}, start_iter: {start_iter}, min_compression_rate: {rate}, error_feedback: {error_feedback}, \
+             warm_start: {warm_start}, orthogonalization_epsilon: {epsilon}, seed: {seed})"
+        )
     }
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {

@@ -63,7 +63,7 @@ impl HookState {
         self
     }
 
-    /// The name and settings of the hook whose state it is.
+    /// The name and settings of the hook whose state it is. Empty for one that never keeps anything.
     pub fn hook(&self) -> &str {
         &self.hook
     }

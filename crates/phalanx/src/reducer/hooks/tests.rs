@@ -201,6 +201,79 @@ fn a_hook_goes_on_from_its_saved_state_bit_for_bit() {
     });
 }
 
+/// Keeps one tensor, from its first step on, and no number.
+#[derive(Default)]
+struct Lazy(Option<Vec<f32>>);
+
+impl CommHook for Lazy {
+    fn describe(&self) -> String {
+        "lazy".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        let elements = self.0.get_or_insert_with(|| vec![0.0]);
+        elements[0] += 1.0;
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        self.0.iter().fold(HookState::default(), |state, kept| state.common("kept", 0, kept.clone()))
+    }
+
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        self.0 = state.take("kept").remove(&0);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none() {
+    run(2, |group| {
+        let new = || reducer(group.clone(), Lazy::default());
+        let mut saved = new();
+        let before = saved.hook_state().unwrap();
+        drop(step(&mut saved, &rank_one(1.0, 0)));
+        let after = saved.hook_state().unwrap();
+        assert!(before.is_empty() && !after.is_empty());
+        assert_eq!([before.hook(), after.hook()], ["lazy"; 2]);
+        // A new one has nothing yet.
+        let mut resumed = new();
+        resumed.load_hook_state(after.clone()).unwrap();
+        assert_eq!(resumed.hook_state().unwrap(), after);
+        // A rollback to the time before the first step.
+        resumed.load_hook_state(before.clone()).unwrap();
+        assert_eq!(resumed.hook_state().unwrap(), before);
+        // Two hooks that have nothing so far, but not one that has, and one that has none.
+        reducer(group.clone(), AllReduce).load_hook_state(before.clone()).unwrap();
+        for (mut other, state) in [(reducer(group.clone(), AllReduce), after), (saved, HookState::default())]
+        {
+            assert!(other.load_hook_state(state).unwrap_err().is_mismatch());
+        }
+    });
+}
+
+#[test]
+fn what_checkpoints_say_of_a_hook_stays_the_same() {
+    let power = PowerSgd::new(PowerSgdOptions::default().rank(2).orthogonalization_epsilon(0.5)).unwrap();
+    let said: [(Box<dyn CommHook>, &str); 4] = [
+        (
+            Box::new(power),
+            "PowerSGD (rank: 2, start_iter: 1000, min_compression_rate: 2, error_feedback: true, warm_start: true, \
+             orthogonalization_epsilon: 0.5, seed: 0)",
+        ),
+        (Box::new(PostLocalSgd::new(7)), "local sgd after 7 steps, in subgroups: false"),
+        (Box::new(Compressed::bf16()), "compressed to bf16"),
+        (Box::new(AllReduce), "all_reduce"),
+    ];
+    for (hook, expected) in said {
+        assert_eq!(hook.describe(), expected);
+    }
+}
+
 #[test]
 fn hooks_take_the_group_s_memory_once() {
     let hooks: [fn() -> Box<dyn CommHook>; 3] = [

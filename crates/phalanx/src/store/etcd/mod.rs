@@ -236,7 +236,7 @@ impl Store for EtcdStore {
         self.wait_for(&call, || self.look_at_all(&call, keys))
     }
 
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],

@@ -4,13 +4,15 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::slice::from_ref;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::client_connection::{ClientCredentials, Link, Patience, Waited};
+use super::client_connection::{ClientCredentials, Link, Patience, WaitOutcome};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -24,6 +26,9 @@ use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 const IDLE: usize = 8;
 /// How long an answer may take, even after the deadline, that is asked for when a wait has ended.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Requests of so many bytes together are sent before their answers are read; a longer one alone. The server reads the next request
+/// only when the last answer has gone out, so that more could leave both sides writing.
+const PIPELINED: usize = 16 << 10;
 
 /// A store that a [`TcpStoreServer`](super::TcpStoreServer), or PyTorch's, serves.
 ///
@@ -37,8 +42,10 @@ pub struct TcpStore {
     found: SocketAddr,
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
-    /// How many threads ask something else in the middle of a wait.
-    asides: AtomicUsize,
+    /// Connections that are still being made.
+    coming: Mutex<Receiver<Link>>,
+    /// How many threads are in the `go_on` of a [`set_and_get`](Store::set_and_get), in which they ask the store something else.
+    in_go_on: AtomicUsize,
 }
 
 impl TcpStore {
@@ -72,14 +79,26 @@ impl TcpStore {
     ) -> Result<Self> {
         let address = address.to_string();
         let credentials = ClientCredentials::new(credentials);
-        // Each takes round trips, so they are made at the same time.
-        let (link, more) = thread::scope(|scope| {
-            let another = || Link::connect_silently(&address, &credentials, deadline, patience);
-            let others: Vec<_> = (1..patience.connections).map(|_| scope.spawn(another)).collect();
-            let link = Link::connect(&address, &credentials, deadline, patience);
-            let more = others.into_iter().filter_map(|other| other.join().ok()?.ok()).collect::<Vec<_>>();
-            link.map(|link| (link, more))
-        })?;
+        // Each takes round trips, so they are made at the same time. Only the first is waited for.
+        let is_decided = Arc::new(AtomicBool::new(false));
+        let (made, coming) = mpsc::channel();
+        for _ in 1..patience.connections {
+            let (address, credentials, made) = (address.clone(), credentials.clone(), made.clone());
+            let (is_decided, silence) = (Arc::clone(&is_decided), patience.silence);
+            let another = move || {
+                let goes_on = || !is_decided.load(Ordering::Relaxed);
+                let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
+                if let Ok(link) = Link::connect_silently(&address, &credentials, deadline, &patience) {
+                    // If the store is no longer used, the connection is closed here.
+                    drop(made.send(link));
+                }
+            };
+            // Without it, the call that needs a connection makes it.
+            let _ = thread::Builder::new().name("phalanx-store-dial".into()).spawn(another);
+        }
+        let link = Link::connect(&address, &credentials, deadline, patience);
+        is_decided.store(true, Ordering::Relaxed);
+        let link = link?;
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
@@ -88,8 +107,9 @@ impl TcpStore {
             credentials,
             found,
             local,
-            idle: Mutex::new(std::iter::once(link).chain(more).collect()),
-            asides: AtomicUsize::new(0),
+            idle: Mutex::new(vec![link]),
+            coming: Mutex::new(coming),
+            in_go_on: AtomicUsize::new(0),
         })
     }
 
@@ -106,6 +126,8 @@ impl TcpStore {
     /// Closes the connections that no call is using.
     pub(crate) fn close_idle(&self) {
         self.idle.lock().clear();
+        // What is still being made is closed when it is there.
+        *self.coming.lock() = mpsc::channel().1;
     }
 
     /// Sends `request` and reads its answer with `read`.
@@ -142,27 +164,34 @@ impl TcpStore {
         let size = Frame::new(Op::Wait).keys(keys).len();
         check_size(call, keys.len(), size)?;
         let mut link = self.link(call)?;
-        let (op, values) = if link.sends_values() { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
+        let is_own = match link.is_own() {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.put_back(link);
+                return Err(call.timed_out());
+            }
+            is_own => is_own.map_err(|error| call.failed(error))?,
+        };
+        let (op, values) = if is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
         let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
         let outcome = match waited {
-            Waited::Came(came) if values == keys.len() => Ok(came),
-            Waited::Came(_) => {
+            WaitOutcome::Values(came) if values == keys.len() => Ok(came),
+            WaitOutcome::Values(_) => {
                 // A key that was set at the last moment is still read.
                 link.deadline = call.deadline.max(Deadline::after(ANSWER_TIMEOUT));
                 let request = Frame::new(Op::MultiGet).keys(keys).into_bytes();
                 let came = link.send(&request).and_then(|()| keys.iter().map(|_| link.value()).collect());
                 Ok(came.map_err(|error| call.failed(error))?)
             }
-            Waited::Late => Err(call.timed_out()),
-            Waited::Stopped(error) => Err(error),
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
         };
         self.put_back(link);
         outcome
     }
 
     fn link(&self, call: &Call<'_>) -> Result<Link> {
-        let idle = self.idle.lock().pop();
+        let idle = self.idle.lock().pop().or_else(|| self.coming.lock().try_recv().ok());
         let mut link = match idle {
             Some(link) => link,
             None => Link::reconnect(&self.found.to_string(), &self.credentials, call.deadline)
@@ -174,7 +203,7 @@ impl TcpStore {
 
     fn put_back(&self, link: Link) {
         // Many ranks may wait for a store on their host, and each connection costs its server a descriptor.
-        if self.found.ip() == self.local && self.asides.load(Ordering::Relaxed) > 0 {
+        if self.found.ip() == self.local && self.in_go_on.load(Ordering::Relaxed) > 0 {
             return;
         }
         let mut idle = self.idle.lock();
@@ -216,9 +245,9 @@ impl Store for TcpStore {
         let waited = link.wait(&request.into_bytes(), 0, None).map_err(|error| call.failed(error))?;
         self.put_back(link);
         match waited {
-            Waited::Came(_) => Ok(()),
-            Waited::Late => Err(call.timed_out()),
-            Waited::Stopped(error) => Err(error),
+            WaitOutcome::Values(_) => Ok(()),
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
         }
     }
 
@@ -270,7 +299,7 @@ impl Store for TcpStore {
         self.command(&call, multi_set(&call, pairs)?)
     }
 
-    fn exchange(
+    fn set_and_get(
         &self,
         pairs: &[(&str, &[u8])],
         keys: &[&str],
@@ -284,13 +313,13 @@ impl Store for TcpStore {
             _ => multi_set(&setting, pairs)?.into_bytes(),
         };
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        let mut aside = || {
-            self.asides.fetch_add(1, Ordering::Relaxed);
+        let mut counted = || {
+            self.in_go_on.fetch_add(1, Ordering::Relaxed);
             let outcome = go_on();
-            self.asides.fetch_sub(1, Ordering::Relaxed);
+            self.in_go_on.fetch_sub(1, Ordering::Relaxed);
             outcome
         };
-        self.wait_for_values(&call, first, Some(&mut aside))
+        self.wait_for_values(&call, first, Some(&mut counted))
     }
 
     fn multi_compare_set(
@@ -300,15 +329,29 @@ impl Store for TcpStore {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
         let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
-        let mut requests = Vec::new();
-        for (key, expected, desired) in changes {
-            call.value(expected)?;
-            call.value(desired)?;
-            requests.extend(Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes());
-        }
+        changes
+            .iter()
+            .try_for_each(|(_, expected, desired)| call.value(expected).and(call.value(desired)))?;
+        let bytes =
+            changes.iter().map(|(key, expected, desired)| key.len() + expected.len() + desired.len() + 1);
+        check_size(&call, changes.len(), bytes.sum())?;
         let mut link = self.link(&call)?;
-        let answers = link.send(&requests).and_then(|()| changes.iter().map(|_| link.value()).collect());
-        let answers = answers.map_err(|error| call.failed(error))?;
+        let mut answers = Vec::with_capacity(changes.len());
+        let (mut requests, mut sent) = (Vec::new(), 0);
+        let mut send = |link: &mut Link, requests: &mut Vec<u8>, count: usize| {
+            link.send(requests)?;
+            requests.clear();
+            (0..count).try_for_each(|_| link.value().map(|value| answers.push(value)))
+        };
+        for (index, (key, expected, desired)) in changes.iter().enumerate() {
+            let request = Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes();
+            if requests.len() + request.len() > PIPELINED {
+                send(&mut link, &mut requests, index - sent).map_err(|error| call.failed(error))?;
+                sent = index;
+            }
+            requests.extend(request);
+        }
+        send(&mut link, &mut requests, changes.len() - sent).map_err(|error| call.failed(error))?;
         self.put_back(link);
         Ok(answers)
     }

@@ -47,15 +47,15 @@ pub(super) struct Link {
     /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
     /// would cost a round trip, or a whole connection for each wait that ends.
     owed: VecDeque<Owed>,
-    /// Whether the server is ours, and knows [`Op::WaitGet`].
+    /// Whether the server has answered the greeting as one that knows [`Op::WaitGet`].
     is_own: bool,
     pub deadline: Deadline,
 }
 
-/// An answer that nobody waits for.
+/// An answer that the server owes, and that nobody waits for: it is read, and dropped, before that of the next request.
 #[derive(Clone, Copy, Debug)]
 enum Owed {
-    /// The echo of the ping in a greeting. The server has proven before that it knows the key.
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key, but may be of an earlier build.
     Echo,
     /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
     /// meanwhile.
@@ -64,17 +64,17 @@ enum Owed {
 
 /// How a wait ended.
 #[derive(Debug)]
-pub(super) enum Waited {
-    /// With the values, if they were asked for in the same request.
-    Came(Vec<Vec<u8>>),
+pub(super) enum WaitOutcome {
+    /// All keys have come: their values, if they were asked for in the same request.
+    Values(Vec<Vec<u8>>),
     /// The deadline has passed.
-    Late,
-    /// The caller does not want to go on.
+    TimedOut,
+    /// The caller does not want to go on, for this reason.
     Stopped(Error),
 }
 
 /// How a client is admitted.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct ClientCredentials {
     secret: Option<StoreSecret>,
     tls: Option<Tls>,
@@ -312,14 +312,10 @@ impl Link {
             let proof = link.authenticate(secret)?;
             link.send(&ping(proof.to_vec())).map_err(no_answer)?;
             link.owed.push_back(Owed::Echo);
-            link.is_own = true;
         } else {
             // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
             let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
-            link.is_own = echo == OWN_ECHO.to_le_bytes();
-            if !link.is_own && echo != OWN_PING.to_le_bytes() {
-                return Err(unexpected_answer(&echo));
-            }
+            link.is_own = is_own(echo).ok_or_else(|| unexpected_answer(&echo))?;
         }
         if let Some(session) = &mut link.tls {
             session.admit();
@@ -401,13 +397,13 @@ impl Link {
     /// Reads `N` bytes.
     pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
-        self.settle()?;
+        self.read_owed()?;
         self.fill(&mut bytes)?;
         Ok(bytes)
     }
 
-    /// Reads the answers that come before that of the last request. A time-out leaves those that have not begun to come.
-    fn settle(&mut self) -> io::Result<()> {
+    /// Reads the [owed](Owed) answers, which come before that of the last request. A time-out leaves those that have not begun to come.
+    fn read_owed(&mut self) -> io::Result<()> {
         while let Some(owed) = self.owed.front().copied() {
             match owed {
                 Owed::Echo => {
@@ -415,9 +411,9 @@ impl Link {
                     self.fill(&mut echo[..1])?;
                     self.owed.pop_front();
                     self.rest(|link| link.fill(&mut echo[1..]))?;
-                    if echo != OWN_ECHO.to_le_bytes() {
-                        return Err(io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed"));
-                    }
+                    self.is_own = is_own(echo).ok_or_else(|| {
+                        io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed")
+                    })?;
                 }
                 Owed::Wait { values } => {
                     let mut answer = [0];
@@ -425,7 +421,7 @@ impl Link {
                     self.owed.pop_front();
                     if answer == [WAIT_DONE] {
                         self.rest(|link| {
-                            (0..values).try_for_each(|_| link.unsettled_value().map(drop))?;
+                            (0..values).try_for_each(|_| link.next_value().map(drop))?;
                             link.fill(&mut answer)
                         })?;
                     }
@@ -456,11 +452,11 @@ impl Link {
 
     /// Reads a length and that many bytes; the length is checked first.
     pub fn value(&mut self) -> io::Result<Vec<u8>> {
-        self.settle()?;
-        self.unsettled_value()
+        self.read_owed()?;
+        self.next_value()
     }
 
-    fn unsettled_value(&mut self) -> io::Result<Vec<u8>> {
+    fn next_value(&mut self) -> io::Result<Vec<u8>> {
         let mut length = [0; 8];
         self.fill(&mut length)?;
         let length = u64::from_le_bytes(length);
@@ -473,9 +469,11 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Whether the server answers a wait with the values of its keys, if it is asked to.
-    pub fn sends_values(&self) -> bool {
-        self.is_own
+    /// Whether the server is ours, of a build that does more than PyTorch's. If its answer to the greeting has not come yet, it is
+    /// waited for; a time-out leaves a connection that can be used.
+    pub fn is_own(&mut self) -> io::Result<bool> {
+        self.read_owed()?;
+        Ok(self.is_own)
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
@@ -485,7 +483,7 @@ impl Link {
         request: &[u8],
         values: usize,
         mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
-    ) -> io::Result<Waited> {
+    ) -> io::Result<WaitOutcome> {
         self.send(request)?;
         let end = self.deadline;
         let stopped = loop {
@@ -495,9 +493,9 @@ impl Link {
             match self.take() {
                 Ok([WAIT_DONE]) => {
                     self.deadline = end;
-                    return self.values(values).map(Waited::Came);
+                    return self.values(values).map(WaitOutcome::Values);
                 }
-                Ok([WAIT_CANCELLED]) => return Ok(Waited::Late),
+                Ok([WAIT_CANCELLED]) => return Ok(WaitOutcome::TimedOut),
                 Ok([other]) => return Err(unexpected_wait(other)),
                 Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
                 Err(_) if end.has_passed() => break None,
@@ -511,20 +509,20 @@ impl Link {
         self.send(&[Op::CancelWait as u8])?;
         if let Some(error) = stopped {
             self.owed.push_back(Owed::Wait { values });
-            return Ok(Waited::Stopped(error));
+            return Ok(WaitOutcome::Stopped(error));
         }
         match self.take() {
             Ok([WAIT_DONE]) => {
                 // The keys have come at the last moment. The answer to the cancellation comes after the values.
                 let came = self.values(values)?;
                 self.owed.push_back(Owed::Wait { values: 0 });
-                Ok(Waited::Came(came))
+                Ok(WaitOutcome::Values(came))
             }
-            Ok([WAIT_CANCELLED]) => Ok(Waited::Late),
+            Ok([WAIT_CANCELLED]) => Ok(WaitOutcome::TimedOut),
             Ok([other]) => Err(unexpected_wait(other)),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 self.owed.push_back(Owed::Wait { values });
-                Ok(Waited::Late)
+                Ok(WaitOutcome::TimedOut)
             }
             Err(error) => Err(error),
         }
@@ -532,7 +530,7 @@ impl Link {
 
     /// The values after the answer to a wait.
     fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
-        self.rest(|link| (0..count).map(|_| link.unsettled_value()).collect())
+        self.rest(|link| (0..count).map(|_| link.next_value()).collect())
     }
 
     fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
@@ -571,6 +569,16 @@ impl Link {
     fn left(&self) -> io::Result<Duration> {
         let left = self.deadline.remaining();
         if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+/// Whether the server that answered the ping of a greeting with `echo` is ours; PyTorch's, and those of our earlier builds, return it
+/// as it was. None if it is no store's answer.
+fn is_own(echo: [u8; 4]) -> Option<bool> {
+    match u32::from_le_bytes(echo) {
+        OWN_ECHO => Some(true),
+        OWN_PING => Some(false),
+        _ => None,
     }
 }
 

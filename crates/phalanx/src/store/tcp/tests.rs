@@ -16,7 +16,9 @@ use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::key::JobKey;
 use crate::store::Store;
-use crate::wire::store::{Frame, MAGIC, MAX_COUNT, Op};
+use crate::wire::auth::TAG;
+use crate::wire::greeting::{CALL, Responder, StoreSecret};
+use crate::wire::store::{Frame, MAGIC, MAX_COUNT, MAX_VALUE, Op};
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -451,11 +453,11 @@ fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
         }
         Ok(())
     };
-    let found = store.exchange(&[("ours", b"1")], &["ours", "theirs"], soon(), &mut go_on).unwrap();
+    let found = store.set_and_get(&[("ours", b"1")], &["ours", "theirs"], soon(), &mut go_on).unwrap();
     assert_eq!(found, [b"1", b"2"]);
     assert!(watched >= 2, "{watched}");
     // Whoever does not want to go on gets the reason, and can use the connection again.
-    let stopped = store.exchange(&[], &["never"], soon(), &mut || Err(Error::aborted("enough")));
+    let stopped = store.set_and_get(&[], &["never"], soon(), &mut || Err(Error::aborted("enough")));
     assert!(stopped.unwrap_err().to_string().contains("enough"));
     let changes = [("rank/0", &b""[..], &b"me"[..]), ("world", b"", b"2"), ("rank/0", b"", b"other")];
     assert_eq!(store.multi_compare_set(&changes, soon()).unwrap(), [&b"me"[..], b"2", b"me"]);
@@ -481,4 +483,56 @@ fn a_server_of_pytorch_gets_no_request_that_it_does_not_know() {
     assert_eq!(store.get("key", soon()).unwrap(), b"v");
     let asked: Vec<Vec<u8>> = requests.iter().take(2).collect();
     assert_eq!(asked, [Op::Wait, Op::MultiGet].map(|op| Frame::new(op).keys(&["key"]).into_bytes()));
+}
+
+#[test]
+fn a_store_of_an_earlier_build_with_the_key_gets_no_request_that_it_does_not_know() {
+    let key = JobKey::generate().unwrap();
+    let secret = StoreSecret::new(&key);
+    let (asked, requests) = std::sync::mpsc::channel();
+    let server = foreign(move |mut stream| {
+        let mut call = [0; CALL];
+        stream.read_exact(&mut call).unwrap();
+        let responder = Responder::new(&secret, call, [7; 32]).unwrap();
+        stream.write_all(responder.answer()).unwrap();
+        let (mut proof, mut ping) = ([0; TAG], [0; 5]);
+        stream.read_exact(&mut proof).unwrap();
+        assert!(responder.proven(&secret, &proof));
+        stream.read_exact(&mut ping).unwrap();
+        stream.write_all(&ping[1..]).unwrap();
+        for answer in [&[0][..], &[1, 0, 0, 0, 0, 0, 0, 0, b'v']] {
+            let mut request = [0; 64];
+            let count = stream.read(&mut request).unwrap();
+            asked.send(request[..count].to_vec()).unwrap();
+            stream.write_all(answer).unwrap();
+        }
+    });
+    let store = TcpStore::connect_with_key(server, &key, soon()).unwrap();
+    assert_eq!(store.get("key", soon()).unwrap(), b"v");
+    let asked: Vec<Vec<u8>> = requests.iter().take(2).collect();
+    assert_eq!(asked, [Op::Wait, Op::MultiGet].map(|op| Frame::new(op).keys(&["key"]).into_bytes()));
+}
+
+#[test]
+fn many_changes_are_made_in_order_and_no_request_is_larger_than_the_cap() {
+    let server = serve();
+    let store = client(&server);
+    let large = vec![b'x'; 1 << 20];
+    store.set("large", &large, soon()).unwrap();
+    // The answers are more than both sides' buffers hold.
+    let changes: Vec<(&str, &[u8], &[u8])> = (0..40).map(|_| ("large", &b"no"[..], &large[..])).collect();
+    assert_eq!(store.multi_compare_set(&changes, soon()).unwrap(), vec![large; 40]);
+    let keys: Vec<String> = (0..3000).map(|number| format!("key {number}")).collect();
+    let changes: Vec<(&str, &[u8], &[u8])> =
+        keys.iter().map(|key| (&**key, &b""[..], key.as_bytes())).collect();
+    assert_eq!(
+        store.multi_compare_set(&changes, soon()).unwrap(),
+        keys.iter().map(String::as_bytes).collect::<Vec<_>>()
+    );
+    let longest = vec![0; MAX_VALUE];
+    let changes: Vec<(&str, &[u8], &[u8])> = (0..9).map(|_| ("more", &b""[..], &longest[..])).collect();
+    let error = store.multi_compare_set(&changes, soon()).unwrap_err();
+    assert!(error.to_string().contains("a request takes"), "{error}");
+    assert!(!store.check(&["more"], soon()).unwrap());
+    assert!(store.multi_compare_set(&[], soon()).unwrap().is_empty());
 }

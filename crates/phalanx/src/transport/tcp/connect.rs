@@ -94,15 +94,19 @@ fn build(
         // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
         // queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
-        let accepting = scope.spawn(move || {
+        let accept = move || {
             let outcome = accept(listener, &stopped, config, (own, secret), above, missing, deadline);
             drop(finish);
             outcome
-        });
+        };
+        let accepting =
+            thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept).map_err(
+                |error| Error::not_started("a thread that connects ranks could not be started", error),
+            )?;
         let connecting = exchange_addresses(config, host, listener, deadline).and_then(|addresses| {
             below.resize_with(config.rank.index(), Pair::default);
             dial_all(config, host, &addresses, (own, secret), below, deadline)?;
-            start_failure::watch(config, host, (&addresses, below), missing, &finished)?;
+            start_failure::watch(config, host, (&addresses, below), missing, &finished, deadline)?;
             Ok(addresses.into_iter().map(|address| address.host).collect())
         });
         if connecting.is_err() {

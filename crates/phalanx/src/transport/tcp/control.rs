@@ -3,12 +3,14 @@
 //! One thread watches all of them, even while no operation runs, so that a death is known before a rank waits for the
 //! dead one.
 
+use std::collections::HashSet;
 use std::io::{self, IoSlice};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
@@ -32,7 +34,12 @@ pub(crate) struct Monitor {
     thread: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
     health: Arc<Health>,
+    silent: Arc<SilentHosts>,
 }
+
+/// The hosts that have not answered the goodbye of one of a rank's groups: its other groups do not wait for them once more.
+#[derive(Debug, Default)]
+pub(crate) struct SilentHosts(Mutex<HashSet<String>>);
 
 /// How long a rank that leaves waits until the ranks on other hosts have read its goodbye: a few round trips, and packets that are
 /// sent again. A connection that is closed before is reset by the next heartbeat of the peer, and what has not arrived is lost.
@@ -73,6 +80,7 @@ impl Monitor {
         connections: Arc<Connections>,
         health: Arc<Health>,
         heartbeat: Heartbeat,
+        silent: Arc<SilentHosts>,
     ) -> Result<Self> {
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
@@ -98,7 +106,7 @@ impl Monitor {
                     error,
                 )
             })?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health })
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health, silent })
     }
 }
 
@@ -114,8 +122,19 @@ impl Drop for Monitor {
             self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
-        let grace = if self.health.has_failed() { FAILURE_GRACE } else { LEAVE_GRACE };
-        self.connections.leave(Deadline::after(grace));
+        let grace = match self.health.has_failed() {
+            // A rank that panics does not wait: the sooner the others notice, the better.
+            _ if std::thread::panicking() => Duration::ZERO,
+            true => FAILURE_GRACE,
+            false => LEAVE_GRACE,
+        };
+        let silent = self.silent.0.lock().clone();
+        let is_awaited = |peer| !silent.contains(self.health.host(peer));
+        let unanswered = self.connections.leave(Deadline::after(grace), is_awaited);
+        if !grace.is_zero() {
+            let hosts = unanswered.into_iter().map(|peer| self.health.host(peer).to_owned());
+            self.silent.0.lock().extend(hosts);
+        }
         self.connections.shut();
     }
 }
@@ -127,12 +146,15 @@ impl Connections {
         self.shut();
     }
 
-    /// Sends nothing more to the ranks on other hosts, and waits until they have done the same in answer to this rank's goodbye. From
-    /// then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a host there is
-    /// nothing to wait for: what is sent there has arrived.
-    fn leave(&self, deadline: Deadline) {
-        let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
-        finish(all.filter(|connection| !connection.is_within_host()).collect(), deadline);
+    /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
+    /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
+    /// host there is nothing to wait for: what is sent there has arrived. Returns those that have not answered by the deadline.
+    fn leave(&self, deadline: Deadline, is_awaited: impl Fn(Rank) -> bool) -> HashSet<Rank> {
+        let all = of(&self.control).chain(of(&self.data)).chain(of(&self.messages));
+        let far = all.filter(|(_, connection)| !connection.is_within_host());
+        let (awaited, others): (Vec<_>, Vec<_>) = far.partition(|(peer, _)| is_awaited(*peer));
+        others.into_iter().for_each(|(_, connection)| connection.finish_sending());
+        finish(awaited, deadline).into_iter().map(|(peer, _)| peer).collect()
     }
 
     /// `peer` has left, and reads nothing more: it waits until this rank sends nothing more.
@@ -159,19 +181,26 @@ impl Connections {
     }
 }
 
-/// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed.
-fn finish(mut open: Vec<&Connection>, deadline: Deadline) {
-    open.iter().for_each(|connection| connection.finish_sending());
+/// The connections to peers, of these by rank.
+fn of(connections: &[Option<Connection>]) -> impl Iterator<Item = (Rank, &Connection)> {
+    let ranks = (0..).map(Rank::new);
+    ranks.zip(connections).filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)))
+}
+
+/// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed. Returns
+/// those on which more may come.
+fn finish(mut open: Vec<(Rank, &Connection)>, deadline: Deadline) -> Vec<(Rank, &Connection)> {
+    open.iter().for_each(|(_, connection)| connection.finish_sending());
     loop {
-        open.retain(|connection| !connection.has_ended());
+        open.retain(|(_, connection)| !connection.has_ended());
         let remaining = deadline.remaining();
         if open.is_empty() || remaining.is_zero() {
-            return;
+            return open;
         }
         let mut fds: Vec<PollFd<'_>> =
-            open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
+            open.iter().map(|(_, connection)| PollFd::new(*connection, PollFlags::IN)).collect();
         if poll(&mut fds, Some(remaining)).is_err() {
-            return;
+            return open;
         }
     }
 }
@@ -216,7 +245,7 @@ mod tests {
                     Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
                 }
             }
-            finish(vec![&own], Deadline::after(Duration::from_secs(60)));
+            finish(vec![(Rank::MAIN, &own)], Deadline::after(Duration::from_secs(60)));
             drop(own);
             let all = reading.join().unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
@@ -230,11 +259,38 @@ mod tests {
         let ((own, _peer), (other, gone)) = (pair(), pair());
         drop(gone);
         let begun = Instant::now();
-        finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)));
+        let both = vec![(Rank::new(1), &own), (Rank::new(2), &other)];
+        let unanswered = finish(both, Deadline::after(Duration::from_millis(50)));
+        assert_eq!(unanswered.into_iter().map(|(peer, _)| peer.get()).collect::<Vec<_>>(), [1]);
         assert!(begun.elapsed() >= Duration::from_millis(50));
         // One that has gone is not waited for at all.
         let begun = Instant::now();
-        finish(vec![&other], Deadline::after(Duration::from_secs(3600)));
+        finish(vec![(Rank::new(2), &other)], Deadline::after(Duration::from_secs(3600)));
         assert!(begun.elapsed() < Duration::from_secs(600));
+    }
+
+    /// A connection between two addresses of this host, as between two hosts, whose peer never answers.
+    fn far() -> (Connection, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        own.set_nonblocking(true).unwrap();
+        (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn groups_of_one_rank_wait_once_for_a_host_that_does_not_answer() {
+        let silent = Arc::<SilentHosts>::default();
+        let begun = Instant::now();
+        for number in 0..8 {
+            let (control, _peer) = far();
+            let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
+            let hosts = vec!["here".into(), "there".into()];
+            let (silent, health) = (silent.clone(), Health::new(Rank::MAIN, hosts));
+            health.fail(Error::aborted(format!("failure {number}")));
+            drop(Monitor { stop: None, thread: None, connections: Arc::new(connections), health, silent });
+        }
+        assert_eq!(silent.0.lock().len(), 1);
+        // One wait after a failure takes one second.
+        assert!(begun.elapsed() < 7 * FAILURE_GRACE, "{:?}", begun.elapsed());
     }
 }

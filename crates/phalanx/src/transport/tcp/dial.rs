@@ -87,7 +87,8 @@ pub(super) fn dial(
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
         if backoff.is_longest() {
-            start_failure::check(config, host).map_err(|error| match error.peer() {
+            let until = deadline.at_most(start_failure::LAST_MESSAGE);
+            start_failure::check(config, host, until).map_err(|error| match error.peer() {
                 // The store has gone, and with it the rank that served it.
                 None if refusing.is_some() => start_failure::gone(peer, address),
                 _ => error,

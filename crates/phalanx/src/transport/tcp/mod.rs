@@ -32,7 +32,7 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 }
 pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
-pub(crate) use self::control::{Connections, Monitor};
+pub(crate) use self::control::{Connections, Monitor, SilentHosts};
 pub(crate) use self::start_failure::fail_start;
 pub(crate) use self::stop_probe::process_record;
 use self::stream::{Receiving, Sending};

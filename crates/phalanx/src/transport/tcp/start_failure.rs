@@ -25,7 +25,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(500);
 /// complete, while its accepting thread has not yet been scheduled to report this.
 const REFUSALS: u32 = 3;
 /// How long the store may take for this, even after the deadline: several round trips of a slow network, of which one may be lost.
-const LAST_MESSAGE: Duration = Duration::from_secs(5);
+pub(super) const LAST_MESSAGE: Duration = Duration::from_secs(5);
 
 /// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
 pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error {
@@ -43,9 +43,9 @@ pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error
     }
 }
 
-/// An error if a rank has reported one, or if the store has gone, because its host has then died.
-pub(super) fn check(config: &MeshConfig<'_>, host: &str) -> Result<()> {
-    let deadline = Deadline::after(LAST_MESSAGE);
+/// An error if a rank has reported one, or if the store has gone, because its host has then died. A store that has not answered at
+/// the deadline is only slow.
+pub(super) fn check(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<()> {
     let failed = config.store.check(&[KEY], deadline).and_then(|failed| match failed {
         true => config.store.get(KEY, deadline).map(Some),
         false => Ok(None),
@@ -91,19 +91,22 @@ pub(super) fn exchange(
             return Ok(());
         }
         looked = Instant::now();
-        check(config, host)?;
-        there = count_there(config, &names, there);
+        // One limit for all that is asked: the start's own ends on time, however slow the store is.
+        let until = deadline.at_most(LAST_MESSAGE);
+        check(config, host, until)?;
+        there = count_there(config, &names, there, until);
         if let Some((rank, _)) = keys.get(there) {
             reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
-            probe.check(*rank)?;
+            probe.check(*rank, until)?;
         }
         Ok(())
     };
-    let outcome = config.store.exchange(pairs, &names, deadline, &mut go_on);
+    let outcome = config.store.set_and_get(pairs, &names, deadline, &mut go_on);
     match outcome {
         Err(error) if error.is_timeout() && deadline.has_passed() => {
-            check(config, host)?;
-            let error = match keys.get(count_there(config, &names, there)) {
+            let until = Deadline::after(LAST_MESSAGE);
+            check(config, host, until)?;
+            let error = match keys.get(count_there(config, &names, there, until)) {
                 Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
                     .with_peer(*rank),
                 None => Error::timeout("not all ranks published their addresses in time"),
@@ -116,8 +119,7 @@ pub(super) fn exchange(
 
 /// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were
 /// before. If this has not changed, it takes one request; otherwise a binary search.
-fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize) -> usize {
-    let deadline = Deadline::after(LAST_MESSAGE);
+fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize, deadline: Deadline) -> usize {
     let are_there = |from: usize, to: usize| {
         keys.get(from..to).is_some_and(|keys| config.store.check(keys, deadline).unwrap_or(false))
     };
@@ -175,6 +177,7 @@ pub(super) fn watch(
     (addresses, below): (&[Address], &[Pair]),
     missing: &AtomicUsize,
     finished: &Receiver<()>,
+    deadline: Deadline,
 ) -> Result<()> {
     let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(config), Reminders::new());
     while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
@@ -182,14 +185,15 @@ pub(super) fn watch(
         for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
             pair.control.as_ref().map_or(Ok(()), |control| check_peer(peer, &address.host, control))?;
         }
-        check(config, host)?;
+        let until = deadline.at_most(LAST_MESSAGE);
+        check(config, host, until)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
         reminders.remind(|| {
             let host = &address.host;
             format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", config.rank)
         });
-        probe.check(Rank::new(peer as u32))?;
+        probe.check(Rank::new(peer as u32), until)?;
         // It listens until it is connected with this rank too. For it, this is a foreign connection that is closed
         // again.
         let probe = TcpStream::connect_timeout(&address.socket, LOOK);
@@ -248,7 +252,97 @@ mod tests {
             }
             let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
             let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            prop_assert_eq!(count_there(&config, &names, known.min(first)), first);
+            prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE)), first);
         }
+    }
+
+    /// A store that answers nothing in time, and remembers how long it was asked for.
+    #[derive(Debug, Default)]
+    struct Slow(parking_lot::Mutex<Vec<Deadline>>);
+
+    impl Slow {
+        fn late<T>(&self, deadline: Deadline) -> Result<T> {
+            self.0.lock().push(deadline);
+            Err(Error::timeout("it is slow"))
+        }
+    }
+
+    impl Store for Slow {
+        fn set(&self, _: &str, _: &[u8], deadline: Deadline) -> Result<()> {
+            self.late(deadline)
+        }
+
+        fn get(&self, _: &str, deadline: Deadline) -> Result<Vec<u8>> {
+            self.late(deadline)
+        }
+
+        fn wait(&self, _: &[&str], deadline: Deadline) -> Result<()> {
+            self.late(deadline)
+        }
+
+        fn check(&self, _: &[&str], deadline: Deadline) -> Result<bool> {
+            self.late(deadline)
+        }
+
+        fn add(&self, _: &str, _: i64, deadline: Deadline) -> Result<i64> {
+            self.late(deadline)
+        }
+
+        fn compare_set(&self, _: &str, _: &[u8], _: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+            self.late(deadline)
+        }
+
+        fn delete_key(&self, _: &str, deadline: Deadline) -> Result<bool> {
+            self.late(deadline)
+        }
+
+        fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+            self.late(deadline)
+        }
+
+        fn append(&self, _: &str, _: &[u8], deadline: Deadline) -> Result<()> {
+            self.late(deadline)
+        }
+
+        fn multi_get(&self, _: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+            self.late(deadline)
+        }
+
+        fn multi_set(&self, _: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+            self.late(deadline)
+        }
+
+        fn set_and_get(
+            &self,
+            _: &[(&str, &[u8])],
+            _: &[&str],
+            _: Deadline,
+            go_on: &mut dyn FnMut() -> Result<()>,
+        ) -> Result<Vec<Vec<u8>>> {
+            std::thread::sleep(LOOK);
+            go_on()?;
+            Err(Error::aborted("it was asked once"))
+        }
+    }
+
+    #[test]
+    fn a_store_that_is_slow_is_asked_no_longer_than_the_start_may_take() {
+        let store = Slow::default();
+        let config = MeshConfig {
+            store: &store,
+            rank: Rank::MAIN,
+            world: WorldSize::new(2).unwrap(),
+            generation: Generation(0),
+            interface: Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+        };
+        let deadline = Deadline::after(2 * LOOK);
+        let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
+        assert!(error.to_string().contains("asked once"), "{error}");
+        let asked = store.0.into_inner();
+        // Whether a rank has failed, who is there, and which process the missing one is.
+        assert_eq!(asked.len(), 3);
+        assert!(asked.iter().all(|until| *until <= deadline), "{asked:?}");
     }
 }

@@ -59,8 +59,8 @@ impl<'a> StopProbe<'a> {
         Self { config, own: process::own(), suspect: None }
     }
 
-    /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds.
-    pub(super) fn check(&mut self, rank: Rank) -> Result<()> {
+    /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds. The store is asked until `deadline`.
+    pub(super) fn check(&mut self, rank: Rank, deadline: Deadline) -> Result<()> {
         let timeout = self.config.heartbeat.timeout;
         if timeout.is_zero() {
             return Ok(());
@@ -71,7 +71,7 @@ impl<'a> StopProbe<'a> {
         };
         let suspect = self.suspect.insert(suspect);
         if suspect.record.is_none() {
-            suspect.record = read_record(self.config.store, rank);
+            suspect.record = read_record(self.config.store, rank, deadline);
         }
         let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
         let stop = process::stop(self.own, *peer);
@@ -83,7 +83,7 @@ impl<'a> StopProbe<'a> {
 
     /// A better error for the silence of `rank`, if it is stopped now; else `error`.
     pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
-        match read_record(self.config.store, rank) {
+        match read_record(self.config.store, rank, Deadline::after(ANSWER)) {
             Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
                 stopped(rank, &host, peer)
             }
@@ -93,8 +93,8 @@ impl<'a> StopProbe<'a> {
 }
 
 /// What `rank` has published, if it has. That the store does not answer is reported elsewhere.
-fn read_record(store: &dyn Store, rank: Rank) -> Option<ProcessRecord> {
-    let (key, deadline) = (key(rank), Deadline::after(ANSWER));
+fn read_record(store: &dyn Store, rank: Rank, deadline: Deadline) -> Option<ProcessRecord> {
+    let key = key(rank);
     let is_there = store.check(&[&key], deadline).unwrap_or(false);
     let bytes = if is_there { store.get(&key, deadline).ok() } else { None };
     postcard::from_bytes(&bytes?).ok()
