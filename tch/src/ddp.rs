@@ -69,6 +69,8 @@ pub struct Ddp {
     broadcast_buffers: bool,
     /// The loaded state of a hook that is not registered yet.
     hook_state: Option<HookState>,
+    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
+    expects_hook: bool,
     /// The weights of the passes since the last synchronised one.
     accumulated: Accumulated,
 }
@@ -103,6 +105,7 @@ impl Ddp {
             buffers_stale: false,
             broadcast_buffers: options.broadcast_buffers,
             hook_state: None,
+            expects_hook: false,
             accumulated: Accumulated::Nothing,
         };
         if ddp.sink.is_some() {

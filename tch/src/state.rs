@@ -133,10 +133,13 @@ impl<T> TrainState<T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
-        let hook = self.ddp.hook_state()?;
+        let (hook, is_expected) = (self.ddp.hook_state()?, self.ddp.expects_hook());
         self.ddp = self.ddp.again(handle, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        if is_expected {
+            self.ddp.expect_hook();
+        }
         Ok(self)
     }
 
@@ -276,7 +279,10 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// If the checkpoint is of another model or optimizer ([`is_mismatch`](phalanx::Error::is_mismatch)), or its `progress`
     /// is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
-        self.read(saved)
+        if !self.read(saved)? {
+            self.ddp.expect_hook();
+        }
+        Ok(())
     }
 
     /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
@@ -284,7 +290,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// # Errors
     /// If the ranks' models differ: the hook lets ranks train by themselves.
     fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
-        let Some(hook) = self.ddp.hook_state()? else { return Ok(None) };
+        let Some(hook) = self.ddp.hook_state()?.filter(|hook| !hook.is_empty()) else { return Ok(None) };
         if !self.ddp.replicas_identical()? {
             return Err(Error::invalid_argument(format!(
                 "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
@@ -330,8 +336,8 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         writer.value("progress", &self.progress)
     }
 
-    /// Everything is read before anything is changed.
-    fn read(&mut self, reader: &impl StateReader) -> Result<()> {
+    /// Returns whether a communication hook's state was there. Everything is read before anything is changed.
+    fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
         let (steps, progress) = (reader.value("steps")?, reader.value("progress")?);
         let saved: Vec<ParameterSpec> = reader.value("model")?;
         let here = Inventory::specs(self.ddp.state());
@@ -353,6 +359,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         };
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
+        let has_hook = hook.is_some();
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
         state.into_iter().try_for_each(|(one, elements)| tensors::write_elements(&one.tensor, elements))?;
@@ -361,7 +368,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok(())
+        Ok(has_hook)
     }
 
     /// How many steps the saved averager had done. An error if only this state has one, or only the saved state.
@@ -431,7 +438,7 @@ impl<T: Serialize + DeserializeOwned> State for TrainState<T> {
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {
-        self.read(parts)
+        self.read(parts).map(drop)
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {

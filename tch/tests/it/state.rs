@@ -1,8 +1,10 @@
 //! Checkpoints.
 
-use phalanx::ProcessGroup;
 use phalanx::checkpoint::Checkpoints;
-use phalanx::reducer::hooks::{PostLocalSgd, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{
+    AllReduce, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+};
+use phalanx::{Communicator, ProcessGroup, Rank, Result};
 use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -36,7 +38,7 @@ impl Training {
         Self { state: self.state.with_group(group).unwrap(), ..self }
     }
 
-    fn loss(&mut self, step: usize) -> phalanx::Result<Tensor> {
+    fn loss(&mut self, step: usize) -> Result<Tensor> {
         let from = 10 * step + 4 * self.state.ddp.rank().index();
         let (x, y) = samples(from, from + 4);
         let Self { model, norm, state } = self;
@@ -296,6 +298,21 @@ fn another_hook_is_refused_unless_the_state_is_discarded() {
         let mut another = compressed(&start, &group);
         let error = another.state.resume(&checkpoints).unwrap_err().to_string();
         assert!(error.contains("no communication hook"), "{error}");
+        drop(another);
+        // In the other order too, also after a change of the group, unless the program says so.
+        let mut anew = Training::like(&start, &group);
+        assert!(anew.state.resume(&checkpoints).unwrap());
+        anew.state.ddp.discard_hook_state();
+        anew.state.ddp.register_comm_hook(power_sgd()).unwrap();
+        anew.train(6..7);
+        drop(anew);
+        let mut late = Training::like(&start, &group);
+        assert!(late.state.resume(&checkpoints).unwrap());
+        let state = late.state.with_options(DdpOptions::default()).unwrap();
+        late = Training { state, ..late };
+        let error = late.state.ddp.register_comm_hook(power_sgd()).unwrap_err();
+        assert!(error.to_string().contains("no communication hook"), "{error}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("discard_hook_state")), "{error}");
     });
 }
 
@@ -339,4 +356,70 @@ fn local_sgd_goes_on_from_the_step_of_its_checkpoint() {
         training.parameters()
     });
     assert_eq!(resumed, expected);
+}
+
+/// Multiplies gradients by the number of the step, which it keeps as a tensor, from its first step on.
+#[derive(Default)]
+struct Growing(Option<f32>);
+
+impl CommHook for Growing {
+    fn describe(&self) -> String {
+        "growing".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, mut bucket: GradBucket) -> Result<Pending> {
+        let step = self.0.get_or_insert(0.0);
+        *step += f32::from(u8::from(bucket.index == 0));
+        bucket.buffer.as_mut_slice::<f32>()?.iter_mut().for_each(|element| *element *= *step);
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        self.0.iter().fold(HookState::default(), |state, step| state.common("step", 0, vec![*step]))
+    }
+
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        self.0 = state.take("step").remove(&0).map(|step| step[0]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let new = |group: &ProcessGroup| {
+        let mut training = Training::like(&start, group);
+        training.state.ddp.register_comm_hook(Growing::default()).unwrap();
+        training
+    };
+    let expected = run(2, |group| {
+        let mut training = new(&group);
+        training.train(0..6);
+        training.parameters()
+    });
+    for saved_after in [0, 3] {
+        let folder = tempfile::tempdir().unwrap();
+        let resumed = run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = new(&group);
+            training.train(0..saved_after);
+            training.state.checkpoint(&checkpoints).unwrap();
+            checkpoints.finish().unwrap();
+            // One that has gone further, and one that has not begun.
+            training.train(saved_after..saved_after + 2);
+            assert!(training.state.resume(&checkpoints).unwrap());
+            training.train(saved_after..6);
+            let mut again = new(&group);
+            assert!(again.state.resume(&checkpoints).unwrap());
+            again.train(saved_after..6);
+            [training.parameters(), again.parameters()]
+        });
+        for rank in resumed {
+            assert_eq!(rank, [expected[0].clone(), expected[0].clone()], "after {saved_after} steps");
+        }
+    }
 }
