@@ -31,8 +31,8 @@ use crate::{Ddp, device, read_back};
 /// All ranks call them together. The tensor is on any device that this build knows, from which it is read back if need be, and
 /// the result is on the same device.
 ///
-/// **Gradients flow through [`all_gather`](Self::all_gather) alone.** The others refuse a tensor that is part of a graph: for its
-/// value, as in a log, call `detach` first; a layer that is divided among ranks is made of the operations of
+/// **Gradients flow through [`all_gather`](Self::all_gather) alone.** The others refuse a tensor that is part of a graph, and all but
+/// `broadcast` refuse a parameter that needs a gradient: for its value, as in a log, call `detach` first; a layer that is divided among ranks is made of the operations of
 /// [`TensorGroup`](crate::parallel::tensor::TensorGroup).
 ///
 /// # Errors
@@ -124,7 +124,10 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
     }
 
     fn broadcast(self, group: &ProcessGroup, root: Rank) -> Result<Self> {
-        refuse_graph(&self, "broadcast")?;
+        // A leaf, such as a parameter whose value is broadcast, is no result that a loss goes through.
+        if !is_leaf(&self) {
+            refuse_graph(&self, "broadcast")?;
+        }
         let (local, buffer) = local(self, group, copied)?;
         local.tensor(&group.broadcast_async(buffer, root)?.wait()?, local.shape)
     }
@@ -215,10 +218,14 @@ fn as_tracked<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> Opti
     (tensor as &dyn Any).downcast_ref::<Tensor<D>>().filter(|tensor| tensor.is_tracked()).cloned()
 }
 
+/// Whether `tensor` needs a gradient and is the result of nothing.
+fn is_leaf<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> bool {
+    as_tracked(tensor).is_some_and(|tensor| tensor.is_require_grad())
+}
+
 /// An error if `tensor` is part of a graph, in which the collective `name` would have no gradient.
 fn refuse_graph<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>, name: &str) -> Result<()> {
-    // A leaf, such as a parameter whose value is broadcast, is no result that a loss goes through.
-    if as_tracked(tensor).is_none_or(|tensor| tensor.is_require_grad()) {
+    if as_tracked(tensor).is_none() {
         return Ok(());
     }
     Err(Error::invalid_argument(format!(

@@ -88,6 +88,8 @@ pub struct Ddp<M> {
     packed_weights: Packed,
     /// The loaded state of a hook that is not registered yet.
     hook_state: Option<HookState>,
+    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
+    expects_hook: bool,
 }
 
 impl<M: Module> Ddp<M> {
@@ -115,7 +117,7 @@ impl<M: Module> Ddp<M> {
                     .inspect_err(|error| group.abort(error.clone()))?
             }
         };
-        let model = inventory.ties.hold(model);
+        let model = inventory.ties.retie(model);
         Ok(Self {
             model: Some(model),
             inventory,
@@ -131,6 +133,7 @@ impl<M: Module> Ddp<M> {
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
             hook_state: None,
+            expects_hook: false,
         })
     }
 
@@ -295,7 +298,7 @@ impl<M: Module> Ddp<M> {
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
-        self.model = model.map(|model| self.inventory.ties.hold(model));
+        self.model = model.map(|model| self.inventory.ties.retie(model));
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {

@@ -4,7 +4,7 @@
 //! an optimizer gives the gradient of an id to the first place alone, and whatever replaces tensors makes one for each place. Autodiff then
 //! takes the places for several tensors, and of several gradients under one id Burn keeps the last.
 //!
-//! So each change of a module that is trained here ends with [`Ties::hold`]: the tensor of the first place is that of all, in memory
+//! So each change of a module that is trained here ends with [`Ties::retie`]: the tensor of the first place is that of all, in memory
 //! and in the graph.
 
 use std::collections::HashMap;
@@ -27,14 +27,25 @@ impl Ties {
     /// If a parameter that needs a gradient has another shape, type or value in a second place, or needs none there, with the names of
     /// both; or if its elements cannot be read.
     pub fn of<M: Module>(module: &M) -> Result<Self> {
-        let mut finder = Finder { path: Vec::new(), first: HashMap::new(), tied: false, outcome: Ok(()) };
+        Self::found(module, false)
+    }
+
+    /// An error as of [`of`](Self::of), also for parameters that need a gradient nowhere: where a parameter is kept once, its places must
+    /// not differ.
+    pub fn check_frozen<M: Module>(module: &M) -> Result<()> {
+        Self::found(module, true).map(|_| ())
+    }
+
+    fn found<M: Module>(module: &M, with_frozen: bool) -> Result<Self> {
+        let (path, first) = (Vec::new(), HashMap::new());
+        let mut finder = Finder { path, first, with_frozen, tied: false, outcome: Ok(()) };
         module.visit(&mut finder);
         finder.outcome.map(|()| Self(finder.tied))
     }
 
     /// `module` with the tensor of its first place in every place of a parameter. It costs nothing without tied weights.
-    pub fn hold<M: Module>(self, module: M) -> M {
-        if self.0 { module.map(&mut Holder { first: HashMap::new() }) } else { module }
+    pub fn retie<M: Module>(self, module: M) -> M {
+        if self.0 { module.map(&mut Retie { first: HashMap::new() }) } else { module }
     }
 
     /// Whether there are any.
@@ -56,6 +67,8 @@ struct Place {
 struct Finder {
     path: Vec<String>,
     first: HashMap<ParamId, Place>,
+    /// Whether what is frozen in both places is compared too.
+    with_frozen: bool,
     tied: bool,
     outcome: Result<()>,
 }
@@ -116,19 +129,20 @@ impl ModuleVisitor for Finder {
             return;
         };
         // What is frozen in both places, as running statistics are, does not change by steps.
-        if self.outcome.is_ok() && (first.needs_gradient || tensor.is_require_grad()) {
+        let is_trained = first.needs_gradient || tensor.is_require_grad();
+        if self.outcome.is_ok() && (is_trained || self.with_frozen) {
             self.outcome = self.compare(first, tensor);
-            self.tied = true;
+            self.tied |= is_trained;
         }
     }
 }
 
 /// Gives each place of a parameter the tensor of the first.
-struct Holder {
+struct Retie {
     first: HashMap<ParamId, DispatchTensor>,
 }
 
-impl ModuleMapper for Holder {
+impl ModuleMapper for Retie {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if !param.is_require_grad() {
             return param;

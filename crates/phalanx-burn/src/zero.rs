@@ -12,7 +12,7 @@ use crate::Ddp;
 use crate::gradients::Synced;
 use crate::optimizer;
 use crate::parameters::Parameter;
-use crate::state::moments;
+use crate::state::{Begun, moments};
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
 /// parameters, receives the averages of their gradients, updates them, and sends them to the others. PyTorch's
@@ -145,7 +145,7 @@ impl ZeroRedundancyOptimizer {
             parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
         };
         let model = (ddp.model(), ddp.parameters());
-        self.inner = moments::load(&self.inner, model, saved, (indexes, name), is_own)?;
+        self.inner = moments::load(&self.inner, model, saved, Begun::Unknown, (indexes, name), is_own)?;
         Ok(())
     }
 

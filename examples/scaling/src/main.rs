@@ -8,6 +8,7 @@
 //! PHALANX_TRACE=trace.json cargo run --release -p scaling # also: how much of the communication is hidden
 //! cargo run --release -p scaling -- --view                # gradients stay in their buckets
 //! cargo run --release -p scaling -- --horovod             # also: the same steps by Horovod's DistributedOptimizer
+//! cargo run --release -p scaling -- --weighted            # also: the same steps by Ddp::backward_weighted
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
 //! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
 //! cargo run --release -p scaling --features cuda -- --device cuda # on GPUs
@@ -74,6 +75,9 @@ struct Options {
     /// Let the same steps be averaged by name, too, by Horovod's DistributedOptimizer, in turns with the others
     #[arg(long)]
     horovod: bool,
+    /// Let the same steps be averaged by weight, too, by Ddp::backward_weighted, in turns with the others
+    #[arg(long)]
+    weighted: bool,
     /// On which kind of device: flex; with the feature of that name, cuda or wgpu; with the feature tch, libtorch
     #[arg(long, default_value = "flex", conflicts_with_all = ["memory", "parallel"])]
     device: Kind,
@@ -125,6 +129,11 @@ struct Figures {
     horovod_ms: Option<f64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     horovod_ratio: Option<f64>,
+    /// Two ranks, by Ddp::backward_weighted, and beside `step_ms`; only if they were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weighted_ms: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weighted_ratio: Option<f64>,
     /// Only if a trace was asked for.
     #[serde(flatten, default, skip_deserializing)]
     overlap: Option<Overlap>,
@@ -175,6 +184,8 @@ struct Trainer<M> {
     ddp: Ddp<M>,
     optimizer: ModuleOptimizer,
     device: Device,
+    /// By how much this rank counts, if not as all others.
+    weight: Option<f64>,
 }
 
 impl<M: Subject> Trainer<M> {
@@ -184,6 +195,7 @@ impl<M: Subject> Trainer<M> {
             ddp: Ddp::with_options(M::new(&device), group, options)?,
             optimizer: AdamWConfig::new().init(),
             device,
+            weight: None,
         })
     }
 
@@ -193,7 +205,10 @@ impl<M: Subject> Trainer<M> {
         self.device.sync()?;
         let start = Instant::now();
         let loss = self.ddp.forward(|model| model.loss(input))?;
-        let gradients = self.ddp.backward(&loss)?;
+        let gradients = match self.weight {
+            None => self.ddp.backward(&loss)?,
+            Some(weight) => self.ddp.backward_weighted(&loss, weight)?,
+        };
         self.ddp.step(&mut self.optimizer, LEARNING_RATE, gradients)?;
         self.device.sync()?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
@@ -206,11 +221,15 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
     let devices = options.device.devices()?;
     let number = group.local_rank() as usize % devices.len().max(1);
     let device = devices.get(number).context("this host has no such device")?;
-    let mut together = Trainer::<M>::new(group, device, ddp)?;
+    let mut together = Trainer::<M>::new(group, device, ddp.clone())?;
+    let mut by_weight = if options.weighted { Some(Trainer::<M>::new(group, device, ddp)?) } else { None };
+    if let Some(by_weight) = &mut by_weight {
+        by_weight.weight = Some(M::BATCH as f64);
+    }
     let mut apart = Trainer::<M>::new(&ProcessGroup::alone()?, device, DdpOptions::default())?;
     let mut by_name = if options.horovod { Some(Named::<M>::new(group, device)?) } else { None };
     let began = overlap::now();
-    let [mut step, mut independent, mut alone, mut named] = [const { Vec::new() }; 4];
+    let [mut step, mut independent, mut alone, mut named, mut weighted] = [const { Vec::new() }; 5];
     for round in 0..WARM_UP + options.steps {
         // What comes behind the step of one process alone, in which the other rank's processor was idle, is slower.
         for is_together in [round % 2 == 0, round % 2 != 0] {
@@ -219,6 +238,10 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
                 true => step.push(together.step()?),
                 false => independent.push(apart.step()?),
             }
+        }
+        if let Some(by_weight) = &mut by_weight {
+            group.barrier()?;
+            weighted.push(by_weight.step()?);
         }
         if let Some(by_name) = &mut by_name {
             group.barrier()?;
@@ -237,6 +260,7 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         Ok(medians.iter().sum::<f64>() / medians.len() as f64)
     };
     let horovod_ms = if by_name.is_some() { Some(mean(named.split_off(WARM_UP))?) } else { None };
+    let weighted_ms = if by_weight.is_some() { Some(mean(weighted.split_off(WARM_UP))?) } else { None };
     let mut slower = independent.split_off(WARM_UP);
     let (step_ms, independent_ms) = (mean(step.split_off(WARM_UP))?, mean(slower.clone())?);
     group.all_reduce(&mut slower, ReduceOp::Max)?;
@@ -251,6 +275,8 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
         samples_per_s: 1e3 * f64::from(RANKS) * M::BATCH as f64 / step_ms,
         horovod_ms,
         horovod_ratio: horovod_ms.map(|horovod| horovod / step_ms),
+        weighted_ms,
+        weighted_ratio: weighted_ms.map(|weighted| weighted / step_ms),
         overlap: Overlap::since(began, group)?,
     })
 }
@@ -280,11 +306,13 @@ fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
         }
         None => println!("        -        -"),
     }
-    if let (Some(horovod_ms), Some(ratio)) = (figures.horovod_ms, figures.horovod_ratio) {
-        println!(
-            "{:16} two ranks by Horovod's DistributedOptimizer: {horovod_ms:.0} ms, {ratio:.3} times Ddp's",
-            ""
-        );
+    for (how, ms, ratio) in [
+        ("Horovod's DistributedOptimizer", figures.horovod_ms, figures.horovod_ratio),
+        ("Ddp::backward_weighted", figures.weighted_ms, figures.weighted_ratio),
+    ] {
+        if let (Some(ms), Some(ratio)) = (ms, ratio) {
+            println!("{:16} two ranks by {how}: {ms:.0} ms, {ratio:.3} times Ddp::backward's", "");
+        }
     }
     Ok(())
 }

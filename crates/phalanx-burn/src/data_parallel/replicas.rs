@@ -47,7 +47,7 @@ impl<M: Module> Replicas<M> {
         let model = model.fork(main);
         model.visit(&mut Initialiser);
         let ties = Ties::of(&model)?;
-        let model = Some(ties.hold(model));
+        let model = Some(ties.retie(model));
         let scope: Scope = Box::new(|_, work| work());
         Ok(Self {
             model,
@@ -86,7 +86,7 @@ impl<M: Module> Replicas<M> {
         let gradients = gradients.of(&self.token)?;
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
-        self.model = model.map(|model| self.ties.hold(model));
+        self.model = model.map(|model| self.ties.retie(model));
         Ok(())
     }
 
@@ -118,7 +118,7 @@ impl<M: Module> Replicas<M> {
                     0 => module,
                     _ => {
                         let copier = &mut Copier { device: &devices[number], moved };
-                        within(scope, number, || ties.hold(module.map(copier)))
+                        within(scope, number, || ties.retie(module.map(copier)))
                     }
                 };
                 Replica { number, module }

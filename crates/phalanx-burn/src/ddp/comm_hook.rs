@@ -14,20 +14,32 @@ impl<M: Module> Ddp<M> {
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
     ///
     /// # Errors
-    /// On every rank, if the hooks differ, or the loaded state is that of another hook.
+    /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
+    /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         sink.call(|reducer| reducer.register_hook(Box::new(hook)))?;
-        if let Some(state) = self.hook_state.take() {
-            sink.call(|reducer| reducer.load_hook_state(state).map_err(with_remedy))?;
-        }
-        Ok(())
+        let (state, is_expected) = (self.hook_state.take(), std::mem::take(&mut self.expects_hook));
+        sink.call(|reducer| match state {
+            Some(state) => reducer.load_hook_state(state).map_err(with_remedy),
+            None if is_expected => fits(&reducer.hook_state()?, None),
+            None => Ok(()),
+        })
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training goes on with another hook,
-    /// or with none. All ranks call it together.
+    /// or with none; and lets a hook begin anew that the loaded checkpoint lacks. All ranks call it together.
     pub fn discard_hook_state(&mut self) {
-        self.hook_state = None;
+        (self.hook_state, self.expects_hook) = (None, false);
+    }
+
+    /// A checkpoint without the state of a hook has been loaded: a hook that is registered from now on must keep none.
+    pub(crate) fn expect_hook(&mut self) {
+        self.expects_hook = true;
+    }
+
+    pub(crate) fn expects_hook(&self) -> bool {
+        self.expects_hook
     }
 
     /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used, because this is a world of
@@ -47,20 +59,7 @@ impl<M: Module> Ddp<M> {
             Some(sink) => sink.with_reducer(|reducer| reducer.hook_state())?,
             None => HookState::default(),
         };
-        if here.hook().is_empty() {
-            return Ok(()); // A hook that is registered later takes it.
-        }
-        match state {
-            Some(state) if state.hook() == here.hook() => Ok(()),
-            other if here.is_empty() && other.is_none_or(HookState::is_empty) => Ok(()),
-            other => {
-                let saved = other.map_or("no communication hook", HookState::hook);
-                Err(with_remedy(Error::mismatch(format!(
-                    "the saved state is that of {saved}, and the communication hook here is {}",
-                    here.hook()
-                ))))
-            }
-        }
+        fits(&here, state) // If no hook is here, one that is registered later takes it.
     }
 
     /// Lets the hook go on from `state`, which [`check_hook`](Self::check_hook) has accepted; or, if none that keeps a state is
@@ -90,6 +89,21 @@ impl<M: Module> Ddp<M> {
             (None, _) | (_, None) => Ok(()),
         }
     }
+}
+
+/// An error if the hook whose state is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
+/// nothing to go on from.
+fn fits(here: &HookState, saved: Option<&HookState>) -> Result<()> {
+    let is_same = saved.is_some_and(|saved| saved.hook() == here.hook());
+    let nothing = here.is_empty() && saved.is_none_or(HookState::is_empty);
+    if here.hook().is_empty() || is_same || nothing {
+        return Ok(());
+    }
+    let saved = saved.map_or("no communication hook", HookState::hook);
+    Err(with_remedy(Error::mismatch(format!(
+        "the saved state is that of {saved}, and the communication hook here is {}",
+        here.hook()
+    ))))
 }
 
 fn with_remedy(error: Error) -> Error {

@@ -96,7 +96,7 @@ impl<M: Module> Ddp<M> {
     /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
-        self.model = self.model.take().map(|model| self.inventory.ties.hold(change(model)));
+        self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 
     fn settle(&mut self, engine: Engine<M>) {

@@ -28,7 +28,7 @@ impl<M: Module> Ddp<M> {
         self.waited_since(begin);
         // Moved and not cloned, so that parameters are written in place.
         let model = self.model.take().map(|model| self.packed_weights.unpack(model, weights));
-        self.model = model.map(|model| self.inventory.ties.hold(model));
+        self.model = model.map(|model| self.inventory.ties.retie(model));
         Ok(())
     }
 
@@ -90,7 +90,7 @@ impl<M: Module> Ddp<M> {
         let model = self.model().clone();
         let group = self.group.in_call(Caller::Join);
         let model = replicas::from_rank(model, &group, root, Select::All)?;
-        self.model = Some(self.inventory.ties.hold(model));
+        self.model = Some(self.inventory.ties.retie(model));
         self.buffers_stale = false;
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
         Ok(())
@@ -127,7 +127,7 @@ impl<M: Module> Ddp<M> {
         self.model = sink.with_reducer(|reducer| {
             let others = |index| reducer.parameter(index).ok().filter(|_| !reducer.owns(index));
             let model = model.map(|model| parameters::replaced(model, indices, others));
-            let model = model.map(|model| self.inventory.ties.hold(model));
+            let model = model.map(|model| self.inventory.ties.retie(model));
             if self.gradient_as_bucket_view {
                 reducer.release();
             }

@@ -18,7 +18,7 @@ use crate::ddp::held;
 use crate::optimizer::OptimizerState;
 use crate::parameters::{Inventory, Select};
 use crate::replicas;
-use crate::state::{model, moments};
+use crate::state::{Begun, model, moments};
 
 /// A model, its optimizer with its state, and other `progress` of the program, of any type that serde can serialize: what
 /// [`phalanx_horovod::elastic`] commits, goes back to, and gives to workers that are new. Horovod's
@@ -75,7 +75,7 @@ impl<M: Module, T> ModelState<M, T> {
     /// If no parameter of the model needs a gradient, or it is on a device without autodiff, or on one that this build does not know.
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
         let inventory = Inventory::of(&model)?;
-        let model = inventory.ties.hold(model);
+        let model = inventory.ties.retie(model);
         Ok(Self { model: Some(model), optimizer, progress, inventory, group: None })
     }
 
@@ -129,7 +129,7 @@ impl<M: Module, T> ModelState<M, T> {
     pub fn apply(&mut self, learning_rate: impl Into<ModuleLearningRate>, gradients: GradientsParams) {
         let optimizer = &mut self.optimizer;
         let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
-        self.model = model.map(|model| self.inventory.ties.hold(model));
+        self.model = model.map(|model| self.inventory.ties.retie(model));
     }
 }
 
@@ -163,10 +163,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
         let parts = (["optimizer".to_owned()], "optimizer");
         let elements = model::read(&self.inventory.state, reader, "model")?;
         let model = (self.model(), self.inventory.state.as_slice());
-        let optimizer = moments::load(&self.optimizer, model, reader, parts, |_| true)?;
+        let optimizer = moments::load(&self.optimizer, model, reader, Begun::Unknown, parts, |_| true)?;
         self.settle_buffers();
         let model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
-        self.model = model.map(|model| self.inventory.ties.hold(model));
+        self.model = model.map(|model| self.inventory.ties.retie(model));
         (self.optimizer, self.progress) = (optimizer, progress);
         Ok(())
     }

@@ -280,7 +280,7 @@ impl DistributedOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> M {
-        self.inventory.ties.hold(self.optimizer.step(learning_rate, model, gradients))
+        self.inventory.ties.retie(self.optimizer.step(learning_rate, model, gradients))
     }
 
     /// Waits for the gradients, and lets the optimizer change the model by them.
@@ -330,7 +330,7 @@ impl DistributedOptimizer {
         let model = parameters::replaced(model, indices, |index| {
             parameters.get(index)?.as_ref().map(Buffer::as_bytes)
         });
-        Ok(self.inventory.ties.hold(model))
+        Ok(self.inventory.ties.retie(model))
     }
 
     /// Burn's optimizer, with its state: to save it.

@@ -8,7 +8,7 @@ use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::optimizer::OptimizerState;
 use crate::parameters::{self, Inventory, Select};
-use crate::state::fit;
+use crate::state::{Begun, fit};
 use crate::tensor_bytes;
 
 /// The most bytes of an optimizer's state.
@@ -21,7 +21,11 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 /// If the ranks' models differ, with the name of the first tensor that does; and as a collective.
 #[doc(alias = "hvd.broadcast_parameters")]
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
-    let Inventory { state: names, ties, .. } = Inventory::of(&model)?;
+    let Inventory { state: names, ties, buffers, .. } = Inventory::of(&model)?;
+    if !buffers.is_empty() {
+        // Running state defers the last forward pass's update, which would overwrite the root's.
+        drop(model.valid());
+    }
     let mut flying = Vec::with_capacity(names.len());
     let values = or_shut_down(hvd, parameters::read(&model, Select::All))?;
     for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
@@ -35,7 +39,7 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
         let tensor = handle.synchronize()?;
         data.push(tensor_bytes::tensor_data(tensor.as_bytes(), &parameter.shape, parameter.dtype));
     }
-    Ok(ties.hold(parameters::write(model, Select::All, data)))
+    Ok(ties.retie(parameters::write(model, Select::All, data)))
 }
 
 /// `optimizer` with the state that rank `root`'s has of `model`. All ranks call it.
@@ -65,9 +69,12 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.rank() == root {
         return Ok(optimizer.clone());
     }
-    let state = OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec()))?;
-    fit::check(optimizer, (model, &parameters), &state.index())?;
-    state.load(optimizer, &parameters)
+    let state =
+        OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec())).and_then(|state| {
+            fit::check(optimizer, (model, &parameters), &state.index(), Begun::Unknown)?;
+            state.load(optimizer, &parameters)
+        });
+    or_shut_down(hvd, state)
 }
 
 /// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.
@@ -91,7 +98,7 @@ pub fn allreduce<const D: usize>(
     Ok(Tensor::from_data(data, (&device, dtype)))
 }
 
-/// What was `read` of this rank's device. An error ends the job: the other ranks wait for it.
+/// What this rank has `read`. An error ends the job: the other ranks wait for this one.
 fn or_shut_down<T>(hvd: &Horovod, read: Result<T>) -> Result<T> {
     read.inspect_err(|_| hvd.shutdown())
 }

@@ -18,7 +18,7 @@ use crate::Ddp;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{Parameter, Select};
 use crate::state::model::{self, Entry};
-use crate::state::{Layout, fit};
+use crate::state::{Begun, Layout, fit};
 use crate::{read_back, tensor_bytes};
 
 /// What the tensors of a rank's part are called in the whole model.
@@ -276,7 +276,7 @@ impl ShardedState {
                 state.paths.push((index, parameter.name.clone()));
             }
         }
-        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index())?;
+        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index(), Begun::Unknown)?;
         *optimizer = state.load(optimizer, ddp.parameters())?;
         // Deferred updates of forward passes would overwrite the loaded values.
         ddp.settle_buffers();

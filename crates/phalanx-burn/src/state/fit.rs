@@ -12,7 +12,7 @@ use phalanx::{Error, Result};
 
 use super::storage::Layout;
 use crate::optimizer::{Key, OptimizerState, RANK, own_dimensions, unknown};
-use crate::parameters::Parameter;
+use crate::parameters::{Inventory, Parameter};
 
 /// What an error names of each kind; it counts the rest.
 const MAX_NAMED: usize = 4;
@@ -20,8 +20,23 @@ const MAX_NAMED: usize = 4;
 /// The fields of each parameter's state.
 type Fields = BTreeMap<usize, BTreeSet<String>>;
 
+/// Whether steps had been done when a state was saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begun {
+    Yes,
+    Unknown,
+}
+
+impl Begun {
+    /// After so many steps.
+    pub fn after(steps: u64) -> Self {
+        if steps > 0 { Self::Yes } else { Self::Unknown }
+    }
+}
+
 /// Checks that `optimizer` takes all of `saved`, which is of `parameters` of `model`, and needs nothing else of a parameter that has a state
-/// there. A parameter without any has never had a gradient.
+/// there. A parameter without any has never had a gradient; if none has any, training must not have `begun`, or the optimizer must keep
+/// nothing.
 ///
 /// # Errors
 /// If not; the error names what is missing, and what there is too much.
@@ -29,13 +44,23 @@ pub(crate) fn check<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
     saved: &OptimizerState<()>,
+    begun: Begun,
 ) -> Result<()> {
     let fields = fields(saved);
     if let Some((index, _)) = fields.iter().find(|(index, _)| parameters.get(**index).is_none()) {
         return Err(unknown(*index));
     }
     if fields.is_empty() {
-        return Ok(());
+        return match begun {
+            Begun::Yes => {
+                let trained: HashSet<ParamId> =
+                    Inventory::or_frozen(model)?.parameters.iter().map(|parameter| parameter.id).collect();
+                let indices = parameters.iter().enumerate().filter(|(_, other)| trained.contains(&other.id));
+                let wanted = indices.map(|(index, _)| (index, BTreeSet::new())).collect();
+                none_needed(&made(optimizer, (model, parameters), &wanted)?, parameters)
+            }
+            Begun::Unknown => Ok(()),
+        };
     }
     own_dimensions(&saved.scalars, parameters)?;
     let taken = taken(optimizer, parameters, saved)?;
@@ -64,6 +89,26 @@ pub(crate) fn check<M: Module>(
         difference.join("; ")
     ))
     .with_remedy("make the optimizer with the settings with which the state was saved"))
+}
+
+/// An error if the optimizer makes anything of parameters, of which a state that was saved during training has nothing.
+fn none_needed(made: &Fields, parameters: &[Parameter]) -> Result<()> {
+    let mut missing = Vec::new();
+    for (index, fields) in made {
+        let name = |field: &String| format!("`{}.{field}`", parameters[*index].name);
+        missing.extend(fields.iter().filter(|field| *field != RANK).map(name));
+    }
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(Error::mismatch(format!(
+        "the saved state has nothing of an optimizer after steps were done: it lacks {}, which this optimizer needs",
+        listed(&missing)
+    ))
+    .with_remedy(
+        "load it with the optimizer with which it was saved, such as plain SGD, and take another one then; the state of a \
+         ZeroRedundancyOptimizer is saved beside, and loaded by it",
+    ))
 }
 
 fn listed(names: &[String]) -> String {

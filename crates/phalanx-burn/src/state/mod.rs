@@ -19,10 +19,11 @@ use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::HookState;
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Buffer, Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+pub(crate) use self::fit::Begun;
 pub(crate) use self::storage::Layout;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::Select;
@@ -243,10 +244,13 @@ impl<M: Module, T> TrainState<M, T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
-        let hook = self.model.hook_state()?;
+        let (hook, is_expected) = (self.model.hook_state()?, self.model.expects_hook());
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        if is_expected {
+            self.model.expect_hook();
+        }
         Ok(self)
     }
 
@@ -370,14 +374,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
         let own = self.own_hook(checkpoints.group())?;
-        let of_all = match &own {
-            Some(hook) => {
-                let group = checkpoints.group().in_call(Caller::TrainStateCheckpoint);
-                group.gather_object(hook, Rank::MAIN)?
-            }
-            None => None,
-        };
-        let hooks = of_all.unwrap_or_default();
+        let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(&hook, checkpoints.group()))?;
         checkpoints.save(self.steps, |snapshot| {
             self.write(snapshot, hooks.len())?;
             hooks.iter().enumerate().try_for_each(|(rank, hook)| self.write_own(hook, snapshot, rank))
@@ -388,23 +385,42 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// rank 0 writes the model and the progress, and all ranks write the tensors of the optimizer's state in turns, each of them
     /// once. With AdamW these are two thirds of the bytes. [`resume`](Self::resume) reads it on any number of ranks.
     ///
-    /// Every rank must see the folder, and goes through the state to find its tensors. Of a
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) each rank has a part of the state anyway: there, call
-    /// [`save_sharded`](Checkpoints::save_sharded) with [`save_to`](Self::save_to) on rank 0 and
-    /// [`ZeroRedundancyOptimizer::save`](crate::ZeroRedundancyOptimizer::save) on every rank.
+    /// Every rank must see the folder, and goes through the state to find its tensors. If the checkpoint has more in it, call
+    /// [`save_shard_to`](Self::save_shard_to).
     ///
     /// # Errors
-    /// As [`Checkpoints::save_sharded`] and [`save_to`](Self::save_to).
+    /// As [`Checkpoints::save_sharded`] and [`save_shard_to`](Self::save_shard_to).
     #[doc(alias = "torch.distributed.checkpoint")]
     pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
         let group = checkpoints.group();
+        checkpoints.save_sharded(self.steps, |snapshot| self.save_shard_to(snapshot, group))
+    }
+
+    /// Saves this rank's share of it in a sharded checkpoint that may have more in it, such as a second state, or the part that each rank
+    /// has of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer). Every rank calls it, and first, in the closure of
+    /// [`save_sharded`](Checkpoints::save_sharded); `group` is that of the checkpoints.
+    ///
+    /// ```
+    /// # use burn::nn::Linear;
+    /// # use phalanx::Result;
+    /// # use phalanx::checkpoint::Checkpoints;
+    /// # use phalanx_burn::{TrainState, ZeroRedundancyOptimizer};
+    /// # fn save(checkpoints: &Checkpoints, state: &TrainState<Linear>, optimizer: &ZeroRedundancyOptimizer) -> Result<()> {
+    /// checkpoints.save_sharded(state.steps(), |snapshot| {
+    ///     state.save_shard_to(snapshot, checkpoints.group())?;
+    ///     optimizer.save(&state.model, snapshot, "zero")
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ.
+    pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         let own = self.own_hook(group)?;
-        checkpoints.save_sharded(self.steps, |snapshot| {
-            let (rank, ranks) = (group.rank().index(), group.world_size().count());
-            let saved = if own.is_some() { ranks } else { 0 };
-            self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
-            own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
-        })
+        let (rank, ranks) = (group.rank().index(), group.world_size().count());
+        let saved = if own.is_some() { ranks } else { 0 };
+        self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
+        own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -422,7 +438,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
                 "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
                 hook.hook()
             ))
-            .with_remedy("call TrainState::checkpoint or TrainState::checkpoint_sharded on every rank"));
+            .with_remedy(
+                "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
+            ));
         }
         self.write(snapshot, 0)
     }
@@ -434,7 +452,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// If the checkpoint is of another model, or has or lacks what this state lacks or has ([`is_mismatch`](phalanx::Error::is_mismatch));
     /// or if its `progress` is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
-        self.read(saved)
+        if !self.read(saved)? {
+            self.model.expect_hook();
+        }
+        Ok(())
     }
 
     /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
@@ -492,7 +513,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         writer.value(&format!("{}progress", self.name), &self.progress)
     }
 
-    fn read(&mut self, reader: &impl StateReader) -> Result<()> {
+    /// Gives whether something that a communication hook keeps was among it.
+    fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
         let name = format!("{}scheduler", self.name);
@@ -514,11 +536,13 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             false => None,
         };
         self.model.check_hook(hook.as_ref())?;
+        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
         let name = format!("{}optimizer", self.name);
         let parts = ([name.clone()], name.as_str());
         let model = (self.model.model(), self.model.state());
-        let optimizer = moments::load(&self.optimizer, model, reader, parts, |_| true)?;
+        let begun = Begun::after(steps);
+        let optimizer = moments::load(&self.optimizer, model, reader, begun, parts, |_| true)?;
         self.model.load_hook(hook)?;
         // Deferred updates of forward passes would overwrite the loaded values.
         self.model.settle_buffers();
@@ -528,8 +552,24 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok(())
+        Ok(has_hook)
     }
+}
+
+/// What each rank has of its own in `hook`, by rank, on rank 0; nothing on the others. All ranks of `group` call it together.
+fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> {
+    let group = group.in_call(Caller::TrainStateCheckpoint);
+    let ranks = if group.rank() == Rank::MAIN { group.world_size().count() } else { 0 };
+    let mut all = vec![HookState::default(); ranks];
+    for tensor in hook.tensors().iter().filter(|tensor| tensor.is_own) {
+        let gathered = group.gather_async(Buffer::from_slice(&tensor.elements), Rank::MAIN)?.wait()?;
+        let mut parts = gathered.as_slice::<f32>()?.chunks(tensor.elements.len().max(1));
+        for state in &mut all {
+            let elements = parts.next().unwrap_or_default().to_vec();
+            *state = std::mem::take(state).own(&tensor.field, tensor.parameter, elements);
+        }
+    }
+    Ok(all)
 }
 
 /// What this state has of a kind that the saved state has too. If only one of them has it, that is an error.
@@ -565,7 +605,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {
-        self.read(parts)
+        self.read(parts).map(|_| ())
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {

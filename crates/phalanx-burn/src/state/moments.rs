@@ -6,7 +6,7 @@ use burn::tensor::Bytes;
 use phalanx::Result;
 use phalanx::state::{StateReader, StateWriter};
 
-use super::fit;
+use super::fit::{self, Begun};
 use super::storage::Owned;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::Parameter;
@@ -38,6 +38,7 @@ pub(crate) fn load<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
     reader: &impl StateReader,
+    begun: Begun,
     (index_names, prefix): (impl IntoIterator<Item = String>, &str),
     keep: impl Fn(usize) -> bool,
 ) -> Result<ModuleOptimizer> {
@@ -48,7 +49,7 @@ pub(crate) fn load<M: Module>(
         index.scalars.extend(scalars.into_iter().filter(|(key, _)| keep(key.index)));
         index.paths.extend(paths.into_iter().filter(|(index, _)| keep(*index)));
     }
-    fit::check(optimizer, (model, parameters), &index)?;
+    fit::check(optimizer, (model, parameters), &index, begun)?;
     let tensors = index.tensors.into_iter().map(|(key, layout, ())| {
         let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
         let elements = reader.tensor(&name, dtype, &layout.shape)?.into_owned();

@@ -117,7 +117,7 @@ where
             if accumulated == 0 {
                 self.share_buffers(average)?;
             }
-            let model = average.inventory.ties.hold(self.learner.model());
+            let model = average.inventory.ties.retie(self.learner.model());
             let output = match self.components.grad_accumulation {
                 None => {
                     let output = average.step(&model, item)?;
@@ -158,7 +158,7 @@ where
         let ties = average.inventory.ties;
         if ties.any() {
             // A learner takes a model in no other form.
-            let model = ties.hold(self.learner.model());
+            let model = ties.retie(self.learner.model());
             self.learner.load_model(model.into_record());
         }
     }

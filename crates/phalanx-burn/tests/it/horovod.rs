@@ -1,6 +1,7 @@
 //! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
 
 use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
@@ -405,4 +406,25 @@ fn mistakes_are_named() {
         assert!(error.is_mismatch() && error.to_string().contains("layers.0.weight"), "{error}");
         hvd.barrier().unwrap();
     });
+}
+
+#[test]
+fn broadcast_parameters_gives_every_rank_the_root_s_running_statistics() {
+    let statistics = run(3, |group| {
+        let hvd = horovod(&group);
+        let norm: BatchNorm = BatchNormConfig::new(8).init(&device());
+        // Burn applies the last of these updates later.
+        for step in 0..3 {
+            let from = 16 * step + 5 * group.rank().index();
+            drop(norm.forward(samples(from, from + 4).0));
+        }
+        let root = Rank::new(1);
+        let taken = broadcast_parameters(&hvd, norm.clone(), root).unwrap().valid();
+        let own = floats(&norm.valid());
+        hvd.shutdown();
+        (floats(&taken), own)
+    });
+    let (_, expected) = &statistics[1];
+    assert!(statistics.iter().all(|(taken, _)| taken == expected), "{statistics:?}");
+    assert!(expected[2].iter().any(|mean| mean.abs() > 0.01));
 }

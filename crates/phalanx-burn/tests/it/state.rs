@@ -14,11 +14,13 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Int, Tensor};
 use phalanx::ProcessGroup;
-use phalanx::checkpoint::Checkpoints;
+use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::elastic::{Parts, State};
 use phalanx::reducer::hooks::{PostLocalSgd, PowerSgd, PowerSgdOptions};
 use phalanx::sampler::{ElasticSampler, Tail};
-use phalanx_burn::{DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState};
+use phalanx_burn::{
+    DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer,
+};
 
 use crate::common::{device, floats, run, samples};
 
@@ -486,7 +488,64 @@ fn another_hook_is_refused_unless_the_state_is_discarded() {
         let mut other = compressed(&Mixed::new(6), &group, &optimizer);
         let error = other.resume(&checkpoints).unwrap_err().to_string();
         assert!(error.contains("no communication hook"), "{error}");
+        // In the other order too, unless the program says so.
+        let mut anew = fresh(&optimizer).with_group(&group).unwrap();
+        anew.resume(&checkpoints).unwrap();
+        anew.model.discard_hook_state();
+        anew.model.register_comm_hook(power_sgd()).unwrap();
+        step(&mut anew, group.rank().index(), 2);
+        let mut late = fresh(&optimizer).with_group(&group).unwrap();
+        late.resume(&checkpoints).unwrap();
+        let error = late.model.register_comm_hook(power_sgd()).unwrap_err();
+        assert!(error.to_string().contains("no communication hook"), "{error}");
+        assert!(error.remedy().unwrap().contains("discard_hook_state"), "{error}");
     });
+}
+
+#[test]
+fn a_hook_s_state_is_saved_beside_a_divided_optimizer() {
+    let start = Mixed::new(6);
+    let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    let new = |group: &ProcessGroup, start: &Mixed| {
+        let mut training = compressed(start, group, &SgdConfig::new().init());
+        let zero = ZeroRedundancyOptimizer::new(sgd(), &mut training.model).unwrap();
+        (training, zero)
+    };
+    let train = |(training, zero): &mut (Training, ZeroRedundancyOptimizer), part: usize, steps: usize| {
+        for _ in 0..steps {
+            let from = 24 * training.progress + 12 * part;
+            let loss = training.model.forward(|model| model.loss(samples(from, from + 12))).unwrap();
+            let gradients = training.model.backward(&loss).unwrap();
+            zero.step(&mut training.model, 0.05, gradients).unwrap();
+            training.progress += 1;
+        }
+    };
+    let expected = run(2, |group| {
+        let mut both = new(&group, &start);
+        train(&mut both, group.rank().index(), 20);
+        both.0.agree().unwrap();
+        bits(&both.0)
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let resumed = run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut both = new(&group, &start);
+        train(&mut both, group.rank().index(), 10);
+        let save = |snapshot: &mut Snapshot| {
+            both.0.save_shard_to(snapshot, &group)?;
+            both.1.save(&both.0.model, snapshot, "zero")
+        };
+        checkpoints.save_sharded(10, save).unwrap();
+        checkpoints.finish().unwrap();
+        let mut both = new(&group, &Mixed::new(6));
+        let saved = checkpoints.newest().unwrap().unwrap();
+        both.0.load_from(&saved).unwrap();
+        both.1.load(&both.0.model, &saved, "zero").unwrap();
+        train(&mut both, group.rank().index(), 10);
+        both.0.agree().unwrap();
+        bits(&both.0)
+    });
+    assert_eq!(resumed, expected);
 }
 
 #[test]
@@ -585,6 +644,25 @@ fn another_optimizer_is_refused_by_the_names_of_what_is_missing() {
         saved(&training, folder.path());
         load(&mut fresh(&loading), folder.path()).unwrap();
     }
+}
+
+#[test]
+fn steps_without_an_optimizer_s_state_are_refused_by_one_that_needs_some() {
+    let folder = tempfile::tempdir().unwrap();
+    // Another optimizer does the steps, such as one that is divided among ranks.
+    let mut training = fresh(&AdamWConfig::new().init());
+    let mut other = AdamWConfig::new().init();
+    std::mem::swap(&mut training.optimizer, &mut other);
+    step(&mut training, 0, 1);
+    std::mem::swap(&mut training.optimizer, &mut other);
+    saved(&training, folder.path());
+    let mut resumed = fresh(&AdamWConfig::new().init());
+    let error = load(&mut resumed, folder.path()).unwrap_err();
+    let said = error.to_string();
+    assert!(error.is_mismatch() && said.contains("lacks `first.weight.momentum.moment_1`"), "{said}");
+    assert_eq!(resumed.progress, 0);
+    // Plain SGD keeps nothing of the kind, and may be followed by another one.
+    load(&mut fresh(&SgdConfig::new().init()), folder.path()).unwrap();
 }
 
 #[test]

@@ -58,6 +58,8 @@ struct Net {
     head: Linear,
     /// Never used.
     idle: Option<Linear>,
+    /// None, or one layer that computes twice: one value of it, or two clones.
+    middle: Vec<Linear>,
 }
 
 impl Net {
@@ -68,18 +70,25 @@ impl Net {
             norm: norm.then(|| BatchNormConfig::new(8).init(&device)),
             head: LinearConfig::new(8, 1).init(&device),
             idle: None,
+            middle: Vec::new(),
         }
     }
 
     fn twin(&self) -> Self {
-        let used = Self { idle: None, ..self.clone() };
+        let used = Self { idle: None, middle: Vec::new(), ..self.clone() };
         let twin = Self::new(self.norm.is_some()).load_record(used.into_record());
-        Self { idle: self.idle.clone(), ..twin }
+        let middle = self.middle.first().map(|layer| {
+            let twin = LinearConfig::new(8, 8).init(&device()).load_record(layer.clone().into_record());
+            vec![twin; self.middle.len()]
+        });
+        Self { idle: self.idle.clone(), middle: middle.unwrap_or_default(), ..twin }
     }
 
     fn output(&self, Batch { x, y }: Batch) -> RegressionOutput {
         let x = self.hidden.forward(x).tanh();
         let x = self.norm.iter().fold(x, |x, norm| norm.forward(x));
+        let twice = self.middle.iter().cycle().take(2);
+        let x = twice.fold(x, |x, layer| layer.forward(x).tanh());
         let output = self.head.forward(x);
         RegressionOutput::new((output.clone() - y.clone()).powi_scalar(2).mean(), output, y)
     }
@@ -259,6 +268,31 @@ fn all_ranks_stop_early_when_rank_0_says_so() {
 #[test]
 fn accumulated_gradients_are_averaged_once() {
     check(2, &Setup { accumulate: Some(3), stop_after: EPOCHS });
+}
+
+#[test]
+fn a_layer_that_stands_in_two_places_trains_as_one_that_computes_twice() {
+    let setup = Setup { accumulate: None, stop_after: EPOCHS };
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    let layer: Linear = LinearConfig::new(8, 8).init(&device());
+    let once = Net { middle: vec![layer.clone()], ..Net::new(false) };
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let everything: Vec<usize> = (0..TRAIN).collect();
+        let loaders = (loader(&everything, 4 * ranks), loader(&valid, VALID));
+        let expected = train(once.twin(), loaders, folder.path(), &setup, TrainingStrategy::default());
+        let tied = Net { middle: vec![layer.clone(); 2], ..once.clone() };
+        let trained = run(ranks as u32, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let loaders = (loader(&distributed(ranks, 4), 4), loader(&valid, VALID));
+            train(tied.twin(), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
+        });
+        for ours in &trained {
+            assert_eq!(ours[4..6], ours[6..8], "{ranks} ranks: both places have the same values");
+            let apart = distance(&ours[..6], &expected.weights);
+            assert!(apart < 1e-5, "{ranks} ranks: {apart:e}");
+        }
+    }
 }
 
 #[test]

@@ -165,11 +165,13 @@ fn weighted_and_plain_passes_of_one_step_are_an_error_on_every_rank_that_names_b
     everywhere(|group| {
         let mut ddp = Ddp::with_options(Mlp::new(&WIDTHS), &group, options()).unwrap();
         let before = floats(ddp.model());
-        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
-        let outcome = match group.rank().is_main() {
-            true => ddp.backward_weighted(&loss, 4.0),
-            false => ddp.backward(&loss),
-        };
+        // No rank must end the group while others are in `new`. They may learn of it here already.
+        let _ended = group.barrier();
+        let outcome =
+            ddp.forward(|model| model.loss(samples(0, 4))).and_then(|loss| match group.rank().is_main() {
+                true => ddp.backward_weighted(&loss, 4.0),
+                false => ddp.backward(&loss),
+            });
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains("Ddp::backward_weighted") && error.contains("Ddp::backward "), "{error}");
         assert_eq!(floats(ddp.model()), before);
@@ -194,9 +196,12 @@ fn weights_that_are_none_are_refused_by_name_on_every_rank() {
     for wrong in [-1.0, f64::NAN, f64::INFINITY] {
         everywhere(|group| {
             let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
-            let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+            // Rank 1 must not end the group while others are in `new`. They may learn of it here already.
+            let _ended = group.barrier();
             let weight = if group.rank().index() == 1 { wrong } else { 4.0 };
-            let error = ddp.backward_weighted(&loss, weight).unwrap_err().to_string();
+            let outcome = ddp.forward(|model| model.loss(samples(0, 4)));
+            let outcome = outcome.and_then(|loss| ddp.backward_weighted(&loss, weight));
+            let error = outcome.unwrap_err().to_string();
             assert!(error.contains("rank 1") && error.contains("is no weight"), "{error}");
         });
     }
@@ -234,8 +239,10 @@ fn hooks_that_cannot_tell_weights_are_refused_by_name() {
     run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
         ddp.register_comm_hook(Compressed::bf16()).unwrap();
-        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
-        let error = ddp.backward_weighted(&loss, 4.0).unwrap_err().to_string();
+        // No rank must end the group while the other registers the hook. It may learn of it here already.
+        let _ended = group.barrier();
+        let outcome = ddp.forward(|model| model.loss(samples(0, 4)));
+        let error = outcome.and_then(|loss| ddp.backward_weighted(&loss, 4.0)).unwrap_err().to_string();
         assert!(error.contains("compressed to bf16") && error.contains("sum of weights"), "{error}");
     });
 }

@@ -269,11 +269,8 @@ fn replicas_average_a_unit_while_others_compute() {
             times
         };
         let computed = times(&|event| event["tid"] == backward && event["name"] == "unit", "unit");
-        // Each unit has a weight and a bias, of which each has a bucket: the second one of a unit completes it.
-        let completes =
-            |event: &serde_json::Value| event["args"]["bucket"].as_u64().is_some_and(|n| n % 2 == 1);
-        let launched = times(&|event| event["name"] == "launched" && completes(event), "bucket");
-        let launched: Vec<_> = launched.into_iter().map(|(time, bucket)| (time, bucket / 2)).collect();
+        // Each unit has a weight and a bias, and one bucket.
+        let launched = times(&|event| event["name"] == "launched", "bucket");
         for (computed, launched) in computed.chunks(SLOW_UNITS).zip(launched.chunks(SLOW_UNITS)) {
             for place in 0..SLOW_UNITS {
                 assert_eq!((computed[place].1, launched[place].1), (SLOW_UNITS - 1 - place, place));

@@ -113,7 +113,7 @@ impl Reducer {
         options: ReducerOptions,
     ) -> Result<Self> {
         let place = (group.rank(), group.world_size());
-        let usable = options.limits().and_then(|limits| check(&parameters).map(|()| limits));
+        let usable = options.limits(parameters.len()).and_then(|limits| check(&parameters).map(|()| limits));
         let state = usable.map(|limits| ReducerState::new(place, parameters.clone(), &options, limits));
         let plan_hash = state.as_ref().map_or(0, |state| state.plan().hash());
         let contract = Contract { options: options.describe(), device: None, plan_hash, parameters };

@@ -1,6 +1,7 @@
 //! What a reducer is told: the parameters, and how to group them.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +62,7 @@ impl fmt::Display for ParameterSpec {
 pub struct ReducerOptions {
     bucket_cap_mb: Option<f64>,
     first_bucket_mb: Option<f64>,
+    bucket_numbers: Option<Arc<[usize]>>,
     pub(super) find_unused_parameters: bool,
     pub(super) static_graph: bool,
 }
@@ -80,6 +82,13 @@ impl ReducerOptions {
         self
     }
 
+    /// Buckets by number instead of by size: parameters that follow each other and have the same number share a bucket. `numbers` has
+    /// one for each parameter, in the order of the model.
+    pub fn bucket_numbers(mut self, numbers: impl Into<Arc<[usize]>>) -> Self {
+        self.bucket_numbers = Some(numbers.into());
+        self
+    }
+
     /// Accept parameters that get no gradient; they count as zero where another rank has a gradient for them. Off by
     /// default, because it costs: buckets with such parameters wait for the end of backward, the ranks exchange which
     /// parameters were used, and the buckets stay in the order of the model.
@@ -96,19 +105,33 @@ impl ReducerOptions {
         self
     }
 
-    /// The limits in bytes.
-    pub(crate) fn limits(&self) -> Result<Limits> {
+    /// When a bucket of so many `parameters` is closed.
+    pub(crate) fn limits(&self, parameters: usize) -> Result<Limits> {
+        if let Some(numbers) = &self.bucket_numbers {
+            if numbers.len() != parameters {
+                return Err(Error::invalid_argument(format!(
+                    "bucket_numbers has {} numbers, and {parameters} parameters need a gradient",
+                    numbers.len()
+                )));
+            }
+            return Ok(Limits::Numbers(numbers.clone()));
+        }
         let (first, others) = self.megabytes();
         let others = to_bytes("bucket_cap_mb", others)?;
-        Ok(Limits { first: to_bytes("first_bucket_mb", first)?, others })
+        Ok(Limits::Bytes { first: to_bytes("first_bucket_mb", first)?, others })
     }
 
     /// What must be the same on every rank.
     pub(crate) fn describe(&self) -> Vec<(String, String)> {
         let (first, others) = self.megabytes();
+        let numbers = match &self.bucket_numbers {
+            Some(numbers) => format!("{numbers:?}"),
+            None => "none".into(),
+        };
         vec![
             ("bucket_cap_mb".into(), others.to_string()),
             ("first_bucket_mb".into(), first.to_string()),
+            ("bucket_numbers".into(), numbers),
             ("find_unused_parameters".into(), self.find_unused_parameters.to_string()),
             ("static_graph".into(), self.static_graph.to_string()),
         ]
@@ -140,8 +163,11 @@ mod tests {
     fn the_first_bucket_is_small_only_beside_the_default_cap() {
         let bytes = |options: ReducerOptions| {
             options
-                .limits()
-                .map(|Limits { first, others }| (first, others))
+                .limits(2)
+                .map(|limits| match limits {
+                    Limits::Bytes { first, others } => (first, others),
+                    Limits::Numbers(numbers) => panic!("{numbers:?}"),
+                })
                 .map_err(|error| error.to_string())
         };
         assert_eq!(bytes(ReducerOptions::default()), Ok((1 << 20, 25 << 20)));
@@ -150,5 +176,7 @@ mod tests {
         assert!(
             bytes(ReducerOptions::default().bucket_cap_mb(f64::NAN)).unwrap_err().contains("bucket_cap_mb")
         );
+        let short = bytes(ReducerOptions::default().bucket_numbers([3]));
+        assert!(short.unwrap_err().contains("1 numbers, and 2 parameters"));
     }
 }

@@ -36,12 +36,31 @@ pub(crate) struct BucketSlice {
     pub(crate) elements: usize,
 }
 
-/// The sizes at which a bucket is closed, in bytes. A parameter larger than that has a bucket of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Limits {
-    /// For the first bucket of each type, which should be on its way early.
-    pub(crate) first: usize,
-    pub(crate) others: usize,
+/// When a bucket is closed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Limits {
+    /// At a size, in bytes. A parameter larger than that has a bucket of its own.
+    Bytes {
+        /// For the first bucket of each type, which should be on its way early.
+        first: usize,
+        others: usize,
+    },
+    /// Before a parameter that has another number than the one before it. There is one for each parameter.
+    Numbers(Arc<[usize]>),
+}
+
+impl Limits {
+    /// Whether `bucket`, the first of its type or a later one, has room for the parameter at `index`, of so many elements.
+    fn has_room(&self, bucket: &BucketPlan, is_first: bool, index: usize, elements: usize) -> bool {
+        let Some(&last) = bucket.parameters.last() else { return true };
+        match self {
+            Self::Bytes { first, others } => {
+                let limit = if is_first { *first } else { *others };
+                bucket.bytes() + elements * bucket.dtype.size() <= limit
+            }
+            Self::Numbers(numbers) => numbers[last] == numbers[index],
+        }
+    }
 }
 
 impl Plan {
@@ -49,15 +68,15 @@ impl Plan {
     ///
     /// `order` names each of `parameters` once. A type whose elements come between those of another type closes no
     /// bucket; buckets are launched in the order in which their last gradient is expected.
-    pub(crate) fn new(parameters: &[ParameterSpec], order: &[usize], limits: Limits) -> Self {
+    pub(crate) fn new(parameters: &[ParameterSpec], order: &[usize], limits: &Limits) -> Self {
         let mut open: BTreeMap<DType, Open> = BTreeMap::new();
         let mut filled: Vec<Open> = Vec::new();
         for (position, &index) in order.iter().enumerate() {
             let parameter = &parameters[index];
             let (dtype, elements) = (parameter.dtype, parameter.elements());
-            let bucket = open.entry(dtype).or_insert_with(|| Open::new(dtype, limits.first));
-            if !bucket.has_room(elements) {
-                filled.push(std::mem::replace(bucket, Open::new(dtype, limits.others)));
+            let bucket = open.entry(dtype).or_insert_with(|| Open::new(dtype, true));
+            if !limits.has_room(&bucket.plan, bucket.is_first, index, elements) {
+                filled.push(std::mem::replace(bucket, Open::new(dtype, false)));
             }
             bucket.last = position;
             bucket.plan.elements += elements;
@@ -124,18 +143,19 @@ impl BucketSlice {
 /// A bucket that is being filled.
 struct Open {
     plan: BucketPlan,
-    limit: usize,
+    /// Whether it is the first of its type.
+    is_first: bool,
     /// The position, in the order, of its last parameter.
     last: usize,
 }
 
 impl Open {
-    fn new(dtype: DType, limit: usize) -> Self {
-        Self { plan: BucketPlan { dtype, elements: 0, parameters: Vec::new(), counts: None }, limit, last: 0 }
-    }
-
-    fn has_room(&self, elements: usize) -> bool {
-        self.plan.parameters.is_empty() || self.plan.bytes() + elements * self.plan.dtype.size() <= self.limit
+    fn new(dtype: DType, is_first: bool) -> Self {
+        Self {
+            plan: BucketPlan { dtype, elements: 0, parameters: Vec::new(), counts: None },
+            is_first,
+            last: 0,
+        }
     }
 }
 
@@ -164,7 +184,7 @@ mod tests {
         fn every_parameter_lies_in_one_bucket_of_its_type_and_limits_hold(
             (parameters, order) in parameters(), first in 1usize..1000, others in 1usize..3000,
         ) {
-            let plan = Plan::new(&parameters, &order, Limits { first, others });
+            let plan = Plan::new(&parameters, &order, &Limits::Bytes { first, others });
             let mut seen = vec![0; parameters.len()];
             let mut types = std::collections::BTreeSet::new();
             for (index, bucket) in plan.buckets.iter().enumerate() {
@@ -185,7 +205,7 @@ mod tests {
 
         #[test]
         fn buckets_follow_the_order_of_their_last_parameter((parameters, order) in parameters()) {
-            let plan = Plan::new(&parameters, &order, Limits { first: 300, others: 900 });
+            let plan = Plan::new(&parameters, &order, &Limits::Bytes { first: 300, others: 900 });
             let position = |index: &usize| order.iter().position(|other| other == index).unwrap();
             let last: Vec<_> =
                 plan.buckets.iter().map(|bucket| bucket.parameters.iter().map(position).max().unwrap()).collect();
@@ -204,7 +224,7 @@ mod tests {
             let world = WorldSize::new(ranks).unwrap();
             let owner = |index: usize| Rank::new((index as u32).wrapping_mul(seed) % ranks);
             let owners: Vec<_> = (0..parameters.len()).map(owner).collect();
-            let plain = Plan::new(&parameters, &order, Limits { first: 300, others: 900 });
+            let plain = Plan::new(&parameters, &order, &Limits::Bytes { first: 300, others: 900 });
             let sharded = plain.clone().sharded(&parameters, &owners, world);
             prop_assert_eq!(plain.buckets.len(), sharded.buckets.len());
             for (plain, bucket) in plain.buckets.iter().zip(&sharded.buckets) {
@@ -230,15 +250,24 @@ mod tests {
     fn the_first_bucket_is_small_and_the_hash_sees_each_change() {
         let parameters: Vec<_> = (0..8).map(|_| spec(256, DType::F32)).collect();
         let order: Vec<_> = (0..8).rev().collect();
-        let limits = Limits { first: 1024, others: 4096 };
-        let plan = Plan::new(&parameters, &order, limits);
+        let limits = Limits::Bytes { first: 1024, others: 4096 };
+        let plan = Plan::new(&parameters, &order, &limits);
         let members: Vec<_> = plan.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
         assert_eq!(members, [vec![7], vec![6, 5, 4, 3], vec![2, 1, 0]]);
 
         let hash = plan.hash();
-        assert_eq!(hash, Plan::new(&parameters, &order, limits).hash());
-        assert_ne!(hash, Plan::new(&parameters, &order, Limits { first: 2048, ..limits }).hash());
+        assert_eq!(hash, Plan::new(&parameters, &order, &limits).hash());
+        assert_ne!(hash, Plan::new(&parameters, &order, &Limits::Bytes { first: 2048, others: 4096 }).hash());
         let forward: Vec<_> = (0..8).collect();
-        assert_ne!(hash, Plan::new(&parameters, &forward, limits).hash());
+        assert_ne!(hash, Plan::new(&parameters, &forward, &limits).hash());
+    }
+
+    #[test]
+    fn parameters_of_one_number_share_a_bucket_of_any_size() {
+        let parameters: Vec<_> = (0..7).map(|_| spec(1 << 20, DType::F32)).collect();
+        let order: Vec<_> = (0..7).rev().collect();
+        let plan = Plan::new(&parameters, &order, &Limits::Numbers([4, 4, 4, 0, 9, 9, 4].into()));
+        let members: Vec<_> = plan.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
+        assert_eq!(members, [vec![6], vec![5, 4], vec![3], vec![2, 1, 0]]);
     }
 }

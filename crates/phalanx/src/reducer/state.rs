@@ -116,7 +116,7 @@ impl ReducerState {
         limits: Limits,
     ) -> Self {
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
-        let plan = Plan::new(&parameters, &order, limits);
+        let plan = Plan::new(&parameters, &order, &limits);
         let unused_parameters = match (options.static_graph, options.find_unused_parameters) {
             (true, _) => UnusedParameters::Learn,
             (false, true) => UnusedParameters::Find,

@@ -17,10 +17,11 @@ use super::layout::FlatLayout;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{self, Parameter, Select};
 use crate::state::model::{self, Entry};
-use crate::state::{Layout, fit};
+use crate::state::{Begun, Layout, fit};
 use crate::tensor_bytes;
 
-/// What all ranks have of the state of an optimizer besides shards, of which every parameter has its own.
+/// What all ranks have of the state of an optimizer besides shards, of which every parameter has its own. The index of a [`Key`] is the
+/// parameter's number among those of all units, trained or not: other units may be frozen when it is loaded.
 #[derive(Serialize, Deserialize)]
 struct StateIndex {
     tensors: Vec<(Key, BurnDType)>,
@@ -85,9 +86,12 @@ impl<M: Module> Fsdp<M> {
         if self.exchanges.replicas.rank() != Rank::MAIN {
             return Ok(());
         }
+        self.ddp.settle_buffers();
         let rank = self.exchanges.rank();
         if rank == 0 {
-            let tensors = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.dtype)).collect();
+            let tensors = tensors.iter().map(|(key, layout, _)| Ok((self.saved_key(key)?, layout.dtype)));
+            let scalars = scalars.into_iter().map(|(key, scalar)| Ok((self.saved_key(&key)?, scalar)));
+            let (tensors, scalars) = (tensors.collect::<Result<_>>()?, scalars.collect::<Result<_>>()?);
             snapshot.value(&state_of(name), &StateIndex { tensors, scalars })?;
             let (tensors, scalars, paths) = Default::default();
             let index = Index { tensors, scalars, paths, units: self.entries()?, frozen: self.frozen()? };
@@ -152,7 +156,7 @@ impl<M: Module> Fsdp<M> {
             true => self.state(saved, name)?,
             false => self.state_of_units(saved, name, StateIndex { tensors, scalars })?,
         };
-        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index())?;
+        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index(), Begun::Unknown)?;
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
         let places = self.pieces();
         let mut pieces = Vec::new();
@@ -168,6 +172,8 @@ impl<M: Module> Fsdp<M> {
             pieces.push(elements);
         }
         let ids = self.units.keys().copied().collect();
+        // Deferred updates of forward passes would overwrite the loaded values.
+        self.ddp.settle_buffers();
         self.ddp.map(|model| {
             let model = model::loaded(model, Select::Except(&ids), rest);
             parameters::replaced(model, &places, |piece| pieces.get(piece).map(|piece| piece.as_slice()))
@@ -179,8 +185,13 @@ impl<M: Module> Fsdp<M> {
     fn state(&self, saved: &Saved, name: &str) -> Result<OptimizerState> {
         let StateIndex { tensors, scalars } = saved.value(&state_of(name))?;
         let rank = self.exchanges.rank();
-        let mut state = self.without_tensors(scalars);
+        let mut trained_scalars = Vec::new();
+        for (key, scalar) in scalars {
+            trained_scalars.extend(self.loaded_key(&key)?.map(|key| (key, scalar)));
+        }
+        let mut state = self.without_tensors(trained_scalars);
         for (key, dtype) in tensors {
+            let Some(key) = self.loaded_key(&key)? else { continue };
             let (unit, index) = self.trained(key.index)?;
             let elements = read(saved, &self.field(name, &key)?, dtype, part(&unit, index, rank))?;
             state.tensors.push(tensor(key, dtype, elements, unit.piece_elements(index, rank)));
@@ -290,6 +301,23 @@ impl<M: Module> Fsdp<M> {
             }
         }
         Err(unknown(parameter))
+    }
+
+    /// `key`, whose index is a parameter of the optimizer, with the number of that among the parameters of all units.
+    fn saved_key(&self, key: &Key) -> Result<Key> {
+        let (trained, index) = self.trained(key.index)?;
+        let mut before = 0;
+        for (number, _) in self.order.iter().take_while(|(number, _)| *number != trained.unit) {
+            before += self.layout(*number)?.parameters.len();
+        }
+        Ok(Key { index: before + index, field: key.field.clone() })
+    }
+
+    /// The reverse; none if the parameter is frozen here, and so has no state.
+    fn loaded_key(&self, key: &Key) -> Result<Option<Key>> {
+        let (unit, index) = self.place(key.index)?;
+        let first = self.parameters.get(&unit.unit);
+        Ok(first.map(|first| Key { index: first + index, field: key.field.clone() }))
     }
 
     /// The number of the first parameter of a unit that is trained, by its place in the model's order.

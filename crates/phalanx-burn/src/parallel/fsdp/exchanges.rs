@@ -259,8 +259,8 @@ impl Exchanges {
         }
     }
 
-    /// Keeps what has got a gradient for [`absent`](Self::absent), with what is kept already.
-    pub fn hold_present(&self) {
+    /// Keeps what has got a gradient for the next step, with what is kept already.
+    fn hold_present(&self) {
         let mut state = self.state.lock();
         let State { present, held, .. } = &mut *state;
         for (unit, present) in present.drain() {
@@ -275,29 +275,16 @@ impl Exchanges {
         }
     }
 
-    /// By unit of `order` and parameter: whether no rank of any replica has got a gradient since the last call. All ranks call it
-    /// together, with the same order.
-    pub fn absent(&self, order: &[usize]) -> Result<HashMap<usize, Vec<bool>>> {
+    /// By unit of `order` and parameter: whether this rank has got no gradient since the last step.
+    fn own_flags(&self, order: &[usize]) -> Vec<u8> {
         self.hold_present();
         let held = mem::take(&mut self.state.lock().held);
-        let units: Vec<_> = order.iter().filter_map(|&unit| self.unit(unit)).collect();
-        let mut flags: Vec<u8> = Vec::new();
-        for unit in &units {
-            match held.get(&unit.unit) {
-                Some(held) => flags.extend(held.iter().map(|has| u8::from(*has))),
-                None => flags.extend(unit.parameters.iter().map(|_| 0)),
-            }
-        }
-        for group in [&self.group, &self.replicas] {
-            if group.world_size() != WorldSize::ONE && !flags.is_empty() {
-                group.all_reduce(&mut flags, ReduceOp::Max)?;
-            }
-        }
-        let mut flags = flags.into_iter().map(|flag| flag == 0);
-        Ok(units
-            .iter()
-            .map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect()))
-            .collect())
+        let units = order.iter().filter_map(|&unit| self.unit(unit));
+        let flags = units.flat_map(|unit| match held.get(&unit.unit) {
+            Some(held) => held.clone(),
+            None => vec![false; unit.parameters.len()],
+        });
+        flags.map(u8::from).collect()
     }
 
     /// Ends a backward pass: nothing that was gathered or scattered for it is used any more.
@@ -450,16 +437,33 @@ impl Exchanges {
 
     /// An error on every rank unless all ranks have made the same calls, and none has failed. Replicas may gather what others do not, as
     /// one that evaluates the model. All ranks call it together.
-    pub fn agree(&self) -> Result<()> {
+    ///
+    /// Gives, by unit of `order` and parameter, whether any rank of any replica has got a gradient since the last step. If none is asked
+    /// for, what this rank has got is kept for the next call.
+    pub fn agree(&self, order: Option<&[usize]>) -> Result<HashMap<usize, Vec<bool>>> {
         self.check()?;
         let mut state = self.state.lock();
         let (calls, scatters) = (mem::take(&mut state.calls), mem::take(&mut state.scatters));
         drop(state);
+        let mut flags = match order {
+            Some(order) => self.own_flags(order),
+            None => {
+                self.hold_present();
+                Vec::new()
+            }
+        };
+        // First within the group: then its ranks ask their replicas alike.
         [(&self.group, calls), (&self.replicas, scatters)]
             .into_iter()
             .filter(|(group, _)| group.world_size() != WorldSize::ONE)
-            .try_for_each(|(group, calls)| compare(group, &calls))
-            .inspect_err(|error| self.fail(error.clone()))
+            .try_for_each(|(group, calls)| {
+                let are_equal = compare(group, &calls, &flags)?;
+                if are_equal { Ok(()) } else { group.all_reduce(&mut flags, ReduceOp::Max) }
+            })
+            .inspect_err(|error| self.fail(error.clone()))?;
+        let mut flags = flags.into_iter().map(|flag| flag != 0);
+        let units = order.unwrap_or_default().iter().filter_map(|&unit| self.unit(unit));
+        Ok(units.map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect())).collect())
     }
 
     /// Records a part of a step.
@@ -500,12 +504,14 @@ impl Calls {
     }
 }
 
-fn compare(group: &ProcessGroup, calls: &Calls) -> Result<()> {
-    let own = [calls.count as i64, calls.hash as i64];
+/// An error on every rank unless all have made the same calls; gives whether their `flags` are equal too.
+fn compare(group: &ProcessGroup, calls: &Calls, flags: &[u8]) -> Result<bool> {
+    let own = [calls.count as i64, calls.hash as i64, mixed(flags.iter().copied().map(u64::from)) as i64];
     let mut all = vec![0; own.len() * group.world_size().count()];
     group.all_gather(&own, &mut all)?;
-    let Some(other) = all.chunks(own.len()).position(|other| other != &all[..own.len()]) else {
-        return Ok(());
+    let made = |rank: &[i64]| [rank[0], rank[1]];
+    let Some(other) = all.chunks(own.len()).position(|other| made(other) != made(&all)) else {
+        return Ok(all.chunks(own.len()).all(|other| other[2] == own[2]));
     };
     let lists = group.all_gather_object(&calls.first)?;
     let place = lists[0].iter().zip(&lists[other]).take_while(|(one, other)| one == other).count();
@@ -542,7 +548,7 @@ mod tests {
                 for _ in 0..CALLS_SHOWN + group.rank().index() {
                     calls.add(Call::Gather(0));
                 }
-                scope.spawn(move || compare(&group, &calls).unwrap_err().to_string())
+                scope.spawn(move || compare(&group, &calls, &[]).unwrap_err().to_string())
             };
             let threads: Vec<_> = groups.into_iter().map(rank).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()

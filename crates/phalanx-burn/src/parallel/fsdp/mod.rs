@@ -91,8 +91,9 @@ use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Losses, gradients and steps are those of one process with the whole batch, also where a parameter gets no gradient in some steps. Every
-/// parameter that needs a gradient must be in a unit, and in one only. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
+/// Losses, gradients and steps are those of one process with the whole batch, also where a parameter gets no gradient in some steps; an
+/// input that a unit takes and does not use gets a gradient of zero. Every parameter that needs a gradient must be in a unit, and in one
+/// only. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
 /// optimizer's step.
 ///
 /// # Memory
@@ -164,8 +165,11 @@ impl<M: Module> Fsdp<M> {
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
         let model = replicas::from_rank(model, &exchanges.group, Rank::MAIN, rest)?;
         exchanges.expect(order.iter().map(|(unit, _)| *unit).collect());
-        // A bucket for each parameter: a unit need not wait for others.
-        let reducer = ReducerOptions::default().bucket_cap_mb(0.0);
+        // A bucket for each unit, which need not wait for others; one that no rank uses in a step gets no gradient.
+        let trained = Inventory::of(&model)?.parameters;
+        let buckets: Vec<usize> =
+            trained.iter().map(|piece| numbers.get(&piece.id).copied().unwrap_or_default()).collect();
+        let reducer = ReducerOptions::default().bucket_numbers(buckets).find_unused_parameters(true);
         let options = DdpOptions { reducer, ..DdpOptions::default() };
         let ddp = Ddp::with_options(model, &exchanges.replicas, options)?;
         let mut parameters = HashMap::new();
@@ -199,7 +203,8 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Runs `pass` on the model without autodiff, as [`Module::valid`] makes it, for an evaluation. All ranks call it together. Buffers
-    /// outside of units, such as the running statistics of batch norm, are rank 0's there.
+    /// outside of units, such as the running statistics of batch norm, are rank 0's there; of a model without any, the ranks of one
+    /// [replica](ShardingGroup::hybrid) may evaluate alone.
     ///
     /// # Errors
     /// If an exchange fails, in this call or before.
@@ -226,14 +231,13 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// If an exchange fails on any rank, or the ranks have used their units differently: then no rank gets gradients.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
-        let mut gradients = self.backward_with(|ddp| ddp.backward(loss))?;
-        // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
         let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
-        let absent = self.exchanges.absent(&order).inspect_err(|error| self.exchanges.fail(error.clone()))?;
-        for (unit, absent) in absent {
+        let (mut gradients, present) = self.backward_with(|ddp| ddp.backward(loss), Some(&order))?;
+        // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
+        for (unit, present) in present {
             let Some(&first) = self.parameters.get(&unit) else { continue };
-            let pieces = self.ddp.parameters().iter().skip(first).zip(absent);
-            for (piece, _) in pieces.filter(|(_, is_absent)| *is_absent) {
+            let pieces = self.ddp.parameters().iter().skip(first).zip(present);
+            for (piece, _) in pieces.filter(|(_, is_present)| !is_present) {
                 drop(gradients.remove::<1>(piece.id));
             }
         }
@@ -247,12 +251,15 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward`](Self::backward).
     #[doc(alias("no_sync", "set_requires_gradient_sync"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        self.backward_with(|ddp| ddp.backward_no_sync(loss))?;
-        self.exchanges.hold_present();
-        Ok(())
+        self.backward_with(|ddp| ddp.backward_no_sync(loss), None).map(|_| ())
     }
 
-    fn backward_with<T>(&mut self, backward: impl FnOnce(&mut Ddp<M>) -> Result<T>) -> Result<T> {
+    /// Gives the outcome of `backward`, and by unit of `order` which of its parameters have got a gradient on any rank.
+    fn backward_with<T>(
+        &mut self,
+        backward: impl FnOnce(&mut Ddp<M>) -> Result<T>,
+        order: Option<&[usize]>,
+    ) -> Result<(T, HashMap<usize, Vec<bool>>)> {
         let began = Instant::now();
         self.exchanges.check()?;
         self.exchanges.begin_backward();
@@ -261,9 +268,9 @@ impl<M: Module> Fsdp<M> {
         // What has failed first is the cause of the rest.
         let outcome = self.exchanges.check().and(outcome);
         let outcome = outcome.inspect_err(|error| self.exchanges.fail(error.clone()))?;
-        self.exchanges.agree()?;
+        let present = self.exchanges.agree(order)?;
         self.exchanges.record(Track::Backward, "backward", began);
-        Ok(outcome)
+        Ok((outcome, present))
     }
 
     /// Scales `gradients` from [`backward`](Self::backward) so that the norm of the whole model's, taken over all elements as one vector,

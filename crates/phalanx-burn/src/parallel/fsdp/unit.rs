@@ -25,6 +25,7 @@ use super::whole::{Hollow, Role, Whole};
 use crate::parameters::{self, Inventory, Select};
 use crate::replicas;
 use crate::tensor_bytes;
+use crate::ties::Ties;
 
 /// A module, such as a layer, of whose parameters each rank has a shard: PyTorch's `fully_shard(layer)`.
 ///
@@ -105,7 +106,7 @@ impl<M: Module + 'static> FullySharded<M> {
     ///
     /// # Errors
     /// On every rank: if the ranks' modules or options differ; if the module has no parameter, parameters of
-    /// different types, running statistics, as batch norm has, or a unit in it; if it is not on a device with autodiff. If the exchange
+    /// different types, one id with different values in several places, running statistics, as batch norm has, or a unit in it; if it is not on a device with autodiff. If the exchange
     /// fails.
     pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = &sharding.exchanges;
@@ -302,6 +303,10 @@ fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Resu
         .with_remedy("take a norm without running statistics, such as LayerNorm or GroupNorm"));
     }
     let is_trained = !inventory.parameters.is_empty();
+    if !is_trained {
+        // Each is sharded once, whatever stands in its other places.
+        Ties::check_frozen(module)?;
+    }
     let parameters = if is_trained { &inventory.parameters } else { &inventory.frozen };
     let mut layout = FlatLayout::new(number, parameters.clone(), exchanges.ranks())?;
     layout.is_trained = is_trained;

@@ -85,7 +85,8 @@ impl TensorPlan {
     ///
     /// # Errors
     /// On every rank, if plans differ; if a pattern matches no layer, a layer of another type, one that another pattern matches, or one
-    /// that is divided already; if inputs or outputs cannot be divided evenly. If modules differ, or the exchange fails.
+    /// that is divided already; if inputs or outputs cannot be divided evenly; if one parameter in two places is divided in two ways. If
+    /// modules differ, or the exchange fails.
     pub fn divide<M: Module>(&self, module: M, group: &TensorGroup) -> Result<M> {
         let plans = group.all_plans(self)?;
         if let Some(other) = plans.iter().position(|plan| *plan != plans[0]) {
@@ -102,8 +103,13 @@ impl TensorPlan {
         let module = module.map(&mut dividing);
         dividing.outcome?;
         match dividing.matched.iter().position(|matched| !matched) {
-            // Two places of one parameter may have been divided otherwise.
-            None => Ok(Ties::of(&module)?.hold(module)),
+            None => {
+                // Two places of one parameter may have been divided otherwise.
+                let remedy = "divide both places alike, as by patterns of the same kind, or give one of them an id of its own: \
+                              Param::from_tensor(param.val().detach())";
+                let ties = Ties::of(&module).map_err(|error| error.with_remedy(remedy))?;
+                Ok(ties.retie(module))
+            }
             Some(rule) => Err(Error::invalid_argument(format!(
                 "no layer of the module matches `{}` of the plan",
                 self.rules[rule].0

@@ -24,7 +24,7 @@ impl ReducerState {
             let cause = "a rank sent an order of gradients that is no order of the parameters";
             return Err(Error::protocol(cause));
         }
-        let plan = Plan::new(&self.parameters, order, self.limits);
+        let plan = Plan::new(&self.parameters, order, &self.limits);
         Ok(match &self.owners {
             Some(owners) => plan.sharded(&self.parameters, owners, self.world),
             None => plan,

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 fn state(rank: u32, world: u32, sizes: &[(usize, bool)], options: &ReducerOptions) -> ReducerState {
     let dtype = |wide| if wide { DType::F64 } else { DType::F32 };
     let spec = |&(size, wide): &(usize, bool)| ParameterSpec::new("p", [size], dtype(wide));
-    let limits = Limits { first: 100, others: 300 };
+    let limits = Limits::Bytes { first: 100, others: 300 };
     let place = (Rank::new(rank), WorldSize::new(world).unwrap());
     ReducerState::new(place, sizes.iter().map(spec).collect(), options, limits)
 }

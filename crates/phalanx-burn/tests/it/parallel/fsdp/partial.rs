@@ -1,7 +1,7 @@
 //! Units of which a part gets no gradient, or none at all: what no rank has a gradient of does not change.
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::Tensor;
@@ -225,10 +225,61 @@ fn a_checkpoint_has_the_state_of_what_has_one() {
                 train(&mut fsdp, &mut resumed, 2..STEPS, (group.rank().index(), 2, 1));
                 check(&fsdp.model().floats(), &expected, "resumed");
             } else {
-                let states = resumed.to_record().into_bytes().unwrap().len();
-                assert!(states > 0);
-                train(&mut fsdp, &mut resumed, 2..3, (group.rank().index(), ranks as usize, 1));
+                // Every rank has the losses of two: the same steps on other shards.
+                for step in 2..STEPS {
+                    let loss = fsdp.forward(|model| {
+                        let each =
+                            (0..2).map(|rank| model.loss(uses(step, 0, rank, 2), batch(step, rank, 0)));
+                        each.reduce(|a, b| a + b).unwrap() / 2.0
+                    });
+                    let gradients = fsdp.backward(&loss.unwrap()).unwrap();
+                    fsdp.step(&mut resumed, 0.02, gradients).unwrap();
+                }
+                check(&fsdp.model().floats(), &expected, &format!("resumed on {ranks} ranks"));
             }
+        });
+    }
+}
+
+/// A unit that no rank uses in some steps, or in any, with replicas of shards.
+#[test]
+fn a_whole_unit_may_be_without_gradients_on_every_rank() {
+    let loss = |model: &Units, step: usize, (x, y): (Tensor<2>, Tensor<2>)| {
+        let x = model.first.forward(x, |layer, x| layer.forward(x).tanh());
+        let x = match step % 2 {
+            0 => x,
+            _ => model.parts.forward((x, true), Parts::pass),
+        };
+        (model.last.forward(x, |layer, x| layer.forward(x)) - y).powi_scalar(2).mean()
+    };
+    let [optimizer, ..] = optimizers();
+    let (mut model, mut alone) = (Whole::new(), optimizer.clone());
+    for step in 0..STEPS {
+        let each = (0..4).map(|rank| {
+            let (x, y) = batch(step, rank, 0);
+            let x = model.first.forward(x).tanh();
+            let x = if step % 2 == 0 { x } else { model.parts.pass((x, true)) };
+            (model.last.forward(x) - y).powi_scalar(2).mean()
+        });
+        let loss = each.reduce(|a, b| a + b).unwrap() / 4.0;
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = alone.step(0.02, model, gradients);
+    }
+    let expected = floats(&model);
+    for shards in [1, 2, 4] {
+        run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("replicate", 4 / shards), ("shard", shards)]).unwrap();
+            let (shard, replicate) = (mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+            let sharding = ShardingGroup::hybrid(shard, replicate);
+            let mut fsdp = Fsdp::new(Units::new(Whole::new(), &sharding).unwrap(), &sharding).unwrap();
+            let mut optimizer = optimizer.clone();
+            for step in 0..STEPS {
+                let own = batch(step, group.rank().index(), 0);
+                let loss = fsdp.forward(|model| loss(model, step, own)).unwrap();
+                let gradients = fsdp.backward(&loss).unwrap();
+                fsdp.step(&mut optimizer, 0.02, gradients).unwrap();
+            }
+            check(&fsdp.model().floats(), &expected, &format!("{shards} shards"));
         });
     }
 }
@@ -249,7 +300,11 @@ fn layers() -> [Linear; 4] {
 
 impl Adapted {
     fn new(sharding: &ShardingGroup) -> Result<Self> {
-        let [base, first, frozen, last] = layers().map(|layer| FullySharded::new(layer, sharding));
+        Self::of(layers(), sharding)
+    }
+
+    fn of(layers: [Linear; 4], sharding: &ShardingGroup) -> Result<Self> {
+        let [base, first, frozen, last] = layers.map(|layer| FullySharded::new(layer, sharding));
         Ok(Self { base: base?, first: first?, frozen: frozen?, last: last? })
     }
 
@@ -337,6 +392,18 @@ fn frozen_units_hold_no_whole_parameters_between_passes() {
     assert_eq!(peak(ahead), 2 * 4 * 72, "and one ahead");
 }
 
+/// Halves what a module has.
+struct Halved;
+
+impl ModuleMapper for Halved {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let half = (old.clone() * 0.5).into_data();
+            Tensor::from_data(half, &old.device()).set_require_grad(old.is_require_grad())
+        })
+    }
+}
+
 #[test]
 fn frozen_units_are_in_checkpoints_of_any_number_of_ranks() {
     let folder = tempfile::tempdir().unwrap();
@@ -352,7 +419,10 @@ fn frozen_units_are_in_checkpoints_of_any_number_of_ranks() {
     for ranks in [1, 2] {
         run(ranks, |group| {
             let sharding = ShardingGroup::new(&group).unwrap();
-            let mut fsdp = adapted(&sharding, 0..0, 0);
+            // Another base than the one that is saved.
+            let layers = layers().map(|layer| layer.map(&mut Halved));
+            let mut fsdp = Fsdp::new(Adapted::of(layers, &sharding).unwrap(), &sharding).unwrap();
+            assert!(distance(&fsdp.model().floats()[..2], &expected[0][..2]) > 0.1);
             let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
             let [mut optimizer, ..] = optimizers();
             fsdp.load(&mut optimizer, &saved, "model").unwrap();
@@ -386,4 +456,133 @@ fn a_model_of_frozen_units_alone_has_nothing_to_train() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn one_id_with_two_values_in_a_frozen_unit_is_refused_with_both_names() {
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let layer = LinearConfig::new(4, 4).init(&device());
+        let mut layers = vec![layer; 3];
+        let shared = FullySharded::new(layers.clone().no_grad(), &sharding).unwrap();
+        assert_eq!(floats(&shared.gather().unwrap()).len(), 6, "the same values are one tensor");
+        // As after loading a file into clones.
+        layers[2].weight = layers[2].weight.clone().map(|weight| weight * 2.0);
+        let error = FullySharded::new(layers.no_grad(), &sharding).unwrap_err().to_string();
+        assert!(error.contains("`0.weight`") && error.contains("`2.weight`"), "{error}");
+    });
+}
+
+#[test]
+fn layers_that_are_unfrozen_one_by_one_go_on_from_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let train = |fsdp: &mut Fsdp<Adapted>, optimizer: &mut ModuleOptimizer, steps: std::ops::Range<usize>| {
+        for step in steps {
+            let loss = fsdp.forward(|model| model.loss(batch(step, 0, 0))).unwrap();
+            let gradients = fsdp.backward(&loss).unwrap();
+            fsdp.step(optimizer, 0.02, gradients).unwrap();
+        }
+    };
+    // The second and the last layer are trained at first, and then the first one, too.
+    let [mut alone, ..] = optimizers();
+    let mut model = Vec::from(layers());
+    for step in 0..STEPS {
+        if step == 2 {
+            model[0] = model[0].clone().set_require_grad(true);
+        }
+        let (x, y) = batch(step, 0, 0);
+        let x = model[..3].iter().fold(x, |x, layer| layer.forward(x).tanh());
+        let loss = (model[3].forward(x) - y).powi_scalar(2).mean();
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = alone.step(0.02, model, gradients);
+    }
+    let expected = floats(&model);
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Adapted::new(&sharding).unwrap(), &sharding).unwrap();
+        let [mut optimizer, ..] = optimizers();
+        train(&mut fsdp, &mut optimizer, 0..2);
+        checkpoints.save_sharded(2, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+
+        let mut unfrozen = layers();
+        unfrozen[0] = unfrozen[0].clone().set_require_grad(true);
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Adapted::of(unfrozen, &sharding).unwrap(), &sharding).unwrap();
+        let [mut optimizer, ..] = optimizers();
+        fsdp.load(&mut optimizer, &checkpoints.newest().unwrap().unwrap(), "model").unwrap();
+        train(&mut fsdp, &mut optimizer, 2..STEPS);
+        let apart = distance(&fsdp.model().floats(), &expected);
+        assert!(apart < 1e-5, "{apart:e}");
+    });
+}
+
+/// A norm with running statistics, outside of the units.
+#[derive(Module, Debug)]
+struct Normed {
+    first: FullySharded<Linear>,
+    norm: BatchNorm,
+    last: FullySharded<Linear>,
+}
+
+impl Normed {
+    fn new(sharding: &ShardingGroup) -> Self {
+        let layer = |outputs| LinearConfig::new(8, outputs).init(&device()).map(&mut Waves::default());
+        let unit = |outputs| FullySharded::new(layer(outputs), sharding).unwrap();
+        // Its factors are in no unit, and so not trained.
+        let norm = BatchNormConfig::new(8).init(&device()).no_grad();
+        Self { first: unit(8), norm, last: unit(3) }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let x = self.norm.forward(self.first.forward(x, |layer, x| layer.forward(x).tanh()));
+        self.last.forward(x, |layer, x| layer.forward(x))
+    }
+}
+
+/// Trains for some steps, each rank with batches of its own.
+fn normed(group: &ProcessGroup, from: usize) -> Fsdp<Normed> {
+    let mesh = DeviceMesh::new(group, &[("replicate", 2), ("shard", 2)]).unwrap();
+    let sharding = ShardingGroup::hybrid(mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+    let mut fsdp = Fsdp::new(Normed::new(&sharding), &sharding).unwrap();
+    let mut optimizer = SgdConfig::new().init();
+    for step in from..from + 3 {
+        let (x, y) = batch(step, group.rank().index(), 0);
+        let loss = fsdp.forward(|model| (model.forward(x) - y).powi_scalar(2).mean()).unwrap();
+        let gradients = fsdp.backward(&loss).unwrap();
+        fsdp.step(&mut optimizer, 0.1, gradients).unwrap();
+    }
+    fsdp
+}
+
+#[test]
+fn every_replica_evaluates_with_rank_0_s_running_statistics() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = run(4, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut fsdp = normed(&group, 0);
+        let optimizer = SgdConfig::new().init();
+        // Before anything else has applied the last update.
+        checkpoints.save_sharded(3, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+        let answer = |fsdp: &mut Fsdp<Normed>| {
+            let (x, _) = samples(500, 507);
+            let answer = fsdp.evaluate(|model| model.forward(x.inner())).unwrap();
+            answer.into_data().iter::<f32>().collect::<Vec<_>>()
+        };
+        let evaluated = answer(&mut fsdp);
+        // Into a model that has trained otherwise, whose last update is not applied yet.
+        let mut again = normed(&group, 7);
+        assert_ne!(answer(&mut normed(&group, 7)), evaluated);
+        let saved = checkpoints.newest().unwrap().unwrap();
+        again.load(&mut SgdConfig::new().init(), &saved, "model").unwrap();
+        (evaluated, answer(&mut again), floats(&fsdp.model().norm.valid()))
+    });
+    let (expected, ..) = &results[0];
+    for (evaluated, resumed, _) in &results {
+        assert_eq!((evaluated, resumed), (expected, expected));
+    }
+    // Which is no matter of course: each rank has seen other batches.
+    assert_ne!(results[0].2, results[1].2);
 }
