@@ -91,10 +91,12 @@ impl<M: Module> Ddp<M> {
     }
 }
 
-/// An error if the hook whose state is `here` keeps anything and cannot go on from what was `saved`.
+/// An error if the hook whose state is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
+/// nothing to go on from.
 fn fits(here: &HookState, saved: Option<&HookState>) -> Result<()> {
-    let nothing_yet = here.is_empty() && saved.is_none_or(HookState::is_empty);
-    if here.hook().is_empty() || nothing_yet || saved.is_some_and(|saved| saved.hook() == here.hook()) {
+    let is_same = saved.is_some_and(|saved| saved.hook() == here.hook());
+    let nothing = here.is_empty() && saved.is_none_or(HookState::is_empty);
+    if here.hook().is_empty() || is_same || nothing {
         return Ok(());
     }
     let saved = saved.map_or("no communication hook", HookState::hook);

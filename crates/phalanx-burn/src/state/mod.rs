@@ -513,7 +513,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         writer.value(&format!("{}progress", self.name), &self.progress)
     }
 
-    /// Gives whether the state of a communication hook was among it.
+    /// Gives whether something that a communication hook keeps was among it.
     fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
@@ -536,7 +536,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             false => None,
         };
         self.model.check_hook(hook.as_ref())?;
-        let has_hook = hook.is_some();
+        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
         let name = format!("{}optimizer", self.name);
         let parts = ([name.clone()], name.as_str());
