@@ -208,6 +208,21 @@ pub fn doubt(env: Option<&LaunchEnv>) -> Option<String> {
     doubt_of(env, &Variables { lookup }, std::env::vars_os().map(|(name, value)| (text(name), text(value))))
 }
 
+/// The rank, and the number of ranks, that a launcher other than torchrun has given to this process, if it is one of several:
+/// `SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=2`. None in a worker of torchrun's or ours, which may have been started several times.
+pub fn other_launcher() -> Option<String> {
+    other_launcher_in(&Variables { lookup })
+}
+
+fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Option<String> {
+    if variables.text("TORCHELASTIC_RUN_ID").is_some() {
+        return None;
+    }
+    let place = foreign::place(variables).ok().flatten().filter(|place| place.world_size.1 > 1)?;
+    let ((rank_name, rank), (size_name, size)) = (place.rank, place.world_size);
+    Some(format!("{rank_name}={rank} and {size_name}={size}"))
+}
+
 fn lookup(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
@@ -224,15 +239,12 @@ fn doubt_of<F: Fn(&str) -> Option<String>>(
              WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; else unset {name}"
         ));
     };
-    // A launcher that speaks for itself may have been started several times.
-    if env.world_size != WorldSize::ONE || variables.text("TORCHELASTIC_RUN_ID").is_some() {
+    if env.world_size != WorldSize::ONE {
         return None;
     }
-    let place = foreign::place(variables).ok().flatten().filter(|place| place.world_size.1 > 1)?;
-    let ((rank_name, rank), (size_name, size)) = (place.rank, place.world_size);
+    let other = other_launcher_in(variables)?;
     Some(format!(
-        "WORLD_SIZE=1 makes this process a world of one, but {rank_name}={rank} and {size_name}={size} say that it is one of {size}: unset RANK and \
-         WORLD_SIZE to take those"
+        "WORLD_SIZE=1 makes this process a world of one, but {other} say that it is one of several: unset RANK and WORLD_SIZE to take those"
     ))
 }
 
@@ -593,7 +605,7 @@ mod tests {
         let mut one = vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
         assert_eq!(said(&one), None);
         one.extend([("OMPI_COMM_WORLD_RANK", "2"), ("OMPI_COMM_WORLD_SIZE", "4")]);
-        assert!(said(&one).unwrap().contains("one of 4"));
+        assert!(said(&one).unwrap().contains("OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=4"));
         one.push(("TORCHELASTIC_RUN_ID", "sweep-2"));
         assert_eq!(said(&one), None);
     }
