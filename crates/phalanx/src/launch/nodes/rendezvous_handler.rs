@@ -279,7 +279,11 @@ fn open_served(
         };
         let role = decide(cluster, (host, hosting), &endpoint)?;
         let served = match role {
-            Role::Serve(address) => serve(cluster, access, SocketAddr::new(address, port), hosting)?,
+            Role::Serve(address) => {
+                // An address of one link keeps its interface.
+                let found = endpoint.iter().copied().find(|found| found.ip() == address);
+                serve(cluster, access, found.unwrap_or(SocketAddr::new(address, port)), hosting)?
+            }
             Role::Connect => None,
         };
         if let Some(served) = served.as_ref().filter(|_| cluster.bind.is_none() && !cluster.is_all_here()) {

@@ -55,8 +55,8 @@ enum Place {
     /// To the host of whoever asks, at this address.
     EveryHost(IpAddr),
     Elsewhere,
-    /// To this host and to others.
-    Several,
+    /// To this host, at this address, and to others.
+    Several(IpAddr),
 }
 
 /// Where `endpoint` leads. A host that finds several of its own addresses takes the lowest, in whichever order they come.
@@ -68,7 +68,7 @@ fn place(endpoint: &[IpAddr], is_own: impl Fn(IpAddr) -> bool) -> Place {
         (Some(own), _, true) => Place::Here(*own),
         (None, Some(every), true) => Place::EveryHost(*every),
         (None, None, _) => Place::Elsewhere,
-        (Some(_), _, false) | (None, Some(_), false) => Place::Several,
+        (Some(here), _, false) | (None, Some(here), false) => Place::Several(*here),
     }
 }
 
@@ -81,8 +81,8 @@ pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> 
         // All nodes are needed, and the others come to whichever address leads to this one.
         Hosting::Serve if is_fixed => match (bind, place()) {
             (Some(bind), _) => Ok(Role::Serve(bind)),
-            (None, Place::Here(own) | Place::EveryHost(own)) => Ok(Role::Serve(own)),
-            (None, Place::Elsewhere | Place::Several) => Err(not_here(host, endpoint)),
+            (None, Place::Here(own) | Place::EveryHost(own) | Place::Several(own)) => Ok(Role::Serve(own)),
+            (None, Place::Elsewhere) => Err(not_here(host, endpoint)),
         },
         Hosting::Serve | Hosting::ByAddress => match place() {
             Place::Here(own) => match bind {
@@ -100,7 +100,7 @@ pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> 
             Place::EveryHost(every) => Err(every_host(host, every)),
             Place::Elsewhere if hosting == Hosting::ByAddress => Ok(Role::Connect),
             Place::Elsewhere => Err(not_here(host, endpoint)),
-            Place::Several => Err(several(host, endpoint)),
+            Place::Several(_) => Err(several(host, endpoint)),
         },
     }
 }
@@ -295,6 +295,9 @@ mod tests {
         let listens = Facts { bind: Some(address("10.0.0.1")), ..behind };
         assert_eq!(role("10.0.0.1", &listens).unwrap(), Role::Serve(address("10.0.0.1")));
         let own = [address("10.0.0.1")];
+        // All nodes are needed, and this one is node 0.
+        let told = Facts { is_fixed: true, ..facts(Hosting::Serve, "train", &endpoint) };
+        assert_eq!(role("10.0.0.1", &told).unwrap(), Role::Serve(address("10.0.0.1")));
         let elsewhere = Facts { bind: Some(address("10.9.0.1")), ..facts(Hosting::ByAddress, "node1", &own) };
         refused(&elsewhere, "would listen at 10.9.0.1", "0.0.0.0");
     }
