@@ -810,10 +810,14 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_address_is_put_in_brackets_once() {
+    fn a_loopback_that_is_down_is_named() {
         let unreachable = || io::Error::from(io::ErrorKind::NetworkUnreachable);
         let said = |target: &str| explained(unreachable(), target.parse().unwrap()).to_string();
         assert!(said("127.0.0.1:1").contains("ip link set lo up") && !said("10.0.0.1:1").contains("lo up"));
+    }
+
+    #[test]
+    fn an_ipv6_address_is_put_in_brackets_once() {
         let written = ["host", "::1", "[::1]"].map(|host| host_port(host, 7));
         assert_eq!(written, ["host:7", "[::1]:7", "[::1]:7"]);
     }
