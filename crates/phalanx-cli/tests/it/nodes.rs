@@ -225,18 +225,21 @@ fn nodes_may_come_and_go() {
 #[test]
 fn an_end_point_that_each_node_has_for_itself_is_refused() {
     let port = free_port();
-    let refused = |options: &[&str], expected: &[&str]| {
-        let common = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.2,join_timeout=20"];
+    let conf = "last_call_timeout=0.2,join_timeout=20";
+    let told_to_serve = format!("{conf},is_host=true");
+    let refused_with = |conf: &str, options: &[&str], expected: &[&str]| {
+        let common = ["--nnodes", "1:2", "--rdzv-conf", conf];
         let (code, out, err) = end(phalanx(&[&common[..], options].concat(), "echo alone").spawn().unwrap());
         assert!(code == Some(1) && out.is_empty(), "{options:?}: {out}{err}");
         assert!(expected.iter().all(|expected| err.contains(expected)), "{options:?}: {err}");
     };
+    let refused = |options: &[&str], expected: &[&str]| refused_with(conf, options, expected);
     for host in ["localhost", "127.0.0.1", "127.0.1.1", "[::1]", "0.0.0.0"] {
         let endpoint = format!("{host}:{port}");
         let at = ["--rdzv-backend", "c10d", "--rdzv-endpoint", &endpoint];
         refused(&at, &["every node's own host", "--local-addr localhost", "--nnodes N"]);
         refused(&[&at[..], &["--bind", "192.0.2.1"]].concat(), &["every node's own host"]);
-        refused(&[&at[..], &["--rdzv-conf", "is_host=true"]].concat(), &["every node's own host"]);
+        refused_with(&told_to_serve, &at, &["every node's own host"]);
     }
     // The defaults of --node-rank and --master-addr.
     refused(&["--master-port", &port], &["every node's own host"]);
@@ -406,4 +409,25 @@ fn hosts_of_one_name_without_a_default_route_meet_in_a_file() {
     }
     let (code, _, err) = end(rank("a", "0", Some("nosuch0")));
     assert!(code != Some(0), "{err}");
+}
+
+/// Both hosts have this machine's name, and the second cannot see the processes of the first.
+#[test]
+#[ignore = "needs root and iproute2: .ci/full runs it"]
+fn a_live_node_is_not_replaced_by_another_host_of_its_name() {
+    let hosts = Namespaces::new();
+    let options = ["--max-restarts", "3", "--master-addr", "10.97.0.1"];
+    let start = |side: &str, rank: &str| {
+        hosts.inside(side, &node(rank, "29500", &options, "echo up; exec sleep 60")).spawn().unwrap()
+    };
+    let mut nodes = [start("a", "0"), start("a", "1")];
+    nodes.iter_mut().for_each(wait_for_line);
+    let (code, _, err) = end(start("b", "1"));
+    assert!(code == Some(1) && err.contains("two nodes have --node-rank 1"), "{err}");
+    let [first, second] = nodes;
+    send(&second, Signal::TERM);
+    assert_eq!(end(second).0, Some(143));
+    let (code, _, err) = end(first);
+    assert!(code == Some(1) && err.contains("was ended by SIGTERM"), "{err}");
+    assert!(!err.contains("was started again"), "{err}");
 }

@@ -333,7 +333,14 @@ impl<'a> MultiNode<'a> {
             Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
             _ => {}
         }
-        Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+        let error = Error::timeout(cause).in_operation("rendezvous of the launchers", None);
+        if let Some(address) = self.served_at().filter(|address| address.ip().to_canonical().is_loopback()) {
+            return error.with_remedy(format!(
+                "nodes on other hosts do not reach the store at {address}: give every node an address of this host as --rdzv-endpoint (or \
+                 --master-addr); if all nodes are on this host, --rdzv-conf join_timeout=.. waits longer"
+            ));
+        }
+        error.with_remedy(
             "start `phalanx run` on every node, with the same --rdzv-endpoint (or --master-addr and --master-port) and --rdzv-id; \
              --rdzv-conf join_timeout=.. waits longer",
         )
