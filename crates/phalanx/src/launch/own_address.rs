@@ -4,9 +4,11 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use crate::deadline::Deadline;
+use crate::env;
 use crate::error::Result;
+use crate::host;
+use crate::interfaces;
 use crate::store::{host_port, resolve};
-use crate::{env, host, interfaces};
 
 /// How long the look-up of the host's own name may take. It is of use only if it is quick.
 const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(5);

@@ -9,9 +9,10 @@ use super::peer::{LauncherEnd, Peer};
 use super::protocol::RemoteEvent;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::host;
+use crate::interfaces;
 use crate::launch::exit::{Outcome, Report, Signal};
 use crate::world_size::WorldSize;
-use crate::{host, interfaces};
 
 /// The hosts of a job, in their order, all of which are needed.
 pub(super) struct FixedHosts {

@@ -2,7 +2,8 @@
 
 use std::net::{IpAddr, ToSocketAddrs};
 
-use crate::{host, interfaces};
+use crate::host;
+use crate::interfaces;
 
 /// Whether `name` means this machine.
 pub(super) fn is_here(name: &str) -> bool {

@@ -11,6 +11,8 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Publisher;
 use crate::error::{Error, Result};
+use crate::host;
+use crate::interfaces;
 use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::event::Event;
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
@@ -24,7 +26,6 @@ use crate::launch::remote::peer::{LauncherEnd, Peer};
 use crate::launch::remote::protocol::RemoteEvent;
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
-use crate::{host, interfaces};
 
 /// How long the system may take to look up the address at which the store is served.
 const LOOK_UP: Duration = Duration::from_secs(30);
