@@ -126,6 +126,7 @@ impl<'a> MultiNode<'a> {
 
     fn store_is_lost(&self, error: Error) -> Error {
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
+        let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {
             Some(node) => {
                 let cause = format!(
@@ -135,9 +136,9 @@ impl<'a> MultiNode<'a> {
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
-            // It was never reached: the error says what may stand between.
-            None if self.reached.is_none() && error.remedy().is_some() => error,
-            None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
+            // It was never reached: the error says what may stand between, or why it was refused.
+            None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
+            None if !is_served => {
                 error.with_remedy("is the launchers' store up, and does this host reach it?")
             }
             // It has ended before it joined, or has sent no heartbeat.
