@@ -340,6 +340,15 @@ impl Run {
         notes.extend(self.nodes.rdzv_conf.note());
         notes
     }
+
+    /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
+    pub(crate) fn apart(&self, other: Option<String>) -> Option<String> {
+        let other = other.filter(|_| self.nodes.nnodes.max == 1 && !self.standalone)?;
+        Some(format!(
+            "{other} say that this command was started several times: each trains by itself, as a job of its own. For one job give --nnodes, \
+             --node-rank and --master-addr, or start the program without `phalanx run`; --standalone says that it is meant so"
+        ))
+    }
 }
 
 #[cfg(test)]
@@ -368,6 +377,18 @@ mod tests {
             Command::Run(run) => Ok(run),
             _ => Err("not run".to_owned()),
         }
+    }
+
+    #[test]
+    fn commands_that_another_launcher_starts_apart_are_told() {
+        let apart = |options: &[&str], other: Option<&str>| {
+            parse(&[options, &["./train"]].concat()).unwrap().apart(other.map(str::to_owned))
+        };
+        let slurm = Some("SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=2");
+        assert!(apart(&["--nproc-per-node", "4"], slurm).unwrap().contains("SLURM_STEP_NUM_TASKS=2 say"));
+        assert_eq!(apart(&["--nnodes", "2", "--node-rank", "1"], slurm), None);
+        assert_eq!(apart(&["--standalone"], slurm), None);
+        assert_eq!(apart(&[], None), None);
     }
 
     #[test]

@@ -66,13 +66,13 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_conf: Conf,
 
-    /// The address at which the other nodes reach this one, with `etcd` and `file` [default: that of the interface to etcd,
-    /// or this host's name]
+    /// The address at which the other nodes reach this one, with `etcd` and `file` [default: that of the interface to etcd, or that
+    /// GLOO_SOCKET_IFNAME names, or of this host's name or default route]. `localhost` says that all nodes are on this host
     #[arg(long, alias = "local_addr", value_name = "HOST", env = "PET_LOCAL_ADDR", hide_env_values = true)]
     pub(crate) local_addr: Option<String>,
 
-    /// The address at which this node's stores listen, if it is not the one at which others reach them. 0.0.0.0 opens them
-    /// to every network of this machine: then give the job a key (--job-key-file)
+    /// The address at which this node's stores listen, if it serves any and it is not the one at which others reach them. 0.0.0.0
+    /// opens them to every network of this machine: then give the job a key (--job-key-file)
     #[arg(long, value_name = "ADDRESS", env = "PHALANX_BIND", hide_env_values = true)]
     pub(crate) bind: Option<IpAddr>,
 }

@@ -24,7 +24,9 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Err(message) => return refuse(&message, 2),
     };
     let format = options.log_format;
-    for note in options.notes() {
+    let apart =
+        matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
+    for note in options.notes().into_iter().chain(apart) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());

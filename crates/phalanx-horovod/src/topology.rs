@@ -43,13 +43,10 @@ impl Topology {
     }
 }
 
-/// A name that no other host has: the one that the user gives it, or its own with the kernel's boot id.
+/// What identifies this host, as its name does not: what the user says, or the kernel.
 fn host() -> String {
     let given = std::env::var("PHALANX_HOST_ID").ok().filter(|id| !id.is_empty());
-    given.unwrap_or_else(|| {
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        format!("{} {}", phalanx::host_name(), boot.trim())
-    })
+    given.unwrap_or_else(phalanx::host_id)
 }
 
 #[cfg(test)]

@@ -1,7 +1,86 @@
-//! The name of this host.
+//! The name of this host, and what identifies it: names are not unique.
+
+use std::fs;
+use std::net::IpAddr;
+use std::os::unix::fs::MetadataExt;
+
+use crate::interfaces;
 
 /// The name of this host, as errors and logs show it. Linux allows 64 bytes. Spaces would end a field in a store.
 pub fn name() -> String {
     let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
     name.split_whitespace().collect()
+}
+
+/// Identifies this host, unlike its [`name`]: processes with the same identity reach each other at the loopback. Containers with a
+/// network of their own are hosts of their own. It has no spaces.
+///
+/// It consists of the kernel's boot id and the number of the network namespace. Where `/proc` hides one of them, it is the name and
+/// the addresses of the host, which differ in any network in which hosts reach each other.
+pub fn id() -> String {
+    let addresses = || {
+        let found = interfaces::addresses().unwrap_or_default();
+        found.into_iter().map(|own| own.address).filter(|own| !interfaces::is_every_hosts(*own)).collect()
+    };
+    identity(boot_id().zip(namespace("net")), &name(), addresses)
+}
+
+/// Identifies the root file system of this process: those of two containers differ, also if the containers have the same name and
+/// network.
+pub(crate) fn disk_id() -> String {
+    let host = boot_id().map_or_else(id, |boot| format!("{boot:032x}"));
+    match fs::metadata("/") {
+        Ok(root) => format!("{host} {}:{}", root.dev(), root.ino()),
+        Err(_) => host,
+    }
+}
+
+fn identity(kernel: Option<(u128, u64)>, name: &str, addresses: impl FnOnce() -> Vec<IpAddr>) -> String {
+    if let Some((boot, network)) = kernel {
+        return format!("{boot:032x}-{network}");
+    }
+    let mut addresses = addresses();
+    addresses.sort_unstable();
+    let addresses: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
+    format!("{name}/{}", addresses.join(","))
+}
+
+/// Identifies this boot of the kernel: containers of one machine have the same. None if `/proc` hides it.
+pub(crate) fn boot_id() -> Option<u128> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()
+}
+
+/// The number of this process's namespace of a `kind`: on one boot, no other namespace has it. None if `/proc` hides it.
+pub(crate) fn namespace(kind: &str) -> Option<u64> {
+    let link = fs::read_link(format!("/proc/self/ns/{kind}")).ok()?;
+    link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_of_one_name_are_told_apart() {
+        let addresses = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect::<Vec<_>>();
+        let never = || -> Vec<IpAddr> { unreachable!("the kernel has said enough") };
+        let one = identity(Some((7, 4_026_531_840)), "localhost", never);
+        assert_eq!(one, identity(Some((7, 4_026_531_840)), "other-name", never));
+        // Another machine with the same number, and another container of this one.
+        assert_ne!(one, identity(Some((8, 4_026_531_840)), "localhost", never));
+        assert_ne!(one, identity(Some((7, 4_026_532_000)), "localhost", never));
+        // Without the kernel's numbers, in whichever order the addresses come.
+        let hidden = |texts: &[&str]| identity(None, "localhost", || addresses(texts));
+        assert_eq!(hidden(&["10.0.0.5", "2001:db8::5"]), hidden(&["2001:db8::5", "10.0.0.5"]));
+        assert_ne!(hidden(&["10.0.0.5"]), hidden(&["10.0.0.6"]));
+        assert_ne!(hidden(&["10.0.0.5"]), one);
+    }
+
+    #[test]
+    fn this_host_has_an_identity_without_spaces() {
+        assert_eq!(id(), id());
+        assert!(!id().contains(char::is_whitespace) && id().len() > 32, "{}", id());
+        assert_eq!(disk_id(), disk_id());
+    }
 }

@@ -57,10 +57,13 @@ impl JobKey {
         };
         let make_one = "make one with `phalanx keygen FILE`";
         let bytes = secret_file::read(path, LONGEST).map_err(|unfit| match unfit {
-            Unfit::Unreadable(error) => refuse(error.to_string()).with_remedy(
-                "is it the file that `phalanx keygen` made, and readable by this user? A worker reads the one that its \
-                 launcher lends it, which is gone with the launcher",
-            ),
+            Unfit::Unreadable(error) if path.starts_with("/proc") => refuse(error.to_string()).with_remedy(format!(
+                "the launcher lends it from its memory, which is gone with the launcher, and hidden in another container, where /proc is \
+                 mounted with hidepid, and where this user may execute the launcher's file and not read it (mode 711: chmod a+r). \
+                 Else give the launcher --job-key-file, and this worker the same key in a file that {VARIABLE} names"
+            )),
+            Unfit::Unreadable(error) => refuse(error.to_string())
+                .with_remedy("is it the file that `phalanx keygen` made, and readable by this user?"),
             Unfit::Unsafe { why, remedy } => {
                 refuse(why).with_remedy(remedy.unwrap_or_else(|| make_one.to_owned()))
             }

@@ -46,6 +46,7 @@ mod frozen;
 mod hash;
 mod health;
 mod host;
+mod interfaces;
 mod notice;
 mod poll;
 mod proc_stat;
@@ -96,9 +97,9 @@ pub use error::{Error, Result};
 pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
 pub use key::JobKey;
-// The two that follow are for adapters, which name this host and warn as this crate does.
+// The two lines that follow are for adapters, which name and identify this host and warn as this crate does.
 #[doc(hidden)]
-pub use host::name as host_name;
+pub use host::{id as host_id, name as host_name};
 #[doc(hidden)]
 pub use notice::warn;
 pub use rank::{Generation, Rank, Sequence};

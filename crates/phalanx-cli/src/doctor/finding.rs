@@ -25,12 +25,14 @@ pub(super) struct Finding {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(super) host: String,
+    /// What identifies the host, as its name does not.
+    pub(super) host_id: String,
     pub(super) findings: Vec<Finding>,
 }
 
 impl Report {
     pub(super) fn new(host: String) -> Self {
-        Self { host, findings: Vec::new() }
+        Self { host, host_id: phalanx::host_id(), findings: Vec::new() }
     }
 
     pub(super) fn good(&mut self, check: &str, text: impl Into<String>) {

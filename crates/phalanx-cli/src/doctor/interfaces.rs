@@ -53,6 +53,19 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
     }
 }
 
+/// Whether processes of this host can meet at the loopback.
+pub(super) fn look_at_loopback(report: &mut Report) -> bool {
+    let has_loopback = way_to((Ipv4Addr::LOCALHOST, 9)).is_some();
+    if !has_loopback {
+        report.bad(
+            "loopback",
+            "it is down: processes of this host cannot meet, and none are timed",
+            "`ip link set lo up` in this network namespace, or start the container with a network",
+        );
+    }
+    has_loopback
+}
+
 /// The own address from which packets to `target` would go.
 fn way_to(target: impl ToSocketAddrs) -> Option<IpAddr> {
     let target = target.to_socket_addrs().ok()?.next()?;

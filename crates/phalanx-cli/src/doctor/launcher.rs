@@ -10,12 +10,17 @@ use phalanx::{Credentials, Deadline, Result};
 use super::finding::Report;
 
 /// Each launcher, and its variables or their prefix.
-const LAUNCHERS: [(&str, &[&str]); 7] = [
+const LAUNCHERS: [(&str, &[&str]); 12] = [
     ("env://", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
     ("torchrun", &["TORCHELASTIC_"]),
     ("Phalanx", &["PHALANX_"]),
     ("Open MPI", &["OMPI_COMM_WORLD_"]),
+    ("MVAPICH2", &["MV2_COMM_WORLD_"]),
+    ("jsrun", &["JSM_NAMESPACE_"]),
+    ("Flux", &["FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"]),
+    ("PALS", &["PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_NODEID"]),
     ("PMI", &["PMI_RANK", "PMI_SIZE"]),
+    ("PMIx", &["PMIX_RANK"]),
     ("Slurm", &["SLURM_"]),
     ("Horovod", &["HOROVOD_"]),
 ];
@@ -58,7 +63,11 @@ impl Place {
 pub(super) fn look(report: &mut Report, place: &Place) {
     let names: Vec<String> = env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
     let seen = seen(&names);
-    report.note("variables", if seen.is_empty() { "no launcher's".to_owned() } else { seen.join(", ") });
+    report
+        .note("variables", if seen.is_empty() { "no known launcher's".to_owned() } else { seen.join(", ") });
+    if let Some(doubt) = place.0.as_ref().ok().and_then(|env| phalanx::env::doubt(env.as_ref())) {
+        report.advise("launcher", doubt, "compare with what the launcher's manual says that it sets");
+    }
     match &place.0 {
         Ok(None) => report.good("init", "a world of one"),
         Ok(Some(env)) => {

@@ -23,10 +23,10 @@ pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> 
     let mut report = own.clone();
     report.good("group", format!("{} ranks have met", reports.len()));
     clock_line(&mut report, &offsets, &reports);
-    let mut told = vec![report.host.clone()];
+    let mut told = vec![report.host_id.clone()];
     for other in &reports {
-        if !told.contains(&other.host) {
-            told.push(other.host.clone());
+        if !told.contains(&other.host_id) {
+            told.push(other.host_id.clone());
             report.compare(other);
         }
     }

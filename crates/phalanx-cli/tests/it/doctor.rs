@@ -99,3 +99,17 @@ fn under_the_launcher_rank_0_tells_of_all() {
     assert_eq!(finding(&report, "store")["verdict"], "good");
     assert!(finding(&report, "clocks")["text"].as_str().unwrap().contains("ms apart"));
 }
+
+#[test]
+fn what_looks_like_the_rank_of_an_unknown_launcher_is_told() {
+    let output = doctor(&["--json"], &[("SOME_LAUNCHERS_RANK", "3")]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let said = finding(&report, "launcher")["text"].as_str().unwrap();
+    assert!(said.contains("SOME_LAUNCHERS_RANK=3 looks like a rank"), "{said}");
+    // A rank without a number of ranks is no world of one.
+    let output = doctor(&["--json"], &[("PMIX_RANK", "0")]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    assert!(finding(&report, "init")["text"].as_str().unwrap().contains("PMIX_RANK=0"), "{report}");
+    assert_eq!(finding(&report, "variables")["text"], "PMIx (1)");
+}

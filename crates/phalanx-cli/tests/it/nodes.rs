@@ -204,7 +204,8 @@ fn nodes_may_come_and_go() {
     let port = free_port();
     let endpoint = format!("127.0.0.1:{port}");
     let options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", &endpoint];
-    let options = [&options[..], &["--rdzv-conf", "last_call_timeout=0.2"]].concat();
+    let options =
+        [&options[..], &["--local-addr", "localhost", "--rdzv-conf", "last_call_timeout=0.2"]].concat();
     let script = "echo world $WORLD_SIZE; trap 'exit 0' TERM; while :; do sleep 0.05; done";
     let mut first = phalanx(&options, script).spawn().unwrap();
     wait_for(&mut first, "world 1");
@@ -219,6 +220,41 @@ fn nodes_may_come_and_go() {
     let (code, _, err) = end(first);
     assert_eq!(code, Some(143), "{err}");
     assert!(err.contains("nodes have come") && err.contains("was ended by SIGTERM"), "{err}");
+}
+
+#[test]
+fn an_end_point_that_each_node_has_for_itself_is_refused() {
+    let port = free_port();
+    let conf = "last_call_timeout=0.2,join_timeout=20";
+    let told_to_serve = format!("{conf},is_host=true");
+    let refused_with = |conf: &str, options: &[&str], expected: &[&str]| {
+        let common = ["--nnodes", "1:2", "--rdzv-conf", conf];
+        let (code, out, err) = end(phalanx(&[&common[..], options].concat(), "echo alone").spawn().unwrap());
+        assert!(code == Some(1) && out.is_empty(), "{options:?}: {out}{err}");
+        assert!(expected.iter().all(|expected| err.contains(expected)), "{options:?}: {err}");
+    };
+    let refused = |options: &[&str], expected: &[&str]| refused_with(conf, options, expected);
+    for host in ["localhost", "127.0.0.1", "127.0.1.1", "[::1]", "0.0.0.0"] {
+        let endpoint = format!("{host}:{port}");
+        let at = ["--rdzv-backend", "c10d", "--rdzv-endpoint", &endpoint];
+        refused(&at, &["every node's own host", "--local-addr localhost", "--nnodes N"]);
+        refused(&[&at[..], &["--bind", "192.0.2.1"]].concat(), &["every node's own host"]);
+        refused_with(&told_to_serve, &at, &["every node's own host"]);
+    }
+    // The defaults of --node-rank and --master-addr.
+    refused(&["--master-port", &port], &["every node's own host"]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meeting");
+    refused(
+        &["--rdzv-backend", "file", "--rdzv-endpoint", path.to_str().unwrap()],
+        &["is on a disk of this host", "--local-addr localhost"],
+    );
+    assert!(!path.exists());
+    // Where all nodes are needed, or are said to be here, an address for each to listen at contradicts the end point.
+    let endpoint = format!("localhost:{port}");
+    let at = ["--local-addr", "localhost", "--rdzv-backend", "c10d", "--rdzv-endpoint", &endpoint];
+    refused(&[&at[..], &["--bind", "192.0.2.1"]].concat(), &["each would serve a store", "leave out --bind"]);
+    refused(&[&at[..], &["--bind", "127.0.0.9"]].concat(), &["each would serve a store"]);
 }
 
 /// Two network namespaces that a cable joins.
@@ -251,6 +287,12 @@ impl Namespaces {
     fn inside(&self, side: &str, command: &Command) -> Command {
         let mut inside = Command::new("ip");
         inside.args(["netns", "exec", &format!("{}{side}", self.0)]).arg(command.get_program());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => inside.env(name, value),
+                None => inside.env_remove(name),
+            };
+        }
         inside.args(command.get_args()).stdin(std::process::Stdio::null());
         inside.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
         inside
@@ -291,4 +333,101 @@ fn two_hosts_train_together_and_a_cut_cable_ends_both() {
     let (code, _, err) = end(second);
     assert!(code == Some(1) && err.contains("node 0 ("), "{err}");
     assert!(started.elapsed() < Duration::from_secs(15), "{:?}", started.elapsed());
+}
+
+/// The sides of the network, and their addresses.
+const SIDES: [(&str, &str); 2] = [("a", "10.97.0.1"), ("b", "10.97.0.2")];
+
+/// What the two hosts of a job said, and the sizes of their worlds.
+fn outcomes(nodes: [Child; 2]) -> [(Option<i32>, String, String); 2] {
+    nodes.map(end)
+}
+
+#[test]
+#[ignore = "needs root and iproute2: .ci/full runs it"]
+fn a_template_that_all_nodes_share_makes_one_world_or_none() {
+    let hosts = Namespaces::new();
+    let start = |options: &[&str], bind: fn(&'static str) -> Option<&'static str>| {
+        SIDES.map(|(side, own)| {
+            let common = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-conf"];
+            let bind: Vec<&str> = bind(own).into_iter().flat_map(|bind| ["--bind", bind]).collect();
+            let script = "echo world $WORLD_SIZE at $MASTER_ADDR";
+            let mut options = [&common[..], options].concat();
+            options.extend(bind);
+            hosts.inside(side, &phalanx(&options, script)).spawn().unwrap()
+        })
+    };
+    // As a pod's template gives each its own address, or all, to listen at.
+    let conf = "last_call_timeout=8,join_timeout=30";
+    for bind in [(|_| None) as fn(&'static str) -> Option<&'static str>, Some, |_| Some("0.0.0.0")] {
+        for (code, out, err) in outcomes(start(&[conf, "--rdzv-endpoint", "10.97.0.1:29400"], bind)) {
+            assert_eq!((code, out.contains("world 2 at 10.97.0.1")), (Some(0), true), "{out}{err}");
+        }
+        for (code, out, err) in outcomes(start(&[conf, "--rdzv-endpoint", "localhost:29400"], bind)) {
+            assert!(code == Some(1) && out.is_empty() && err.contains("every node's own host"), "{out}{err}");
+        }
+    }
+    // Both are told to serve: one has the address.
+    let conf = "last_call_timeout=1,join_timeout=30,is_host=true";
+    let [first, second] = outcomes(start(&[conf, "--rdzv-endpoint", "10.97.0.1:29400"], Some));
+    assert!(first.0 == Some(0) && first.1.contains("world 1"), "{first:?}");
+    assert!(second.0 == Some(1) && second.2.contains("no address of this host"), "{second:?}");
+}
+
+/// Both hosts have this machine's name, and neither has a default route.
+#[test]
+#[ignore = "needs root and iproute2: .ci/full runs it"]
+fn hosts_of_one_name_without_a_default_route_meet_in_a_file() {
+    let hosts = Namespaces::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("launchers");
+    let options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "file", "--rdzv-endpoint"];
+    let script = format!("echo at $MASTER_ADDR; {SUM} && echo up");
+    for (code, out, err) in outcomes(SIDES.map(|(side, _)| {
+        let options = [&options[..], &[path.to_str().unwrap()]].concat();
+        hosts.inside(side, &phalanx(&options, &script)).spawn().unwrap()
+    })) {
+        assert_eq!((code, out.matches("up").count()), (Some(0), 2), "{err}");
+        assert!(out.contains("at 10.97.0."), "{out}");
+    }
+
+    // Ranks that find each other in a file, and where they are by themselves.
+    let path = format!("file://{}", folder.path().join("ranks").display());
+    let rank = |side: &str, rank: &str, interface: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        command.args(["doctor", "--measure", "1"]);
+        command.env("RANK", rank).env("WORLD_SIZE", "2").env("PHALANX_RENDEZVOUS", &path);
+        command.envs(interface.map(|name| ("GLOO_SOCKET_IFNAME", name)));
+        hosts.inside(side, &command).spawn().unwrap()
+    };
+    for (code, _, err) in outcomes([rank("a", "0", None), rank("b", "1", None)]) {
+        assert_eq!(code, Some(0), "{err}");
+    }
+    let cables = SIDES.map(|(side, _)| format!("{}{side}", hosts.0));
+    for (code, _, err) in outcomes([rank("a", "0", Some(&cables[0])), rank("b", "1", Some(&cables[1]))]) {
+        assert_eq!(code, Some(0), "{err}");
+    }
+    let (code, _, err) = end(rank("a", "0", Some("nosuch0")));
+    assert!(code != Some(0), "{err}");
+}
+
+/// Both hosts have this machine's name, and the second cannot see the processes of the first.
+#[test]
+#[ignore = "needs root and iproute2: .ci/full runs it"]
+fn a_live_node_is_not_replaced_by_another_host_of_its_name() {
+    let hosts = Namespaces::new();
+    let options = ["--max-restarts", "3", "--master-addr", "10.97.0.1"];
+    let start = |side: &str, rank: &str| {
+        hosts.inside(side, &node(rank, "29500", &options, "echo up; exec sleep 60")).spawn().unwrap()
+    };
+    let mut nodes = [start("a", "0"), start("a", "1")];
+    nodes.iter_mut().for_each(wait_for_line);
+    let (code, _, err) = end(start("b", "1"));
+    assert!(code == Some(1) && err.contains("two nodes have --node-rank 1"), "{err}");
+    let [first, second] = nodes;
+    send(&second, Signal::TERM);
+    assert_eq!(end(second).0, Some(143));
+    let (code, _, err) = end(first);
+    assert!(code == Some(1) && err.contains("was ended by SIGTERM"), "{err}");
+    assert!(!err.contains("was started again"), "{err}");
 }

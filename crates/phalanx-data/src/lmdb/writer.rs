@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -59,16 +60,11 @@ impl LmdbWriter {
         };
         let mut partial = OsString::from(".");
         partial.push(name);
-        partial.push(format!(".partial-{}", std::process::id()));
+        // A process number is not unique on a shared disk.
+        partial.push(format!(".partial-{:016x}", RandomState::new().hash_one(std::process::id())));
         let partial = folder.with_file_name(partial);
         if let Some(parent) = folder.parent() {
             fs::create_dir_all(parent).map_err(failed)?;
-        }
-        // Of a process that had this number before.
-        if let Err(error) = fs::remove_dir_all(&partial)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            return Err(failed(error));
         }
         fs::create_dir(&partial).map_err(failed)?;
         let mut writer = Self { env: None, partial, folder, len: 0, pending: Vec::new(), bytes: 0 };

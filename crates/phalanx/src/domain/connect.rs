@@ -1,6 +1,5 @@
 //! Determines which ranks can reach each other's memory. All ranks take part.
 
-use std::io;
 use std::sync::Arc;
 
 use phalanx_sys::arena::{Arena, Mapping, total_memory};
@@ -11,6 +10,7 @@ use super::{Domain, Partition, Peers};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::host;
 use crate::random;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
@@ -133,8 +133,8 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     let host = match host {
         Some(host) => host.to_owned(),
         None => {
-            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-            boot.map_err(|error: io::Error| format!("the host has no identity: {error}"))?
+            let boot = host::boot_id().ok_or("the host has no identity: /proc hides the kernel's boot id")?;
+            format!("{boot:032x}")
         }
     };
     let (pid, descriptor, bytes) = (std::process::id(), arena.descriptor(), arena.bytes() as u64);

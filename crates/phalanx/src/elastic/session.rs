@@ -22,7 +22,7 @@ use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::notice::{Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
-use crate::rendezvous::{self, Rendezvous};
+use crate::rendezvous::{self, Rendezvous, interface_named};
 use crate::store::{PrefixStore, SharedStore, Store, TcpStore, host_port};
 use crate::transport;
 use crate::world_size::WorldSize;
@@ -87,7 +87,7 @@ impl Session {
         };
         let (credentials, deadline) = (Credentials::from_env()?, Deadline::after(options.connect_timeout));
         let client = TcpStore::connect_with(host_port(address, *port), &credentials, deadline)?;
-        let interface = client.local_ip();
+        let interface = interface_named()?.unwrap_or_else(|| client.local_ip());
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
         let (slot, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));

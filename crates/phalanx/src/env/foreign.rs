@@ -2,52 +2,88 @@
 
 use super::Variables;
 use super::malformed;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
-/// The variable names of one launcher.
+/// The variable names of one launcher; of several for one value, the first that is set counts.
 struct Names {
     rank: &'static str,
-    size: &'static str,
-    local_rank: &'static str,
-    local_size: &'static str,
+    size: &'static [&'static str],
+    local_rank: &'static [&'static str],
+    local_size: &'static [&'static str],
     node: Option<&'static str>,
 }
 
 /// In this order: if a job sees more than one, the first is the closest.
-const LAUNCHERS: [Names; 4] = [
+const LAUNCHERS: [Names; 8] = [
     // horovodrun.
     Names {
         rank: "HOROVOD_RANK",
-        size: "HOROVOD_SIZE",
-        local_rank: "HOROVOD_LOCAL_RANK",
-        local_size: "HOROVOD_LOCAL_SIZE",
+        size: &["HOROVOD_SIZE"],
+        local_rank: &["HOROVOD_LOCAL_RANK"],
+        local_size: &["HOROVOD_LOCAL_SIZE"],
         node: Some("HOROVOD_CROSS_RANK"),
     },
     // Open MPI's mpirun. Its NODE_RANK is not the number of a node.
     Names {
         rank: "OMPI_COMM_WORLD_RANK",
-        size: "OMPI_COMM_WORLD_SIZE",
-        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        size: &["OMPI_COMM_WORLD_SIZE"],
+        local_rank: &["OMPI_COMM_WORLD_LOCAL_RANK"],
+        local_size: &["OMPI_COMM_WORLD_LOCAL_SIZE"],
         node: None,
     },
-    // Hydra: MPICH's and Intel's mpirun.
+    // MVAPICH2's mpirun_rsh.
+    Names {
+        rank: "MV2_COMM_WORLD_RANK",
+        size: &["MV2_COMM_WORLD_SIZE"],
+        local_rank: &["MV2_COMM_WORLD_LOCAL_RANK"],
+        local_size: &["MV2_COMM_WORLD_LOCAL_SIZE"],
+        node: None,
+    },
+    // IBM's jsrun.
+    Names {
+        rank: "JSM_NAMESPACE_RANK",
+        size: &["JSM_NAMESPACE_SIZE"],
+        local_rank: &["JSM_NAMESPACE_LOCAL_RANK"],
+        local_size: &["JSM_NAMESPACE_LOCAL_SIZE"],
+        node: None,
+    },
+    // Flux.
+    Names {
+        rank: "FLUX_TASK_RANK",
+        size: &["FLUX_JOB_SIZE"],
+        local_rank: &["FLUX_TASK_LOCAL_ID"],
+        local_size: &[],
+        node: None,
+    },
+    // HPE's PALS, which says the size as PMI does.
+    Names {
+        rank: "PALS_RANKID",
+        size: &["PALS_SIZE", "PMI_SIZE"],
+        local_rank: &["PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"],
+        local_size: &["PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"],
+        node: Some("PALS_NODEID"),
+    },
+    // Hydra: MPICH's and Intel's mpirun; Cray's has its own names for what is local.
     Names {
         rank: "PMI_RANK",
-        size: "PMI_SIZE",
-        local_rank: "MPI_LOCALRANKID",
-        local_size: "MPI_LOCALNRANKS",
+        size: &["PMI_SIZE"],
+        local_rank: &["MPI_LOCALRANKID", "PMI_LOCAL_RANK"],
+        local_size: &["MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"],
         node: None,
     },
     // srun. A batch script sees SLURM_NTASKS too, but is not one of the tasks: only a step has a number of tasks.
     Names {
-        rank: "SLURM_PROCID",
-        size: "SLURM_STEP_NUM_TASKS",
-        local_rank: "SLURM_LOCALID",
-        local_size: "",
+        rank: SLURM_RANK,
+        size: &["SLURM_STEP_NUM_TASKS"],
+        local_rank: &["SLURM_LOCALID"],
+        local_size: &[],
         node: Some("SLURM_NODEID"),
     },
 ];
+const SLURM_RANK: &str = "SLURM_PROCID";
+
+/// Ranks of launchers that do not say how many ranks there are: PRRTE's and Slurm's PMIx, Cray's aprun.
+const RANKS_ALONE: [&str; 2] = ["PMIX_RANK", "ALPS_APP_PE"];
 
 /// A rank's position. Only rank and size are always known.
 #[derive(Debug, PartialEq, Eq)]
@@ -59,11 +95,12 @@ pub(super) struct ForeignRank {
     pub node: Option<u32>,
 }
 
-/// The values of the first launcher that sets both rank and size.
+/// The values of the first launcher that sets both rank and size. An error if launchers have set ranks, and none a size: such a
+/// process is no world of one.
 pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Result<Option<ForeignRank>> {
     for names in &LAUNCHERS {
-        let (Some(rank), Some(size)) =
-            (variables.parse_optional(names.rank)?, variables.parse_optional(names.size)?)
+        let (Some(rank), Some((size_name, size))) =
+            (variables.parse_optional(names.rank)?, first(variables, names.size)?)
         else {
             continue;
         };
@@ -71,19 +108,63 @@ pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> 
             Some(name) => variables.parse_optional(name)?,
             None => None,
         };
-        let local_world_size = match names.local_size {
-            "" => tasks_on_node(variables, node)?,
-            name => variables.parse_optional(name)?,
+        let local_world_size = match names.rank {
+            SLURM_RANK => tasks_on_node(variables, node)?,
+            _ => first(variables, names.local_size)?.map(|(_, size)| size),
         };
         return Ok(Some(ForeignRank {
             rank: (names.rank, rank),
-            world_size: (names.size, size),
-            local_rank: variables.parse_optional(names.local_rank)?,
+            world_size: (size_name, size),
+            local_rank: first(variables, names.local_rank)?.map(|(_, rank)| rank),
             local_world_size,
             node,
         }));
     }
+    for rank in LAUNCHERS.iter().map(|names| names.rank).chain(RANKS_ALONE) {
+        match variables.parse_optional::<u32>(rank)? {
+            // A batch script.
+            Some(0) if rank == SLURM_RANK => {}
+            Some(number) => return Err(without_size(rank, number)),
+            None => {}
+        }
+    }
     Ok(None)
+}
+
+fn without_size(name: &str, rank: u32) -> Error {
+    Error::environment(format!(
+        "{name}={rank} says that a launcher started this process as one of several, and nothing says how many there are"
+    ))
+    .with_remedy(format!(
+        "set RANK=${name}, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank, or start the program with `phalanx run`; unset \
+         {name} for a world of one"
+    ))
+}
+
+/// The first of `names` that is set, and its value.
+fn first<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    names: &[&'static str],
+) -> Result<Option<(&'static str, u32)>> {
+    for name in names {
+        if let Some(value) = variables.parse_optional(name)? {
+            return Ok(Some((name, value)));
+        }
+    }
+    Ok(None)
+}
+
+/// A variable that looks like the rank of a launcher that is not known here, above 0: its process may be one of several, and would be a
+/// world of one.
+pub(super) fn unknown_rank(variables: impl Iterator<Item = (String, String)>) -> Option<(String, u32)> {
+    let is_rank = |name: &str| {
+        let of_world = ["_RANK", "_RANKID", "_PROCID"].iter().any(|end| name.ends_with(end));
+        let of_less = ["LOCAL", "NODE", "GROUP", "ROLE", "CROSS"].iter().any(|part| name.contains(part));
+        of_world && !of_less
+    };
+    let ranks = variables
+        .filter_map(|(name, value)| Some((is_rank(&name).then_some(name)?, value.trim().parse().ok()?)));
+    ranks.filter(|(_, rank)| *rank > 0).min()
 }
 
 /// A file at which all ranks of this job can meet by default, if there is one: Open MPI gives each job of one host a
@@ -140,5 +221,23 @@ mod tests {
             assert_eq!(nth_count(bad, 4), None, "{bad}");
         }
         assert_eq!(nth_count("1(x4294967295),1(x2)", u32::MAX), None);
+    }
+
+    #[test]
+    fn ranks_of_unknown_launchers_are_seen() {
+        let unknown = |pairs: &[(&str, &str)]| {
+            unknown_rank(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())))
+        };
+        assert_eq!(unknown(&[("PATH", "1"), ("NEW_RANK", "3")]), Some(("NEW_RANK".to_owned(), 3)));
+        assert_eq!(unknown(&[("ANOTHER_PROCID", " 1 ")]), Some(("ANOTHER_PROCID".to_owned(), 1)));
+        for none in [
+            ("NEW_RANK", "0"),
+            ("NEW_RANK", "first"),
+            ("NEW_LOCAL_RANK", "1"),
+            ("PET_NODE_RANK", "1"),
+            ("RANKS", "2"),
+        ] {
+            assert_eq!(unknown(&[none]), None, "{none:?}");
+        }
     }
 }

@@ -10,8 +10,15 @@
 //! |---|---|
 //! | horovodrun | `HOROVOD_RANK`, `HOROVOD_SIZE`, `HOROVOD_LOCAL_RANK`, `HOROVOD_LOCAL_SIZE`, `HOROVOD_CROSS_RANK` |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE`, `.._LOCAL_RANK`, `.._LOCAL_SIZE` |
-//! | MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+//! | MVAPICH2 | `MV2_COMM_WORLD_RANK`, `.._SIZE`, `.._LOCAL_RANK`, `.._LOCAL_SIZE` |
+//! | jsrun | `JSM_NAMESPACE_RANK`, `.._SIZE`, `.._LOCAL_RANK`, `.._LOCAL_SIZE` |
+//! | Flux | `FLUX_TASK_RANK`, `FLUX_JOB_SIZE`, `FLUX_TASK_LOCAL_ID` |
+//! | PALS | `PALS_RANKID`, `PMI_SIZE`, `PALS_LOCAL_RANKID`, `PALS_LOCAL_SIZE`, `PALS_NODEID` |
+//! | MPICH, Intel MPI, Cray MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` or `PMI_LOCAL_RANK`, `MPI_LOCALNRANKS` or `PMI_LOCAL_SIZE` |
 //! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` |
+//!
+//! A rank without a number of ranks, such as `PMIX_RANK` alone, is an error. A world of one warns if a variable looks like the rank of a
+//! launcher that is not in the table.
 //!
 //! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
 //! `file:///a/shared/path` or `tcp://host:port`. With Open MPI on one host neither is needed.
@@ -22,6 +29,7 @@
 
 mod foreign;
 
+use std::ffi::OsString;
 use std::net::IpAddr;
 use std::str::FromStr;
 
@@ -90,6 +98,12 @@ pub enum RendezvousEndpoint {
     NotNeeded,
 }
 
+/// The interface whose address this process tells to others, if the user names one. As GLOO's, so that what is set for PyTorch holds.
+pub(crate) fn interface() -> Option<String> {
+    let named = std::env::var("GLOO_SOCKET_IFNAME").ok()?;
+    Some(named.trim().to_owned()).filter(|named| !named.is_empty())
+}
+
 /// Does the job continue when workers die, so that generations count groups and not restarts?
 pub(crate) fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some_and(|workers| !workers.is_empty())
@@ -110,7 +124,7 @@ pub(crate) fn refuse_fixed_world() -> Result<()> {
 impl LaunchEnv {
     /// Reads this process's environment; `None` if no launcher has set anything.
     pub fn from_process() -> Result<Option<Self>> {
-        Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::from_lookup(lookup)
     }
 
     /// Reads variables through `lookup`; `None` if no launcher has set any.
@@ -121,10 +135,10 @@ impl LaunchEnv {
     /// assert!(error.is_environment() && error.to_string().contains("WORLD_SIZE"));
     /// ```
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let is_set = |names: &[&str]| names.iter().any(|name| lookup(name).is_some());
+        let variables = Variables { lookup };
+        let is_set = |names: &[&str]| names.iter().any(|name| variables.text(name).is_some());
         let (by_torchrun, by_hand) =
             (is_set(&["RANK", "WORLD_SIZE"]), is_set(&REQUIRED) || is_set(&["LOCAL_RANK"]));
-        let variables = Variables { lookup };
         let place = if by_torchrun { None } else { foreign::place(&variables)? };
         let url = variables.text(RENDEZVOUS);
         if place.is_none() && !by_hand && url.is_none() {
@@ -185,6 +199,53 @@ impl LaunchEnv {
             agent_store,
         }))
     }
+}
+
+/// Why this process, which is a world of one by what [`LaunchEnv::from_process`] has read, may be meant as one of several: its launcher
+/// is not known here, or the variables contradict each other.
+pub fn doubt(env: Option<&LaunchEnv>) -> Option<String> {
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    doubt_of(env, &Variables { lookup }, std::env::vars_os().map(|(name, value)| (text(name), text(value))))
+}
+
+/// The rank, and the number of ranks, that a launcher other than torchrun has given to this process, if it is one of several:
+/// `SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=2`. None in a worker of torchrun's or ours, which may have been started several times.
+pub fn other_launcher() -> Option<String> {
+    other_launcher_in(&Variables { lookup })
+}
+
+fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Option<String> {
+    if variables.text("TORCHELASTIC_RUN_ID").is_some() {
+        return None;
+    }
+    let place = foreign::place(variables).ok().flatten().filter(|place| place.world_size.1 > 1)?;
+    let ((rank_name, rank), (size_name, size)) = (place.rank, place.world_size);
+    Some(format!("{rank_name}={rank} and {size_name}={size}"))
+}
+
+fn lookup(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+fn doubt_of<F: Fn(&str) -> Option<String>>(
+    env: Option<&LaunchEnv>,
+    variables: &Variables<F>,
+    all: impl Iterator<Item = (String, String)>,
+) -> Option<String> {
+    let Some(env) = env else {
+        let (name, rank) = foreign::unknown_rank(all)?;
+        return Some(format!(
+            "{name}={rank} looks like a rank, but its launcher is not known: this process is a world of one. If it is one of several, set RANK, \
+             WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; else unset {name}"
+        ));
+    };
+    if env.world_size != WorldSize::ONE {
+        return None;
+    }
+    let other = other_launcher_in(variables)?;
+    Some(format!(
+        "WORLD_SIZE=1 makes this process a world of one, but {other} say that it is one of several: unset RANK and WORLD_SIZE to take those"
+    ))
 }
 
 fn check_url(url: &str) -> Result<()> {
@@ -451,9 +512,38 @@ mod tests {
             ("HOROVOD_LOCAL_SIZE", "2"),
             ("HOROVOD_CROSS_RANK", "1"),
         ];
-        for (launcher, node) in
-            [(&slurm[..], Some(1)), (&open_mpi, None), (&hydra, None), (&horovod, Some(1))]
-        {
+        let mvapich = [
+            ("MV2_COMM_WORLD_RANK", "3"),
+            ("MV2_COMM_WORLD_SIZE", "5"),
+            ("MV2_COMM_WORLD_LOCAL_RANK", "1"),
+            ("MV2_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let jsrun = [
+            ("JSM_NAMESPACE_RANK", "3"),
+            ("JSM_NAMESPACE_SIZE", "5"),
+            ("JSM_NAMESPACE_LOCAL_RANK", "1"),
+            ("JSM_NAMESPACE_LOCAL_SIZE", "2"),
+            ("PMIX_RANK", "3"),
+        ];
+        let pals = [
+            ("PALS_RANKID", "3"),
+            ("PALS_NODEID", "1"),
+            ("PALS_LOCAL_RANKID", "1"),
+            ("PALS_LOCAL_SIZE", "2"),
+            ("PMI_RANK", "3"),
+            ("PMI_SIZE", "5"),
+        ];
+        let cray = [("PMI_RANK", "3"), ("PMI_SIZE", "5"), ("PMI_LOCAL_RANK", "1"), ("PMI_LOCAL_SIZE", "2")];
+        for (launcher, node) in [
+            (&slurm[..], Some(1)),
+            (&open_mpi, None),
+            (&hydra, None),
+            (&horovod, Some(1)),
+            (&mvapich, None),
+            (&jsrun, None),
+            (&pals, Some(1)),
+            (&cray, None),
+        ] {
             let env = parse(&[launcher, &MASTER[..]].concat()).unwrap().unwrap();
             assert_eq!((env.rank.get(), env.world_size.get(), env.group_rank), (3, 5, node));
             assert_eq!((env.local_rank, env.local_world_size), (Some(1), Some(2)), "{launcher:?}");
@@ -468,6 +558,66 @@ mod tests {
             let env = parse(&[launcher, &FULL[..]].concat()).unwrap().unwrap();
             assert_eq!((env.rank.get(), env.world_size.get()), (1, 2));
         }
+    }
+
+    #[test]
+    fn flux_says_no_number_of_ranks_on_a_host() {
+        let flux = [("FLUX_TASK_RANK", "3"), ("FLUX_JOB_SIZE", "5"), ("FLUX_TASK_LOCAL_ID", "1")];
+        let master = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
+        let env = parse(&[&flux[..], &master].concat()).unwrap().unwrap();
+        assert_eq!((env.rank.get(), env.world_size.get()), (3, 5));
+        assert_eq!((env.local_rank, env.local_world_size), (Some(1), None));
+    }
+
+    #[test]
+    fn a_rank_without_a_size_is_no_world_of_one() {
+        let lone =
+            ["PMIX_RANK", "ALPS_APP_PE", "PMI_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK"];
+        for (name, rank) in lone.into_iter().flat_map(|name| [(name, "0"), (name, "3")]) {
+            let error = parse(&[(name, rank)]).unwrap_err();
+            assert!(
+                error.is_environment() && error.to_string().contains(&format!("{name}={rank}")),
+                "{error}"
+            );
+            assert!(error.remedy().unwrap().contains(&format!("RANK=${name}, WORLD_SIZE")), "{error}");
+            // What the user then sets.
+            assert_eq!(parse(&[&[(name, rank)], &FULL[..]].concat()).unwrap().unwrap().rank.get(), 1);
+        }
+        assert!(parse(&[("SLURM_PROCID", "1")]).is_err());
+        // The size of another launcher counts.
+        let slurm = [("PMIX_RANK", "0"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
+        assert_eq!(parse(&slurm).unwrap().unwrap().rendezvous, RendezvousEndpoint::NotNeeded);
+    }
+
+    #[test]
+    fn a_world_of_one_that_may_be_one_of_several_is_doubted() {
+        let said = |pairs: &[(&str, &str)]| {
+            let owned = |pairs: &[(&str, &str)]| -> HashMap<String, String> {
+                pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+            };
+            let map = owned(pairs);
+            let lookup = |name: &str| map.get(name).cloned();
+            doubt_of(parse(pairs).unwrap().as_ref(), &Variables { lookup }, owned(pairs).into_iter())
+        };
+        assert!(said(&[("NEW_RANK", "2")]).unwrap().contains("NEW_RANK=2 looks like a rank"));
+        assert_eq!(said(&[]), None);
+        assert_eq!(said(&[&[("NEW_RANK", "2")], &FULL[..]].concat()), None);
+        let mut one = vec![("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
+        assert_eq!(said(&one), None);
+        one.extend([("OMPI_COMM_WORLD_RANK", "2"), ("OMPI_COMM_WORLD_SIZE", "4")]);
+        assert!(said(&one).unwrap().contains("OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=4"));
+        one.push(("TORCHELASTIC_RUN_ID", "sweep-2"));
+        assert_eq!(said(&one), None);
+    }
+
+    #[test]
+    fn empty_variables_are_unset() {
+        let empty: Vec<(&str, &str)> = REQUIRED
+            .iter()
+            .chain(&["LOCAL_RANK", "PMIX_RANK", "PHALANX_BIND"])
+            .map(|name| (*name, ""))
+            .collect();
+        assert_eq!(parse(&empty).unwrap(), None);
     }
 
     #[test]

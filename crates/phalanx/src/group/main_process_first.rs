@@ -92,11 +92,7 @@ impl ProcessGroup {
         match &self.inner.config.backend {
             Backend::Process { .. } => "this process".to_owned(),
             Backend::Mesh { host_id: Some(id), .. } => id.clone(),
-            Backend::Mesh { host_id: None, .. } => {
-                // Names alone may be the same on two hosts.
-                let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-                format!("{} {}", host::name(), boot.trim())
-            }
+            Backend::Mesh { host_id: None, .. } => host::disk_id(),
         }
     }
 }

@@ -15,7 +15,8 @@ pub enum Hosting {
     Serve,
     /// Another node.
     Connect,
-    /// The node that has the address of the store; of several launchers on it, the first.
+    /// The node that has the address of the store; of several launchers on it, the first. If nodes may come and go, that address must be
+    /// one host's alone, so not the loopback.
     ByAddress,
 }
 
@@ -117,14 +118,17 @@ impl Cluster {
     }
 
     /// The address at which the other nodes reach this one, if the launchers' store is in etcd or a file. If not given,
-    /// it is the address of the interface to etcd, or this host's name.
+    /// it is the address of the interface to etcd, or of that which `GLOO_SOCKET_IFNAME` names, or that of this host's name, or that of
+    /// its default route; never the loopback, unless this host has no other. To give the loopback, or `localhost`, is to say that all
+    /// nodes are on this host: only then may nodes come and go at an end point, or in a file, that other hosts cannot reach.
     pub fn local_addr(mut self, address: impl Into<String>) -> Self {
         self.local_addr = Some(address.into().trim_matches(['[', ']']).to_owned());
         self
     }
 
-    /// The address at which stores listen, if it is not the one at which others reach them. An unspecified address
-    /// (0.0.0.0) opens them to every network of this host: then give the job a [key](super::Job::key).
+    /// The address at which stores listen, if it is not the one at which others reach them. It does not say that this node serves a
+    /// store: see [`hosting`](Self::hosting). An unspecified address (0.0.0.0) opens them to every network of this host: then give the
+    /// job a [key](super::Job::key).
     pub fn bind(mut self, address: IpAddr) -> Self {
         self.bind = Some(address);
         self
@@ -146,6 +150,19 @@ impl Cluster {
     pub fn last_call(mut self, timeout: Duration) -> Self {
         self.last_call = timeout;
         self
+    }
+
+    /// Whether the job needs all of its nodes.
+    pub(super) fn is_fixed(&self) -> bool {
+        self.min_nodes == self.max_nodes
+    }
+
+    /// Whether the user says that the other nodes reach this one at the loopback: all are on this host.
+    pub(super) fn is_all_here(&self) -> bool {
+        self.local_addr.as_deref().is_some_and(|address| {
+            address == "localhost"
+                || address.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
+        })
     }
 
     /// The end point of the rendezvous, for errors.

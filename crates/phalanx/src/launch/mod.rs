@@ -52,6 +52,7 @@ mod key_file;
 mod lines;
 mod logs;
 mod nodes;
+mod own_address;
 mod placement;
 mod policy;
 mod refusals;

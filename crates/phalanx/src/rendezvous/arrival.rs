@@ -3,7 +3,8 @@
 //! Keys, below the job's scope and a round:
 //!
 //! ```text
-//! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store
+//! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store, and what
+//!            identifies the host and the process, as their names and numbers do not
 //! world      the world size that the first to come expects, and the version of this protocol
 //! verdict    the outcome: "ok", or what went wrong; written once, read by all
 //! ```
@@ -14,7 +15,7 @@
 //! `rank/<r>`, and goes on to the next round.
 
 use std::net::IpAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::RankConfig;
@@ -38,16 +39,36 @@ const NAMED: usize = 8;
 /// In a world of at most so many ranks, each checks who is missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
 
-/// Which process on which host this is.
+/// Which process on which host this is. Hosts may have equal names, and processes in different containers equal numbers: those are for
+/// errors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Identity {
     pub host: String,
     pub process: String,
+    pub host_id: String,
+    pub process_id: String,
 }
 
 impl Identity {
-    pub fn of_process() -> Self {
-        Self { host: host::name(), process: std::process::id().to_string() }
+    /// # Errors
+    /// If the system has no random numbers.
+    pub fn of_process() -> Result<Self> {
+        let process = std::process::id().to_string();
+        // A child that was forked is another process.
+        let process_id = format!("{process}-{:016x}", process_nonce()?);
+        Ok(Self { host: host::name(), process, host_id: host::id(), process_id })
+    }
+}
+
+/// The number of this process, which no other has, also in another container with the same process number.
+fn process_nonce() -> Result<u64> {
+    static NONCE: OnceLock<u64> = OnceLock::new();
+    match NONCE.get() {
+        Some(nonce) => Ok(*nonce),
+        None => {
+            let nonce = random::number()?;
+            Ok(*NONCE.get_or_init(|| nonce))
+        }
     }
 }
 
@@ -72,21 +93,21 @@ struct Entry {
 
 impl Entry {
     fn to_text(&self) -> String {
-        let Self { nonce, world, identity: Identity { process, host }, store } = self;
+        let Self { nonce, world, identity: Identity { host, process, host_id, process_id }, store } = self;
         let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
-        format!("{nonce} {world} {process} {host} {store}")
+        format!("{nonce} {world} {process} {host} {store} {host_id} {process_id}")
     }
 
     /// The error is a sentence.
     fn parse(bytes: &[u8]) -> Result<Self, String> {
         let text = String::from_utf8_lossy(bytes);
-        let mut words = text.splitn(5, ' ').map(str::to_owned);
-        let (Some(nonce), Some(world), Some(process), Some(host), Some(store)) =
-            (words.next(), words.next(), words.next(), words.next(), words.next())
+        let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
+        let Ok([nonce, world, process, host, store, host_id, process_id]) = <[String; 7]>::try_from(words)
         else {
             return Err(format!("the store holds {text:?} instead of a rank's arrival"));
         };
-        Ok(Self { nonce, world, identity: Identity { host, process }, store: store.parse().ok() })
+        let identity = Identity { host, process, host_id, process_id };
+        Ok(Self { nonce, world, identity, store: store.parse().ok() })
     }
 }
 
@@ -375,7 +396,7 @@ impl Arrived {
         let entries = self.roll_call.multi_get(&keys, deadline)?;
         let hosts = entries.iter().map(|entry| {
             let Entry { identity, store, .. } = Entry::parse(entry).map_err(Error::protocol)?;
-            Ok(Host { name: identity.host, store })
+            Ok(Host { id: identity.host_id, store })
         });
         hosts.collect::<Result<_>>().map(Hosts)
     }

@@ -1,8 +1,9 @@
 //! Which rank is on which host, and how ranks on other hosts reach this one.
 
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::IpAddr;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::interfaces::{is_every_hosts, is_own, outward};
 use crate::rank::Rank;
 
 /// The host of each rank, by rank.
@@ -10,7 +11,8 @@ pub(super) struct Hosts(pub Vec<Host>);
 
 /// A rank's host, and the address at which the rank found the store.
 pub(super) struct Host {
-    pub name: String,
+    /// What identifies it; its name does not.
+    pub id: String,
     pub store: Option<IpAddr>,
 }
 
@@ -18,7 +20,7 @@ impl Hosts {
     /// A rank's local rank, and the number of ranks on its host.
     pub fn local(&self, rank: Rank) -> (u32, u32) {
         let Some(mine) = self.0.get(rank.index()) else { return (0, 1) };
-        let neighbours = |hosts: &[Host]| hosts.iter().filter(|host| host.name == mine.name).count() as u32;
+        let neighbours = |hosts: &[Host]| hosts.iter().filter(|host| host.id == mine.id).count() as u32;
         (neighbours(&self.0[..rank.index()]), neighbours(&self.0))
     }
 
@@ -26,7 +28,7 @@ impl Hosts {
     pub fn reachable(&self, rank: Rank, interface: IpAddr) -> Result<IpAddr> {
         match self.choose(rank, interface, is_own) {
             Some(address) => Ok(address),
-            None => outward(),
+            None => outward(None, Vec::new()),
         }
     }
 
@@ -35,34 +37,14 @@ impl Hosts {
     /// address they reach it. None if none of them has found the store at an address that `is_own`, for example behind
     /// a tunnel or a virtual address.
     fn choose(&self, rank: Rank, interface: IpAddr, is_own: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
-        let one_host = self.0.windows(2).all(|pair| pair[0].name == pair[1].name);
-        if one_host || !interface.is_loopback() {
+        let one_host = self.0.windows(2).all(|pair| pair[0].id == pair[1].id);
+        if one_host || !is_every_hosts(interface) {
             return Some(interface);
         }
-        let own = self.0.get(rank.index()).map(|host| host.name.as_str());
-        let elsewhere = self.0.iter().filter(|host| Some(host.name.as_str()) != own);
-        elsewhere.filter_map(|host| host.store).find(|address| !address.is_loopback() && is_own(*address))
+        let own = self.0.get(rank.index()).map(|host| host.id.as_str());
+        let elsewhere = self.0.iter().filter(|host| Some(host.id.as_str()) != own);
+        elsewhere.filter_map(|host| host.store).find(|address| !is_every_hosts(*address) && is_own(*address))
     }
-}
-
-/// Is it an address of this host?
-fn is_own(address: IpAddr) -> bool {
-    UdpSocket::bind((address, 0)).is_ok()
-}
-
-/// The address of this host from which packets leave it. Nothing is sent: the target is an address reserved for
-/// documentation.
-pub(crate) fn outward() -> Result<IpAddr> {
-    let look = || {
-        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
-        socket.local_addr()
-    };
-    let address = look().map_err(|error| {
-        Error::io("cannot find the address at which other hosts reach this one", error)
-            .with_remedy("meet at tcp://host:port instead")
-    })?;
-    Ok(address.ip())
 }
 
 #[cfg(test)]
@@ -77,7 +59,7 @@ mod tests {
 
     /// Each rank's host, and where it found the store.
     fn hosts(ranks: &[(&str, &str)]) -> Hosts {
-        let host = |(name, store): &(&str, &str)| Host { name: (*name).into(), store: store.parse().ok() };
+        let host = |(id, store): &(&str, &str)| Host { id: (*id).into(), store: store.parse().ok() };
         Hosts(ranks.iter().map(host).collect())
     }
 

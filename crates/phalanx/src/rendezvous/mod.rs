@@ -20,11 +20,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::arrival::{Arrived, Identity};
-pub(crate) use self::hosts::outward;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::env::{LaunchEnv, refuse_fixed_world};
+use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
 use crate::error::{Error, Result};
+use crate::interfaces::{is_every_hosts, outward};
+use crate::notice::warn;
 use crate::rank::{Generation, Rank};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
 use crate::world_size::WorldSize;
@@ -70,9 +71,9 @@ impl fmt::Debug for Rendezvous {
 /// Meets the other ranks at the end point in the launcher's variables; a world of one if there are none.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     refuse_fixed_world()?;
-    match LaunchEnv::from_process()? {
+    match read_env()? {
         Some(env) => {
-            env::join(&env, Credentials::from_env()?, &Identity::of_process(), Deadline::after(timeout))
+            env::join(&env, Credentials::from_env()?, &Identity::of_process()?, Deadline::after(timeout))
         }
         None => Ok(alone()),
     }
@@ -100,7 +101,7 @@ pub fn from_url(
     timeout: Duration,
 ) -> Result<Rendezvous> {
     let deadline = Deadline::after(timeout);
-    let me = Identity::of_process();
+    let me = Identity::of_process()?;
     let given = |rank, world_size| {
         Ok::<_, Error>(RankConfig {
             credentials: Credentials::from_env()?,
@@ -108,7 +109,7 @@ pub fn from_url(
         })
     };
     match Url::parse(url)? {
-        Url::Env => match LaunchEnv::from_process()? {
+        Url::Env => match read_env()? {
             None if world_size.is_none_or(|size| size == WorldSize::ONE) => Ok(alone()),
             None => Err(Error::environment("env:// needs MASTER_ADDR and MASTER_PORT, which are not set")
                 .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank")),
@@ -162,7 +163,7 @@ pub fn from_store(
 ) -> Result<Rendezvous> {
     let credentials = Credentials::from_env()?;
     let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &config, &Identity::of_process(), Deadline::after(timeout))
+    store::join(&store, &config, &Identity::of_process()?, Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.
@@ -225,6 +226,8 @@ struct RankConfig {
     /// The prefix of this generation of the job in a store that may outlive it.
     scope: String,
     credentials: Credentials,
+    /// The address of the interface that the user names, at which the other ranks are to reach this one.
+    interface: Option<IpAddr>,
 }
 
 impl RankConfig {
@@ -242,6 +245,7 @@ impl RankConfig {
             generation: Generation(0),
             scope: "phalanx".into(),
             credentials,
+            interface: interface_named()?,
         })
     }
 
@@ -258,13 +262,17 @@ impl RankConfig {
         keep_alive: KeepAlive,
         deadline: Deadline,
     ) -> Result<Rendezvous> {
-        let is_enough = |(_, size): &(u32, u32)| !interface.is_loopback() || *size == self.world_size.get();
+        let named = self.interface;
+        let is_enough = |(_, size): &(u32, u32)| {
+            named.is_some() || !is_every_hosts(interface) || *size == self.world_size.get()
+        };
         let ((local_rank, local_world_size), interface) = match self.local.filter(is_enough) {
-            Some(local) => (local, interface),
+            Some(local) => (local, named.unwrap_or(interface)),
             None => {
                 let hosts = arrived.hosts(deadline)?;
                 let local = self.local.unwrap_or_else(|| hosts.local(self.rank));
-                (local, hosts.reachable(self.rank, interface)?)
+                let reachable = named.map_or_else(|| hosts.reachable(self.rank, interface), Ok)?;
+                (local, reachable)
             }
         };
         Ok(Rendezvous {
@@ -279,6 +287,22 @@ impl RankConfig {
             keep_alive,
         })
     }
+}
+
+/// The launcher's variables. Warns if there seems to be a launcher that is not read.
+fn read_env() -> Result<Option<LaunchEnv>> {
+    let env = LaunchEnv::from_process()?;
+    if let Some(doubt) = doubt(env.as_ref()) {
+        warn(doubt);
+    }
+    Ok(env)
+}
+
+/// The address of the interface that the user names. The loopback is none at which others reach this host, and is taken anyway where all
+/// are on one.
+pub(crate) fn interface_named() -> Result<Option<IpAddr>> {
+    let address = crate::env::interface().map(|named| outward(Some(named), Vec::new())).transpose()?;
+    Ok(address.filter(|address| !is_every_hosts(*address)))
 }
 
 /// Keeps alive what must outlive start-up; see [`Rendezvous::keep_alive`].

@@ -7,7 +7,7 @@ use super::arrival::{Identity, arrive};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::store::{Access, KeylessClients, SharedStore, TcpStore, TcpStoreServer};
+use crate::store::{Access, KeylessClients, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name};
 
 /// Who serves the store.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,13 @@ pub(super) fn join(
     let access = Access::to(config.credentials.clone(), KeylessClients::OfThisUser);
     let server = match host {
         Host::Rank0 { bind: None } if config.rank.is_main() => {
-            Some(TcpStoreServer::bind_to(address, access, deadline)?)
+            let server = TcpStoreServer::bind_to(address, access, deadline)?;
+            // All ranks of one host reach it, if the launcher says that they are on one.
+            if config.local.is_none_or(|(_, size)| size < config.world_size.get()) {
+                let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+                warn_of_own_name(host, server.local_addr().ip());
+            }
+            Some(server)
         }
         Host::Rank0 { bind: Some(ip) } if config.rank.is_main() => {
             Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access)?)

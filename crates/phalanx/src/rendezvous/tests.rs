@@ -17,7 +17,8 @@ fn config(rank: u32, size: u32) -> RankConfig {
 
 /// A process of its own, though it is a thread.
 fn identity(process: u32, host: &str) -> Identity {
-    Identity { host: host.into(), process: process.to_string() }
+    let process = process.to_string();
+    Identity { host: host.into(), process: process.clone(), host_id: host.into(), process_id: process }
 }
 
 fn soon() -> Deadline {

@@ -1,26 +1,18 @@
 //! What the kernel shows about the processes of this host.
 
-use std::fs;
-
 use crate::health::liveness::ProcessState;
+use crate::host;
 use crate::proc_stat::{ProcStat, is_gone};
 use crate::wire::control::ProcessId;
 
 /// This process, as others of its host can find it. None without a `/proc` of this process's own pid namespace.
 pub(crate) fn own() -> Option<ProcessId> {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let boot = u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()?;
-    let namespaces = (namespace("pid")?, namespace("net")?);
+    let boot = host::boot_id()?;
+    let namespaces = (host::namespace("pid")?, host::namespace("net")?);
     let stat = ProcStat::own()?;
     // A `/proc` of another namespace may be mounted here.
     let pid = std::process::id();
     (stat.pid == pid.cast_signed()).then_some(ProcessId { boot, namespaces, pid, started: stat.started })
-}
-
-/// The number of this process's namespace of a `kind`.
-fn namespace(kind: &str) -> Option<u64> {
-    let link = fs::read_link(format!("/proc/self/ns/{kind}")).ok()?;
-    link.to_str()?.strip_prefix(kind)?.strip_prefix(":[")?.strip_suffix(']')?.parse().ok()
 }
 
 /// What `own`, this process, can see of `peer`. Nothing if they are in different network namespaces: then the network
@@ -34,6 +26,20 @@ pub(crate) fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessS
         Ok(stat) => stat.map_or(ProcessState::Unknown, |stat| state_of(&stat, peer)),
         Err(error) if is_gone(&error) => ProcessState::Gone,
         Err(_) => ProcessState::Unknown,
+    }
+}
+
+/// Whether `own`, this process, may take the place of `peer`, of which nothing else distinguishes it: `peer` is gone, or is in an earlier
+/// container of the same network, whose processes cannot be seen. The processes of another host may live, whatever its name is.
+pub(crate) fn may_replace(own: Option<ProcessId>, peer: Option<ProcessId>) -> bool {
+    let is_same_network =
+        |own: ProcessId, peer: ProcessId| (own.boot, own.namespaces.1) == (peer.boot, peer.namespaces.1);
+    match state(own, peer) {
+        ProcessState::Gone => true,
+        ProcessState::Stopped | ProcessState::Alive => false,
+        ProcessState::Unknown => own
+            .zip(peer)
+            .is_some_and(|(own, peer)| is_same_network(own, peer) && own.namespaces.0 != peer.namespaces.0),
     }
 }
 
@@ -90,5 +96,25 @@ mod tests {
         let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
         assert_eq!(state(own, elsewhere), ProcessState::Unknown);
         assert_eq!(state(own, None), ProcessState::Unknown);
+    }
+
+    #[test]
+    fn a_process_of_another_host_is_not_replaced() {
+        let own = own();
+        let changed = |change: fn(&mut ProcessId)| {
+            own.map(|mut other| {
+                change(&mut other);
+                other
+            })
+        };
+        // This process lives, the one that had its number before does not.
+        assert!(!may_replace(own, own));
+        assert!(may_replace(own, changed(|other| other.started += 1)));
+        // A container that was started again in its pod's network, and containers and hosts of other networks.
+        assert!(may_replace(own, changed(|other| other.namespaces.0 += 1)));
+        assert!(!may_replace(own, changed(|other| other.namespaces.1 += 1)));
+        assert!(!may_replace(own, changed(|other| other.namespaces = (7, 7))));
+        assert!(!may_replace(own, changed(|other| other.boot += 1)));
+        assert!(!may_replace(own, None) && !may_replace(None, own));
     }
 }

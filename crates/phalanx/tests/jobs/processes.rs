@@ -27,6 +27,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
+    ("ranks_of_other_launchers_are_no_worlds_of_one", ranks_of_other_launchers_are_no_worlds_of_one),
 ];
 
 /// What this program does as a rank.
@@ -41,8 +42,18 @@ pub fn play(scenario: &str) {
         "short" => short(),
         "traced" => phalanx::init().and_then(|group| group.all_reduce(&mut [1i64], ReduceOp::Sum)),
         "poor" => poor(),
+        "pair" => pair(),
         other => panic!("no scenario {other}"),
     });
+}
+
+/// One of two, and never by itself.
+fn pair() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut sum = [i64::from(group.rank().get()) + 1];
+    group.all_reduce(&mut sum, ReduceOp::Sum)?;
+    assert_eq!((group.world_size().get(), sum), (2, [3]), "a world of its own");
+    Ok(())
 }
 
 /// Exchanges messages with all others until something goes wrong.
@@ -310,6 +321,46 @@ fn a_name_without_an_address_ends_a_start_soon() {
         assert!(text.contains("MASTER_ADDR") && text.contains("no-such-host.invalid:29500"), "{text}");
         assert!(started.elapsed() < LIMIT, "{:?}", started.elapsed());
     }
+}
+
+/// The exit codes and standard errors of two processes that a launcher has started with these variables, and no other.
+fn launched(variables: &[(&str, [&str; 2])], port: u16) -> Vec<(Option<i32>, String)> {
+    let start = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.env_clear().envs(std::env::var_os("PATH").map(|path| ("PATH", path)));
+        command.env(ROLE, "processes::pair").env("MASTER_PORT", port.to_string());
+        command.envs(variables.iter().map(|(name, values)| (*name, values[rank])));
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let started = [start(0), start(1)];
+    let outputs = started.into_iter().map(|child| child.wait_with_output().unwrap());
+    outputs
+        .map(|output| (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+        .collect()
+}
+
+fn ranks_of_other_launchers_are_no_worlds_of_one() {
+    let ranks = ["0", "1"];
+    for (rank, size) in [
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        ("PALS_RANKID", "PMI_SIZE"),
+    ] {
+        let port = FreePort::new();
+        let variables = [(rank, ranks), (size, ["2"; 2]), ("MASTER_ADDR", ["127.0.0.1"; 2])];
+        for (code, said) in launched(&variables, port.number) {
+            assert_eq!(code, Some(0), "{rank}: {said}");
+        }
+    }
+    let port = FreePort::new();
+    for (code, said) in launched(&[("PMIX_RANK", ranks)], port.number) {
+        assert!(code == Some(1) && said.contains("PMIX_RANK=") && said.contains("WORLD_SIZE"), "{said}");
+    }
+    // What is not known is a world of one, and the second says so.
+    let unknown = [("SOME_LAUNCHERS_RANK", ranks), ("MASTER_PORT", [""; 2])];
+    let outcomes = launched(&unknown, port.number);
+    assert!(outcomes[1].1.contains("warning: SOME_LAUNCHERS_RANK=1 looks like a rank"), "{outcomes:?}");
 }
 
 fn a_rank_0_without_descriptors_names_the_limit() {

@@ -5,6 +5,7 @@ mod membership;
 mod multi_node;
 mod rendezvous_handler;
 mod single_node;
+mod who_serves;
 
 use std::os::fd::BorrowedFd;
 

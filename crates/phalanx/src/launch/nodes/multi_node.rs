@@ -28,6 +28,8 @@ use crate::world_size::WorldSize;
 
 /// How much longer than the time to join to wait for the cause why the launchers' store was not reached.
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
+/// How much longer than its silence the others may take to notice that a launcher is gone.
+const NOTICE_GRACE: Duration = Duration::from_secs(2);
 
 /// This node among the others.
 pub(in crate::launch) struct MultiNode<'a> {
@@ -55,6 +57,8 @@ pub(in crate::launch) struct MultiNode<'a> {
     join: Option<(Node, Settings)>,
     /// Whether this node has asked for the place of an earlier launcher, and does not have it yet.
     is_replacing: bool,
+    /// Until when it waits for the others to miss that launcher, which it cannot see.
+    refused_until: Option<Instant>,
 }
 
 impl<'a> MultiNode<'a> {
@@ -101,6 +105,7 @@ impl<'a> MultiNode<'a> {
             shown: None,
             join: Some((again, settings)),
             is_replacing: false,
+            refused_until: None,
         })
     }
 
@@ -121,6 +126,7 @@ impl<'a> MultiNode<'a> {
 
     fn store_is_lost(&self, error: Error) -> Error {
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
+        let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {
             Some(node) => {
                 let cause = format!(
@@ -130,14 +136,14 @@ impl<'a> MultiNode<'a> {
                 );
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
-            None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
+            // It was never reached: the error says what may stand between, or why it was refused.
+            None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
+            None if !is_served => {
                 error.with_remedy("is the launchers' store up, and does this host reach it?")
             }
             // It has ended before it joined, or has sent no heartbeat.
             // Another store answers there, or none, and the error says what to do.
             _ if error.kind() == Kind::Protocol => error,
-            // It was never reached: the error says what may stand between.
-            None if self.reached.is_none() && error.remedy().is_some() => error,
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
@@ -150,31 +156,47 @@ impl<'a> MultiNode<'a> {
         self.reached.as_ref().and_then(|reached| reached.served_at)
     }
 
-    /// If this node was refused because an earlier launcher of the same host has its rank, and that one is gone, takes its place: a
-    /// pod that was started again comes back sooner than the silence of its predecessor is noticed. The decision is pure but for
-    /// the look at the earlier process.
+    /// If this node was refused because an earlier launcher of a host of the same name has its rank, and that one is gone, takes its
+    /// place: a pod that was started again comes back sooner than the silence of its predecessor is noticed. If it cannot be seen, it may
+    /// be the earlier life of this pod, or a live launcher on another host: then this one waits until the others have heard nothing of it.
     fn replace_predecessor(&mut self) {
-        self.is_replacing &= !self.view.state.is_present(self.me);
+        if self.view.state.is_present(self.me) {
+            (self.is_replacing, self.refused_until) = (false, None);
+        }
         let Some((node, _)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else { return };
-        let predecessor = self.view.state.predecessor(node);
-        let Some(old) = predecessor.filter(|old| !process::state(node.process, old.process).is_there())
-        else {
-            return;
+        let left = match self.view.state.predecessor(node) {
+            Some(old) if process::may_replace(node.process, old.process) => {
+                Some(Entry::Left { node: old.id, why: Departure::Replaced })
+            }
+            Some(old) if process::state(node.process, old.process).is_there() => return,
+            Some(_) => {
+                let noticed = self.cluster.silence().saturating_mul(2) + NOTICE_GRACE;
+                self.refused_until.get_or_insert_with(|| Instant::now() + noticed);
+                self.is_replacing = true;
+                return;
+            }
+            None if self.refused_until.is_some() => None,
+            None => return,
         };
-        let left = Entry::Left { node: old.id, why: Departure::Replaced };
         let Some((node, settings)) = self.join.take() else { return };
         self.is_replacing = true;
         self.view.refusal = None;
         self.handler.forget_refusal();
-        self.handler.propose(left);
+        left.into_iter().for_each(|left| self.handler.propose(left));
         self.handler.propose(Entry::Join { node, settings });
+    }
+
+    /// How long this node, which was refused, still waits for the others to miss the launcher in its place.
+    fn waits_for_silence(&self) -> Option<Duration> {
+        let left = self.refused_until?.saturating_duration_since(Instant::now());
+        Some(left).filter(|left| !left.is_zero())
     }
 
     /// Why this launcher cannot go on, if it cannot.
     fn check(&mut self) -> Result<()> {
         self.replace_predecessor();
         // The node that refused this one may have left since.
-        if let Some(why) = &self.view.refusal {
+        if let Some(why) = self.view.refusal.as_ref().filter(|_| self.waits_for_silence().is_none()) {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",
             ));
@@ -208,7 +230,7 @@ impl<'a> MultiNode<'a> {
             self.handler.propose(Entry::Ended { round, node: self.me, succeeded: false });
             return Ok(None);
         }
-        let Some((master_addr, master_port)) = running.store.clone() else {
+        let Some((told, master_port)) = running.store.clone() else {
             let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
             let store_address = self.reached.as_ref().and_then(|reached| reached.store_address.as_ref());
             if let (0, false, Some(store_address)) = (node_rank, is_mine, store_address) {
@@ -219,6 +241,12 @@ impl<'a> MultiNode<'a> {
                 self.store = Some((round, store));
             }
             return Ok(None);
+        };
+        // It is on the node that serves the launchers' store, which the others reach where they have reached that one. How that node calls
+        // itself may mean something else here: `localhost`.
+        let master_addr = match (&self.cluster.backend, self.served_at()) {
+            (RendezvousBackend::Store { host, .. }, None) => host.clone(),
+            (_, _) => told,
         };
         let placement = Placement {
             restarts: self.view.state.restarts(),
@@ -306,7 +334,14 @@ impl<'a> MultiNode<'a> {
             Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
             _ => {}
         }
-        Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+        let error = Error::timeout(cause).in_operation("rendezvous of the launchers", None);
+        if let Some(address) = self.served_at().filter(|address| address.ip().to_canonical().is_loopback()) {
+            return error.with_remedy(format!(
+                "nodes on other hosts do not reach the store at {address}: give every node an address of this host as --rdzv-endpoint (or \
+                 --master-addr); if all nodes are on this host, --rdzv-conf join_timeout=.. waits longer"
+            ));
+        }
+        error.with_remedy(
             "start `phalanx run` on every node, with the same --rdzv-endpoint (or --master-addr and --master-port) and --rdzv-id; \
              --rdzv-conf join_timeout=.. waits longer",
         )
@@ -347,6 +382,7 @@ impl Nodes for MultiNode<'_> {
                     timeout = Duration::from_secs(1);
                 }
             }
+            timeout = self.waits_for_silence().map_or(timeout, |left| left.min(timeout));
             if let Some(signal) = self.wait(control, timeout)? {
                 self.leave(Departure::Signal(signal.number()));
                 return Ok(Gathered::Over(Outcome::Interrupted(signal)));

@@ -3,29 +3,37 @@
 //! The supervisor must not wait for a store. So a thread connects, joins and appends the supervisor's entries. The
 //! supervisor reads the [`Replica`], and each change of it wakes the supervisor.
 
-use std::io::{ErrorKind, PipeReader, Write};
+use std::io::{PipeReader, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::fs::statfs;
 
 use super::membership::{Entry, MembershipState, Node, Settings};
+use super::who_serves::{Claim, Facts, Role, who_serves};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::host;
+#[cfg(feature = "etcd")]
+use crate::interfaces::is_every_hosts;
+use crate::interfaces::is_own;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
+use crate::launch::own_address::own_address;
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
 use crate::store::{
-    Access, FileStore, Patience, PrefixStore, SharedStore, TcpStore, TcpStoreServer, host_port,
+    Access, FileStore, Patience, PrefixStore, SharedStore, TcpStore, TcpStoreServer, addresses_to_serve,
+    host_port, resolve, warn_of_own_name,
 };
 
 /// How long the last message of this launcher may take: some round trips of a slow network, and a packet that is sent again.
@@ -35,6 +43,8 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
+/// How often a launcher that tries to connect looks whether the end point has become an address of its own host.
+const ADDRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long a listening program may take to answer as a store does.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
@@ -56,11 +66,18 @@ pub(super) struct StoreAddress {
     listens_at: String,
 }
 
+/// The launchers' store, served here.
+struct Served {
+    server: TcpStoreServer,
+    /// No other launcher of this host serves it. None where the kernel has no such names.
+    _claim: Option<Claim>,
+}
+
 /// The launchers' common store.
 struct RendezvousStore {
     store: SharedStore,
     /// The server, if it is served here.
-    server: Option<TcpStoreServer>,
+    server: Option<Served>,
     store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
     served_elsewhere: bool,
@@ -72,7 +89,7 @@ pub(super) struct RendezvousHandler {
     reached: Arc<Mutex<Option<Reached>>>,
     notice: PipeReader,
     proposals: Option<Sender<Entry>>,
-    writer: Option<JoinHandle<Option<TcpStoreServer>>>,
+    writer: Option<JoinHandle<Option<Served>>>,
 }
 
 impl RendezvousHandler {
@@ -149,7 +166,7 @@ impl Drop for RendezvousHandler {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        if let Ok(Some(server)) = writer.join() {
+        if let Ok(Some(Served { server, _claim })) = writer.join() {
             server.drain(Deadline::after(DRAIN_TIMEOUT));
         }
     }
@@ -167,7 +184,7 @@ impl Thread {
     /// Works until the handler is closed, and leaves a store that is served here in `server`.
     fn run(
         &self,
-        server: &mut Option<TcpStoreServer>,
+        server: &mut Option<Served>,
         reached: &Mutex<Option<Reached>>,
         join: impl FnOnce(bool) -> Entry,
         inbox: &Receiver<Entry>,
@@ -180,7 +197,7 @@ impl Thread {
             return Ok(());
         }
         *server = opened.server;
-        let served_at = server.as_ref().map(TcpStoreServer::local_addr);
+        let served_at = server.as_ref().map(|served| served.server.local_addr());
         *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
         // The first change, the start of the reader, wakes the supervisor.
@@ -222,52 +239,200 @@ fn open_store(
 ) -> Result<RendezvousStore> {
     let (store, address): (SharedStore, Option<IpAddr>) = match &cluster.backend {
         RendezvousBackend::Store { host, port, hosting } => {
-            let server = serve(cluster, access, *port, *hosting, deadline)?;
-            let here = server.as_ref().map(TcpStoreServer::reachable_addr);
-            let store = Arc::new(connect(cluster, access.credentials(), here, replica, deadline)?);
-            let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
-            let store_address = listens_at.map(|listens_at| StoreAddress { name: host.clone(), listens_at });
-            return Ok(RendezvousStore { store, served_elsewhere: server.is_none(), server, store_address });
+            return open_served(cluster, (host, *port, *hosting), access, replica, deadline);
         }
         #[cfg(feature = "etcd")]
         RendezvousBackend::Etcd(endpoints) => {
             let store = EtcdStore::open(endpoints, job, deadline)?;
-            let address = store.local_address();
+            // The etcd of this host is reached at the loopback, this host is not.
+            let address = store.local_address().filter(|address| !is_every_hosts(*address));
             (Arc::new(store), address)
         }
         RendezvousBackend::File(path) => {
+            refuse_own_disk(cluster, path)?;
             (Arc::new(FileStore::open_or_create(path, cluster.silence(), deadline)?), None)
         }
     };
-    let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
-    let name = name.unwrap_or_else(host::name);
+    let name = match (&cluster.local_addr, address) {
+        (Some(given), _) => given.clone(),
+        (None, Some(address)) => address.to_string(),
+        (None, None) => own_address()?.to_string(),
+    };
     let store_address = Some(StoreAddress { listens_at: name.clone(), name });
     Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false })
 }
 
-/// Serves the store, if this node is its host.
+/// The launchers' store in one of them: serves it, or connects to it.
+fn open_served(
+    cluster: &Cluster,
+    (host, port, hosting): (&str, u16, Hosting),
+    access: &Access,
+    replica: &Replica<MembershipState>,
+    deadline: Deadline,
+) -> Result<RendezvousStore> {
+    loop {
+        let endpoint = match hosting {
+            // The others come to whatever address leads here, which need not have a name here.
+            Hosting::Serve if cluster.is_fixed() && cluster.bind.is_some() => Vec::new(),
+            Hosting::Connect => Vec::new(),
+            Hosting::Serve | Hosting::ByAddress => addresses_to_serve(&cluster.endpoint(), deadline)?,
+        };
+        let role = decide(cluster, (host, hosting), &endpoint)?;
+        let served = match role {
+            Role::Serve(address) => {
+                // An address of one link keeps its interface.
+                let found = endpoint.iter().copied().find(|found| found.ip() == address);
+                serve(cluster, access, found.unwrap_or(SocketAddr::new(address, port)), hosting)?
+            }
+            Role::Connect => None,
+        };
+        if let Some(served) = served.as_ref().filter(|_| cluster.bind.is_none() && !cluster.is_all_here()) {
+            warn_of_own_name(host, served.server.local_addr().ip());
+        }
+        let here = served.as_ref().map(|served| served.server.reachable_addr());
+        // A name's address may come late, or be an earlier pod's at first.
+        let is_elsewhere = role == Role::Connect && hosting == Hosting::ByAddress;
+        let own_since = OwnSince { is_looked_for: is_elsewhere, ..OwnSince::default() };
+        let has_become_own = || {
+            let found =
+                || resolve(&cluster.endpoint(), Deadline::after(ADDRESS_INTERVAL)).unwrap_or_default();
+            own_since.look(|| !matches!(decide(cluster, (host, hosting), &found()), Ok(Role::Connect)))
+        };
+        let connected = connect(cluster, access.credentials(), here, replica, deadline, &has_become_own);
+        let store = match connected {
+            Err(error) if own_since.has_come() && error.is_aborted() && !replica.view().is_closing() => {
+                tracing::debug!(%error, "the end point has become an address of this host");
+                continue;
+            }
+            connected => Arc::new(connected?),
+        };
+        let listens_at = served.as_ref().map(|served| served.server.local_addr().ip());
+        let store_address = listens_at.map(|listens_at| {
+            let name = address_here(host, cluster.bind);
+            StoreAddress { name, listens_at: listens_at.to_string() }
+        });
+        return Ok(RendezvousStore {
+            store,
+            served_elsewhere: served.is_none(),
+            server: served,
+            store_address,
+        });
+    }
+}
+
+/// The address at which the workers of the node that serves the launchers' store reach the store of a round: that of the end point,
+/// unless it listens at another.
+fn address_here(host: &str, bind: Option<IpAddr>) -> String {
+    match bind {
+        Some(bind) if !bind.is_unspecified() => bind.to_string(),
+        Some(_) | None => host.to_owned(),
+    }
+}
+
+/// Whether the end point has become an address of this host since this launcher began to connect to it.
+#[derive(Default)]
+struct OwnSince {
+    is_looked_for: bool,
+    next_look: Mutex<Option<Instant>>,
+    has_come: AtomicBool,
+}
+
+impl OwnSince {
+    /// Looks, now and then.
+    fn look(&self, is_own_now: impl Fn() -> bool) -> bool {
+        if !self.is_looked_for || self.has_come() {
+            return self.has_come();
+        }
+        let now = Instant::now();
+        let mut next_look = self.next_look.lock();
+        if next_look.is_none_or(|next| next <= now) {
+            *next_look = Some(now + ADDRESS_INTERVAL);
+            self.has_come.store(is_own_now(), Ordering::Relaxed);
+        }
+        self.has_come()
+    }
+
+    fn has_come(&self) -> bool {
+        self.has_come.load(Ordering::Relaxed)
+    }
+}
+
+/// Whether this launcher serves the store.
+fn decide(cluster: &Cluster, (host, hosting): (&str, Hosting), endpoint: &[SocketAddr]) -> Result<Role> {
+    let endpoint: Vec<IpAddr> = endpoint.iter().map(SocketAddr::ip).collect();
+    let (is_fixed, all_here) = (cluster.is_fixed(), cluster.is_all_here());
+    let facts = Facts { hosting, host, endpoint: &endpoint, bind: cluster.bind, is_fixed, all_here };
+    who_serves(&facts, is_own)
+}
+
+/// Serves the store at `address`. None if another launcher of this host was first.
 fn serve(
     cluster: &Cluster,
     access: &Access,
-    port: u16,
+    address: SocketAddr,
     hosting: Hosting,
-    deadline: Deadline,
-) -> Result<Option<TcpStoreServer>> {
-    let bind = || match cluster.bind {
-        Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access.clone()),
-        None => TcpStoreServer::bind_to(&cluster.endpoint(), access.clone(), deadline),
+) -> Result<Option<Served>> {
+    let claim = match Claim::take(&cluster.endpoint()) {
+        // Any free port is nobody else's.
+        _ if address.port() == 0 => None,
+        Ok(None) if hosting == Hosting::ByAddress => return Ok(None),
+        Ok(None) => {
+            let cause = format!("another launcher of this host serves the store at {}", cluster.endpoint());
+            return Err(Error::environment(cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy("give each node its own --node-rank: node 0 alone serves the store; or does an earlier job still run?"));
+        }
+        Ok(claim) => claim,
+        Err(error) => {
+            tracing::debug!(%error, "the kernel has no name for the launchers' store");
+            None
+        }
     };
-    match hosting {
-        Hosting::Connect => Ok(None),
-        Hosting::Serve => bind().map(Some),
-        Hosting::ByAddress => match bind() {
-            Ok(server) => Ok(Some(server)),
-            // Another launcher of this host was first; or the address, or name, is another host's.
-            Err(error) if error.is_address_in_use() => Ok(None),
-            Err(error) if error.io_kind() == Some(ErrorKind::PermissionDenied) => Err(error),
-            Err(_) if cluster.bind.is_none() => Ok(None),
-            Err(error) => Err(error),
-        },
+    let server = match cluster.bind {
+        Some(_) => TcpStoreServer::bind_anywhere(address, access.clone()),
+        None => TcpStoreServer::bind_for(address, access.clone()),
+    };
+    match server {
+        Ok(server) => Ok(Some(Served { server, _claim: claim })),
+        // Another launcher of this host was first, under another name.
+        Err(error) if hosting == Hosting::ByAddress && error.is_address_in_use() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// An error if nodes may come and go, and the file in which they meet is on a disk of this host alone: a launcher on another host would
+/// find another file there, and train in a world of its own.
+fn refuse_own_disk(cluster: &Cluster, path: &Path) -> Result<()> {
+    // Who says at which address the others reach this host knows that they find the file.
+    if cluster.is_fixed() || cluster.local_addr.is_some() {
+        return Ok(());
+    }
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let kind = statfs(folder).ok().and_then(|system| own_disk(u64::try_from(system.f_type).ok()?));
+    let Some(kind) = kind else { return Ok(()) };
+    let cause = format!(
+        "the file {} is on a disk of this host ({kind}): with --nnodes MIN:MAX a node on another host would find another file there, and \
+         train in a world of its own",
+        path.display()
+    );
+    Err(Error::environment(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+        "put it on a disk that all nodes share; if all nodes are on this host, say so with --local-addr localhost; if this host exports the \
+         disk to the others, give the address at which they reach it as --local-addr",
+    ))
+}
+
+/// The name of a kind of file system that belongs to one host, by the kernel's number.
+fn own_disk(kind: u64) -> Option<&'static str> {
+    match kind {
+        0xef53 => Some("ext4"),
+        0x5846_5342 => Some("xfs"),
+        0x9123_683e => Some("btrfs"),
+        0x0102_1994 => Some("tmpfs"),
+        0x794c_7630 => Some("overlay"),
+        0x2fc1_2fc1 => Some("zfs"),
+        0x8584_58f6 => Some("ramfs"),
+        0xf2f5_2010 => Some("f2fs"),
+        _ => None,
     }
 }
 
@@ -277,11 +442,12 @@ fn connect(
     here: Option<SocketAddr>,
     replica: &Replica<MembershipState>,
     deadline: Deadline,
+    has_become_own: &(dyn Fn() -> bool + Sync),
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
     // One to read the log, and one to write. A launcher that serves the store needs no more time for another.
     let connections = if here.is_some() { 1 } else { 2 };
-    let goes_on = &|| !replica.view().is_closing();
+    let goes_on = &|| !replica.view().is_closing() && !has_become_own();
     let patience = Patience { silence: SILENCE_LIMIT, goes_on, connections };
     TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
@@ -438,7 +604,7 @@ mod tests {
         let cluster = Cluster::new(2, 2, "127.0.0.1", between.port()).unwrap();
         let deadline = Deadline::after(Duration::from_secs(20));
         let replica = Replica::new(|_| ());
-        let store = connect(&cluster, Credentials::none(), None, &replica, deadline).unwrap();
+        let store = connect(&cluster, Credentials::none(), None, &replica, deadline, &|| false).unwrap();
         assert_eq!(store.add("key", 1, deadline).unwrap(), 1);
     }
 

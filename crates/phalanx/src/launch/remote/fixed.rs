@@ -5,12 +5,12 @@ use std::time::Instant;
 
 use super::address;
 use super::driver::{DriverEnd, Launchers, Plan};
-use super::here::is_ours;
 use super::peer::{LauncherEnd, Peer};
 use super::protocol::RemoteEvent;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
+use crate::interfaces;
 use crate::launch::exit::{Outcome, Report, Signal};
 use crate::world_size::WorldSize;
 
@@ -195,7 +195,7 @@ fn node_0_address(launchers: &Launchers<'_>) -> String {
     let own = host::name();
     // Other hosts would resolve "localhost" to themselves.
     let known = launchers.known(|peer| if peer.is_here { &own } else { peer.host.address() });
-    address::of_node_0(&known, is_ours)
+    address::of_node_0(&known, interfaces::is_own)
 }
 
 /// Of the nodes' reports, the one nearest to the cause counts.

@@ -1,24 +1,55 @@
 //! Which host is this machine.
 
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, ToSocketAddrs};
 
 use crate::host;
+use crate::interfaces;
 
-/// Is it an address of this machine?
-pub(super) fn is_ours(address: IpAddr) -> bool {
-    TcpListener::bind((address, 0)).is_ok()
-}
-
-/// Does `name` mean this machine?
+/// Whether `name` means this machine.
 pub(super) fn is_here(name: &str) -> bool {
-    if name == "localhost" || name == host::name() {
+    if name == "localhost" {
         return true;
     }
     if let Ok(address) = name.parse::<IpAddr>() {
-        return is_ours(address);
+        return interfaces::is_own(address);
     }
-    // A name with a domain counts only if it resolves to this machine: other names may begin with the same label.
-    let host = |name: &str| name.split('.').next().map(str::to_owned);
-    host(name) == host(&host::name())
-        && (name, 0).to_socket_addrs().is_ok_and(|mut found| found.any(|address| is_ours(address.ip())))
+    let found = (name, 0).to_socket_addrs().map(|found| found.map(|address| address.ip()).collect());
+    means_this_machine(name, &host::name(), found.ok(), interfaces::is_own)
+}
+
+/// Whether `name` is that of the machine that is called `own`, if it resolves to these addresses. Another machine may have the same
+/// name, and a name with a domain begins with the label of others: so it counts only if it resolves to this machine, or, this
+/// machine's whole name, if it does not resolve.
+fn means_this_machine(
+    name: &str,
+    own: &str,
+    found: Option<Vec<IpAddr>>,
+    is_own: impl Fn(IpAddr) -> bool,
+) -> bool {
+    let label = |name: &str| name.split('.').next().map(str::to_owned);
+    match found {
+        Some(found) => label(name) == label(own) && found.into_iter().any(is_own),
+        None => name == own,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_this_machine_only_if_it_leads_here() {
+        let found = |text: &str| Some(vec![text.parse::<IpAddr>().unwrap()]);
+        let is = |name, own, found| {
+            means_this_machine(name, own, found, |address| {
+                address.is_loopback() || address.to_string() == "10.0.0.1"
+            })
+        };
+        assert!(is("node", "node", found("127.0.1.1")) && is("node", "node", found("10.0.0.1")));
+        assert!(is("node", "node", None) && is("node.a.example", "node", found("10.0.0.1")));
+        // Another machine of the same name, a name that only begins alike, and another name of this one.
+        assert!(!is("node", "node", found("10.0.0.2")));
+        assert!(!is("node.a.example", "node", None) && !is("node.b.example", "node", found("10.0.0.2")));
+        assert!(!is("other", "node", found("10.0.0.1")));
+    }
 }

@@ -284,7 +284,7 @@ impl Link {
                         error,
                     )));
                 }
-                Err(error) => failure = ConnectError::NotListening(error),
+                Err(error) => failure = ConnectError::NotListening(explained(error, target)),
             }
         }
         Err(failure)
@@ -586,6 +586,17 @@ fn unexpected_wait(answer: u8) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {answer}"))
 }
 
+/// Says what a user can do if a process does not even reach its own host.
+fn explained(error: io::Error, target: SocketAddr) -> io::Error {
+    match error.kind() {
+        kind @ io::ErrorKind::NetworkUnreachable if target.ip().is_loopback() => io::Error::new(
+            kind,
+            format!("{error}; the loopback of this network namespace is down: `ip link set lo up`"),
+        ),
+        _ => error,
+    }
+}
+
 /// The error for an answer to the greeting that is not a store's.
 fn unexpected_answer(answer: &[u8]) -> ConnectError {
     if tls::is_alert(answer) {
@@ -804,6 +815,13 @@ mod tests {
         // Waiting gives this process no descriptors.
         let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(24));
+    }
+
+    #[test]
+    fn a_loopback_that_is_down_is_named() {
+        let unreachable = || io::Error::from(io::ErrorKind::NetworkUnreachable);
+        let said = |target: &str| explained(unreachable(), target.parse().unwrap()).to_string();
+        assert!(said("127.0.0.1:1").contains("ip link set lo up") && !said("10.0.0.1:1").contains("lo up"));
     }
 
     #[test]

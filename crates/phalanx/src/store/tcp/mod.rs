@@ -14,8 +14,9 @@ pub(crate) use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;
 #[cfg(any(test, fuzzing))]
 pub use client_connection::fuzz;
-pub(crate) use client_connection::{Patience, host_port};
+pub(crate) use client_connection::{Patience, host_port, resolve};
 pub use server::TcpStoreServer;
+pub(crate) use server::{addresses_to_serve, warn_of_own_name};
 
 #[cfg(test)]
 mod access_tests;

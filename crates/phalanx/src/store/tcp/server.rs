@@ -23,6 +23,7 @@ use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
+use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
 use crate::notice::warn;
 
@@ -124,15 +125,10 @@ impl TcpStoreServer {
         Ok(Self { address, orders, thread: Some(thread) })
     }
 
-    /// Binds to the first address of this host that `address`, `host:port`, resolves to. A name that has no address yet is waited for,
-    /// as clients do.
+    /// Binds to the first address of this host among the [`addresses_to_serve`].
     pub(crate) fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
-        let targets = resolve_patiently(address, deadline).map_err(|error| {
-            Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-                .with_remedy(NO_ADDRESS_REMEDY)
-        })?;
         let mut failure = None;
-        for target in targets {
+        for target in addresses_to_serve(address, deadline)? {
             match Self::bind_for(target, access.clone()) {
                 Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
                 result => return result,
@@ -174,6 +170,29 @@ impl TcpStoreServer {
 impl Drop for TcpStoreServer {
     fn drop(&mut self) {
         self.finish(Order::Stop);
+    }
+}
+
+/// The addresses of `address`, `host:port`, at which a store is to be served there. Those that other hosts may reach come before the
+/// loopback. A name that has no address yet is waited for, as clients do.
+pub(crate) fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>> {
+    let mut targets = resolve_patiently(address, deadline).map_err(|error| {
+        Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
+            .with_remedy(NO_ADDRESS_REMEDY)
+    })?;
+    targets.sort_by_key(|target| is_every_hosts(target.ip()));
+    Ok(targets)
+}
+
+/// Warns if `host` is a name that leads elsewhere for others than here, where it is `bound`, the loopback: Debian maps a host's own name
+/// to 127.0.1.1.
+pub(crate) fn warn_of_own_name(host: &str, bound: IpAddr) {
+    let host = host.trim_matches(['[', ']']);
+    if is_every_hosts(bound) && host != "localhost" && host.parse::<IpAddr>().is_err() {
+        warn(format_args!(
+            "{host} is {bound} on this host, where its store listens: other hosts cannot reach it there. If there are others, give the \
+             address at which they reach this host, as MASTER_ADDR (--master-addr, --rdzv-endpoint) or as PHALANX_BIND (--bind)"
+        ));
     }
 }
 

@@ -12,18 +12,18 @@ use crate::deadline::Deadline;
 use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::host;
+use crate::interfaces;
 use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::event::Event;
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
 use crate::launch::job::random_name;
+use crate::launch::own_address::own_address;
 use crate::launch::remote::address;
 use crate::launch::remote::driver::{DriverEnd, Launchers, Plan};
-use crate::launch::remote::here::is_ours;
 use crate::launch::remote::hosts::{Host, HostList};
 use crate::launch::remote::is_this_machine;
 use crate::launch::remote::peer::{LauncherEnd, Peer};
 use crate::launch::remote::protocol::RemoteEvent;
-use crate::rendezvous;
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
 
@@ -176,7 +176,7 @@ impl ElasticPlan {
     /// answer is worth waiting for.
     fn address(&self, launchers: &Launchers<'_>) -> Option<String> {
         let known = launchers.known(|peer| peer.host.name());
-        if let Some(address) = address::seen_by_others(&known, is_ours) {
+        if let Some(address) = address::seen_by_others(&known, interfaces::is_own) {
             return Some(address.to_string());
         }
         let is_waited_for = |peer: &Peer| !peer.is_here && peer.hello.is_none() && !peer.leaves;
@@ -184,11 +184,13 @@ impl ElasticPlan {
             return None;
         }
         if known.iter().any(|peer| !peer.is_here) {
-            return Some(host::name());
+            // What listens elsewhere anyway may be behind a router, and have a name there.
+            let own = if launchers.job.bind.is_some() { None } else { own_address().ok() };
+            return Some(own.map_or_else(host::name, |address| address.to_string()));
         }
         let stays_here = self.discovery.is_none() && launchers.job.hosts.hosts().iter().all(is_this_machine);
         // Hosts on other networks may come later.
-        let address = if stays_here { None } else { rendezvous::outward().ok() };
+        let address = if stays_here { None } else { own_address().ok() };
         Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
     }
 
