@@ -441,7 +441,8 @@ mod tests {
     }
 
     fn start(store: &SharedStore, rank: u32, seconds: u64) -> Result<Arrived> {
-        let me = Identity { host: "here".into(), process: rank.to_string() };
+        let (process, process_id) = (rank.to_string(), rank.to_string());
+        let me = Identity { host: "here".into(), process, host_id: "here".into(), process_id };
         arrive(store, None, &config(rank), &me, Deadline::after(Duration::from_secs(seconds)))
     }
 
