@@ -17,6 +17,7 @@ use crate::doctor::Doctor;
 use crate::elastic::ElasticOptions;
 use crate::horovodrun::Horovodrun;
 use crate::hosts::HostOptions;
+use crate::launch::{Launch, python};
 use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::plan::Plan;
@@ -42,6 +43,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Box<Run>),
+    Launch(Box<Launch>),
     Horovodrun(Box<Horovodrun>),
     #[command(hide = true)]
     Node(Node),
@@ -276,6 +278,10 @@ pub(crate) struct Run {
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
+
+    /// The option with which each worker gets its local rank.
+    #[arg(skip)]
+    pub(crate) local_rank_option: Option<&'static str>,
 }
 
 /// Make a key for jobs on several machines
@@ -313,9 +319,8 @@ impl Run {
         if !self.module {
             return program.collect();
         }
-        let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
         // Unbuffered, as torchrun does: its lines come as soon as they are written.
-        let before = [python.unwrap_or_else(|| "python3".into()), "-u".into(), "-m".into()];
+        let before = [python(), "-u".into(), "-m".into()];
         before.into_iter().chain(program).collect()
     }
 

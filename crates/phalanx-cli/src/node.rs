@@ -42,11 +42,15 @@ fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     let Some(node) = RemoteNode::start()? else { return Ok(None) };
     let parsed = Cli::try_parse_from(node.arguments());
     let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
-    let Command::Run(mut options) = command else { return Err(Error::invalid_argument("this is not `run`")) };
+    let mut options = match command {
+        Command::Run(options) => *options,
+        Command::Launch(options) => options.into_run(),
+        _ => return Err(Error::invalid_argument("this is neither `run` nor `launch`")),
+    };
     let cluster = node.cluster()?.map(|cluster| options.nodes.shape(cluster));
     // The path is one of the host where the command was given.
     options.job_key_file = None;
-    let job = job(*options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
+    let job = job(options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
     node.part(job).run(teller).map(Some)
 }
 

@@ -11,7 +11,7 @@ use crate::cli::{Keygen, Run};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
-use crate::{json, report};
+use crate::{json, launch, report};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
 /// wait long.
@@ -160,7 +160,9 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     };
     let key = key(&options)?;
     refuse_open_tls(&options)?;
-    let mut program = options.command_line().into_iter();
+    let command = options.command_line();
+    let behind = launch::script_end(&command);
+    let mut program = command.into_iter();
     let tls = options.tls;
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
@@ -171,6 +173,8 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
         // This command has no other children.
         .subreaper(true)
         .master_port(port.unwrap_or(0));
+    let job =
+        options.local_rank_option.into_iter().fold(job, |job, option| job.local_rank_option(option, behind));
     let job = tls.apply(key.into_iter().fold(job, Job::key), Job::tls)?;
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);

@@ -176,6 +176,16 @@ impl Error {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
     }
 
+    /// Adds the remedy, unless the error has one: what causes it here is known better where it arose.
+    pub(crate) fn with_remedy_if_none(self, remedy: impl Into<String>) -> Self {
+        if self.remedy().is_some() { self } else { self.with_remedy(remedy) }
+    }
+
+    /// Whether this process, or its host, lacks what the call needs: no peer is to blame.
+    pub(crate) fn is_local_shortage(&self) -> bool {
+        self.0.source.as_ref().and_then(|source| source.downcast_ref()).is_some_and(is_local_shortage)
+    }
+
     /// The same without its remedy, to be quoted in another error.
     pub(crate) fn without_remedy(self) -> Self {
         self.edit(|inner| inner.remedy = None)
@@ -388,6 +398,11 @@ impl StdError for Error {
         // The message already contains the source; its own source comes next.
         self.0.source.as_ref().and_then(|source| source.source())
     }
+}
+
+/// Whether `error` says that this process, or its host, has no file descriptors or no memory left.
+pub(crate) fn is_local_shortage(error: &std::io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
 }
 
 /// The remedy if `error` says that this process, or its host, has no file descriptors left. [`Error::io`] adds it

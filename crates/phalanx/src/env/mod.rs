@@ -121,7 +121,9 @@ impl LaunchEnv {
     /// assert!(error.is_environment() && error.to_string().contains("WORLD_SIZE"));
     /// ```
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
-        let is_set = |names: &[&str]| names.iter().any(|name| lookup(name).is_some());
+        let is_set = |names: &[&str]| {
+            names.iter().any(|name| lookup(name).is_some_and(|value| !value.trim().is_empty()))
+        };
         let (by_torchrun, by_hand) =
             (is_set(&["RANK", "WORLD_SIZE"]), is_set(&REQUIRED) || is_set(&["LOCAL_RANK"]));
         let variables = Variables { lookup };
@@ -232,7 +234,7 @@ impl WorkerEnv {
     /// if this process's environment already sets the limit. Python does not buffer its output, unless this process's environment
     /// says what it does.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
-        self.variables_given(|name| std::env::var_os(name).is_some())
+        self.variables_given(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
     }
 
     fn variables_given(&self, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {

@@ -32,7 +32,7 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing))]
 pub use tcp::fuzz as fuzz_reply;
-pub(crate) use tcp::{Access, KeylessClients, Patience, Refusals, host_port};
+pub(crate) use tcp::{Access, KeylessClients, Patience, Refusals, host_port, listen};
 pub use tcp::{TcpStore, TcpStoreServer};
 
 pub use crate::wire::store::{MAX_KEY, MAX_VALUE};

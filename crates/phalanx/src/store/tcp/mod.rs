@@ -16,6 +16,7 @@ pub use client::TcpStore;
 pub use client_connection::fuzz;
 pub(crate) use client_connection::{Patience, host_port};
 pub use server::TcpStoreServer;
+pub(crate) use server::listen;
 
 #[cfg(test)]
 mod access_tests;

@@ -87,7 +87,7 @@ impl Monitor {
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
-                let watch = Watch::new(world, &watched, &watching, heartbeat);
+                let watch = Watch::new((rank, world), &watched, &watching, heartbeat);
                 if let Err(error) = watch.run(&stopped) {
                     watching.fail(error);
                 }

@@ -12,12 +12,13 @@ use super::control::Connections;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::calls::LOOK;
+use crate::health::calls::LOOK_INTERVAL;
 use crate::health::liveness::{Liveness, ProcessState, Silence};
+use crate::health::waits::Answer;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
-use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
+use crate::wire::control::{self, Control, Introduction, LongWait, MAX_BODY, PREFIX, ProcessId, WaitReport};
 use crate::world_size::WorldSize;
 
 /// The time between the end of a process's connections and the end of the process.
@@ -25,6 +26,7 @@ const ENDING: Duration = Duration::from_millis(100);
 
 /// The thread's state.
 pub(super) struct Watch<'a> {
+    rank: Rank,
     world: WorldSize,
     connections: &'a Connections,
     health: &'a Health,
@@ -50,7 +52,7 @@ struct Peer {
 
 impl<'a> Watch<'a> {
     pub(super) fn new(
-        world: WorldSize,
+        (rank, world): (Rank, WorldSize),
         connections: &'a Connections,
         health: &'a Health,
         heartbeat: Heartbeat,
@@ -58,13 +60,13 @@ impl<'a> Watch<'a> {
         let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
         let peers = world.ranks().map(|_| Peer::default()).collect();
         let process = process::own();
-        Self { world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
+        Self { rank, world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
     }
 
     /// Watches until `stopped` is closed at its other end.
     pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
         let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
-        let mut looks = Instant::now() + LOOK;
+        let mut looks = Instant::now() + LOOK_INTERVAL;
         loop {
             // After a failure the peers have been notified. A peer that the notice did not reach must notice the
             // silence.
@@ -87,7 +89,10 @@ impl<'a> Watch<'a> {
             }
             if Instant::now() >= looks {
                 self.compare_calls();
-                looks = Instant::now() + LOOK;
+                if let Some(wait) = self.health.long_wait() {
+                    self.tell_one(wait.awaited, &Control::LongWait(wait));
+                }
+                looks = Instant::now() + LOOK_INTERVAL;
             }
         }
     }
@@ -122,7 +127,7 @@ impl<'a> Watch<'a> {
     /// are read before a lost peer is reported.
     fn read(&mut self, ready: Vec<Rank>) {
         let now = Instant::now();
-        let mut gone = Vec::new();
+        let (mut gone, mut waits) = (Vec::new(), Vec::new());
         for rank in ready {
             let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
             let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
@@ -150,6 +155,8 @@ impl<'a> Watch<'a> {
                         self.health.calls.hear(rank, call, true);
                         self.health.compare_last_calls();
                     }
+                    Control::LongWait(wait) => waits.push(wait),
+                    Control::WaitReport(report) => self.health.write_report(&report, rank),
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
                         self.liveness.begin(rank, introduction.interval(), now);
@@ -160,6 +167,7 @@ impl<'a> Watch<'a> {
                 self.liveness.end(rank);
             }
         }
+        waits.into_iter().for_each(|wait| self.answer(wait));
         for (rank, reason) in gone {
             // The first cause stays: no other process needs to be checked.
             if self.health.has_failed() {
@@ -190,6 +198,24 @@ impl<'a> Watch<'a> {
             self.tell(&Control::Waiting(call), |_| true);
         }
         self.health.compare_calls();
+    }
+
+    /// Answers a rank that waits for this one.
+    fn answer(&self, wait: LongWait) {
+        match self.health.answer(wait) {
+            Answer::PassOn(next, wait) => self.tell_one(next, &Control::LongWait(wait)),
+            Answer::Report(state) => {
+                let report = WaitReport { wait, state };
+                self.health.write_report(&report, self.rank);
+                self.tell_one(Rank::MAIN, &Control::WaitReport(report));
+            }
+            Answer::Silence => {}
+        }
+    }
+
+    fn tell_one(&self, peer: Rank, message: &Control) {
+        let is_there = self.peers.get(peer.index()).is_some_and(|peer| !peer.said_goodbye && !peer.closed);
+        self.connections.tell(message, |other| is_there && other == peer);
     }
 
     fn tell(&self, message: &Control, meant: impl Fn(&Peer) -> bool) {
