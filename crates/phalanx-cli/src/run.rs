@@ -1,13 +1,16 @@
 //! `phalanx run`.
 
+use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Cluster, ElasticHosts, Exit, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
+use phalanx::launch::{
+    Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal,
+};
 use phalanx::{Error, JobKey, WorldSize};
 
-use crate::cli::{Keygen, Run};
+use crate::cli::{Keygen, Run, thread_note};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
@@ -19,12 +22,22 @@ const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Runs the job, and returns the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
+    let given: Vec<OsString> = std::env::args_os().collect();
+    let program = options.program.first().map(OsString::as_os_str).unwrap_or_default();
+    if let Err(message) = options.hosts.check_blanks(&given, program) {
+        return refuse(&message, 2);
+    }
     let started = match Started::new(&options) {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
     };
     let format = options.log_format;
-    for note in options.notes() {
+    let most = match &started {
+        Started::Here(workers) => workers.get(),
+        Started::Hosts(hosts) => hosts.hosts().iter().map(Host::slots).max().unwrap_or(1),
+    };
+    let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+    for note in options.notes().into_iter().chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());

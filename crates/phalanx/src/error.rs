@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -415,6 +416,15 @@ pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
     }
 }
 
+/// The remedy if `error`, of connecting to `target`, says that this host's loopback is down, as in a new network namespace. Only of
+/// IPv4: the loopback of IPv6 may be disabled by itself.
+pub(crate) fn loopback_is_down(target: &SocketAddr, error: &std::io::Error) -> Option<&'static str> {
+    let is_down = target.is_ipv4()
+        && target.ip().is_loopback()
+        && Errno::from_io_error(error) == Some(Errno::NETUNREACH);
+    is_down.then_some("the loopback interface is down, as in a new network namespace: `ip link set lo up`")
+}
+
 /// The remedy if `error`, of starting a process or a thread, says that no more may be started. For other calls the same
 /// error may mean something else.
 pub(crate) fn no_more_processes(error: &std::io::Error) -> Option<&'static str> {
@@ -426,6 +436,16 @@ pub(crate) fn no_more_processes(error: &std::io::Error) -> Option<&'static str> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_loopback_that_is_down_is_named() {
+        let refused = |errno: Errno| std::io::Error::from_raw_os_error(errno.raw_os_error());
+        let hint = |target: &str, errno| loopback_is_down(&target.parse().unwrap(), &refused(errno));
+        assert!(hint("127.0.0.1:1", Errno::NETUNREACH).unwrap().contains("ip link set lo up"));
+        assert_eq!(hint("127.0.0.1:1", Errno::CONNREFUSED), None);
+        assert_eq!(hint("[::1]:1", Errno::NETUNREACH), None);
+        assert_eq!(hint("10.0.0.7:1", Errno::NETUNREACH), None);
+    }
 
     #[test]
     fn a_limit_of_the_system_is_named_with_what_raises_it() {

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
-use crate::error::{Error, Result, no_more_files, no_more_processes};
+use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
 use crate::notice::while_waiting;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
@@ -284,7 +284,15 @@ impl Link {
                         error,
                     )));
                 }
-                Err(error) => failure = ConnectError::NotListening(error),
+                Err(error) => match loopback_is_down(&target, &error) {
+                    Some(remedy) => {
+                        let cause = format!("cannot connect to the store at {address}");
+                        return Err(ConnectError::OutOfResources(
+                            Error::io(cause, error).with_remedy(remedy),
+                        ));
+                    }
+                    None => failure = ConnectError::NotListening(error),
+                },
             }
         }
         Err(failure)

@@ -118,7 +118,7 @@ pub(super) fn accept(
 
 /// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`]. True if there was no descriptor for the last of them, which can
 /// only be accepted when another connection has been closed.
-fn take_arrivals(
+pub(super) fn take_arrivals(
     listener: &TcpListener,
     config: &MeshConfig<'_>,
     secret: &GroupSecret,
