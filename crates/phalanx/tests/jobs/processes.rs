@@ -288,9 +288,10 @@ fn rank_0_says_that_it_has_turned_a_client_away() {
     key.write_new(&file).unwrap();
     let [authority, certificate, private] = ca.write(&ca.certificate(), folder.path());
     let strange = tempfile::tempdir().unwrap();
-    // Signed by another CA, which it does not say.
-    let [_, certificate_of_other, private_of_other] = other.write(&other.certificate(), strange.path());
-    let tls = Tls::read(&authority, &certificate_of_other, &private_of_other).unwrap();
+    // It knows both CAs, and has a certificate of the one that rank 0 does not know.
+    let [both, certificate_of_other, private_of_other] = other.write(&other.certificate(), strange.path());
+    std::fs::write(&both, format!("{}{}", ca.pem, other.pem)).unwrap();
+    let tls = Tls::read(&both, &certificate_of_other, &private_of_other).unwrap();
     let keyed = |key: &JobKey| Credentials { key: Some(key.clone()), tls: None };
     let certificates = format!(
         "PHALANX_TLS_CA={} PHALANX_TLS_CERT={} PHALANX_TLS_KEY={}",

@@ -135,14 +135,14 @@ impl<'a> MultiNode<'a> {
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
             None if !matches!(self.cluster.backend, RendezvousBackend::Store { .. }) => {
-                error.with_remedy_if_none("is the launchers' store up, and does this host reach it?")
+                error.with_remedy("is the launchers' store up, and does this host reach it?")
             }
             // It has ended before it joined, or has sent no heartbeat.
             // Another store answers there, or none, and the error says what to do.
             _ if error.kind() == Kind::Protocol => error,
             // It was never reached: the error says what may stand between.
             None if self.reached.is_none() && error.remedy().is_some() => error,
-            None if self.served_at().is_none() => error.with_remedy_if_none(
+            None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
             None => error,

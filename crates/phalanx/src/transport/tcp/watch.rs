@@ -2,10 +2,14 @@
 //! compares the calls of waiting ranks.
 
 use std::io::{self, IoSliceMut};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 use super::connection::Connection;
 use super::control::Connections;
@@ -24,6 +28,15 @@ use crate::world_size::WorldSize;
 /// The time between the end of a process's connections and the end of the process.
 const ENDING: Duration = Duration::from_millis(100);
 
+/// How many connections are read at once.
+const MAX_EVENTS: usize = 64;
+/// The number of what stops the thread, beside the ranks.
+const STOPPED: u64 = u64::MAX;
+
+fn unwatched(error: Errno) -> Error {
+    Error::io("the control connections could not be watched", error.into())
+}
+
 /// The thread's state.
 pub(super) struct Watch<'a> {
     rank: Rank,
@@ -35,6 +48,8 @@ pub(super) struct Watch<'a> {
     liveness: Liveness,
     /// By rank.
     peers: Vec<Peer>,
+    /// Has all connections that are open: it costs the same however many there are.
+    epoll: OwnedFd,
     /// When it last sent heartbeats.
     beat: Instant,
 }
@@ -46,6 +61,8 @@ struct Peer {
     bytes: Vec<u8>,
     /// Its first message, after which it accepts heartbeats.
     introduction: Option<Introduction>,
+    /// Whether the two exchange heartbeats.
+    listens: bool,
     said_goodbye: bool,
     closed: bool,
 }
@@ -56,15 +73,24 @@ impl<'a> Watch<'a> {
         connections: &'a Connections,
         health: &'a Health,
         heartbeat: Heartbeat,
-    ) -> Self {
+        stopped: &UnixStream,
+    ) -> Result<Self> {
         let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
-        let peers = world.ranks().map(|_| Peer::default()).collect();
+        let peer = |peer| Peer { listens: connections.listen(rank, peer, world), ..Peer::default() };
+        let peers = world.ranks().map(peer).collect();
         let process = process::own();
-        Self { rank, world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
+        let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(unwatched)?;
+        epoll::add(&epoll, stopped, EventData::new_u64(STOPPED), EventFlags::IN).map_err(unwatched)?;
+        for (peer, stream) in connections.control.iter().enumerate() {
+            let Some(stream) = stream else { continue };
+            epoll::add(&epoll, stream, EventData::new_u64(peer as u64), EventFlags::IN).map_err(unwatched)?;
+        }
+        let beat = Instant::now();
+        Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
     }
 
     /// Watches until `stopped` is closed at its other end.
-    pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
+    pub(super) fn run(mut self) -> Result<()> {
         let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
         let mut looks = Instant::now() + LOOK_INTERVAL;
         loop {
@@ -72,7 +98,7 @@ impl<'a> Watch<'a> {
             // silence.
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| beats.min(looks));
-            let ready = match self.poll(stopped, (!over).then_some(next))? {
+            let ready = match self.wait((!over).then_some(next))? {
                 Woken::Stopped => return Ok(()),
                 Woken::By(ready) => ready,
             };
@@ -98,22 +124,27 @@ impl<'a> Watch<'a> {
     }
 
     /// Waits until there is data to read, or until `next`.
-    fn poll(&self, stopped: &UnixStream, next: Option<Instant>) -> Result<Woken> {
-        let open: Vec<(Rank, &Connection)> = self.open().collect();
-        let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
-        fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
+    fn wait(&self, next: Option<Instant>) -> Result<Woken> {
         // A poll does not show data that TLS has read ahead.
-        let holds_input = open.iter().any(|(_, stream)| stream.holds_input());
-        let next = if holds_input { Some(Instant::now()) } else { next };
+        let held: Vec<Rank> =
+            self.open().filter(|(_, stream)| stream.holds_input()).map(|(peer, _)| peer).collect();
+        let next = if held.is_empty() { next } else { Some(Instant::now()) };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
-        poll(&mut fds, remaining)
-            .map_err(|error| Error::io("the control connections could not be watched", error))?;
-        if !fds[0].revents().is_empty() {
+        let remaining = remaining.and_then(|remaining| Timespec::try_from(remaining).ok());
+        let mut events = Vec::with_capacity(MAX_EVENTS);
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), remaining.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(unwatched(error)),
+        }
+        let ready: Vec<u64> = events.iter().map(|event| event.data.u64()).collect();
+        if ready.contains(&STOPPED) {
             return Ok(Woken::Stopped);
         }
-        let ready = open.iter().zip(&fds[1..]);
-        let ready = ready.filter(|((_, stream), fd)| !fd.revents().is_empty() || stream.holds_input());
-        Ok(Woken::By(ready.map(|((peer, _), _)| *peer).collect()))
+        let ready = ready.into_iter().filter_map(|peer| u32::try_from(peer).ok()).map(Rank::new);
+        let mut ready: Vec<Rank> = ready.chain(held).collect();
+        ready.sort_unstable();
+        ready.dedup();
+        Ok(Woken::By(ready))
     }
 
     fn open(&self) -> impl Iterator<Item = (Rank, &'a Connection)> {
@@ -134,6 +165,8 @@ impl<'a> Watch<'a> {
             self.liveness.heard(rank, now);
             if let Err(reason) = peer.fill(stream) {
                 peer.closed = true;
+                // It would be ready again and again.
+                let _ = epoll::delete(&self.epoll, stream);
                 gone.push((rank, reason));
             }
             while let Some(message) = peer.next(rank, self.health) {
@@ -159,7 +192,9 @@ impl<'a> Watch<'a> {
                     Control::WaitReport(report) => self.health.write_report(&report, rank),
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
-                        self.liveness.begin(rank, introduction.interval(), now);
+                        if peer.listens {
+                            self.liveness.begin(rank, introduction.interval(), now);
+                        }
                     }
                 }
             }
@@ -186,7 +221,7 @@ impl<'a> Watch<'a> {
             return;
         }
         self.beat = now;
-        self.tell(&Control::Beat, |peer| peer.introduction.is_some());
+        self.tell(&Control::Beat, |peer| peer.listens && peer.introduction.is_some());
     }
 
     /// Tells the others in which call this rank is stuck, and checks whether it has made another call than they.
