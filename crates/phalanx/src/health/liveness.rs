@@ -10,8 +10,10 @@ use crate::world_size::WorldSize;
 const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
-/// In worlds of up to this many ranks, all listen to all.
-const ALL: u32 = 16;
+/// In worlds of up to this many ranks, all ranks of a host listen to each other, …
+const ALL_NEAR: u32 = 16;
+/// … and in those of up to this many, all ranks of different hosts.
+const ALL_FAR: u32 = 32;
 /// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
 const NEIGHBOURS: u32 = 2;
 
@@ -142,8 +144,11 @@ impl Heartbeat {
 pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> bool {
     let distance = one.get().abs_diff(other.get());
     let around = world.get().saturating_sub(distance);
-    let listens = |distance: u32| if near { distance <= NEIGHBOURS } else { distance.is_power_of_two() };
-    distance != 0 && (world.get() <= ALL || listens(distance) || listens(around))
+    let listens = |distance: u32| match near {
+        true => world.get() <= ALL_NEAR || distance <= NEIGHBOURS,
+        false => world.get() <= ALL_FAR || distance.is_power_of_two(),
+    };
+    distance != 0 && (listens(distance) || listens(around))
 }
 
 #[cfg(test)]
@@ -235,7 +240,7 @@ mod tests {
                 assert!(!listeners.contains(&rank));
                 assert!(listeners.iter().all(|peer| listens(rank, *peer, world, near(*peer))));
                 // In a large world at most twice as many as the world size has binary digits.
-                assert!(listeners.len() <= 15.max(2 * world.get().ilog2() as usize + 2));
+                assert!(listeners.len() <= 31.max(2 * world.get().ilog2() as usize + 2));
                 let elsewhere = |peer: &Rank| !near(*peer);
                 assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
             }
@@ -250,7 +255,7 @@ mod tests {
                 let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
                 assert_eq!(
                     count,
-                    if world.get() <= ALL { world.count() - 1 } else { 4 },
+                    if world.get() <= ALL_NEAR { world.count() - 1 } else { 4 },
                     "{rank} of {world}"
                 );
             }
