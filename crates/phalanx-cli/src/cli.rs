@@ -1,12 +1,13 @@
 //! The command line. Its help is the manual.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::FalseyValueParser;
 use clap::builder::styling::{AnsiColor, Styles};
-use clap::{Args, Parser, Subcommand};
+use clap::builder::{FalseyValueParser, Resettable};
+use clap::error::{ContextKind, ContextValue};
+use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
@@ -17,6 +18,7 @@ use crate::doctor::Doctor;
 use crate::elastic::ElasticOptions;
 use crate::horovodrun::Horovodrun;
 use crate::hosts::HostOptions;
+use crate::launch::{Launch, python};
 use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::plan::Plan;
@@ -42,6 +44,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(Box<Run>),
+    Launch(Box<Launch>),
     Horovodrun(Box<Horovodrun>),
     #[command(hide = true)]
     Node(Node),
@@ -276,6 +279,10 @@ pub(crate) struct Run {
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub(crate) program: Vec<OsString>,
+
+    /// The option with which each worker gets its local rank.
+    #[arg(skip)]
+    pub(crate) local_rank_option: Option<&'static str>,
 }
 
 /// Make a key for jobs on several machines
@@ -286,6 +293,49 @@ pub(crate) struct Keygen {
     /// The file to make; it must not exist yet. Only this user may read it
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
+}
+
+/// Reads a command line. An empty variable counts as not set, and an error about a variable's value names the variable.
+pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
+    parse_with(words, |name| std::env::var_os(name))
+}
+
+fn parse_with(
+    words: impl IntoIterator<Item = OsString>,
+    lookup: impl Fn(&OsStr) -> Option<OsString>,
+) -> Result<Cli, clap::Error> {
+    let names: Vec<String> =
+        Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    let unset = |arg: Arg| match arg.get_env() {
+        Some(name) if lookup(name).is_some_and(|value| value.is_empty()) => arg.env(Resettable::Reset),
+        _ => arg,
+    };
+    let command = Cli::command();
+    let mut command = names
+        .into_iter()
+        .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&unset)));
+    let parsed = command.try_get_matches_from_mut(words).and_then(|matches| Cli::from_arg_matches(&matches));
+    parsed.map_err(|mut error| {
+        let given = |kind| match error.get(kind) {
+            Some(ContextValue::String(text)) => Some(text.clone()),
+            _ => None,
+        };
+        let value = given(ContextKind::InvalidValue);
+        // As in `--nnodes <N>`.
+        let option = given(ContextKind::InvalidArg);
+        let option =
+            option.and_then(|option| option.strip_prefix("--")?.split(' ').next().map(str::to_owned));
+        let args = command.get_subcommands().flat_map(clap::Command::get_arguments);
+        let variable = args
+            .filter(|arg| arg.get_long().is_some_and(|long| option.as_deref() == Some(long)))
+            .filter_map(|arg| arg.get_env())
+            .find(|name| lookup(name).is_some_and(|set| set.to_str() == value.as_deref()));
+        if let Some(variable) = variable {
+            let tip = format!("the value is that of the variable {}", variable.display());
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        }
+        error
+    })
 }
 
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
@@ -306,6 +356,21 @@ fn local_ranks(text: &str) -> Result<LocalRanks, String> {
     text.split(',').map(rank).collect::<Result<_, _>>().map(LocalRanks)
 }
 
+/// What is said of the limits of threads that a machine's workers get, if there are several; `is_set` says which variables are set
+/// already.
+pub(crate) fn thread_note(workers: u32, is_set: impl Fn(&str) -> bool) -> Option<String> {
+    let set = ["OMP_NUM_THREADS", "RAYON_NUM_THREADS"].into_iter().filter(|name| !is_set(name));
+    let names: Vec<&str> = set.filter(|_| workers > 1).collect();
+    let verb = if names.len() == 1 { "is" } else { "are" };
+    (!names.is_empty()).then(|| {
+        format!(
+            "{} {verb} set to 1 for each worker, so that several do not compete for the processors; set other numbers if they are \
+             faster",
+            names.join(" and ")
+        )
+    })
+}
+
 impl Run {
     /// The program and its arguments.
     pub(crate) fn command_line(&self) -> Vec<OsString> {
@@ -313,9 +378,8 @@ impl Run {
         if !self.module {
             return program.collect();
         }
-        let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
         // Unbuffered, as torchrun does: its lines come as soon as they are written.
-        let before = [python.unwrap_or_else(|| "python3".into()), "-u".into(), "-m".into()];
+        let before = [python(), "-u".into(), "-m".into()];
         before.into_iter().chain(program).collect()
     }
 
@@ -407,6 +471,34 @@ mod tests {
         assert_eq!(run.command_line()[1..], ["-u", "-m", "pkg.train", "--epochs", "3"]);
         assert_eq!(parse(&["./train", "-m"]).unwrap().command_line(), ["./train", "-m"]);
         assert!(parse(&["-m", "--no-python", "x"]).is_err());
+    }
+
+    #[test]
+    fn an_empty_variable_is_not_set_and_a_bad_one_is_named() {
+        let words = |line: &str| line.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let lookup = |value: &'static str| {
+            move |name: &OsStr| {
+                (name == "PET_NNODES" || name == "PET_MAX_RESTARTS").then(|| OsString::from(value))
+            }
+        };
+        assert!(parse_with(words("phalanx run ./train"), lookup("")).is_ok());
+        let error = parse_with(words("phalanx run --nnodes x ./train"), lookup("x")).unwrap_err().to_string();
+        assert!(error.contains("'--nnodes <N>'") && error.contains("the variable PET_NNODES"), "{error}");
+        let error = parse_with(words("phalanx run --nnodes y ./train"), lookup("x")).unwrap_err().to_string();
+        assert!(!error.contains("PET_NNODES"), "{error}");
+    }
+
+    #[test]
+    fn limits_of_threads_that_are_set_silently_are_said() {
+        assert_eq!(thread_note(1, |_| false), None);
+        assert_eq!(thread_note(2, |_| true), None);
+        let note = thread_note(2, |name| name == "OMP_NUM_THREADS").unwrap();
+        assert!(note.starts_with("RAYON_NUM_THREADS is set to 1 for each worker"), "{note}");
+        let note = thread_note(2, |_| false).unwrap();
+        assert!(
+            note.starts_with("OMP_NUM_THREADS and RAYON_NUM_THREADS are set to 1 for each worker"),
+            "{note}"
+        );
     }
 
     #[test]

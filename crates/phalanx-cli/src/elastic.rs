@@ -25,7 +25,7 @@ pub(crate) struct ElasticOptions {
     #[arg(long, alias = "reset_limit", value_name = "N", requires = "min_np")]
     pub(crate) reset_limit: Option<u32>,
 
-    /// A program that prints the available hosts, one `host:slots` or `host` per line. It runs every second. New hosts get
+    /// A program, or a command line for the shell, that prints the available hosts, one `host:slots` or `host` per line. It runs every second. New hosts get
     /// workers; the workers of hosts that it no longer prints are ended
     #[arg(long, alias = "host_discovery_script", value_name = "PROGRAM", requires = "min_np",
           conflicts_with_all = ["hosts", "hostfile", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone",

@@ -25,6 +25,15 @@ Examples:
   phalanx horovodrun -np 8 -H a:4,b:4 --fusion-threshold-mb 32 --timeline-filename t.json ./train
   phalanx horovodrun -np 8 --min-np 4 --max-np 12 --host-discovery-script ./hosts.sh ./train";
 
+/// The answer to --check-build, in Horovod's form.
+const BUILD: &str = concat!(
+    "Phalanx v",
+    env!("CARGO_PKG_VERSION"),
+    ":\n\nAvailable Controllers:\n    [ ] MPI\n    [ ] Gloo\n    [X] Phalanx\n\n\
+     Available Tensor Operations:\n    [X] shared memory\n    [X] TCP\n    [ ] MPI\n    [ ] Gloo\n\n\
+     There is one build. `phalanx doctor` looks at this machine, its GPUs and libraries.\n"
+);
+
 /// Start a program with horovodrun's options
 #[derive(Args, Debug)]
 #[command(version, after_long_help = MANUAL, after_help = "`--help` says more.")]
@@ -126,6 +135,10 @@ pub(crate) struct Horovodrun {
     #[arg(long, num_args = 2, value_names = ["MIN", "MAX"])]
     blacklist_cooldown_range: Vec<OsString>,
 
+    /// Print what this build can do, and end
+    #[arg(long)]
+    check_build: bool,
+
     /// No effect: accepted for compatibility
     #[arg(long)]
     verbose: bool,
@@ -150,7 +163,7 @@ pub(crate) struct Horovodrun {
     refused: Refused,
 
     /// The program, looked for in PATH unless it contains a slash, and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
+    #[arg(required_unless_present = "check_build", trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
 }
 
@@ -179,7 +192,6 @@ macro_rules! refused {
 }
 
 refused! {
-    check_build => "check-build", "there is one build; `phalanx doctor` looks at this machine";
     network_interfaces ["value"] => "network-interfaces", "give --master-addr or --bind to `phalanx run`";
     network_interface ["value"] => "network-interface", "give --master-addr or --bind to `phalanx run`";
     config_file ["value"] => "config-file", "give its settings as options, or as HOROVOD_* variables";
@@ -272,6 +284,10 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
         let _ = writeln!(std::io::stderr(), "phalanx: {message}");
         ExitCode::from(code)
     };
+    if options.check_build {
+        let _ = std::io::stdout().write_all(BUILD.as_bytes());
+        return ExitCode::SUCCESS;
+    }
     let (arguments, variables) = match options.translated() {
         Ok(translated) => translated,
         Err(message) => return refuse(message, 2),
@@ -400,12 +416,20 @@ mod tests {
     }
 
     #[test]
+    fn a_build_is_checked_without_a_program() {
+        for line in ["horovodrun --check-build", "horovodrun -cb", "horovodrun --check-build x"] {
+            assert!(parse(line).unwrap().check_build, "{line}");
+        }
+        assert!(!parse("horovodrun x").unwrap().check_build && parse("horovodrun").is_err());
+        assert!(BUILD.contains("[X] shared memory") && BUILD.ends_with('\n'));
+    }
+
+    #[test]
     fn what_has_no_meaning_is_refused_with_what_to_do() {
         let refused = |line: &str| parse(line).unwrap().translated().unwrap_err();
         assert!(refused("horovodrun -np 2 --mpi-args --oversubscribe x").contains("with mpirun itself"));
         assert!(refused("horovodrun -np 2 --network-interfaces eth0 x").contains("--master-addr"));
         assert!(refused("horovodrun --network-interface eth0 -np 2 x").contains("--master-addr"));
-        assert!(refused("horovodrun -cb x").contains("phalanx doctor"));
         assert!(refused("horovodrun --jsrun -np 2 x").contains("with jsrun"));
         for option in ["-prefix-timestamp", "--prefix-output-with-timestamp"] {
             assert!(refused(&format!("horovodrun {option} x")).contains("--log-format json"));

@@ -1,5 +1,6 @@
 //! The options of a job on several hosts that are reached over ssh, which are horovodrun's.
 
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -66,6 +67,26 @@ impl HostOptions {
         Ok(Some(list))
     }
 
+    /// An error if the program's name is the rest of a list of hosts with blanks.
+    pub(crate) fn check_blanks(&self, given: &[OsString], program: &OsStr) -> Result<(), String> {
+        // Of the command's own words, which come before the program.
+        let own = given.iter().take_while(|word| *word != program).map(|word| word.as_encoded_bytes());
+        let (mut is_cut, mut is_value) = (false, false);
+        for word in own {
+            let is_list = is_value || word.starts_with(b"-H") || word.starts_with(b"--hosts=");
+            is_cut |= is_list && word.ends_with(b",");
+            is_value = word == b"-H" || word == b"--hosts";
+        }
+        let begins = program.as_encoded_bytes().starts_with(b",");
+        if self.hosts.is_none() || !(is_cut || begins) {
+            return Ok(());
+        }
+        Err(format!(
+            "the list of hosts contains blanks, so that {} was taken for the program: write it without, as in -H a:1,b:1",
+            program.display()
+        ))
+    }
+
     /// The number of workers on this machine alone, if it was given.
     pub(crate) fn here(&self) -> Result<Option<WorldSize>, String> {
         self.num_proc.map(WorldSize::new).transpose().map_err(|error| error.to_string())
@@ -93,6 +114,23 @@ mod tests {
             Command::Run(run) => Ok(run.hosts),
             _ => Err("not run".to_owned()),
         }
+    }
+
+    #[test]
+    fn a_list_with_blanks_does_not_start_one_of_its_hosts() {
+        let checked = |words: &[&str]| {
+            let given: Vec<std::ffi::OsString> = words.iter().map(Into::into).collect();
+            let program = words
+                .iter()
+                .position(|word| *word == "b:1" || *word == ",b:1" || *word == "./train")
+                .unwrap();
+            parse(words).unwrap().check_blanks(&given, words[program].as_ref())
+        };
+        let cause = checked(&["-H", "a:1,", "b:1", "./train"]).unwrap_err();
+        assert!(cause.contains("b:1 was taken for the program") && cause.contains("-H a:1,b:1"), "{cause}");
+        assert!(checked(&["--hosts", "a:1", ",b:1", "./train"]).is_err());
+        assert_eq!(checked(&["-H", "a:1,b:1", "./train"]), Ok(()));
+        assert_eq!(checked(&["-H", "a:1, b:1", "./train"]), Ok(()));
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod elastic;
 mod horovodrun;
 mod hosts;
 mod json;
+mod launch;
 mod node;
 mod nodes;
 mod output;
@@ -23,13 +24,13 @@ mod tls;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 fn main() -> ExitCode {
     // Output into a file that becomes too large is an error that is shown.
     let _ = phalanx_sys::signal::ignore_file_size_signal();
-    match cli::Cli::parse_from(horovodrun::command_line(std::env::args_os())).command {
+    let parsed = cli::parse(horovodrun::command_line(std::env::args_os()));
+    match parsed.unwrap_or_else(|error| error.exit()).command {
         cli::Command::Run(options) => run::run(*options),
+        cli::Command::Launch(options) => run::run(options.into_run()),
         cli::Command::Horovodrun(options) => horovodrun::run(*options),
         cli::Command::Node(options) => node::run(&options),
         cli::Command::Keygen(options) => run::keygen(&options),

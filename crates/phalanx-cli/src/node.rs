@@ -4,11 +4,11 @@ use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Parser};
+use clap::Args;
 use phalanx::launch::{Event, Observer, RemoteNode, Report, Stream};
 use phalanx::{Error, Result};
 
-use crate::cli::{Cli, Command};
+use crate::cli::{self, Command};
 use crate::output::Output;
 use crate::run::job;
 
@@ -40,13 +40,17 @@ pub(crate) fn run(options: &Node) -> ExitCode {
 /// This host's part of the job; nothing if the job has ended.
 fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     let Some(node) = RemoteNode::start()? else { return Ok(None) };
-    let parsed = Cli::try_parse_from(node.arguments());
+    let parsed = cli::parse(node.arguments().iter().cloned());
     let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
-    let Command::Run(mut options) = command else { return Err(Error::invalid_argument("this is not `run`")) };
+    let mut options = match command {
+        Command::Run(options) => *options,
+        Command::Launch(options) => options.into_run(),
+        _ => return Err(Error::invalid_argument("this is neither `run` nor `launch`")),
+    };
     let cluster = node.cluster()?.map(|cluster| options.nodes.shape(cluster));
     // The path is one of the host where the command was given.
     options.job_key_file = None;
-    let job = job(*options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
+    let job = job(options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
     node.part(job).run(teller).map(Some)
 }
 

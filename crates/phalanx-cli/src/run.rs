@@ -1,17 +1,20 @@
 //! `phalanx run`.
 
+use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use phalanx::launch::{Cluster, ElasticHosts, Exit, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal};
+use phalanx::launch::{
+    Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal,
+};
 use phalanx::{Error, JobKey, WorldSize};
 
-use crate::cli::{Keygen, Run};
+use crate::cli::{Keygen, Run, thread_note};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
-use crate::{json, report};
+use crate::{json, launch, report};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
 /// wait long.
@@ -19,14 +22,24 @@ const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Runs the job, and returns the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
+    let given: Vec<OsString> = std::env::args_os().collect();
+    let program = options.program.first().map(OsString::as_os_str).unwrap_or_default();
+    if let Err(message) = options.hosts.check_blanks(&given, program) {
+        return refuse(&message, 2);
+    }
     let started = match Started::new(&options) {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
     };
     let format = options.log_format;
+    let most = match &started {
+        Started::Here(workers) => workers.get(),
+        Started::Hosts(hosts) => hosts.hosts().iter().map(Host::slots).max().unwrap_or(1),
+    };
+    let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    for note in options.notes().into_iter().chain(apart) {
+    for note in options.notes().into_iter().chain(apart).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
@@ -162,7 +175,9 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
     };
     let key = key(&options)?;
     refuse_open_tls(&options)?;
-    let mut program = options.command_line().into_iter();
+    let command = options.command_line();
+    let behind = launch::script_end(&command);
+    let mut program = command.into_iter();
     let tls = options.tls;
     let job = Job::new(program.next().unwrap_or_default(), workers)
         .arguments(program)
@@ -173,6 +188,8 @@ pub(crate) fn job(options: Run, workers: WorldSize, cluster: Option<Cluster>) ->
         // This command has no other children.
         .subreaper(true)
         .master_port(port.unwrap_or(0));
+    let job =
+        options.local_rank_option.into_iter().fold(job, |job, option| job.local_rank_option(option, behind));
     let job = tls.apply(key.into_iter().fold(job, Job::key), Job::tls)?;
     let job = address.into_iter().fold(job, Job::master_addr);
     let job = cluster.into_iter().fold(job, Job::cluster);

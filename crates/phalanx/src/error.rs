@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -177,6 +178,16 @@ impl Error {
     /// Adds the remedy.
     pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
+    }
+
+    /// Adds the remedy, unless the error has one: what causes it here is known better where it arose.
+    pub(crate) fn with_remedy_if_none(self, remedy: impl Into<String>) -> Self {
+        if self.remedy().is_some() { self } else { self.with_remedy(remedy) }
+    }
+
+    /// Whether this process, or its host, lacks what the call needs: no peer is to blame.
+    pub(crate) fn is_local_shortage(&self) -> bool {
+        self.0.source.as_ref().and_then(|source| source.downcast_ref()).is_some_and(is_local_shortage)
     }
 
     /// The same without its remedy, to be quoted in another error.
@@ -403,6 +414,11 @@ impl StdError for Error {
     }
 }
 
+/// Whether `error` says that this process, or its host, has no file descriptors or no memory left.
+pub(crate) fn is_local_shortage(error: &std::io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
+}
+
 /// The remedy if `error` says that this process, or its host, has no file descriptors left. [`Error::io`] adds it
 /// if the caller has no remedy of its own.
 pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
@@ -411,6 +427,15 @@ pub(crate) fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
         Errno::NFILE => Some("this host may open no more files and sockets: raise the sysctl fs.file-max"),
         _ => None,
     }
+}
+
+/// The remedy if `error`, of connecting to `target`, says that this host's loopback is down, as in a new network namespace. Only of
+/// IPv4: the loopback of IPv6 may be disabled by itself.
+pub(crate) fn loopback_is_down(target: &SocketAddr, error: &std::io::Error) -> Option<&'static str> {
+    let is_down = target.is_ipv4()
+        && target.ip().is_loopback()
+        && Errno::from_io_error(error) == Some(Errno::NETUNREACH);
+    is_down.then_some("the loopback interface is down, as in a new network namespace: `ip link set lo up`")
 }
 
 /// The remedy if `error`, of starting a process or a thread, says that no more may be started. For other calls the same
@@ -424,6 +449,16 @@ pub(crate) fn no_more_processes(error: &std::io::Error) -> Option<&'static str> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_loopback_that_is_down_is_named() {
+        let refused = |errno: Errno| std::io::Error::from_raw_os_error(errno.raw_os_error());
+        let hint = |target: &str, errno| loopback_is_down(&target.parse().unwrap(), &refused(errno));
+        assert!(hint("127.0.0.1:1", Errno::NETUNREACH).unwrap().contains("ip link set lo up"));
+        assert_eq!(hint("127.0.0.1:1", Errno::CONNREFUSED), None);
+        assert_eq!(hint("[::1]:1", Errno::NETUNREACH), None);
+        assert_eq!(hint("10.0.0.7:1", Errno::NETUNREACH), None);
+    }
 
     #[test]
     fn a_limit_of_the_system_is_named_with_what_raises_it() {

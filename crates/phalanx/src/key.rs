@@ -1,5 +1,6 @@
 //! The secret that the processes of one job share.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -57,13 +58,11 @@ impl JobKey {
         };
         let make_one = "make one with `phalanx keygen FILE`";
         let bytes = secret_file::read(path, LONGEST).map_err(|unfit| match unfit {
-            Unfit::Unreadable(error) if path.starts_with("/proc") => refuse(error.to_string()).with_remedy(format!(
-                "the launcher lends it from its memory, which is gone with the launcher, and hidden in another container, where /proc is \
-                 mounted with hidepid, and where this user may execute the launcher's file and not read it (mode 711: chmod a+r). \
-                 Else give the launcher --job-key-file, and this worker the same key in a file that {VARIABLE} names"
-            )),
-            Unfit::Unreadable(error) => refuse(error.to_string())
-                .with_remedy("is it the file that `phalanx keygen` made, and readable by this user?"),
+            Unfit::Unreadable(error) if is_lent(path) => refuse(error.to_string()).with_remedy(unreachable_launcher(&error)),
+            Unfit::Unreadable(error) => refuse(error.to_string()).with_remedy(
+                "is it the file that `phalanx keygen` made, and readable by this user? A worker reads the one that its \
+                 launcher lends it, which is gone with the launcher",
+            ),
             Unfit::Unsafe { why, remedy } => {
                 refuse(why).with_remedy(remedy.unwrap_or_else(|| make_one.to_owned()))
             }
@@ -115,6 +114,27 @@ impl JobKey {
 
     pub(crate) fn bytes(&self) -> &[u8; BYTES] {
         &self.0
+    }
+}
+
+/// Whether `path` is memory that a launcher lends its workers.
+fn is_lent(path: &Path) -> bool {
+    let parts: Vec<_> = path.iter().skip(1).filter_map(OsStr::to_str).collect();
+    matches!(parts[..], ["proc", pid, "fd", _] if pid.parse::<u32>().is_ok())
+}
+
+/// What may stand between a worker and the memory of its launcher.
+fn unreachable_launcher(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "a worker reads it from its launcher, whose memory the kernel closes to others if the launcher's file cannot be read \
+             (mode 711: `chmod a+r` the phalanx command), or if the worker is of another user or user namespace; else give \
+             --job-key-file"
+        }
+        _ => {
+            "a worker reads it from its launcher, which has ended, or is not in this worker's /proc (mounted with hidepid, or of \
+             another pid namespace, as in a container): give --job-key-file then"
+        }
     }
 }
 
@@ -173,6 +193,21 @@ mod tests {
         // An existing file is not changed.
         let error = key.write_new(&path).unwrap_err();
         assert!(error.to_string().contains("key") && error.remedy().is_some(), "{error}");
+    }
+
+    #[test]
+    fn a_key_that_a_launcher_lends_and_cannot_be_reached_is_explained() {
+        // No process has this number.
+        let lent = Path::new("/proc/4294967295/fd/7");
+        let error = JobKey::read(lent).unwrap_err();
+        assert!(error.remedy().unwrap().contains("hidepid"), "{error}");
+        assert!(
+            is_lent(lent)
+                && !is_lent(Path::new("/home/proc/1/fd/7"))
+                && !is_lent(Path::new("/proc/self/fd/7"))
+        );
+        let refused = unreachable_launcher(&io::ErrorKind::PermissionDenied.into());
+        assert!(refused.contains("711") && refused.contains("chmod a+r"), "{refused}");
     }
 
     #[test]

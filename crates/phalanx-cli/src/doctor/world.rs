@@ -8,6 +8,9 @@ use super::finding::Report;
 
 /// How often two clocks are compared; the fastest answer counts.
 const ROUNDS: usize = 8;
+/// A message of many packets, in bytes, and how long rank 0 waits for it.
+const LARGE: usize = 256 << 10;
+const LARGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Clocks that differ by more make the logs of several hosts hard to compare.
 const APART: f64 = 0.1;
 
@@ -16,8 +19,10 @@ pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> 
     let mut options = GroupOptions::from_env()?;
     options.timeout = timeout;
     let group = ProcessGroup::join(rendezvous::from_env(timeout)?, options)?;
-    let reports = group.gather_object(own, Rank::MAIN)?;
+    // Small messages first: if they arrive and the large one does not, packets are lost by their size.
     let offsets = clocks(&group)?;
+    exchange_large(&group, timeout).map_err(|error| too_large(&error))?;
+    let reports = group.gather_object(own, Rank::MAIN)?;
     group.barrier()?;
     let Some(reports) = reports else { return Ok(None) };
     let mut report = own.clone();
@@ -31,6 +36,28 @@ pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> 
         }
     }
     Ok(Some(report))
+}
+
+/// Rank 0 sends a large message to each other rank, and gets it back.
+fn exchange_large(group: &ProcessGroup, timeout: Duration) -> Result<()> {
+    let mut message = vec![0u8; LARGE];
+    if !group.rank().is_main() {
+        group.recv(&mut message, Rank::MAIN)?;
+        return group.send(&message, Rank::MAIN);
+    }
+    let group = group.with_timeout(timeout.min(LARGE_TIMEOUT));
+    group.world_size().ranks().skip(1).try_for_each(|peer| {
+        group.send(&message, peer)?;
+        group.recv(&mut message, peer)
+    })
+}
+
+/// The error of a large message that has not arrived, after small ones have.
+fn too_large(error: &Error) -> Error {
+    Error::aborted(format!("small messages between the ranks arrive, and one of {LARGE} B does not: {error}")).with_remedy(
+        "packets may be lost by their size: compare the MTU of the hosts' interfaces (`ip link`), try `ping -M do -s 1472 HOST`, and let \
+         ICMP through the firewalls",
+    )
 }
 
 /// On rank 0: how many seconds each other rank's clock is ahead, and the time of the answer, which limits the error.
@@ -88,6 +115,15 @@ fn clock_line(report: &mut Report, offsets: &[(f64, Duration)], reports: &[Repor
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_large_message_that_is_lost_is_a_defect_with_a_remedy() {
+        let error = too_large(&Error::aborted("rank 1 (b) has not received it in time")).to_string();
+        assert!(
+            error.contains("262144 B does not: rank 1 (b) has not received it") && error.contains("MTU"),
+            "{error}"
+        );
+    }
 
     #[test]
     fn the_clock_that_is_furthest_is_named() {

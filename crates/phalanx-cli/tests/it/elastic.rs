@@ -1,7 +1,7 @@
 //! `phalanx run --min-np`: who is replaced, what is said about it, and what is refused. The training itself is tested with
 //! the library.
 
-use crate::support::{output, output_with, phalanx, sorted_lines, text};
+use crate::support::{bare, output, output_with, phalanx, sorted_lines, text};
 
 /// Place 1 fails in its first life; a folder remembers it. All others end when there is a file `end`.
 const FAILS_ONCE: &str = "[ $LOCAL_RANK = 1 ] && mkdir \"$FOLDER/failed\" 2> /dev/null && exit 3
@@ -75,4 +75,16 @@ fn what_makes_no_sense_is_refused() {
     refused(&["--min-np", "2", "--max-np", "1", "-H", "localhost:4"], "at most 1");
     refused(&["--min-np", "2", "--max-np", "3", "-np", "4", "-H", "localhost:4"], "-np 4 is not between");
     refused(&["--host-discovery-script", "x"], "--min-np");
+}
+
+/// Not after ten minutes, the time that hosts may take to come.
+#[test]
+fn a_discovery_script_that_never_works_ends_the_job_with_what_it_says() {
+    let mut command = bare();
+    let script = "echo 'no such zone' >&2; exit 3";
+    command.args(["--min-np", "1", "--host-discovery-script", script, "--", "true"]);
+    let output = output(command);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("it ended with exit status: 3, and said: no such zone"), "{said}");
 }

@@ -16,7 +16,56 @@ fn lines_carry_their_rank_and_stay_on_their_stream() {
     let output = output(phalanx(&["--nproc-per-node", "3"], script));
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(sorted_lines(&output.stdout), ["[0] out 0", "[1] out 1", "[2] out 2"]);
-    assert_eq!(sorted_lines(&output.stderr), ["[0] err 0 of 3", "[1] err 1 of 3", "[2] err 2 of 3"]);
+    let said = sorted_lines(&output.stderr);
+    assert_eq!(said[..3], ["[0] err 0 of 3", "[1] err 1 of 3", "[2] err 2 of 3"]);
+    // Of what is set silently otherwise.
+    assert!(
+        said[3].contains("OMP_NUM_THREADS and RAYON_NUM_THREADS are set to 1") && said.len() == 4,
+        "{said:?}"
+    );
+}
+
+#[test]
+fn launch_passes_the_local_rank_as_an_option() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = |name: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, "#!/bin/sh\necho \"$LOCAL_RANK: $*\"\n").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    };
+    let (program, python) = (script("train"), script("python3"));
+    let launch = |options: &[&str], program: &Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        command.arg("launch").args(options).arg(program).args(["--lr", "1"]);
+        command.env("PYTHON_EXEC", &python).env("PET_NNODES", "");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let output = output(command);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        sorted_lines(&output.stdout)
+    };
+    let said = launch(&["--nproc_per_node=2"], &program);
+    assert_eq!(said, ["[0] 0: --local-rank=0 --lr 1", "[1] 1: --local-rank=1 --lr 1"]);
+    assert_eq!(launch(&["--local-rank-underscore"], &program), ["[0] 0: --local_rank=0 --lr 1"]);
+    assert_eq!(launch(&["--use-env"], &program), ["[0] 0: --lr 1"]);
+    assert_eq!(launch(&[], Path::new("train.py")), ["[0] 0: -u train.py --local-rank=0 --lr 1"]);
+}
+
+#[test]
+fn a_list_of_hosts_with_blanks_starts_none_of_them() {
+    let mut command = bare();
+    command.args(["-H", "localhost:1,", "b:1", "--", "true"]);
+    let output = output(command);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("b:1 was taken for the program"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn horovods_build_is_checked_without_a_program() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+    command.args(["horovodrun", "--check-build"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let output = output(command);
+    assert!(output.status.success() && text(&output.stdout).contains("[X] shared memory"), "{output:?}");
 }
 
 #[test]
@@ -36,7 +85,8 @@ fn bytes_long_lines_and_progress_bars_pass() {
     let output = output(phalanx(&[], script));
     let lines: Vec<&[u8]> = output.stdout.split(|byte| *byte == b'\n').collect();
     assert_eq!(lines[0], b"[0] a\xffb");
-    assert_eq!([lines[1].len(), lines[2].len()], [4 + 65536, 4 + 100_000 - 65536]);
+    assert!(lines[1].ends_with(b"x [the line goes on]"));
+    assert_eq!([lines[1].len(), lines[2].len()], [4 + 65536 + 19, 4 + 100_000 - 65536]);
     assert_eq!(lines[3..], [&b"[0] 1%"[..], b"[0] 3%", b"[0] end", b""]);
 }
 

@@ -123,6 +123,7 @@ impl Checkpoints {
     /// error ends rank 0 alone: for the others it is that rank's failure.
     pub fn open(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let path = path.as_ref().to_owned();
+        let _section = group.announce_section();
         let is_main = group.rank().is_main();
         let writer = if is_main { start(&path, group) } else { Ok(Writer::member(&path, group.rank())) };
         let outcome = is_main.then(|| writer.as_ref().map(drop).map_err(Error::clone));
@@ -175,6 +176,7 @@ impl Checkpoints {
     }
 
     fn newest_by(&self, search: impl FnOnce(&Path) -> Result<Search>) -> Result<Option<Saved>> {
+        let _section = self.group.announce_section();
         let (group, is_main) = (self.patient(Caller::CheckpointsNewest), self.group.rank().is_main());
         // The write in progress is newer than what is there. The others wait for its end, and only then for the
         // reading.
@@ -203,6 +205,7 @@ impl Checkpoints {
         if !self.group.rank().is_main() {
             return Ok(());
         }
+        let _section = self.group.announce_section();
         let mut snapshot = Snapshot::default();
         fill(&mut snapshot)?;
         snapshot.check_whole()?;
@@ -263,6 +266,7 @@ impl Checkpoints {
     /// [`ProcessGroup::gather_object`].
     #[doc(alias("async_save", "dcp.save", "ShardedTensor"))]
     pub fn save_sharded(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
+        let _section = self.group.announce_section();
         let mut snapshot = Snapshot::default();
         let snapshot = fill(&mut snapshot).map(|()| snapshot);
         let deadline = Deadline::after(self.timeout);
@@ -318,6 +322,7 @@ impl Checkpoints {
     /// If the last write failed and no call has returned that yet, or it has not ended when the time-out passes. For a
     /// sharded write the result is the same on every rank.
     pub fn finish(&self) -> Result<()> {
+        let _section = self.group.announce_section();
         self.writer.finish(Deadline::after(self.timeout)).map_err(|error| self.note_remote_error(error))
     }
 

@@ -23,6 +23,7 @@ mod routes;
 mod small;
 mod staged;
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -49,6 +50,8 @@ use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
 use crate::wire::frame::{Call, Copying, Header, History, Operation};
 
+/// A wait counts as long after this many checks, which are at most 10 ms apart once the rank sleeps.
+const LONG_WAIT_CHECKS: u32 = 100;
 /// Shares end at cache lines, so that no two ranks write the same line.
 const LINE: usize = 64;
 
@@ -75,6 +78,10 @@ struct DomainCall<'a> {
     sequence: Sequence,
     encoded: EncodedCall,
     timeout: &'a Timeout,
+    /// How often it has checked whether to wait on.
+    checks: Cell<u32>,
+    /// Whether it is noted as a long wait.
+    is_noted: Cell<bool>,
 }
 
 /// A collective in place whose counts are equal.
@@ -245,7 +252,15 @@ impl Domain {
 
 impl Peers {
     fn call<'a>(&'a self, call: Call, sequence: Sequence, timeout: &'a Timeout) -> DomainCall<'a> {
-        DomainCall { peers: self, call, sequence, encoded: encoded_call::encode(&call), timeout }
+        DomainCall {
+            peers: self,
+            call,
+            sequence,
+            encoded: encoded_call::encode(&call),
+            timeout,
+            checks: Cell::new(0),
+            is_noted: Cell::new(false),
+        }
     }
 }
 
@@ -259,6 +274,11 @@ impl DomainCall<'_> {
         if self.timeout.deadline().has_passed() {
             return Err(late(peer, health.host(peer)));
         }
+        self.checks.set(self.checks.get().saturating_add(1));
+        if self.checks.get() >= LONG_WAIT_CHECKS && health.waits.waits_in_memory(self.header(self.call), peer)
+        {
+            self.is_noted.set(true);
+        }
         Ok(())
     }
 
@@ -267,21 +287,32 @@ impl DomainCall<'_> {
         let Peers { rank, members, .. } = self.peers;
         // The memory is of this job and generation, and both ranks have made the same number of calls. The encoded call
         // has no field for the tuning; only frames compare that.
-        let header = |call| Header {
+        for (index, peer) in members.iter().enumerate() {
+            let theirs = theirs(index);
+            if theirs != self.encoded {
+                let own = self.header(Call { tuning: 0, ..self.call });
+                own.check(&self.header(encoded_call::decode(&theirs)?), *rank, *peer)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn header(&self, call: Call) -> Header {
+        Header {
             call,
             sequence: self.sequence,
             generation: Generation::default(),
             history: History::default(),
             payload: 0,
-        };
-        for (index, peer) in members.iter().enumerate() {
-            let theirs = theirs(index);
-            if theirs != self.encoded {
-                let own = header(Call { tuning: 0, ..self.call });
-                own.check(&header(encoded_call::decode(&theirs)?), *rank, *peer)?;
-            }
         }
-        Ok(())
+    }
+}
+
+impl Drop for DomainCall<'_> {
+    fn drop(&mut self) {
+        if self.is_noted.get() {
+            self.peers.health.waits.ends_in_memory();
+        }
     }
 }
 

@@ -293,7 +293,7 @@ impl WorkerEnv {
     /// if this process's environment already sets the limit. Python does not buffer its output, unless this process's environment
     /// says what it does.
     pub fn variables(&self) -> Vec<(&'static str, String)> {
-        self.variables_given(|name| std::env::var_os(name).is_some())
+        self.variables_given(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
     }
 
     fn variables_given(&self, is_set: impl Fn(&str) -> bool) -> Vec<(&'static str, String)> {

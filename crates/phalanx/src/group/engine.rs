@@ -109,6 +109,7 @@ impl Engine {
     /// A collective of all ranks, on this rank's memory.
     pub(super) fn collective(&mut self, call: Call, memory: Memory<'_>, timeout: &Timeout) -> Result<()> {
         let sequence = self.collectives.advance();
+        self.health.waits.begin(sequence);
         let call = Call { tuning: self.choice.fingerprint, ..call };
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {

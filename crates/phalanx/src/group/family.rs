@@ -1,31 +1,75 @@
 //! The groups of a rank that were made from the same first group, so that one failure can end them all.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
 use super::{Inner, ProcessGroup};
 use crate::error::{Error, Kind};
+use crate::health::{Health, Surroundings};
 
 /// A rank's groups that its program has made: the first one, and those made from it.
 #[derive(Default)]
-pub(crate) struct Family(Mutex<Vec<Weak<Inner>>>);
+pub(crate) struct Family {
+    groups: Mutex<Vec<Weak<Inner>>>,
+    /// Apart from the groups: a thread that a group waits for when it is dropped must not be the last that holds it.
+    healths: Mutex<Vec<Weak<Health>>>,
+    /// The sections that take long, as the ranks know, in which this rank is.
+    sections: AtomicUsize,
+}
+
+/// A section that takes long, as all ranks know.
+pub(crate) struct Section(Arc<Family>);
+
+impl Drop for Section {
+    fn drop(&mut self) {
+        self.0.sections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 impl Family {
-    pub(super) fn enter(&self, group: &Arc<Inner>) {
-        let mut members = self.0.lock();
+    pub(super) fn enter(self: &Arc<Self>, group: &Arc<Inner>) {
+        let mut members = self.groups.lock();
         members.retain(|member| member.strong_count() > 0);
         members.push(Arc::downgrade(group));
+        drop(members);
+        let own = Arc::downgrade(&group.health);
+        let mut healths = self.healths.lock();
+        healths.retain(|health| health.strong_count() > 0);
+        healths.push(own.clone());
+        drop(healths);
+        let family = Arc::downgrade(self);
+        group.health.look_around_with(Box::new(move || {
+            family.upgrade().map(|family| family.surroundings(&own)).unwrap_or_default()
+        }));
+    }
+
+    /// What this rank does outside the group whose health is `own`.
+    fn surroundings(&self, own: &Weak<Health>) -> Surroundings {
+        let healths: Vec<Arc<Health>> =
+            self.healths.lock().iter().filter(|other| !other.ptr_eq(own)).filter_map(Weak::upgrade).collect();
+        Surroundings {
+            is_announced: self.sections.load(Ordering::Relaxed) > 0,
+            elsewhere: healths.iter().find_map(|health| health.describe_wait()),
+        }
     }
 
     fn members(&self) -> Vec<Arc<Inner>> {
         // Not under the lock: if one of them is dropped here, its threads are waited for.
-        self.0.lock().iter().filter_map(Weak::upgrade).collect()
+        self.groups.lock().iter().filter_map(Weak::upgrade).collect()
     }
 }
 
 impl ProcessGroup {
+    /// Until the value is dropped, this rank is in a section that takes long, as all ranks know: calls that wait for it are not
+    /// reported.
+    pub(crate) fn announce_section(&self) -> Section {
+        let family = self.inner.config.family.clone();
+        family.sections.fetch_add(1, Ordering::Relaxed);
+        Section(family)
+    }
+
     /// Ends this group, as [`abort`](Self::abort) does, and with it every group that this rank's program has made from the same
     /// first group, the first one too.
     ///

@@ -54,9 +54,12 @@ impl ProcessGroup {
     fn some_first<T>(&self, first: bool, prepare: impl FnOnce() -> Result<T>) -> Result<T> {
         if !first {
             self.prepared(Ok(()))?;
+            let _section = self.announce_section();
             return prepare();
         }
+        let section = self.announce_section();
         let outcome = catch_unwind(AssertUnwindSafe(prepare));
+        drop(section);
         let me = self.rank();
         let prepared = match &outcome {
             Ok(Ok(_)) => Ok(()),

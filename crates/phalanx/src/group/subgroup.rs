@@ -241,7 +241,7 @@ impl ProcessGroup {
         caller: Caller,
     ) -> Result<Self> {
         let connected = config.connect(rank, world, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
-            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy(
+            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),
             _ => error,

@@ -14,7 +14,7 @@ use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
 
 /// How often to check whether a call is stuck: it is, if it was already running at the last check.
-pub(crate) const LOOK: Duration = Duration::from_millis(500);
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// How many calls are remembered. A rank may be ahead of the others by some calls in which it only sends.
 const KEPT: usize = 64;
 
@@ -53,6 +53,11 @@ impl Calls {
     /// The call that began last, if its data went to other ranks in frames.
     pub(crate) fn latest(&self) -> Option<Header> {
         self.0.lock().latest
+    }
+
+    /// The call that runs, if its data goes to other ranks in frames.
+    pub(crate) fn running(&self) -> Option<Header> {
+        self.0.lock().running
     }
 
     /// It has ended.

@@ -10,8 +10,12 @@ use crate::world_size::WorldSize;
 const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
-/// In worlds of up to this many ranks, all listen to all.
-const ALL: u32 = 32;
+/// In worlds of up to this many ranks, all ranks of a host listen to each other, …
+const ALL_NEAR: u32 = 16;
+/// … and in those of up to this many, all ranks of different hosts.
+const ALL_FAR: u32 = 32;
+/// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
+const NEIGHBOURS: u32 = 2;
 
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
@@ -133,13 +137,18 @@ impl Heartbeat {
     }
 }
 
-/// Do these two ranks listen to each other? In a large world, listening to all would be too many packets for a host. So
-/// each rank listens to those whose distance, around the ring of all ranks, is a power of two. Some of them are on
-/// other hosts, however many ranks of one host are lost together, and a rank that hears nothing tells all.
-pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize) -> bool {
+/// Whether these two ranks listen to each other; `near` says whether they are on one host. In a large world, listening to all would be
+/// too many packets for a host. So each rank listens to its neighbours around the ring of all ranks, and to those on other hosts whose
+/// distance is a power of two. Some of them are on other hosts, however many ranks of one host are lost together, and a rank that hears
+/// nothing tells all. The number of neighbours does not grow with that of a host's ranks, which share its processors.
+pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> bool {
     let distance = one.get().abs_diff(other.get());
     let around = world.get().saturating_sub(distance);
-    distance != 0 && (world.get() <= ALL || distance.is_power_of_two() || around.is_power_of_two())
+    let listens = |distance: u32| match near {
+        true => world.get() <= ALL_NEAR || distance <= NEIGHBOURS,
+        false => world.get() <= ALL_FAR || distance.is_power_of_two(),
+    };
+    distance != 0 && (listens(distance) || listens(around))
 }
 
 #[cfg(test)]
@@ -220,19 +229,35 @@ mod tests {
 
     #[test]
     fn in_every_world_each_rank_is_listened_to_from_another_host() {
-        for world in [2, 3, 32, 33, 64, 100, 1024, 1000] {
+        for world in [2, 3, 16, 17, 33, 64, 100, 1024, 1000] {
             let world = WorldSize::new(world).unwrap();
-            for rank in world.ranks() {
-                let listeners: Vec<Rank> = world.ranks().filter(|peer| listens(*peer, rank, world)).collect();
-                assert!(
-                    !listeners.contains(&rank) && listeners.iter().all(|peer| listens(rank, *peer, world))
-                );
+            for (rank, of_a_host) in
+                world.ranks().flat_map(|rank| [1, 2, 4, 8, 16].map(|ranks| (rank, ranks)))
+            {
+                let near = |peer: Rank| peer.get() / of_a_host == rank.get() / of_a_host;
+                let listeners: Vec<Rank> =
+                    world.ranks().filter(|peer| listens(*peer, rank, world, near(*peer))).collect();
+                assert!(!listeners.contains(&rank));
+                assert!(listeners.iter().all(|peer| listens(rank, *peer, world, near(*peer))));
                 // In a large world at most twice as many as the world size has binary digits.
                 assert!(listeners.len() <= 31.max(2 * world.get().ilog2() as usize + 2));
-                for of_a_host in [1, 2, 4, 8, 16] {
-                    let elsewhere = |peer: &Rank| peer.get() / of_a_host != rank.get() / of_a_host;
-                    assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
-                }
+                let elsewhere = |peer: &Rank| !near(*peer);
+                assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
+            }
+        }
+    }
+
+    #[test]
+    fn on_one_host_the_number_of_listeners_does_not_grow() {
+        for world in [2, 16, 17, 32, 128, 1000] {
+            let world = WorldSize::new(world).unwrap();
+            for rank in world.ranks() {
+                let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
+                assert_eq!(
+                    count,
+                    if world.get() <= ALL_NEAR { world.count() - 1 } else { 4 },
+                    "{rank} of {world}"
+                );
             }
         }
     }

@@ -4,21 +4,25 @@
 pub(crate) mod calls;
 mod heartbeat;
 pub(crate) mod liveness;
+pub(crate) mod waits;
 
-use std::sync::Arc;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use self::calls::Calls;
 pub use self::heartbeat::Heartbeat;
 use self::liveness::ProcessState;
+use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
-use crate::error::{Error, Kind};
+use crate::error::{Error, Kind, is_local_shortage};
 use crate::notice::warn;
 use crate::rank::{Rank, Sequence};
-use crate::wire::frame::Call;
+use crate::wire::control::{AwaitedState, LongWait, WaitReport};
+use crate::wire::frame::{Call, Header};
 use crate::worker_error;
 
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
@@ -29,6 +33,17 @@ const DIFFERENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a transport does when its group fails: notify the peers, and wake waiting threads.
 type Alarm = Box<dyn FnOnce(&Error) + Send>;
+
+/// What a rank does outside a group that waits for it.
+#[derive(Debug, Default)]
+pub(crate) struct Surroundings {
+    /// Whether it is in a section that takes long, as its ranks know.
+    pub is_announced: bool,
+    /// The call of another group, or the message, that it waits for.
+    pub elsewhere: Option<String>,
+}
+
+type Look = Box<dyn Fn() -> Surroundings + Send + Sync>;
 
 /// A rank's view of its group's health.
 pub(crate) struct Health {
@@ -44,6 +59,9 @@ pub(crate) struct Health {
     changed: Condvar,
     /// The calls of this rank and its peers.
     pub(crate) calls: Calls,
+    /// What the running calls wait for.
+    pub(crate) waits: Waits,
+    surroundings: OnceLock<Look>,
 }
 
 struct HealthState {
@@ -86,6 +104,8 @@ impl Health {
             state: Mutex::new(state),
             changed: Condvar::new(),
             calls: Calls::default(),
+            waits: Waits::default(),
+            surroundings: OnceLock::new(),
         })
     }
 
@@ -98,6 +118,54 @@ impl Health {
     fn global(&self, rank: Rank) -> Rank {
         let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
         member.copied().unwrap_or(rank)
+    }
+
+    /// Whoever waits for this rank learns from `look` what it does outside this group.
+    pub(crate) fn look_around_with(&self, look: Look) {
+        let _ = self.surroundings.set(look);
+    }
+
+    /// The call of this group that runs, if it has run for a while or its data goes in frames.
+    fn running(&self) -> Option<Header> {
+        self.calls.running().or_else(|| self.waits.in_memory())
+    }
+
+    /// What this rank's program waits for in this group, as another group's ranks are told.
+    pub(crate) fn describe_wait(&self) -> Option<String> {
+        let members = self.members.as_deref();
+        let call = self.running().map(|running| in_group(&running.call, running.sequence, members));
+        call.or_else(|| self.waits.awaited_message())
+    }
+
+    /// A question to the rank that this one waits for, if a call has waited for so long that it is time.
+    pub(crate) fn long_wait(&self) -> Option<LongWait> {
+        self.waits.look(self.rank, Instant::now(), self.running())
+    }
+
+    /// What this rank answers to `wait`.
+    pub(crate) fn answer(&self, wait: LongWait) -> Answer {
+        let Surroundings { is_announced, elsewhere } =
+            self.surroundings.get().map(|look| look()).unwrap_or_default();
+        // Messages of this group are no collective.
+        let elsewhere = self.waits.awaited_message().or(elsewhere);
+        let own = self.waits.own_state(self.running());
+        waits::answer(waits::OwnState { is_announced, elsewhere, ..own }, wait, self.hosts.len() as u32)
+    }
+
+    /// Writes a report of a long wait for this rank's user. `awaited` is the rank at the end of the chain of waits.
+    pub(crate) fn write_report(&self, report: &WaitReport, awaited: Rank) {
+        if self.has_failed() || !self.waits.is_new(&report.wait, awaited) {
+            return;
+        }
+        let name = |rank| format!("rank {rank} ({})", self.host(rank));
+        let (rank, origin) = (name(awaited), name(report.wait.origin));
+        let text = match (&report.state, awaited == self.rank) {
+            (AwaitedState::NotCalled { .. }, true) => report.for_awaited(&rank, &origin),
+            (AwaitedState::NotCalled { .. }, false) | (AwaitedState::Called, _) => {
+                self.rank.is_main().then(|| report.for_main(&rank, &origin, &name(report.wait.awaited)))
+            }
+        };
+        text.into_iter().for_each(warn);
     }
 
     /// Fails the group if this rank has made another call where a peer waits.
@@ -254,6 +322,17 @@ impl Health {
             .with_remedy(see_output(peer))
     }
 
+    /// The error of a connection to `peer` that cannot be used any more. If this host lacks memory, the peer is not to blame.
+    pub(crate) fn broken(&self, peer: Rank, error: io::Error) -> Error {
+        match is_local_shortage(&error) {
+            true => Error::io(format!("this rank cannot exchange data with rank {peer}"), error)
+                .with_remedy_if_none(
+                    "this host, or this container, has too little memory for the network: see its limits",
+                ),
+            false => self.peer_failed(peer, &error.to_string()),
+        }
+    }
+
     /// The error of an operation in which `peer` would have to take part, which has sent a goodbye.
     pub(crate) fn peer_left(&self, peer: Rank) -> Error {
         let host = self.host(peer);
@@ -343,6 +422,21 @@ mod tests {
             counter.fetch_add(1, Ordering::Relaxed);
         }));
         assert_eq!(rings.load(Ordering::Relaxed), 2, "an alarm that comes late rings at once");
+    }
+
+    #[test]
+    fn a_rank_that_lacks_memory_itself_blames_no_peer() {
+        use rustix::io::Errno;
+        let error =
+            |errno: Errno| health().broken(Rank::new(2), io::Error::from_raw_os_error(errno.raw_os_error()));
+        for own in [Errno::NOBUFS, Errno::NOMEM, Errno::MFILE] {
+            let error = error(own);
+            assert!(
+                error.peer().is_none() && !error.is_peer_failure() && error.remedy().is_some(),
+                "{error}"
+            );
+        }
+        assert_eq!(error(Errno::CONNRESET).peer(), Some(Rank::new(2)));
     }
 
     #[test]

@@ -54,6 +54,7 @@ pub struct Job {
     pub(super) program: OsString,
     name: Option<OsString>,
     pub(super) arguments: Vec<OsString>,
+    local_rank_option: Option<(OsString, usize)>,
     variables: Vec<(OsString, OsString)>,
     pub(super) workers: WorldSize,
     role: String,
@@ -85,6 +86,7 @@ impl Job {
             program: program.into(),
             name: None,
             arguments: Vec::new(),
+            local_rank_option: None,
             variables: Vec::new(),
             workers,
             role: "default".to_owned(),
@@ -109,6 +111,24 @@ impl Job {
     pub fn arguments(mut self, arguments: impl IntoIterator<Item = impl Into<OsString>>) -> Self {
         self.arguments = arguments.into_iter().map(Into::into).collect();
         self
+    }
+
+    /// Passes `option=N` to each worker, with its local rank, before the argument numbered `index`: as torch.distributed.launch
+    /// does, for programs that do not read `LOCAL_RANK`.
+    pub fn local_rank_option(mut self, option: impl Into<OsString>, index: usize) -> Self {
+        self.local_rank_option = Some((option.into(), index));
+        self
+    }
+
+    /// The arguments of one worker.
+    pub(super) fn arguments_of(&self, local_rank: u32) -> Vec<OsString> {
+        let mut arguments = self.arguments.clone();
+        if let Some((option, index)) = &self.local_rank_option {
+            let mut argument = option.clone();
+            argument.push(format!("={local_rank}"));
+            arguments.insert((*index).min(arguments.len()), argument);
+        }
+        arguments
     }
 
     /// What the program sees as its own name (`argv[0]`), if not its path.

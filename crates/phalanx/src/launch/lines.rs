@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 /// How often a line that is rewritten with carriage returns (a progress bar) is reported.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 
+/// Ends a piece of a line that is longer than the limit.
+const CONTINUES: &[u8] = b" [the line goes on]";
+
 /// Splits one stream into lines, in bounded memory.
 #[derive(Debug)]
 pub(super) struct Lines {
@@ -16,7 +19,7 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Lines longer than `limit` bytes come in pieces of that length.
+    /// Lines longer than `limit` bytes come in pieces of that length, and a mark behind each piece but the last.
     pub(super) fn new(limit: usize) -> Self {
         Self { limit, line: Vec::new(), returned: false, progress_at: None }
     }
@@ -67,6 +70,7 @@ impl Lines {
         while self.line.len() + bytes.len() > self.limit {
             let (fits, rest) = bytes.split_at(self.limit - self.line.len());
             self.line.extend_from_slice(fits);
+            self.line.extend_from_slice(CONTINUES);
             emit(&self.line);
             self.line.clear();
             bytes = rest;
@@ -83,6 +87,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let Some((piece, bytes)) = bytes.split_first() else { return false };
     let (mut lines, mut shown) = (Lines::new(LIMIT), 0);
     let mut emit = |line: &[u8]| {
+        let line = line.strip_suffix(CONTINUES).unwrap_or(line);
         assert!(line.len() <= LIMIT && !line.contains(&b'\n') && !line.contains(&b'\r'));
         shown += line.len();
     };
@@ -117,7 +122,8 @@ mod tests {
 
     #[test]
     fn long_lines_come_in_bounded_pieces() {
-        assert_eq!(lines(4, &["abcdefghij\nkl"]), ["abcd", "efgh", "ij", "kl"]);
+        let pieces = ["abcd [the line goes on]", "efgh [the line goes on]", "ij", "kl"];
+        assert_eq!(lines(4, &["abcdefghij\nkl"]), pieces);
         assert_eq!(lines(4, &["abcd\n"]), ["abcd"]);
     }
 

@@ -80,7 +80,7 @@ impl Worker {
     ) -> Result<Self> {
         let rank = placement.rank(local_rank);
         let mut command = Command::new(&job.program);
-        command.arg0(job.argv0()).args(&job.arguments).stdin(Stdio::null());
+        command.arg0(job.argv0()).args(job.arguments_of(local_rank)).stdin(Stdio::null());
         command.envs(job.environment(local_rank, placement));
         let (error_file, stdout, stderr) = match logs {
             Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),

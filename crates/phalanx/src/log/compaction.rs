@@ -155,6 +155,9 @@ pub(super) fn answer<M: Machine, T>(ask: impl Fn(Deadline) -> Result<T>) -> Resu
         return answer;
     }
     answer.map_err(|error| {
+        if error.is_local_shortage() {
+            return error;
+        }
         Error::environment(format!("the store of the {}s does not answer", M::PROCESS))
             .with_source(error)
             .with_remedy("is the launcher that serves it still there, and can its host be reached?")

@@ -35,6 +35,10 @@ pub(crate) enum Control {
     Waiting(Header),
     /// The sender's last collective, before its goodbye.
     Last(Header),
+    /// A call waits for the receiver, and has waited for long.
+    LongWait(LongWait),
+    /// What the sender, for which a call has waited for long, is in. Sent to rank 0.
+    WaitReport(WaitReport),
     /// The sender is alive.
     #[serde(skip)]
     Beat,
@@ -71,6 +75,34 @@ impl Introduction {
     pub(crate) fn interval(&self) -> Duration {
         Duration::from_millis(self.interval.into())
     }
+}
+
+/// A call that has waited for long, as the rank that waits describes it to the rank that it waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LongWait {
+    pub call: Header,
+    pub origin: Rank,
+    /// The rank that `origin` itself waits for.
+    pub awaited: Rank,
+    pub seconds: u32,
+    /// How many ranks have passed it on.
+    pub hops: u32,
+}
+
+/// What the rank at the end of a chain of waits is in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum AwaitedState {
+    /// It has not made the call. `running` is its call of the same group, `elsewhere` what it waits for otherwise.
+    NotCalled { last: Option<Sequence>, running: Option<Header>, elsewhere: Option<String> },
+    /// It has made the call, and the data between the ranks does not arrive.
+    Called,
+}
+
+/// A long wait with its reason.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct WaitReport {
+    pub wait: LongWait,
+    pub state: AwaitedState,
 }
 
 /// A failure as one rank reports it to the others.

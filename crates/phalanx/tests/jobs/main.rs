@@ -19,6 +19,7 @@ mod rpc;
 mod sharded;
 mod spawn;
 mod strangers;
+mod waits;
 
 use support::Tests;
 
@@ -45,6 +46,7 @@ fn main() {
     tests.add_privileged("rpc", rpc::PRIVILEGED);
     tests.add("sharded", sharded::TESTS);
     tests.add("spawn", spawn::TESTS);
+    tests.add("waits", waits::TESTS);
     tests.run()
 }
 
@@ -65,6 +67,7 @@ fn play(role: &str) {
         "sharded" => sharded::play(scenario),
         "spawn" => spawn::play(scenario),
         "strangers" => strangers::play(scenario),
+        "waits" => waits::play(scenario),
         other => panic!("no role {other}"),
     }
 }

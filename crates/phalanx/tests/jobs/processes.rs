@@ -5,8 +5,10 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use phalanx::{Buffer, DType, P2pOp, Rank, ReduceOp};
+use phalanx::store::TcpStore;
+use phalanx::{Buffer, Credentials, DType, Deadline, JobKey, P2pOp, Rank, ReduceOp, Tls};
 
+use crate::certificates::Authority;
 use crate::support::ROLE;
 use crate::support::world::{FreePort, LIMIT, World, end_with, idle, in_time, train};
 
@@ -24,6 +26,11 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_job_leaves_one_trace_of_all_ranks", a_job_leaves_one_trace_of_all_ranks),
     ("strangers_disturb_nobody", strangers_disturb_nobody),
     ("a_rank_without_descriptors_tells_all_at_once", a_rank_without_descriptors_tells_all_at_once),
+    (
+        "who_has_no_descriptors_for_a_sub_group_blames_no_store",
+        who_has_no_descriptors_for_a_sub_group_blames_no_store,
+    ),
+    ("rank_0_says_that_it_has_turned_a_client_away", rank_0_says_that_it_has_turned_a_client_away),
     ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
@@ -43,6 +50,7 @@ pub fn play(scenario: &str) {
         "traced" => phalanx::init().and_then(|group| group.all_reduce(&mut [1i64], ReduceOp::Sum)),
         "poor" => poor(),
         "pair" => pair(),
+        "poor_part" => poor_part(),
         other => panic!("no scenario {other}"),
     });
 }
@@ -135,6 +143,19 @@ fn poor() -> phalanx::Result<()> {
     let mut options = phalanx::GroupOptions::from_env()?;
     options.timeout = LIMIT * 10;
     phalanx::ProcessGroup::join(met, options)?.barrier()
+}
+
+/// All make a sub-group, for which rank 0 has no descriptors.
+fn poor_part() -> phalanx::Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let group = phalanx::init()?;
+    group.barrier()?;
+    if group.rank().is_main() {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        let limit = Rlimit { current: Some(open - 1), ..getrlimit(Resource::Nofile) };
+        setrlimit(Resource::Nofile, limit).unwrap();
+    }
+    group.with_timeout(LIMIT * 10).new_group(&[Rank::new(0), Rank::new(1)]).map(drop)
 }
 
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
@@ -259,6 +280,51 @@ fn a_rank_without_descriptors_tells_all_at_once() {
     for (code, error) in outcomes {
         assert_eq!(code, Some(1), "{error}");
         assert!(error.starts_with("rank 0 (") && error.contains("ulimit -n"), "{error}");
+    }
+}
+
+fn who_has_no_descriptors_for_a_sub_group_blames_no_store() {
+    let (outcomes, _) = World::start("processes::poor_part", 2, false, &[]).end();
+    for (rank, (code, error)) in outcomes.into_iter().enumerate() {
+        assert_eq!(code, Some(1), "{rank}: {error}");
+        assert!(error.contains("ulimit -n") && !error.contains("still run"), "{rank}: {error}");
+    }
+}
+
+/// A rank 0 that no launcher has started, and clients without TLS or with a certificate of another CA.
+fn rank_0_says_that_it_has_turned_a_client_away() {
+    let (folder, ca, other) = (tempfile::tempdir().unwrap(), Authority::new(), Authority::new());
+    let key = JobKey::generate().unwrap();
+    let file = folder.path().join("job.key");
+    key.write_new(&file).unwrap();
+    let [authority, certificate, private] = ca.write(&ca.certificate(), folder.path());
+    let strange = tempfile::tempdir().unwrap();
+    // It knows both CAs, and has a certificate of the one that rank 0 does not know.
+    let [both, certificate_of_other, private_of_other] = other.write(&other.certificate(), strange.path());
+    std::fs::write(&both, format!("{}{}", ca.pem, other.pem)).unwrap();
+    let tls = Tls::read(&both, &certificate_of_other, &private_of_other).unwrap();
+    let certificates = format!(
+        "PHALANX_TLS_CA={} PHALANX_TLS_CERT={} PHALANX_TLS_KEY={}",
+        authority.display(),
+        certificate.display(),
+        private.display()
+    );
+    for client in [
+        Credentials { key: Some(key.clone()), tls: None },
+        Credentials { key: Some(key.clone()), tls: Some(tls) },
+    ] {
+        let port = FreePort::new();
+        let wrapper = format!("export PHALANX_JOB_KEY_FILE={} {certificates};", file.display());
+        let said = std::thread::scope(|scope| {
+            let rank = scope
+                .spawn(|| by_hand(0, "127.0.0.1", port.number, "was not let into the store", &wrapper).0);
+            while !rank.is_finished() {
+                let address = format!("127.0.0.1:{}", port.number);
+                let _ = TcpStore::connect_with(address, &client, Deadline::after(Duration::from_secs(2)));
+            }
+            rank.join().unwrap()
+        });
+        assert!(said.contains("PHALANX_JOB_KEY_FILE") && said.contains("PHALANX_TLS_CA"), "{said}");
     }
 }
 

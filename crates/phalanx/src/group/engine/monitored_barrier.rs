@@ -20,6 +20,7 @@ impl Engine {
         others_deadline: Deadline,
     ) -> Result<()> {
         let sequence = self.collectives.advance();
+        self.health.waits.begin(sequence);
         self.check_health()?;
         self.health.calls.begin(self.header(call, sequence));
         let outcome = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {

@@ -227,6 +227,7 @@ impl Shared {
     ) -> Result<()> {
         let turn = line.wait_for_turn(ticket, deadline, &self.health);
         let outcome = turn.and_then(|()| self.step_through(&mut *line.end(), deadline, step));
+        self.health.waits.message(None);
         let outcome = outcome.map_err(|error| self.fail(error, call, ticket));
         if line.leave(ticket) {
             self.poke_worker();
@@ -257,6 +258,7 @@ impl Shared {
                 Step::Idle => {}
             }
             if let Some(socket) = end.socket() {
+                self.health.waits.message(Some((peer, E::RECEIVES)));
                 self.notifier.wait(&[socket], false, deadline, || false)?;
             } else if idle < self.spins {
                 idle += 1;
@@ -267,6 +269,7 @@ impl Shared {
                 let is_over = self.is_over(peer);
                 let until = if is_over { Deadline::now() } else { deadline };
                 let mut found = false;
+                self.health.waits.message(Some((peer, E::RECEIVES)));
                 self.notifier.wait(&[], true, until, || {
                     found = end.is_ready();
                     found

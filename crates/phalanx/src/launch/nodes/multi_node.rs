@@ -125,6 +125,10 @@ impl<'a> MultiNode<'a> {
     }
 
     fn store_is_lost(&self, error: Error) -> Error {
+        // This host lacks something: no other node is to blame.
+        if error.is_local_shortage() {
+            return error;
+        }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
         let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {

@@ -1,5 +1,6 @@
 //! Which clients may use a served store.
 
+use std::cell::Cell;
 use std::fmt;
 use std::io;
 use std::io::{PipeWriter, Write};
@@ -13,6 +14,7 @@ use super::peer_user::PeerUsers;
 use super::server_connection::invalid;
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
+use crate::notice::warn;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{HANDSHAKE, TAG, nonce};
 use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
@@ -68,6 +70,8 @@ pub(super) struct Admission {
     tls: Option<Tls>,
     keyless: KeylessClients,
     refusals: Option<Refusals>,
+    /// Whether a refused client was reported, by a server that no launcher has started.
+    has_warned: Cell<bool>,
     handshakes: HandshakePermits,
     peer_users: PeerUsers,
 }
@@ -84,7 +88,7 @@ impl Admission {
         let Credentials { key, tls } = credentials;
         let (secret, handshakes, peer_users) =
             (key.as_ref().map(StoreSecret::new), HandshakePermits::new(), PeerUsers::default());
-        Self { secret, tls, keyless, refusals, handshakes, peer_users }
+        Self { secret, tls, keyless, refusals, has_warned: Cell::new(false), handshakes, peer_users }
     }
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
@@ -200,11 +204,25 @@ impl Admission {
     }
 
     fn refuse(&self, stream: &Stream) {
-        if let (Some(Refusals(pipe)), Some(peer)) = (&self.refusals, stream.peer()) {
+        let Some(peer) = stream.peer() else { return };
+        match &self.refusals {
             // It does not block; if the pipe is full, enough has been reported.
-            let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
+            Some(Refusals(pipe)) => {
+                let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
+            }
+            // No launcher serves this store. The others have the same reason.
+            None if !self.has_warned.replace(true) => warn(refused(&peer)),
+            None => {}
         }
     }
+}
+
+/// The report of a client that a rank's own store has refused.
+fn refused(peer: &impl fmt::Display) -> String {
+    format!(
+        "a client at {peer} was not let into the store that this rank serves, because it does not know this job's key, or has no \
+         certificate of its CA: give every rank the same PHALANX_JOB_KEY_FILE and PHALANX_TLS_CA"
+    )
 }
 
 /// Do PyTorch's clients, and ours without a key, begin with these bytes?

@@ -16,7 +16,7 @@ pub use client::TcpStore;
 pub use client_connection::fuzz;
 pub(crate) use client_connection::{Patience, host_port, resolve};
 pub use server::TcpStoreServer;
-pub(crate) use server::{addresses_to_serve, warn_of_own_name};
+pub(crate) use server::{addresses_to_serve, listen, warn_of_own_name};
 
 #[cfg(test)]
 mod access_tests;

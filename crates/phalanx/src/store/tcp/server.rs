@@ -196,13 +196,14 @@ pub(crate) fn warn_of_own_name(host: &str, bound: IpAddr) {
     }
 }
 
-fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+/// A socket that listens at `address`. Its queue is long: a flood of connections must not delay others.
+pub(crate) fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     // The port can be reused at once after a former job, whatever its connections' state.
     socket.set_reuse_address(true)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    socket.listen(4096)?;
+    socket.listen(BACKLOG)?;
     Ok(socket.into())
 }
 
@@ -223,6 +224,9 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     };
     Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
 }
+
+/// The most connections that wait to be accepted, if the kernel allows as many (net.core.somaxconn).
+const BACKLOG: i32 = 4096;
 
 /// The clients that are not authenticated yet, the oldest first. Unlimited foreign connections must not use up the
 /// process's descriptors.

@@ -1,6 +1,6 @@
 //! The receiving end of a line.
 
-use std::io::{ErrorKind, IoSliceMut};
+use std::io::{self, ErrorKind, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -109,10 +109,10 @@ fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> 
     let missing = HEADER - frame.header_filled;
     let mut parts = [IoSliceMut::new(&mut frame.header[frame.header_filled..]), IoSliceMut::new(room)];
     let count = match stream.get()?.receive(&mut parts) {
-        Ok(0) => return Err(stream.broken("its connection closed")),
+        Ok(0) => return Err(stream.broken(io::Error::new(ErrorKind::UnexpectedEof, "its connection closed"))),
         Ok(count) => count,
         Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-        Err(error) => return Err(stream.broken(&error.to_string())),
+        Err(error) => return Err(stream.broken(error)),
     };
     let to_header = count.min(missing);
     frame.header_filled += to_header;

@@ -9,6 +9,7 @@ mod outbound;
 mod rings;
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -150,8 +151,8 @@ impl Stream {
         self.get().ok().map(|stream| (stream.as_fd(), flags))
     }
 
-    fn broken(&self, reason: &str) -> Error {
-        self.health.peer_failed(self.peer, reason)
+    fn broken(&self, error: io::Error) -> Error {
+        self.health.broken(self.peer, error)
     }
 }
 

@@ -108,7 +108,7 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
             frame.is_out = is_out;
         }
         Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-        Err(error) => return Err(stream.broken(&error.to_string())),
+        Err(error) => return Err(stream.broken(error)),
     }
     Ok(())
 }

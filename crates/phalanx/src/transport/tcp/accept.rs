@@ -24,6 +24,9 @@ use crate::wire::hello::{Channel, Hello};
 /// The most connections in the handshake at once. For a new one, the oldest of those with the least progress is
 /// dropped.
 const MAX_PENDING: usize = 256;
+/// The most connections that are accepted before those in the handshake go on: a flood of silent ones must neither delay nor displace
+/// a rank.
+const MAX_ARRIVALS: usize = 16;
 
 /// The connections between this rank and another.
 #[derive(Default)]
@@ -113,15 +116,15 @@ pub(super) fn accept(
     }
 }
 
-/// Accepts all connections in the listener's queue. True if there was no descriptor for the last of them, which can
+/// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`]. True if there was no descriptor for the last of them, which can
 /// only be accepted when another connection has been closed.
-fn take_arrivals(
+pub(super) fn take_arrivals(
     listener: &TcpListener,
     config: &MeshConfig<'_>,
     secret: &GroupSecret,
     pending: &mut Vec<Pending>,
 ) -> Result<bool> {
-    loop {
+    for _ in 0..MAX_ARRIVALS {
         match listener.accept() {
             // Messages on it are short, and the peer waits for each.
             Ok((stream, _))
@@ -144,6 +147,7 @@ fn take_arrivals(
             Err(_) => return Ok(false),
         }
     }
+    Ok(false)
 }
 
 /// If there are `most`, drops the oldest of those with the least progress.

@@ -19,6 +19,7 @@ use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::random;
 use crate::rank::Rank;
+use crate::store;
 use crate::wire::auth::NONCE;
 use crate::wire::control::{Control, Notice};
 use crate::wire::handshake::GroupSecret;
@@ -191,11 +192,8 @@ fn dial_all(
 }
 
 pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
-    let listener = TcpListener::bind((interface, 0));
-    let listener =
-        listener.map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))?;
-    listener.set_nonblocking(true).map_err(|error| Error::io("the listener failed", error))?;
-    Ok(listener)
+    store::listen(SocketAddr::new(interface, 0))
+        .map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))
 }
 
 /// Rank 0 draws the number that distinguishes this group's connections from all others.

@@ -7,8 +7,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::MeshConfig;
+use super::accept::take_arrivals;
 use super::connect::{Address, key, listen, mesh};
 use super::dial::{ANSWERING, dial};
+use super::pending::{HandshakeLimit, Pending, Progress};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::health::Heartbeat;
@@ -58,6 +60,46 @@ fn bury(store: &MemoryStore, rank: u32) {
     let socket = listen(Ipv4Addr::new(127, 0, 6, 2).into()).unwrap().local_addr().unwrap();
     let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
     store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
+}
+
+#[test]
+fn a_flood_fits_into_the_listener_s_queue() {
+    let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    // Nobody accepts them. One that finds the queue full is tried again by the kernel after a second.
+    let strangers: Vec<_> = (0..300)
+        .map(|number| {
+            let stranger =
+                TcpStream::connect_timeout(&listener.local_addr().unwrap(), Duration::from_secs(5));
+            stranger.unwrap_or_else(|error| panic!("connection {number}: {error}"))
+        })
+        .collect();
+    drop(strangers);
+}
+
+/// A rank's connection is followed by more silent ones than may be pending.
+#[test]
+fn a_silent_flood_does_not_displace_a_rank_that_has_said_who_it_is() {
+    let store = MemoryStore::new();
+    let config = config(&store, 0);
+    let secret = GroupSecret::new(None, &[7; 16]);
+    let listener = listen(config.interface).unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut rank = TcpStream::connect(address).unwrap();
+    rank.write_all(&hello_to_main(&secret, 1, 2).encode()).unwrap();
+    let _strangers: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let own = Hello { to: Rank::MAIN, rank: Rank::MAIN, ..hello_to_main(&secret, 0, 2) };
+    let mut pending = Vec::new();
+    let is_rank = |one: &Pending| one.stream.socket().peer_addr().unwrap() == rank.local_addr().unwrap();
+    for _ in 0..300 {
+        take_arrivals(&listener, &config, &secret, &mut pending).unwrap();
+        let mut limit = HandshakeLimit::among(&pending);
+        for one in &mut pending {
+            let is_waiting = matches!(one.advance(own, 1, &mut limit), Progress::Waiting);
+            assert!(is_waiting, "nobody has said anything wrong");
+        }
+        assert!(pending.iter().any(is_rank), "the rank was dropped for a stranger");
+    }
+    assert!(pending.len() > 200);
 }
 
 #[test]

@@ -56,6 +56,8 @@ pub(crate) struct Connections {
     pub messages: Vec<Option<Connection>>,
 }
 
+/// In worlds of up to this many ranks, each says to all others which process it is, so that who loses it can see whether it has ended.
+const INTRODUCED: u32 = 32;
 /// After this silence of a host, the kernel sends it a probe, …
 const SILENCE: Duration = Duration::from_secs(10);
 /// … this many times, every `PROBE_PAUSE`, before its ranks are given up.
@@ -90,13 +92,15 @@ impl Monitor {
         // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
         // that has never sent anything.
         let introduction = Introduction::new(heartbeat.interval, process::own());
-        connections.tell(&Control::Watching(introduction), |peer| listens(rank, peer, world));
+        connections.tell(&Control::Watching(introduction), |peer| {
+            world.get() <= INTRODUCED || connections.listen(rank, peer, world)
+        });
         let (watched, watching) = (connections.clone(), health.clone());
         let thread = std::thread::Builder::new()
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
-                let watch = Watch::new(world, &watched, &watching, heartbeat);
-                if let Err(error) = watch.run(&stopped) {
+                let watch = Watch::new((rank, world), &watched, &watching, heartbeat, &stopped);
+                if let Err(error) = watch.and_then(Watch::run) {
                     watching.fail(error);
                 }
             })
@@ -140,6 +144,12 @@ impl Drop for Monitor {
 }
 
 impl Connections {
+    /// Whether this `rank` and `peer` listen to each other's heartbeats.
+    pub(super) fn listen(&self, rank: Rank, peer: Rank, world: WorldSize) -> bool {
+        let connection = self.control.get(peer.index()).and_then(Option::as_ref);
+        connection.is_some_and(|connection| listens(rank, peer, world, connection.is_within_host()))
+    }
+
     /// The group has failed: send the cause to every peer, then wake the threads that wait on other connections.
     fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);

@@ -11,7 +11,7 @@ use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use super::{MeshConfig, start_failure};
 use crate::deadline::{Backoff, Deadline};
-use crate::error::{Error, Kind, Result, no_more_files};
+use crate::error::{Error, Kind, Result, is_local_shortage, loopback_is_down, no_more_files};
 use crate::notice::Reminders;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
@@ -72,6 +72,7 @@ pub(super) fn dial(
                 return Err(StopProbe::new(config).explain(peer, no_answer(peer, address)));
             }
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
+            _ if is_local_shortage(&error) => return Err(Error::io(unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
                 if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
                     return Err(start_failure::gone(peer, address));
@@ -80,9 +81,10 @@ pub(super) fn dial(
             _ => refusing = None,
         }
         if backoff.is_last() {
+            let remedy = loopback_is_down(&address.socket, &error);
             return Err(Error::io(unreachable, error)
                 .with_peer(peer)
-                .with_remedy("is it alive, and does a firewall stand between?"));
+                .with_remedy(remedy.unwrap_or("is it alive, and does a firewall stand between?")));
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();

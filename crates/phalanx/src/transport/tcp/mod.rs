@@ -133,7 +133,7 @@ impl Transport for Tcp {
             let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
             stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
         };
-        let broken = |peer: Rank, error: std::io::Error| health.peer_failed(peer, &error.to_string());
+        let broken = |peer: Rank, error: std::io::Error| health.broken(peer, error);
 
         let mut sending = match send {
             Some(frame) => Some((frame.to, stream(frame.to)?, Sending::new(&frame))),
@@ -171,6 +171,7 @@ impl Transport for Tcp {
             }
             let out = sending.as_ref().map(|(_, stream, _)| *stream);
             let into = receiving.as_ref().map(|(_, stream, _)| *stream);
+            health.waits.sleep(waits_for);
             if !wait(out, into, deadline)? {
                 return Err(late(waits_for, health.host(waits_for)));
             }

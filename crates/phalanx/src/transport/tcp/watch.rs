@@ -2,29 +2,44 @@
 //! compares the calls of waiting ranks.
 
 use std::io::{self, IoSliceMut};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 use super::connection::Connection;
 use super::control::Connections;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::calls::LOOK;
+use crate::health::calls::LOOK_INTERVAL;
 use crate::health::liveness::{Liveness, ProcessState, Silence};
+use crate::health::waits::Answer;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
-use crate::wire::control::{self, Control, Introduction, MAX_BODY, PREFIX, ProcessId};
+use crate::wire::control::{self, Control, Introduction, LongWait, MAX_BODY, PREFIX, ProcessId, WaitReport};
 use crate::world_size::WorldSize;
 
 /// The time between the end of a process's connections and the end of the process.
 const ENDING: Duration = Duration::from_millis(100);
 
+/// How many connections are read at once.
+const MAX_EVENTS: usize = 64;
+/// The number of what stops the thread, beside the ranks.
+const STOPPED: u64 = u64::MAX;
+
+fn unwatched(error: Errno) -> Error {
+    Error::io("the control connections could not be watched", error.into())
+}
+
 /// The thread's state.
 pub(super) struct Watch<'a> {
+    rank: Rank,
     world: WorldSize,
     connections: &'a Connections,
     health: &'a Health,
@@ -33,6 +48,8 @@ pub(super) struct Watch<'a> {
     liveness: Liveness,
     /// By rank.
     peers: Vec<Peer>,
+    /// Has all connections that are open: it costs the same however many there are.
+    epoll: OwnedFd,
     /// When it last sent heartbeats.
     beat: Instant,
 }
@@ -44,33 +61,44 @@ struct Peer {
     bytes: Vec<u8>,
     /// Its first message, after which it accepts heartbeats.
     introduction: Option<Introduction>,
+    /// Whether the two exchange heartbeats.
+    listens: bool,
     said_goodbye: bool,
     closed: bool,
 }
 
 impl<'a> Watch<'a> {
     pub(super) fn new(
-        world: WorldSize,
+        (rank, world): (Rank, WorldSize),
         connections: &'a Connections,
         health: &'a Health,
         heartbeat: Heartbeat,
-    ) -> Self {
+        stopped: &UnixStream,
+    ) -> Result<Self> {
         let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
-        let peers = world.ranks().map(|_| Peer::default()).collect();
+        let peer = |peer| Peer { listens: connections.listen(rank, peer, world), ..Peer::default() };
+        let peers = world.ranks().map(peer).collect();
         let process = process::own();
-        Self { world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
+        let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(unwatched)?;
+        epoll::add(&epoll, stopped, EventData::new_u64(STOPPED), EventFlags::IN).map_err(unwatched)?;
+        for (peer, stream) in connections.control.iter().enumerate() {
+            let Some(stream) = stream else { continue };
+            epoll::add(&epoll, stream, EventData::new_u64(peer as u64), EventFlags::IN).map_err(unwatched)?;
+        }
+        let beat = Instant::now();
+        Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
     }
 
     /// Watches until `stopped` is closed at its other end.
-    pub(super) fn run(mut self, stopped: &UnixStream) -> Result<()> {
+    pub(super) fn run(mut self) -> Result<()> {
         let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
-        let mut looks = Instant::now() + LOOK;
+        let mut looks = Instant::now() + LOOK_INTERVAL;
         loop {
             // After a failure the peers have been notified. A peer that the notice did not reach must notice the
             // silence.
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| beats.min(looks));
-            let ready = match self.poll(stopped, (!over).then_some(next))? {
+            let ready = match self.wait((!over).then_some(next))? {
                 Woken::Stopped => return Ok(()),
                 Woken::By(ready) => ready,
             };
@@ -87,28 +115,36 @@ impl<'a> Watch<'a> {
             }
             if Instant::now() >= looks {
                 self.compare_calls();
-                looks = Instant::now() + LOOK;
+                if let Some(wait) = self.health.long_wait() {
+                    self.tell_one(wait.awaited, &Control::LongWait(wait));
+                }
+                looks = Instant::now() + LOOK_INTERVAL;
             }
         }
     }
 
     /// Waits until there is data to read, or until `next`.
-    fn poll(&self, stopped: &UnixStream, next: Option<Instant>) -> Result<Woken> {
-        let open: Vec<(Rank, &Connection)> = self.open().collect();
-        let mut fds = vec![PollFd::new(stopped, PollFlags::IN)];
-        fds.extend(open.iter().map(|(_, stream)| PollFd::new(*stream, PollFlags::IN)));
+    fn wait(&self, next: Option<Instant>) -> Result<Woken> {
         // A poll does not show data that TLS has read ahead.
-        let holds_input = open.iter().any(|(_, stream)| stream.holds_input());
-        let next = if holds_input { Some(Instant::now()) } else { next };
+        let held: Vec<Rank> =
+            self.open().filter(|(_, stream)| stream.holds_input()).map(|(peer, _)| peer).collect();
+        let next = if held.is_empty() { next } else { Some(Instant::now()) };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
-        poll(&mut fds, remaining)
-            .map_err(|error| Error::io("the control connections could not be watched", error))?;
-        if !fds[0].revents().is_empty() {
+        let remaining = remaining.and_then(|remaining| Timespec::try_from(remaining).ok());
+        let mut events = Vec::with_capacity(MAX_EVENTS);
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), remaining.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(unwatched(error)),
+        }
+        let ready: Vec<u64> = events.iter().map(|event| event.data.u64()).collect();
+        if ready.contains(&STOPPED) {
             return Ok(Woken::Stopped);
         }
-        let ready = open.iter().zip(&fds[1..]);
-        let ready = ready.filter(|((_, stream), fd)| !fd.revents().is_empty() || stream.holds_input());
-        Ok(Woken::By(ready.map(|((peer, _), _)| *peer).collect()))
+        let ready = ready.into_iter().filter_map(|peer| u32::try_from(peer).ok()).map(Rank::new);
+        let mut ready: Vec<Rank> = ready.chain(held).collect();
+        ready.sort_unstable();
+        ready.dedup();
+        Ok(Woken::By(ready))
     }
 
     fn open(&self) -> impl Iterator<Item = (Rank, &'a Connection)> {
@@ -122,13 +158,15 @@ impl<'a> Watch<'a> {
     /// are read before a lost peer is reported.
     fn read(&mut self, ready: Vec<Rank>) {
         let now = Instant::now();
-        let mut gone = Vec::new();
+        let (mut gone, mut waits) = (Vec::new(), Vec::new());
         for rank in ready {
             let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
             let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
             self.liveness.heard(rank, now);
             if let Err(reason) = peer.fill(stream) {
                 peer.closed = true;
+                // It would be ready again and again.
+                let _ = epoll::delete(&self.epoll, stream);
                 gone.push((rank, reason));
             }
             while let Some(message) = peer.next(rank, self.health) {
@@ -150,9 +188,13 @@ impl<'a> Watch<'a> {
                         self.health.calls.hear(rank, call, true);
                         self.health.compare_last_calls();
                     }
+                    Control::LongWait(wait) => waits.push(wait),
+                    Control::WaitReport(report) => self.health.write_report(&report, rank),
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
-                        self.liveness.begin(rank, introduction.interval(), now);
+                        if peer.listens {
+                            self.liveness.begin(rank, introduction.interval(), now);
+                        }
                     }
                 }
             }
@@ -160,6 +202,7 @@ impl<'a> Watch<'a> {
                 self.liveness.end(rank);
             }
         }
+        waits.into_iter().for_each(|wait| self.answer(wait));
         for (rank, reason) in gone {
             // The first cause stays: no other process needs to be checked.
             if self.health.has_failed() {
@@ -178,7 +221,7 @@ impl<'a> Watch<'a> {
             return;
         }
         self.beat = now;
-        self.tell(&Control::Beat, |peer| peer.introduction.is_some());
+        self.tell(&Control::Beat, |peer| peer.listens && peer.introduction.is_some());
     }
 
     /// Tells the others in which call this rank is stuck, and checks whether it has made another call than they.
@@ -190,6 +233,24 @@ impl<'a> Watch<'a> {
             self.tell(&Control::Waiting(call), |_| true);
         }
         self.health.compare_calls();
+    }
+
+    /// Answers a rank that waits for this one.
+    fn answer(&self, wait: LongWait) {
+        match self.health.answer(wait) {
+            Answer::PassOn(next, wait) => self.tell_one(next, &Control::LongWait(wait)),
+            Answer::Report(state) => {
+                let report = WaitReport { wait, state };
+                self.health.write_report(&report, self.rank);
+                self.tell_one(Rank::MAIN, &Control::WaitReport(report));
+            }
+            Answer::Silence => {}
+        }
+    }
+
+    fn tell_one(&self, peer: Rank, message: &Control) {
+        let is_there = self.peers.get(peer.index()).is_some_and(|peer| !peer.said_goodbye && !peer.closed);
+        self.connections.tell(message, |other| is_there && other == peer);
     }
 
     fn tell(&self, message: &Control, meant: impl Fn(&Peer) -> bool) {

@@ -63,7 +63,10 @@ impl Place<'_> {
 
 /// What a rank has said, but for whom it waits: it says so after some seconds, where the machine is slow.
 pub fn without_reminders(said: &str) -> String {
-    let is_reminder = |line: &&str| line.starts_with("phalanx: warning: ") && line.contains(" waits for ");
+    let is_reminder = |line: &&str| {
+        line.starts_with("phalanx: warning: ")
+            && (line.contains(" waits for ") || line.contains(" has waited for "))
+    };
     said.split_inclusive('\n').filter(|line| !is_reminder(line)).collect()
 }
 
@@ -115,7 +118,11 @@ impl World {
 
     /// Waits until all but these have ended; gives the moment.
     pub fn await_all_but(&mut self, others: &[usize]) -> Instant {
-        let deadline = Instant::now() + LIMIT;
+        self.await_within(LIMIT, others)
+    }
+
+    fn await_within(&mut self, limit: Duration, others: &[usize]) -> Instant {
+        let deadline = Instant::now() + limit;
         for (rank, child) in self.ranks.iter_mut().enumerate().filter(|(rank, _)| !others.contains(rank)) {
             while child.try_wait().unwrap().is_none() {
                 assert!(Instant::now() < deadline, "rank {rank} hangs");
@@ -126,11 +133,18 @@ impl World {
     }
 
     /// Waits for each rank; gives exit codes, what they wrote to standard error, and when the last one ended.
-    pub fn end(mut self) -> (Vec<(Option<i32>, String)>, Instant) {
-        let ended = self.await_all_but(&[]);
+    pub fn end(self) -> (Vec<(Option<i32>, String)>, Instant) {
+        let (mut outcomes, ended) = self.end_within(LIMIT);
+        outcomes.iter_mut().for_each(|(_, said)| *said = without_reminders(said));
+        (outcomes, ended)
+    }
+
+    /// The same within `limit`, with all that they wrote.
+    pub fn end_within(mut self, limit: Duration) -> (Vec<(Option<i32>, String)>, Instant) {
+        let ended = self.await_within(limit, &[]);
         let outcomes = std::mem::take(&mut self.ranks).into_iter().map(|rank| {
             let output = rank.wait_with_output().unwrap();
-            (output.status.code(), without_reminders(&String::from_utf8_lossy(&output.stderr)))
+            (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
         });
         (outcomes.collect(), ended)
     }

@@ -26,6 +26,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an answer may be, in bytes.
 const MAX_ANSWER: usize = 256 * 1024;
+/// How much of what it says on standard error is kept, in bytes, and how long that is waited for after its end.
+const MAX_LAST_WORDS: usize = 1024;
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(200);
 /// How often to check whether the answer is still needed.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -86,12 +89,25 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
     }
 }
 
+/// The command that runs the script: by a shell, as Horovod does, so that it may have arguments and needs no first line that names
+/// its interpreter.
+fn command(script: &Path) -> Command {
+    let mut command = Command::new("/bin/sh");
+    // A file's name is no command line: it may contain blanks.
+    match script.is_file() {
+        true => command.args(["-c", "exec \"$0\""]).arg(script),
+        false => command.arg("-c").arg(script),
+    };
+    command
+}
+
 /// The output of the script, or why it is not known.
 fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
-    let mut command = Command::new(script);
+    let mut command = command(script);
     // Ctrl-C must reach only this command. The processes that the script starts end with it.
-    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|error| format!("it cannot be started: {error}"))?;
+    let stderr = child.stderr.take().map(|stderr| keep_end(OwnedFd::from(stderr).into()));
     let read = child.stdout.take().map_or(Ok(Vec::new()), |stdout| {
         let mut stdout = File::from(OwnedFd::from(stdout));
         read(&mut stdout, &mut child, ends)
@@ -99,11 +115,33 @@ fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
     // Before it is reaped, its number is valid.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
     let status = child.wait().map_err(|error| error.to_string())?;
-    let bytes = read?;
+    // All that it has started has ended, or left its group.
+    let said =
+        stderr.map(|said| said.recv_timeout(LAST_WORDS_TIMEOUT).unwrap_or_default()).unwrap_or_default();
+    let said = if said.is_empty() { said } else { format!(", and said: {said}") };
+    let bytes = read.map_err(|why| format!("{why}{said}"))?;
     if !status.success() {
-        return Err(format!("it ended with {status}"));
+        return Err(format!("it ended with {status}{said}"));
     }
     String::from_utf8(bytes).map_err(|_| "what it prints is not UTF-8".to_owned())
+}
+
+/// Reads what the script says on standard error, on a thread: it must not block. Gives the last line when it has ended.
+fn keep_end(mut stderr: File) -> Receiver<String> {
+    let (sender, receiver) = sync_channel(1);
+    let read = move || {
+        let (mut end, mut buffer) = (Vec::new(), [0; 1024]);
+        while let Ok(count @ 1..) = stderr.read(&mut buffer) {
+            end.extend_from_slice(&buffer[..count]);
+            end.drain(..end.len().saturating_sub(MAX_LAST_WORDS));
+        }
+        let text = String::from_utf8_lossy(&end);
+        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
+        let _ = sender.send(last.unwrap_or_default().to_owned());
+    };
+    // If the thread cannot be started, the pipe is closed, and nothing is known of it.
+    let _ = std::thread::Builder::new().name("phalanx-discovery".into()).spawn(read);
+    receiver
 }
 
 /// Until the script has ended, or closed its output.
@@ -184,7 +222,22 @@ mod tests {
         );
         assert!(asked("printf '\\377'").unwrap_err().contains("UTF-8"));
         let missing = answer(Path::new("/does/not/exist"), &AtomicBool::new(false)).unwrap_err();
-        assert!(missing.contains("cannot be started"), "{missing}");
+        assert!(missing.contains("exit status: 127") && missing.contains("not found"), "{missing}");
+        let said = asked("echo first >&2; echo 'no such cloud' >&2; exit 3").unwrap_err();
+        assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
+        // What it says beside its answer changes nothing, however much it is.
+        assert_eq!(asked("head -c 300000 /dev/zero >&2; echo a").unwrap(), "a\n");
+    }
+
+    #[test]
+    fn it_may_have_arguments_and_needs_no_first_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all hosts");
+        std::fs::write(&path, "for host in \"$@\"; do echo $host:2; done; echo last\n").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let ask = |script: &Path| answer(script, &AtomicBool::new(false)).unwrap();
+        assert_eq!(ask(&path), "last\n");
+        assert_eq!(ask(Path::new(&format!("'{}' a b", path.display()))), "a:2\nb:2\nlast\n");
     }
 
     #[test]

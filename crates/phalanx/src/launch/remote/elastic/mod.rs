@@ -33,7 +33,7 @@ pub struct ElasticHosts {
     run_id: Option<String>,
 }
 
-/// A program that prints the available hosts, one per line: `node1:4`, or `node1`.
+/// A program that prints the available hosts, one per line: `node1:4`, or `node1`. A shell runs it, so it may have arguments.
 #[derive(Clone, Debug)]
 pub struct HostDiscovery {
     script: PathBuf,
@@ -41,7 +41,8 @@ pub struct HostDiscovery {
 }
 
 impl HostDiscovery {
-    /// `script` is started every second, and may take ten seconds.
+    /// `script`, a file or a command line, is started every second, and may take ten seconds. If it fails five times before it has
+    /// printed any list, the job ends.
     pub fn new(script: impl Into<PathBuf>) -> Self {
         Self { script: script.into(), slots: 1 }
     }

@@ -27,6 +27,8 @@ use crate::launch::remote::protocol::RemoteEvent;
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
 
+/// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
+const MAX_FAILURES_BEFORE_LIST: u32 = 5;
 /// How long the system may take to look up the address at which the store is served.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
@@ -34,6 +36,8 @@ pub(in crate::launch::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
     /// Was its last answer unusable?
     discovery_fails: bool,
+    /// How many answers were unusable before the first list; None once there was one.
+    failures_before_list: Option<u32>,
     run_id: String,
     host_manager: HostManager,
     max_workers: u32,
@@ -66,6 +70,7 @@ impl ElasticPlan {
         let mut plan = Self {
             discovery,
             discovery_fails: false,
+            failures_before_list: Some(0),
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             host_manager: HostManager::new(limits),
             max_workers: limits.max,
@@ -220,20 +225,27 @@ impl ElasticPlan {
         }
     }
 
-    fn handle_discovery(&mut self, launchers: &mut Launchers<'_>) {
+    /// An error if the script has never worked: then waiting for hosts is useless.
+    fn handle_discovery(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
         while let Some(answer) = self.discovery.as_ref().and_then(Discovery::next) {
             match answer {
                 Ok(hosts) => {
-                    self.discovery_fails = false;
+                    (self.discovery_fails, self.failures_before_list) = (false, None);
                     self.list(&hosts);
                 }
-                // The last list stays valid.
-                Err(error) if !std::mem::replace(&mut self.discovery_fails, true) => {
-                    launchers.control.tell(Event::Warning { text: &error.to_string() });
+                Err(error) => {
+                    self.failures_before_list = self.failures_before_list.map(|failures| failures + 1);
+                    if self.failures_before_list == Some(MAX_FAILURES_BEFORE_LIST) {
+                        return Err(error);
+                    }
+                    // The last list stays valid.
+                    if !std::mem::replace(&mut self.discovery_fails, true) {
+                        launchers.control.tell(Event::Warning { text: &error.to_string() });
+                    }
                 }
-                Err(_) => {}
             }
         }
+        Ok(())
     }
 
     /// A worker has failed, and its launcher waits for a decision about the slot.
@@ -270,7 +282,7 @@ impl Plan for ElasticPlan {
             self.discovery = None;
             return Ok(());
         }
-        self.handle_discovery(launchers);
+        self.handle_discovery(launchers)?;
         self.decide(launchers)?;
         // Done afterwards: the address of the store depends on the launchers whose answers are still awaited.
         if launchers.end.is_none() { self.start_those_who_wait(launchers) } else { Ok(()) }

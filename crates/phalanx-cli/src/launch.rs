@@ -1,0 +1,126 @@
+//! `phalanx launch`: `phalanx run` for programs that take their local rank as an option, as torch.distributed.launch starts them.
+
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+
+use clap::Args;
+
+use crate::cli::Run;
+
+const MANUAL: &str = "\
+This is `phalanx run` with the habits of `python -m torch.distributed.launch`: each worker gets its local rank as an option, \
+`--local-rank=N` as from PyTorch 2.0 on, right behind the program or the script. A program whose name ends in .py is started \
+by `python3 -u`, or by the interpreter in PYTHON_EXEC. The options are those of `phalanx run`, whose manual (`phalanx run --help`) \
+describes everything else.
+
+Examples:
+  phalanx launch --nproc_per_node 2 train.py --epochs 6
+  phalanx launch --nproc-per-node 2 --local-rank-underscore train.py
+  phalanx launch --nproc-per-node 4 -- ./target/release/train --epochs 6";
+
+/// Start a program as torch.distributed.launch does: each worker gets the option --local-rank=N
+#[derive(Args, Debug)]
+#[command(after_long_help = MANUAL, after_help = "`--help` says more.")]
+#[command(override_usage = "phalanx launch [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
+pub(crate) struct Launch {
+    /// Do not pass the local rank as an option: the program reads LOCAL_RANK
+    #[arg(long, alias = "use_env")]
+    use_env: bool,
+
+    /// Pass the option as --local_rank=N, as PyTorch before 2.0 did
+    #[arg(long, alias = "local_rank_underscore", conflicts_with = "use_env")]
+    local_rank_underscore: bool,
+
+    #[command(flatten)]
+    run: Run,
+}
+
+impl Launch {
+    /// The same for `phalanx run`.
+    pub(crate) fn into_run(self) -> Run {
+        let option = if self.local_rank_underscore { "--local_rank" } else { "--local-rank" };
+        let mut run = self.run;
+        let is_script = run.program.first().is_some_and(|program| is_python_script(program));
+        if is_script && !run.module && !run.no_python {
+            run.program.splice(0..0, [python(), "-u".into()]);
+        }
+        run.local_rank_option = (!self.use_env).then_some(option);
+        run
+    }
+}
+
+/// The interpreter for Python programs.
+pub(crate) fn python() -> OsString {
+    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+    python.unwrap_or_else(|| "python3".into())
+}
+
+fn is_python_script(program: &OsStr) -> bool {
+    Path::new(program).extension().is_some_and(|extension| extension == "py")
+}
+
+/// How many of a command's arguments, of which the first is the program, come before those of the script: an interpreter's own
+/// options must not get the script's.
+pub(crate) fn script_end(command: &[OsString]) -> usize {
+    let name = command.first().and_then(|program| Path::new(program).file_name()).and_then(OsStr::to_str);
+    if !name.is_some_and(|name| name.starts_with("python")) {
+        return 0;
+    }
+    let mut words = command.iter().skip(1).enumerate();
+    while let Some((index, word)) = words.next() {
+        match word.to_str() {
+            // What follows is the script's.
+            Some("-m" | "-c") => return index + 2,
+            Some("-W" | "-X") => {
+                words.next();
+            }
+            Some(option) if option.starts_with('-') && option != "-" => {}
+            _ => return index + 1,
+        }
+    }
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    fn launch(words: &str) -> Result<Run, String> {
+        let words = ["phalanx", "launch"].into_iter().chain(words.split_whitespace());
+        match Cli::try_parse_from(words).map_err(|error| error.to_string())?.command {
+            Command::Launch(launch) => Ok(launch.into_run()),
+            _ => Err("not launch".to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_script_gets_the_option_and_python() {
+        let run = launch("--nproc_per_node=2 train.py --lr 1").unwrap();
+        assert_eq!(run.command_line()[1..], ["-u", "train.py", "--lr", "1"]);
+        assert_eq!((run.local_rank_option, script_end(&run.command_line())), (Some("--local-rank"), 2));
+        let run = launch("--local-rank-underscore ./train --lr 1").unwrap();
+        assert_eq!(run.command_line(), ["./train", "--lr", "1"]);
+        assert_eq!((run.local_rank_option, script_end(&run.command_line())), (Some("--local_rank"), 0));
+        assert_eq!(launch("--use_env train.py").unwrap().local_rank_option, None);
+        assert_eq!(launch("--no-python train.py").unwrap().command_line(), ["train.py"]);
+        assert!(launch("--use-env --local-rank-underscore train.py").is_err());
+        assert!(launch("--use-env").is_err());
+    }
+
+    #[test]
+    fn an_interpreter_s_options_come_before_the_script() {
+        let end = |command: &str| {
+            let words: Vec<OsString> = command.split_whitespace().map(OsString::from).collect();
+            script_end(&words)
+        };
+        assert_eq!(end("./train -m 3"), 0);
+        assert_eq!(end("python train.py --lr 1"), 1);
+        assert_eq!(end("/usr/bin/python3.13 -u -W ignore train.py -m x"), 4);
+        assert_eq!(end("python3 -u -m pkg.train --lr 1"), 3);
+        assert_eq!(end("python3 - x"), 1);
+        assert_eq!(end("python3"), 0);
+    }
+}

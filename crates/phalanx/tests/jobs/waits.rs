@@ -1,0 +1,116 @@
+//! Calls that wait for long, and say for whom: real processes.
+
+use std::io::{BufRead, BufReader, Read};
+use std::time::Duration;
+
+use phalanx::checkpoint::Checkpoints;
+use phalanx::store::{Store, TcpStore};
+use phalanx::{Deadline, ProcessGroup, Rank, ReduceOp};
+
+use crate::support::world::{LIMIT, World, end_with};
+
+pub const TESTS: &[(&str, fn())] = &[
+    ("a_call_that_waits_for_long_says_for_whom", a_call_that_waits_for_long_says_for_whom),
+    ("what_takes_long_as_announced_is_not_reported", what_takes_long_as_announced_is_not_reported),
+];
+
+/// Longer than a call waits before it reports.
+const LONG: Duration = Duration::from_secs(7);
+
+/// What this program does as a rank.
+pub fn play(scenario: &str) {
+    end_with(match scenario {
+        "late" => late(),
+        "message" => message(),
+        "announced" => announced(),
+        other => panic!("no scenario {other}"),
+    });
+}
+
+/// Rank 1 makes its second call when the test says so.
+fn late() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    group.barrier()?;
+    if group.rank() == Rank::new(1) {
+        await_word()?;
+    }
+    group.all_reduce(&mut [1f32; 4], ReduceOp::Sum)
+}
+
+/// Rank 1 waits for a message of rank 2, which sends it when the test says so.
+fn message() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    match group.rank().get() {
+        1 => group.recv(&mut [0u8], Rank::new(2))?,
+        2 => await_word().and_then(|()| group.send(&[7u8], Rank::new(1)))?,
+        _ => {}
+    }
+    group.barrier()
+}
+
+fn await_word() -> phalanx::Result<()> {
+    let port = std::env::var("MASTER_PORT").unwrap();
+    let store = TcpStore::connect(format!("127.0.0.1:{port}"), Deadline::after(LIMIT))?;
+    store.wait(&["word"], Deadline::after(LIMIT * 10))
+}
+
+/// Each rank in turn takes long, in sections of which the others know.
+fn announced() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    group.main_process_first(|| {
+        std::thread::sleep(LONG);
+        Ok(())
+    })?;
+    group.barrier()?;
+    let folder = std::env::var("FOLDER").unwrap();
+    save(&group, &folder)
+}
+
+fn save(group: &ProcessGroup, folder: &str) -> phalanx::Result<()> {
+    let checkpoints = Checkpoints::open(folder, group)?;
+    checkpoints.save(1, |snapshot| {
+        std::thread::sleep(LONG);
+        snapshot.value("step", &1)
+    })?;
+    group.barrier()
+}
+
+fn a_call_that_waits_for_long_says_for_whom() {
+    let late = "all_reduce(sum, 4 x f32) #1";
+    let last = "it is in no call of this group; its last was #0";
+    for (scenario, call, awaited, transport) in [
+        ("late", late, last, "shm"),
+        ("late", late, last, "tcp"),
+        ("message", "barrier #0", "it is in recv from rank 2", "shm"),
+    ] {
+        let mut world =
+            World::start(&format!("waits::{scenario}"), 3, false, &[("PHALANX_TRANSPORT", transport)]);
+        let mut errors = world.ranks[0].stderr.take().map(BufReader::new).unwrap();
+        let mut said = String::new();
+        while !said.contains("rank 1 (") {
+            let count = errors.read_line(&mut said).unwrap();
+            assert!(count > 0, "{scenario} over {transport}: rank 0 has ended, and said {said:?}");
+        }
+        let store = TcpStore::connect(format!("127.0.0.1:{}", world.port), Deadline::after(LIMIT)).unwrap();
+        store.set("word", b"go on", Deadline::after(LIMIT)).unwrap();
+        let (outcomes, _) = world.end_within(LIMIT);
+        errors.read_to_string(&mut said).unwrap();
+        let context = format!("{scenario} over {transport}: {said} {outcomes:?}");
+        assert!(outcomes.iter().all(|(code, _)| *code == Some(0)), "{context}");
+        assert!(
+            said.contains(" has waited for 5 s in ") && said.contains(&format!(" in {call} for rank 1 (")),
+            "{context}"
+        );
+        assert!(said.contains(awaited), "{context}");
+        assert!(outcomes[1].1.contains(&format!(" in {call} for this rank, rank 1 (")), "{context}");
+        assert!(outcomes[1].1.contains(awaited), "{context}");
+    }
+}
+
+fn what_takes_long_as_announced_is_not_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    let variables = [("FOLDER", folder.path().to_str().unwrap())];
+    let world = World::start("waits::announced", 2, false, &variables);
+    let (outcomes, _) = world.end_within(LIMIT * 5);
+    assert_eq!(outcomes, [(Some(0), String::new()), (Some(0), String::new())]);
+}
