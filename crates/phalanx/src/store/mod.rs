@@ -33,7 +33,8 @@ pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing))]
 pub use tcp::fuzz as fuzz_reply;
 pub(crate) use tcp::{
-    Access, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve, warn_of_own_name,
+    Access, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve,
+    warn_of_own_name,
 };
 pub use tcp::{TcpStore, TcpStoreServer};
 
