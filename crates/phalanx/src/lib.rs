@@ -46,6 +46,7 @@ mod frozen;
 mod hash;
 mod health;
 mod host;
+mod network;
 mod notice;
 mod poll;
 mod proc_stat;

@@ -178,7 +178,7 @@ fn watch<M: Machine>(
     }
 }
 
-/// Sends a heartbeat, and appends who has become silent.
+/// Sends a heartbeat, and appends who has ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
     replica: &Replica<M>,
@@ -206,8 +206,8 @@ fn beat<M: Machine>(
     // They exist: a process sends a heartbeat before it joins.
     let beats = log.store.multi_get(&keys, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
-    for (other, since) in liveness.observe(beats, Instant::now()) {
-        log.append(&M::silent(other, id, since), deadline)?;
+    for (other, absence) in liveness.observe(beats, Instant::now()) {
+        log.append(&M::absent(other, id, absence), deadline)?;
     }
     Ok(())
 }

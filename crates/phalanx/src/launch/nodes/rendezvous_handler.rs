@@ -19,7 +19,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
@@ -36,7 +36,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
-/// How long a listening program may take to answer as a store does.
+/// How long a listening program may take to answer as a store does, if launchers may not be silent for longer.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 
 /// What is known once the store is reached.
@@ -64,6 +64,8 @@ struct RendezvousStore {
     store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
     served_elsewhere: bool,
+    /// The same store, if a launcher serves it: it notices when this one has ended.
+    tcp: Option<Arc<TcpStore>>,
 }
 
 /// The supervisor's handle to the rendezvous of the launchers.
@@ -187,9 +189,16 @@ impl Thread {
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let join = join(server.is_some());
+        // Until this function ends.
+        let mut _at_end = None;
         if let Entry::Join { node, .. } = &join {
             // While the first entry is on its way.
-            participant.announce(&node.id.heartbeat_key(), Deadline::after(silence))?;
+            let key = node.id.heartbeat_key();
+            participant.announce(&key, Deadline::after(silence))?;
+            if let Some(tcp) = opened.tcp.filter(|_| opened.served_elsewhere) {
+                let key = PrefixStore::key_in(scope, &key);
+                _at_end = tcp.set_at_end(&key, ENDED, Deadline::after(silence))?;
+            }
         }
         if opened.served_elsewhere {
             wait_for_host(replica, cluster, deadline)?;
@@ -227,7 +236,8 @@ fn open_store(
             let store = Arc::new(connect(cluster, access.credentials(), here, replica, deadline)?);
             let listens_at = server.as_ref().map(|server| server.local_addr().ip().to_string());
             let store_address = listens_at.map(|listens_at| StoreAddress { name: host.clone(), listens_at });
-            return Ok(RendezvousStore { store, served_elsewhere: server.is_none(), server, store_address });
+            let (served_elsewhere, tcp) = (server.is_none(), Some(Arc::clone(&store)));
+            return Ok(RendezvousStore { store, served_elsewhere, server, store_address, tcp });
         }
         #[cfg(feature = "etcd")]
         RendezvousBackend::Etcd(endpoints) => {
@@ -242,7 +252,7 @@ fn open_store(
     let name = cluster.local_addr.clone().or_else(|| address.map(|address| address.to_string()));
     let name = name.unwrap_or_else(host::name);
     let store_address = Some(StoreAddress { listens_at: name.clone(), name });
-    Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false })
+    Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false, tcp: None })
 }
 
 /// Serves the store, if this node is its host.
@@ -279,10 +289,12 @@ fn connect(
     deadline: Deadline,
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    // One to read the log, and one to write. A launcher that serves the store needs no more time for another.
-    let connections = if here.is_some() { 1 } else { 2 };
+    // One to read the log, one to write, and one whose end says that this launcher has ended. A launcher that serves the store needs
+    // no more time for another.
+    let connections = if here.is_some() { 1 } else { 3 };
     let goes_on = &|| !replica.view().is_closing();
-    let patience = Patience { silence: SILENCE_LIMIT, goes_on, connections };
+    let silence = SILENCE_LIMIT.max(cluster.silence());
+    let patience = Patience { silence, goes_on, connections };
     TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
 

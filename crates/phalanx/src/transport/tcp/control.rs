@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use phalanx_sys::tcp;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
@@ -51,20 +52,30 @@ pub(crate) struct Connections {
 
 /// After this silence of a host, the kernel sends it a probe, …
 const SILENCE: Duration = Duration::from_secs(10);
-/// … this many times, every `PROBE_PAUSE`, before its ranks are given up.
+/// … this many times, every `PROBE_PAUSE`, before its ranks are given up: after [`give_up`], if that is longer.
 const PROBES: u32 = 4;
 const PROBE_PAUSE: Duration = Duration::from_secs(5);
 
 /// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
 /// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
 /// connections, silence ends with the operation's deadline.
-fn keep_alive(connection: &Connection) -> io::Result<()> {
+fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
     let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, SILENCE)?;
     set_tcp_keepintvl(stream, PROBE_PAUSE)?;
     set_tcp_keepcnt(stream, PROBES)?;
-    Ok(())
+    match give_up(heartbeat).filter(|_| !connection.is_within_host()) {
+        Some(give_up) => tcp::recover_soon(stream, give_up),
+        None => Ok(()),
+    }
+}
+
+/// How long the kernel may get no acknowledgement of a rank on another host before it gives the connection up. The heartbeats say
+/// more, so they come first. None if silence means nothing.
+fn give_up(heartbeat: Heartbeat) -> Option<Duration> {
+    let timeout = heartbeat.network_timeout;
+    (!timeout.is_zero()).then(|| timeout.saturating_mul(2).max(SILENCE + PROBE_PAUSE * PROBES))
 }
 
 impl Monitor {
@@ -76,7 +87,8 @@ impl Monitor {
     ) -> Result<Self> {
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-        connections.control.iter().flatten().try_for_each(keep_alive).map_err(failed)?;
+        let mut control = connections.control.iter().flatten();
+        control.try_for_each(|connection| keep_alive(connection, heartbeat)).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
         // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
@@ -189,6 +201,15 @@ mod tests {
         let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         own.set_nonblocking(true).unwrap();
         (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn the_kernel_gives_up_later_than_the_heartbeats() {
+        let seconds = |timeout| {
+            let network_timeout = Duration::from_secs(timeout);
+            give_up(Heartbeat { network_timeout, ..Heartbeat::default() }).map(|limit| limit.as_secs())
+        };
+        assert_eq!([0, 1, 10, 15, 60].map(seconds), [None, Some(30), Some(30), Some(30), Some(120)]);
     }
 
     #[test]

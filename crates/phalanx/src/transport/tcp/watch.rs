@@ -14,6 +14,7 @@ use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::calls::LOOK;
 use crate::health::liveness::{Liveness, ProcessState, Silence};
+use crate::network::Network;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
@@ -55,7 +56,7 @@ impl<'a> Watch<'a> {
         health: &'a Health,
         heartbeat: Heartbeat,
     ) -> Self {
-        let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
+        let liveness = Liveness::new(world, heartbeat.step().unwrap_or_default());
         let peers = world.ranks().map(|_| Peer::default()).collect();
         let process = process::own();
         Self { world, connections, health, heartbeat, process, liveness, peers, beat: Instant::now() }
@@ -152,7 +153,8 @@ impl<'a> Watch<'a> {
                     }
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
-                        self.liveness.begin(rank, introduction.interval(), now);
+                        let timeout = self.heartbeat.timeout_of(stream.is_within_host());
+                        self.liveness.begin(rank, introduction.interval(), timeout, now);
                     }
                 }
             }
@@ -216,7 +218,16 @@ impl<'a> Watch<'a> {
         let failed: Vec<(Silence, ProcessState)> =
             seen.into_iter().filter(|(silence, state)| silence.is_failure(*state)).collect();
         let Some((silence, state)) = failed.first() else { return };
-        self.health.silent(silence.peer, silence.lasted, *state == ProcessState::Stopped, failed.len() - 1);
+        let network = self.network(silence);
+        self.health.silent(silence.peer, silence.lasted, (*state, network), failed.len() - 1);
+    }
+
+    /// What the kernel knows of the network to a silent peer. There is none within a host.
+    fn network(&self, silence: &Silence) -> Network {
+        match self.connections.control.get(silence.peer.index()) {
+            Some(Some(stream)) if !stream.is_within_host() => Network::behind(stream, silence.lasted),
+            _ => Network::Unknown,
+        }
     }
 
     fn is_readable(&self, peer: Rank) -> bool {

@@ -1,10 +1,8 @@
 //! The state that all nodes agree on.
 
-use std::time::Duration;
-
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 use crate::launch::root_cause::root_cause;
-use crate::log::{Compaction, Machine};
+use crate::log::{Absence, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// The state of the job.
@@ -80,7 +78,7 @@ impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 4;
+    const VERSION: u8 = 5;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
     const COMPACTION: Option<Compaction<Self>> = None;
@@ -138,8 +136,8 @@ impl Machine for MembershipState {
         Some(id.heartbeat_key())
     }
 
-    fn silent(node: NodeId, _by: NodeId, since: Duration) -> Entry {
-        Entry::Left { node, why: Departure::Silent(since) }
+    fn absent(node: NodeId, _by: NodeId, absence: Absence) -> Entry {
+        Entry::Left { node, why: absence.into() }
     }
 }
 
@@ -402,11 +400,12 @@ impl Running {
     }
 
     fn root_cause(&self) -> Option<Cause> {
-        // The workers of a node that sends no heartbeats died before the silence was noticed, and not every program
-        // reports whom it blames.
-        let silent = |cause: &&Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
-        if let Some(silent) = self.causes.iter().find(silent) {
-            return Some(silent.clone());
+        // The workers of a node whose launcher is gone died before that was noticed, and not every program reports whom it blames.
+        let is_gone = |cause: &&Cause| {
+            matches!(cause, Cause::Node { why: Departure::Silent(_) | Departure::Ended, .. })
+        };
+        if let Some(gone) = self.causes.iter().find(is_gone) {
+            return Some(gone.clone());
         }
         let blamed = |cause: &Cause| match cause {
             Cause::Worker(WorkerFailure { blames: Some(rank), .. }) => {
