@@ -53,7 +53,7 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// Settings of the rendezvous: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=5 (seconds
+    /// Settings of the rendezvous: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=12 (seconds
     /// and times), is_host=true
     #[arg(
         long,

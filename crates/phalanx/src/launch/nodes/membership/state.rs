@@ -1,5 +1,7 @@
 //! The state that all nodes agree on.
 
+use rustix::process::Signal;
+
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 use crate::launch::root_cause::root_cause;
 use crate::log::{Absence, Compaction, Machine};
@@ -243,15 +245,13 @@ impl MembershipState {
         let (least, most) =
             self.settings.map_or((1, 0), |settings| (settings.min_nodes, settings.max_restarts));
         if let Some(cause) = cause {
-            let on_purpose =
-                matches!(&cause, Cause::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. });
             let enough = self.waiting.len() >= least as usize;
-            if (on_purpose && !enough) || (!on_purpose && self.restarts == most) {
+            let costs = cause.costs_a_restart(enough);
+            if costs.is_none_or(|costs| costs && self.restarts == most) {
                 self.phase = Phase::Over(JobEnd::Failed(cause));
                 return;
             }
-            // If nodes come or go, that costs no restart.
-            self.restarts += u32::from(!on_purpose);
+            self.restarts += u32::from(costs == Some(true));
             self.last_cause = Some(cause);
         } else {
             self.last_cause = None;
@@ -354,6 +354,22 @@ impl MembershipState {
         match &self.phase {
             Phase::Over(job_end) => Some(job_end),
             _ => None,
+        }
+    }
+}
+
+impl Cause {
+    /// Whether starting again after it costs a restart; none if the job ends in any case. If nodes come and go and `enough` stay,
+    /// that costs nothing. If not, one that got SIGTERM, as a pod that is deleted, may be replaced; Ctrl-C means the job.
+    fn costs_a_restart(&self, enough: bool) -> Option<bool> {
+        match self {
+            Self::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. } if enough => Some(false),
+            Self::Node { why: Departure::Signal(signal), .. } => {
+                (*signal == Signal::TERM.as_raw()).then_some(true)
+            }
+            Self::Node { why: Departure::GaveUp(_), .. } => None,
+            Self::Node { why: Departure::Silent(_) | Departure::Replaced | Departure::Ended, .. }
+            | Self::Worker(_) => Some(true),
         }
     }
 }
