@@ -184,20 +184,23 @@ fn a_signal_ends_a_launcher_that_waits_for_others() {
 
 #[test]
 fn a_lost_node_is_replaced_when_restarts_are_left() {
-    let port = free_port();
-    let options = ["--max-restarts", "1"];
-    let script = "echo up; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60";
-    let mut nodes = ["0", "1"].map(|rank| node(rank, &port, &options, script).spawn().unwrap());
-    nodes.iter_mut().for_each(wait_for_line);
-    let [first, lost] = nodes;
-    send(&lost, Signal::KILL);
-    end(lost);
-    // It comes back, as a pod does, perhaps before its end is noticed: its process is gone, so its place is free.
-    let (code, _, err) = end(node("1", &port, &options, script).spawn().unwrap());
-    assert_eq!(code, Some(0), "{err}");
-    let (code, _, err) = end(first);
-    let reasons = ["its launcher was gone, and was started again", "its launcher has ended without a word"];
-    assert!(code == Some(0) && reasons.iter().any(|reason| err.contains(reason)), "{err}");
+    let gone: &[&str] =
+        &["its launcher was gone, and was started again", "its launcher has ended without a word"];
+    for (signal, reasons) in [(Signal::KILL, gone), (Signal::TERM, &["was ended by SIGTERM"])] {
+        let port = free_port();
+        let options = ["--max-restarts", "1"];
+        let script = "echo up; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60";
+        let mut nodes = ["0", "1"].map(|rank| node(rank, &port, &options, script).spawn().unwrap());
+        nodes.iter_mut().for_each(wait_for_line);
+        let [first, lost] = nodes;
+        send(&lost, signal);
+        end(lost);
+        // It comes back, as a pod does, perhaps before its end is noticed: its process is gone, so its place is free.
+        let (code, _, err) = end(node("1", &port, &options, script).spawn().unwrap());
+        assert_eq!(code, Some(0), "{err}");
+        let (code, _, err) = end(first);
+        assert!(code == Some(0) && reasons.iter().any(|reason| err.contains(reason)), "{err}");
+    }
 }
 
 #[test]

@@ -124,7 +124,7 @@ pub(crate) struct Patience<'a> {
 
 impl Patience<'static> {
     /// Waits until the deadline.
-    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
+    pub(crate) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
 }
 
 impl Link {
