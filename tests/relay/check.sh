@@ -15,5 +15,7 @@ fi
 network start
 network outage death --rtt 5 100 --loss 0
 network live --rtt 80 --loss 5 --seconds 120 &
-network live --rtt 200 --loss 2 --seconds 120
-wait $!
+beside=$! failed=0
+network live --rtt 200 --loss 2 --seconds 120 || failed=1
+wait "$beside" || failed=1
+exit $failed

@@ -33,6 +33,8 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the store stays up for other launchers that have not read to the end yet. They close their connections when they have; a
 /// launcher whose host is gone does not.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
+/// The same if the job has ended because a launcher is silent: its connections stay open, and only the others' are waited for.
+const DRAIN_BESIDE_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 
@@ -152,7 +154,9 @@ impl Drop for RendezvousHandler {
             std::thread::sleep(Duration::from_millis(1));
         }
         if let Ok(Some(server)) = writer.join() {
-            server.drain(Deadline::after(DRAIN_TIMEOUT));
+            let is_one_silent = self.replica.view().state.has_ended_in_silence();
+            let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { DRAIN_TIMEOUT };
+            server.drain(Deadline::after(timeout));
         }
     }
 }

@@ -350,6 +350,11 @@ impl MembershipState {
         }
     }
 
+    /// Whether the job has ended because a node was silent.
+    pub(crate) fn has_ended_in_silence(&self) -> bool {
+        matches!(&self.phase, Phase::Over(JobEnd::Failed(Cause::Node { why: Departure::Silent(_), .. })))
+    }
+
     pub(crate) fn job_end(&self) -> Option<&JobEnd> {
         match &self.phase {
             Phase::Over(job_end) => Some(job_end),
