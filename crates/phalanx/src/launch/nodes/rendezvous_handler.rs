@@ -31,7 +31,7 @@ use crate::store::{
 /// How long the last message of this launcher may take: some round trips of a slow network, and a packet that is sent again.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the store stays up for other launchers that have not read to the end yet. They close their connections when they have; a
-/// launcher whose host is gone does not.
+/// launcher whose host is gone does not. Longer, if launchers may be silent for longer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The same if the job has ended because a launcher is silent: its connections stay open, and only the others' are waited for.
 const DRAIN_BESIDE_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -77,6 +77,7 @@ pub(super) struct RendezvousHandler {
     notice: PipeReader,
     proposals: Option<Sender<Entry>>,
     writer: Option<JoinHandle<Option<TcpStoreServer>>>,
+    drain_timeout: Duration,
 }
 
 impl RendezvousHandler {
@@ -109,7 +110,8 @@ impl RendezvousHandler {
         let writer = std::thread::Builder::new().name("phalanx-nodes".into()).spawn(run);
         let writer =
             writer.map_err(|error| Error::io("cannot start a thread for messages of other nodes", error))?;
-        Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer) })
+        let drain_timeout = DRAIN_TIMEOUT.max(cluster.silence());
+        Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer), drain_timeout })
     }
 
     /// Readable when the state has changed.
@@ -155,7 +157,7 @@ impl Drop for RendezvousHandler {
         }
         if let Ok(Some(server)) = writer.join() {
             let is_one_silent = self.replica.view().state.has_ended_in_silence();
-            let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { DRAIN_TIMEOUT };
+            let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { self.drain_timeout };
             server.drain(Deadline::after(timeout));
         }
     }

@@ -33,10 +33,11 @@ pub(crate) struct Monitor {
     thread: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
     health: Arc<Health>,
+    leave_grace: Duration,
 }
 
-/// How long a rank that leaves waits until the ranks on other hosts have read its goodbye: a few round trips, and packets that are
-/// sent again. A connection that is closed before is reset by the next heartbeat of the peer, and what has not arrived is lost.
+/// How long a rank that leaves waits until the ranks on other hosts have read its goodbye, if their network may not be silent for longer:
+/// a few round trips, and packets that are sent again. A connection that is closed before is reset by the next heartbeat of the peer, and what has not arrived is lost.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
 /// The same after a failure, when a peer that does not answer may be the cause.
 const FAILURE_GRACE: Duration = Duration::from_secs(1);
@@ -110,7 +111,8 @@ impl Monitor {
                     error,
                 )
             })?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health })
+        let leave_grace = LEAVE_GRACE.max(heartbeat.network_timeout);
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health, leave_grace })
     }
 }
 
@@ -126,7 +128,7 @@ impl Drop for Monitor {
             self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
-        let grace = if self.health.has_failed() { FAILURE_GRACE } else { LEAVE_GRACE };
+        let grace = if self.health.has_failed() { FAILURE_GRACE } else { self.leave_grace };
         self.connections.leave(Deadline::after(grace));
         self.connections.shut();
     }
