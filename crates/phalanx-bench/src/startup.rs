@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use clap::Args;
-use phalanx::{Error, ReduceOp, Result};
+use phalanx::{Error, ProcessGroup, ReduceOp, Result};
 
 use crate::measure::{monotonic, percentile};
 use crate::report::print;
@@ -27,6 +27,10 @@ pub(crate) struct Startup {
     /// Be one of the ranks
     #[arg(long, hide = true)]
     worker: bool,
+
+    /// Go on for so many seconds after the first collective, as one of the ranks
+    #[arg(long, hide = true, requires = "worker", default_value_t = 0.0, value_name = "SECONDS")]
+    seconds: f64,
 
     /// Be a program that does nothing
     #[arg(long, hide = true, conflicts_with = "worker")]
@@ -49,6 +53,8 @@ Examples:
   phalanx bench startup
   phalanx bench startup --nproc-per-node 8 -n 1000";
 
+/// Between two collectives of a rank that goes on.
+const PAUSE: Duration = Duration::from_millis(10);
 /// Stands before the time in nanoseconds that a process reports.
 const MARK: &str = "phalanx-startup ";
 
@@ -60,7 +66,8 @@ impl Startup {
         if self.worker {
             let group = phalanx::init()?;
             group.all_reduce(&mut [1f32], ReduceOp::Sum)?;
-            return report_time();
+            report_time()?;
+            return self.go_on(&group);
         }
         let program = std::env::current_exe().map_err(|error| unstarted(Path::new("this program"), error))?;
         let launcher = launcher(&program);
@@ -80,6 +87,21 @@ impl Startup {
             [("program", alone), ("job", job), ("beyond", job.map(|time| time - alone[0]))]
         {
             print(&format!("{name:<8} {p50:>8.1} {p99:>8.1}\n"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Startup {
+    /// Makes collectives until the time is up for one of the ranks.
+    fn go_on(&self, group: &ProcessGroup) -> Result<()> {
+        let began = monotonic();
+        let mut is_over = [f32::from(u8::from(self.seconds <= 0.0))];
+        while is_over == [0.0] {
+            std::thread::sleep(PAUSE);
+            let elapsed = monotonic().saturating_sub(began).as_secs_f64();
+            is_over = [f32::from(u8::from(elapsed >= self.seconds))];
+            group.all_reduce(&mut is_over, ReduceOp::Max)?;
         }
         Ok(())
     }

@@ -106,7 +106,7 @@ When it gets a signal or ends, for any reason, the workers on all hosts end.
 Several nodes, a command on each:
   You, or a scheduler, start the same command on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store that the launchers use, on that address \
-only. A worker's failure, the end of a launcher, and a node without heartbeats for 5 s end the job on all nodes, or restart it \
+only. A worker's failure, the end of a launcher, and a node without heartbeats for 12 s end the job on all nodes, or restart it \
 on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job goes on without the \
 nodes that it loses as long as MIN are left, and new nodes join it, up to MAX. All workers are then started again.
 

@@ -53,7 +53,7 @@ pub(crate) struct NodeOptions {
     )]
     pub(crate) rdzv_endpoint: Option<String>,
 
-    /// Settings of the rendezvous: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=5 (seconds
+    /// Settings of the rendezvous: join_timeout=600, last_call_timeout=30, keep_alive_interval=1, keep_alive_max_attempt=12 (seconds
     /// and times), is_host=true
     #[arg(
         long,
@@ -246,11 +246,8 @@ impl NodeOptions {
     /// `cluster` with the given time-outs and addresses.
     pub(crate) fn shape(&self, cluster: Cluster) -> Cluster {
         let conf = &self.rdzv_conf;
-        let keep_alive = (
-            conf.keep_alive_interval.unwrap_or(Duration::from_secs(1)),
-            conf.keep_alive_attempts.unwrap_or(5),
-        );
-        let cluster = cluster.keep_alive(keep_alive.0, keep_alive.1);
+        let interval = conf.keep_alive_interval.unwrap_or(Duration::from_secs(1));
+        let cluster = cluster.keep_alive(interval, conf.keep_alive_attempts);
         let cluster = conf.join_timeout.into_iter().fold(cluster, Cluster::join_timeout);
         let cluster = conf.last_call.into_iter().fold(cluster, Cluster::last_call);
         let cluster = self.local_addr.iter().fold(cluster, Cluster::local_addr);

@@ -6,6 +6,7 @@
 //! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions restored afterwards.
+//! - [`tcp`]: what the kernel knows of a connection's path, and options that have no safe interface.
 // Each model uses only what it tests.
 #![cfg_attr(loom, allow(dead_code))]
 
@@ -33,4 +34,6 @@ pub mod parts;
 pub mod shared;
 pub mod signal;
 mod sync;
+#[cfg(not(loom))]
+pub mod tcp;
 mod worker;

@@ -47,6 +47,7 @@ mod hash;
 mod health;
 mod host;
 mod interfaces;
+mod network;
 mod notice;
 mod poll;
 mod proc_stat;

@@ -307,7 +307,7 @@ fn a_cut_cable_and_a_healed_one() {
     let left = pids(&job.wait_for(mark, 2, "world 2"));
     let took = cut.elapsed();
     println!("from the cut to the smaller group: {:.1} s", took.as_secs_f64());
-    assert!(took < Duration::from_secs(15), "{took:?}");
+    assert!(took < Duration::from_secs(25), "{took:?}");
     // The far side has been given up, and nothing of it comes back by itself.
     job.wait_for_err("the connection to its launcher is lost");
     let healed = Instant::now();

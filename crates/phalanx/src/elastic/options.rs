@@ -42,8 +42,9 @@ pub struct Options {
     pub join_timeout: Duration,
     /// The time limit for connecting a round's group: 60 s.
     pub connect_timeout: Duration,
-    /// How often a worker sends a heartbeat, and after how many missing ones it is declared dead: 1 s and 5.
-    pub keep_alive: (Duration, u32),
+    /// How often a worker sends a heartbeat to the job's store, 1 s, and after how many missing ones it is declared dead. If that is
+    /// not given, as many as fit into the time-outs of [`group`](Self::group) and at least 5: if all workers are on one host 5, else 12.
+    pub keep_alive: (Duration, Option<u32>),
 }
 
 impl Default for Options {
@@ -55,7 +56,7 @@ impl Default for Options {
             last_call: Duration::from_secs(1),
             join_timeout: Duration::from_secs(600),
             connect_timeout: Duration::from_secs(60),
-            keep_alive: (Duration::from_secs(1), 5),
+            keep_alive: (Duration::from_secs(1), None),
         }
     }
 }

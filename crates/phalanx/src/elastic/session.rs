@@ -108,6 +108,10 @@ impl Session {
         session.join()?;
         let (interval, attempts) = options.keep_alive;
         let interval = interval.max(Duration::from_millis(10));
+        // No other host reaches a store at such an address.
+        let is_one_host = interface.is_loopback();
+        let attempts =
+            attempts.unwrap_or_else(|| options.group.heartbeat.missing_in_store(interval, is_one_host));
         let silence = interval.saturating_mul(attempts.max(1));
         // A store that is slow may be faster the next time; the reader notices one that is lost.
         let heartbeats = Heartbeats { interval, silence, must_be_answered: false };

@@ -10,56 +10,101 @@ use crate::error::{Error, Result};
 /// or cable is gone, does not.
 ///
 /// Silence counts only while the listening rank is itself awake. If a process is on the same host, and the kernel shows
-/// that it is running, it is slow, not frozen: the others wait for it ten times as long.
+/// that it is running, it is slow, not frozen: the others wait for it ten times as long. Of a process on another host the kernel shows
+/// nothing, and a network that loses packets is silent for twice as long as it is broken. So ranks on other hosts have a time-out of
+/// their own.
 ///
 /// Ranks may have different settings: each rank tells the others its interval when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heartbeat {
     /// How often this rank sends a heartbeat. Zero: never, and the others ignore its silence.
     pub interval: Duration,
-    /// How late a heartbeat may be. A rank has failed if its heartbeat is later than this, and later than three of its
-    /// own intervals. Zero: this rank ignores the others' silence, for example while a debugger stops them.
+    /// How late a heartbeat of a rank on the same host may be. A rank has failed if its heartbeat is later than this, and later than
+    /// three of its own intervals. Zero: this rank ignores their silence, for example while a debugger stops them.
     pub timeout: Duration,
+    /// The same for ranks on other hosts.
+    pub network_timeout: Duration,
 }
 
 /// The largest interval and time-out.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
+/// How many heartbeats of a process in a store may be missing at least.
+const STORE_BEATS: u32 = 5;
+/// How many more may be missing than fit into the time-out of ranks.
+const AFTER_RANKS: u32 = 2;
 
 impl Heartbeat {
     /// No heartbeats in either direction.
-    pub const OFF: Self = Self { interval: Duration::ZERO, timeout: Duration::ZERO };
+    pub const OFF: Self =
+        Self { interval: Duration::ZERO, timeout: Duration::ZERO, network_timeout: Duration::ZERO };
 
     /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
     pub(crate) fn from_env() -> Result<Self> {
-        let default = Self::default();
-        let interval = seconds("PHALANX_HEARTBEAT_INTERVAL")?.unwrap_or(default.interval);
         let timeout = seconds("PHALANX_HEARTBEAT_TIMEOUT")?;
+        Ok(Self::with(seconds("PHALANX_HEARTBEAT_INTERVAL")?, timeout))
+    }
+
+    /// The defaults with what the user has set. A time-out is meant for all ranks, wherever they are.
+    fn with(interval: Option<Duration>, timeout: Option<Duration>) -> Self {
+        let default = Self::default();
+        let interval = interval.unwrap_or(default.interval);
         // A longer interval alone must not make the settings invalid.
-        let timeout = timeout.unwrap_or_else(|| default.timeout.max(interval * 10));
-        Ok(Self { interval, timeout })
+        let timeout_or = |default: Duration| timeout.unwrap_or_else(|| default.max(interval * 10));
+        Self {
+            interval,
+            timeout: timeout_or(default.timeout),
+            network_timeout: timeout_or(default.network_timeout),
+        }
     }
 
     pub(crate) fn check(self) -> Result<()> {
-        let Self { interval, timeout } = self;
-        if interval > LONGEST || timeout > LONGEST {
-            return Err(Error::invalid_argument(format!(
-                "heartbeats every {interval:?} with a time-out of {timeout:?}: neither may be longer than a day"
-            ))
-            .with_remedy("zero turns them off"));
-        }
-        if !timeout.is_zero() && timeout < interval * 2 {
-            return Err(Error::invalid_argument(format!(
-                "heartbeats every {interval:?} with a time-out of {timeout:?}: a single late heartbeat would count as a failure"
-            ))
-            .with_remedy("the time-out must be twice the interval at least; ten times is the default"));
+        let Self { interval, timeout, network_timeout } = self;
+        for timeout in [timeout, network_timeout] {
+            if interval > LONGEST || timeout > LONGEST {
+                return Err(Error::invalid_argument(format!(
+                    "heartbeats every {interval:?} with a time-out of {timeout:?}: neither may be longer than a day"
+                ))
+                .with_remedy("zero turns them off"));
+            }
+            if !timeout.is_zero() && timeout < interval * 2 {
+                return Err(Error::invalid_argument(format!(
+                    "heartbeats every {interval:?} with a time-out of {timeout:?}: a single late heartbeat would count as a failure"
+                ))
+                .with_remedy("the time-out must be twice the interval at least; ten times is the default"));
+            }
         }
         Ok(())
+    }
+
+    /// How late a heartbeat of a rank may be that is on this host, or on another.
+    pub(crate) fn timeout_of(self, is_within_host: bool) -> Duration {
+        if is_within_host { self.timeout } else { self.network_timeout }
+    }
+
+    /// After what silence of the network a process on another host is given up, where that cannot be turned off.
+    pub(crate) fn network_silence(self) -> Duration {
+        match self.network_timeout {
+            Duration::ZERO => Self::default().network_timeout,
+            timeout => timeout,
+        }
+    }
+
+    /// How many heartbeats may be missing of a process that sends one to a store in each `interval`: a launcher, or a worker of an
+    /// elastic job. They may be later than those of a rank, whose peers know more of the reason, and so speak first.
+    pub(crate) fn missing_in_store(self, interval: Duration, is_within_host: bool) -> u32 {
+        let silence = if is_within_host { self.timeout } else { self.network_silence() };
+        let beats = silence.as_nanos().div_ceil(interval.as_nanos().max(1));
+        u32::try_from(beats).unwrap_or(u32::MAX).saturating_add(AFTER_RANKS).max(STORE_BEATS)
     }
 }
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        Self { interval: Duration::from_millis(100), timeout: Duration::from_secs(1) }
+        Self {
+            interval: Duration::from_millis(100),
+            timeout: Duration::from_secs(1),
+            network_timeout: Duration::from_secs(10),
+        }
     }
 }
 
@@ -80,19 +125,56 @@ fn seconds(name: &str) -> Result<Option<Duration>> {
 mod tests {
     use super::*;
 
+    fn milliseconds(interval: u64, timeout: u64, network_timeout: u64) -> Heartbeat {
+        let [interval, timeout, network_timeout] =
+            [interval, timeout, network_timeout].map(Duration::from_millis);
+        Heartbeat { interval, timeout, network_timeout }
+    }
+
     #[test]
     fn a_time_out_leaves_room_for_a_late_heartbeat() {
-        let heartbeat = |interval, timeout| Heartbeat {
-            interval: Duration::from_millis(interval),
-            timeout: Duration::from_millis(timeout),
-        };
-        for fine in
-            [Heartbeat::default(), Heartbeat::OFF, heartbeat(0, 10), heartbeat(500, 0), heartbeat(5, 10)]
-        {
+        for fine in [
+            Heartbeat::default(),
+            Heartbeat::OFF,
+            milliseconds(0, 10, 10),
+            milliseconds(500, 0, 0),
+            milliseconds(5, 10, 10),
+        ] {
             assert!(fine.check().is_ok(), "{fine:?}");
         }
-        for bad in [heartbeat(6, 11), heartbeat(u64::MAX, 0), heartbeat(0, u64::MAX)] {
+        for bad in [
+            milliseconds(6, 11, 12),
+            milliseconds(6, 12, 11),
+            milliseconds(u64::MAX, 0, 0),
+            milliseconds(0, u64::MAX, 0),
+            milliseconds(0, 0, u64::MAX),
+        ] {
             assert!(bad.check().unwrap_err().is_invalid_argument(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_network_may_be_silent_for_longer_than_a_process_unless_the_user_says_otherwise() {
+        let seconds = |seconds| Some(Duration::from_secs(seconds));
+        assert_eq!(Heartbeat::with(None, None), milliseconds(100, 1000, 10_000));
+        assert_eq!(Heartbeat::with(None, seconds(15)), milliseconds(100, 15_000, 15_000));
+        assert_eq!(Heartbeat::with(None, seconds(0)), milliseconds(100, 0, 0));
+        assert_eq!(Heartbeat::with(seconds(1), None), milliseconds(1000, 10_000, 10_000));
+        assert_eq!(Heartbeat::with(seconds(2), None), milliseconds(2000, 20_000, 20_000));
+        let default = Heartbeat::default();
+        assert_eq!([true, false].map(|near| default.timeout_of(near).as_secs()), [1, 10]);
+    }
+
+    #[test]
+    fn heartbeats_in_a_store_may_be_as_late_as_those_between_ranks() {
+        let (second, default) = (Duration::from_secs(1), Heartbeat::default());
+        assert_eq!([true, false].map(|near| default.missing_in_store(second, near)), [5, 12]);
+        let of = |timeout| Heartbeat::with(None, Some(Duration::from_secs(timeout)));
+        assert_eq!([true, false].map(|near| of(15).missing_in_store(second, near)), [17, 17]);
+        assert_eq!([true, false].map(|near| of(2).missing_in_store(second, near)), [5, 5]);
+        // What is stopped by a debugger is a worker. A launcher that is silent is gone.
+        assert_eq!([true, false].map(|near| of(0).missing_in_store(second, near)), [5, 12]);
+        assert_eq!(default.missing_in_store(Duration::from_millis(1500), false), 9);
+        assert_eq!(default.missing_in_store(Duration::ZERO, false), u32::MAX);
     }
 }

@@ -20,7 +20,6 @@ const NEIGHBOURS: u32 = 2;
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
 pub(crate) struct Liveness {
-    timeout: Duration,
     /// The most time between two checks that counts: a rank that was asleep itself knows nothing about the others.
     step: Duration,
     looked: Option<Instant>,
@@ -77,18 +76,19 @@ impl Silence {
 
 impl Liveness {
     /// `step` is the usual time between two checks.
-    pub(crate) fn new(world: WorldSize, timeout: Duration, step: Duration) -> Self {
+    pub(crate) fn new(world: WorldSize, step: Duration) -> Self {
         let peers = world.ranks().map(|_| None).collect();
-        Self { timeout, step: step * 2, looked: None, peers }
+        Self { step: step * 2, looked: None, peers }
     }
 
-    /// From now on `peer` sends a heartbeat every `interval`, as it says. Zero: it sends none.
-    pub(crate) fn begin(&mut self, peer: Rank, interval: Duration, now: Instant) {
-        if self.timeout.is_zero() || interval.is_zero() {
+    /// From now on `peer` sends a heartbeat every `interval`, as it says, and none may be later than `timeout`. If either is zero,
+    /// its silence means nothing.
+    pub(crate) fn begin(&mut self, peer: Rank, interval: Duration, timeout: Duration, now: Instant) {
+        if timeout.is_zero() || interval.is_zero() {
             return;
         }
         // Its silence begins when an expected heartbeat does not come.
-        let limit = self.timeout.max(interval.saturating_mul(BEATS)).saturating_add(interval);
+        let limit = timeout.max(interval.saturating_mul(BEATS)).saturating_add(interval);
         if let Some(place) = self.peers.get_mut(peer.index()) {
             *place = Some(Peer { limit, silent: Duration::ZERO, heard: now });
         }
@@ -131,8 +131,8 @@ impl Liveness {
 impl Heartbeat {
     /// The interval of this rank's checks. None if it neither sends nor expects heartbeats.
     pub(crate) fn step(self) -> Option<Duration> {
-        let listening = self.timeout / 5;
-        let steps = [self.interval, listening].into_iter().filter(|step| !step.is_zero());
+        let steps = [self.interval, self.timeout / 5, self.network_timeout / 5];
+        let steps = steps.into_iter().filter(|step| !step.is_zero());
         steps.min()
     }
 }
@@ -163,9 +163,9 @@ mod tests {
     const B: Rank = Rank::new(2);
 
     fn liveness(now: Instant) -> Liveness {
-        let mut liveness = Liveness::new(WorldSize::new(3).unwrap(), TIMEOUT, STEP);
-        liveness.begin(A, STEP, now);
-        liveness.begin(B, STEP, now);
+        let mut liveness = Liveness::new(WorldSize::new(3).unwrap(), STEP);
+        liveness.begin(A, STEP, TIMEOUT, now);
+        liveness.begin(B, STEP, TIMEOUT, now);
         assert!(liveness.pass(now).is_empty());
         liveness
     }
@@ -185,6 +185,20 @@ mod tests {
         assert!(!expected.is_failure(ProcessState::Alive));
         liveness.heard(A, start + STEP * 13);
         assert!(liveness.pass(start + STEP * 13).is_empty());
+    }
+
+    #[test]
+    fn each_peer_has_its_own_time_out() {
+        let start = Instant::now();
+        let mut liveness = liveness(start);
+        liveness.begin(B, STEP, TIMEOUT * 10, start);
+        let mut found = [None, None];
+        for step in 1..=110 {
+            for silence in liveness.pass(start + STEP * step) {
+                found[usize::from(silence.peer == B)].get_or_insert(step);
+            }
+        }
+        assert_eq!(found, [Some(12), Some(102)]);
     }
 
     #[test]
@@ -212,7 +226,8 @@ mod tests {
         let start = Instant::now();
         let mut liveness = liveness(start);
         liveness.end(A);
-        liveness.begin(B, Duration::ZERO, start);
+        liveness.begin(A, STEP, Duration::ZERO, start);
+        liveness.begin(B, Duration::ZERO, TIMEOUT, start);
         liveness.end(B);
         assert!((1..1000).all(|step| liveness.pass(start + STEP * step).is_empty()));
     }
@@ -222,7 +237,7 @@ mod tests {
         let start = Instant::now();
         let mut liveness = liveness(start);
         liveness.end(B);
-        liveness.begin(A, TIMEOUT, start);
+        liveness.begin(A, TIMEOUT, TIMEOUT, start);
         let found = (1..).find(|step| !liveness.pass(start + STEP * *step).is_empty());
         assert_eq!(found, Some(41));
     }

@@ -19,6 +19,7 @@ use self::liveness::ProcessState;
 use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, is_local_shortage};
+use crate::network::Network;
 use crate::notice::warn;
 use crate::rank::{Rank, Sequence};
 use crate::wire::control::{AwaitedState, LongWait, WaitReport};
@@ -296,22 +297,42 @@ impl Health {
         self.fail(error)
     }
 
-    /// `peer` has been silent for `lasted`, and so have `others` other ranks.
-    pub(crate) fn silent(&self, peer: Rank, lasted: Duration, stopped: bool, others: usize) -> Error {
+    /// `peer`, whose process is seen in this `state` behind this `network`, has been silent for `lasted`, and so have `others` other
+    /// ranks.
+    pub(crate) fn silent(
+        &self,
+        peer: Rank,
+        lasted: Duration,
+        (state, network): (ProcessState, Network),
+        others: usize,
+    ) -> Error {
+        let (why, remedy) = match (state, network) {
+            (ProcessState::Stopped, _) => (
+                ": its process is stopped".to_owned(),
+                "if a debugger stops it, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank",
+            ),
+            (_, Network::Works) => (
+                network.to_string(),
+                "is it stopped (`kill -CONT` lets it go on), or its host out of memory? If it is only slow, raise \
+                 PHALANX_HEARTBEAT_TIMEOUT; if a debugger stops it, set that to 0 for every rank",
+            ),
+            (_, Network::Silent(_)) => (
+                network.to_string(),
+                "do its host and the network between still work? To survive a longer outage, raise \
+                 PHALANX_HEARTBEAT_TIMEOUT",
+            ),
+            (_, Network::Unknown) => (
+                String::new(),
+                "do its host and the network between still work? If it is only slow, raise \
+                 PHALANX_HEARTBEAT_TIMEOUT",
+            ),
+        };
         let seconds = lasted.as_secs_f64();
-        let why = if stopped { ": its process is stopped" } else { "" };
         let others = if others > 0 { format!(", nor have {others} others") } else { String::new() };
         let cause = format!(
-            "rank {peer} ({}) has not been heard of for {seconds:.1} s{why}{others}",
+            "rank {peer} ({}) has not been heard of for {seconds:.1} s{others}{why}",
             self.host(peer)
         );
-        let remedy = match stopped {
-            true => "if a debugger stops it, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank",
-            false => {
-                "do its host and the network between still work? If it is only slow, raise \
-                      PHALANX_HEARTBEAT_TIMEOUT"
-            }
-        };
         self.fail(Error::new(Kind::PeerFailed, cause).with_peer(peer).with_remedy(remedy))
     }
 

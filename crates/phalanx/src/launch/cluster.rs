@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
+use crate::health::Heartbeat;
 use crate::store::host_port;
 
 /// Who serves the launchers' store.
@@ -44,7 +45,8 @@ pub struct Cluster {
     pub(super) backend: RendezvousBackend,
     pub(super) local_addr: Option<String>,
     pub(super) bind: Option<IpAddr>,
-    pub(super) keep_alive: (Duration, u32),
+    pub(super) keep_alive: (Duration, Option<u32>),
+    heartbeat: Heartbeat,
     pub(super) join_timeout: Duration,
     pub(super) last_call: Duration,
 }
@@ -96,7 +98,8 @@ impl Cluster {
             backend,
             local_addr: None,
             bind: None,
-            keep_alive: (Duration::from_secs(1), 5),
+            keep_alive: (Duration::from_secs(1), None),
+            heartbeat: Heartbeat::from_env()?,
             join_timeout: Duration::from_secs(600),
             last_call: Duration::from_secs(30),
         })
@@ -134,9 +137,10 @@ impl Cluster {
         self
     }
 
-    /// How often a launcher sends a heartbeat, and after how many missing ones it is declared dead: 1 s and 5.
-    pub fn keep_alive(mut self, interval: Duration, attempts: u32) -> Self {
-        self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.max(1));
+    /// How often a launcher sends a heartbeat, 1 s, and after how many missing ones it is declared dead. If that is not given, as many
+    /// as fit into the time that the network between ranks may be silent (10 s, or `PHALANX_HEARTBEAT_TIMEOUT`) and two more, at least 5.
+    pub fn keep_alive(mut self, interval: Duration, attempts: Option<u32>) -> Self {
+        self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.map(|attempts| attempts.max(1)));
         self
     }
 
@@ -177,6 +181,7 @@ impl Cluster {
 
     /// After how long without a heartbeat a launcher is declared dead.
     pub(super) fn silence(&self) -> Duration {
-        self.keep_alive.0.saturating_mul(self.keep_alive.1)
+        let (interval, attempts) = self.keep_alive;
+        interval.saturating_mul(attempts.unwrap_or_else(|| self.heartbeat.missing_in_store(interval, false)))
     }
 }

@@ -3,6 +3,18 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+/// What stands in the place of a counter when the process's connection to the store has ended.
+pub(crate) const ENDED: &[u8] = b"ended";
+
+/// Why a process is missed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Absence {
+    /// Its counter has not moved for so long.
+    Silent(Duration),
+    /// Its connection to the store has ended.
+    Ended,
+}
+
 /// The heartbeats of others, nodes or workers, as one of them sees them. Only its own clock counts.
 #[derive(Debug)]
 pub(crate) struct Liveness<Id> {
@@ -18,31 +30,33 @@ impl<Id: Copy + Ord> Liveness<Id> {
         Self { interval, timeout, last: BTreeMap::new(), looked_at: None }
     }
 
-    /// Takes the others' counters, and gives those that have not moved for longer than the time-out, with how long.
+    /// Takes the others' counters, and gives those whose process has ended, and those that have not moved for longer than the time-out.
     pub(crate) fn observe<'a>(
         &mut self,
         beats: impl IntoIterator<Item = (Id, &'a [u8])>,
         now: Instant,
-    ) -> Vec<(Id, Duration)> {
+    ) -> Vec<(Id, Absence)> {
         // A process that slept itself, or was stopped, knows nothing of the others.
         let awake = self.interval + self.timeout / 2;
         let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > awake);
         self.looked_at = Some(now);
         let mut last = BTreeMap::new();
-        let mut silent = Vec::new();
+        let mut absent = Vec::new();
         for (id, beat) in beats {
             let entry = match self.last.remove(&id) {
                 Some((earlier, at)) if earlier == beat && !slept => (earlier, at),
                 _ => (beat.to_vec(), now),
             };
             let since = now.saturating_duration_since(entry.1);
-            if since > self.timeout {
-                silent.push((id, since));
+            if beat == ENDED {
+                absent.push((id, Absence::Ended));
+            } else if since > self.timeout {
+                absent.push((id, Absence::Silent(since)));
             }
             last.insert(id, entry);
         }
         self.last = last;
-        silent
+        absent
     }
 }
 
@@ -61,8 +75,17 @@ mod tests {
             liveness.observe([(A, a), (B, b)], start + Duration::from_secs(second))
         };
         assert!((0..=5).all(|second| at(second, b"7", &[second as u8]).is_empty()));
-        assert_eq!(at(6, b"7", b"x"), [(A, Duration::from_secs(6))]);
+        assert_eq!(at(6, b"7", b"x"), [(A, Absence::Silent(Duration::from_secs(6)))]);
         assert!(at(7, b"8", b"y").is_empty());
+    }
+
+    #[test]
+    fn who_has_ended_is_missed_at_once() {
+        let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
+        let start = Instant::now();
+        assert!(liveness.observe([(A, &b"7"[..]), (B, b"7")], start).is_empty());
+        let next = start + Duration::from_secs(1);
+        assert_eq!(liveness.observe([(A, ENDED), (B, b"8")], next), [(A, Absence::Ended)]);
     }
 
     #[test]

@@ -27,7 +27,6 @@ mod replica;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -37,6 +36,7 @@ pub(crate) use self::compaction::Compaction;
 pub(crate) use self::compaction::STRIDE;
 #[cfg(test)]
 pub(crate) use self::liveness::Liveness;
+pub(crate) use self::liveness::{Absence, ENDED};
 pub(crate) use self::mac::Mac;
 use self::mac::Verified;
 #[cfg(any(test, fuzzing))]
@@ -77,8 +77,8 @@ pub(crate) trait Machine: Clone + Default + Send + 'static {
     /// The key of the heartbeats of a process that is present.
     fn heartbeat_key(&self, id: Self::Id) -> Option<String>;
 
-    /// The entry by which `by` says that a process has been silent for so long.
-    fn silent(id: Self::Id, by: Self::Id, since: Duration) -> Self::Entry;
+    /// The entry by which `by` says that a process is no longer there.
+    fn absent(id: Self::Id, by: Self::Id, absence: Absence) -> Self::Entry;
 }
 
 /// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer

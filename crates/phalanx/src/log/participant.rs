@@ -11,8 +11,6 @@ use crate::error::{Error, Result};
 
 /// How long the reader waits for one entry before it asks for it anew.
 const READ_TIMEOUT: Duration = Duration::from_secs(3600);
-/// How long one removal of what is not needed any more may take.
-const TIDY: Duration = Duration::from_secs(1);
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -164,8 +162,8 @@ fn watch<M: Machine>(
             Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),
             Ok(()) => {}
         }
-        // Not for long: the next heartbeat waits for it.
-        if let Err(error) = clean(log, replica, Deadline::after(TIDY.min(heartbeats.silence / 2)), tidy) {
+        // The next heartbeat waits for it, and must not come too late.
+        if let Err(error) = clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
             tracing::debug!(%error, "old entries of the log could not be removed");
         }
         let mut view = replica.view();
@@ -178,7 +176,7 @@ fn watch<M: Machine>(
     }
 }
 
-/// Sends a heartbeat, and appends who has become silent.
+/// Sends a heartbeat, and appends who has ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
     replica: &Replica<M>,
@@ -206,8 +204,8 @@ fn beat<M: Machine>(
     // They exist: a process sends a heartbeat before it joins.
     let beats = log.store.multi_get(&keys, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
-    for (other, since) in liveness.observe(beats, Instant::now()) {
-        log.append(&M::silent(other, id, since), deadline)?;
+    for (other, absence) in liveness.observe(beats, Instant::now()) {
+        log.append(&M::absent(other, id, absence), deadline)?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use serde::Deserialize;
@@ -80,7 +80,7 @@ impl<const COMPACTED: bool> Machine for Heard<COMPACTED> {
         Some(format!("beat/{id}"))
     }
 
-    fn silent(id: u32, _by: u32, _since: Duration) -> Entry {
+    fn absent(id: u32, _by: u32, _absence: Absence) -> Entry {
         Entry::Gone(id)
     }
 }

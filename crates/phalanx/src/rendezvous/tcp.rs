@@ -7,7 +7,9 @@ use super::arrival::{Identity, arrive};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;
-use crate::store::{Access, KeylessClients, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name};
+use crate::store::{
+    Access, KeylessClients, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
+};
 
 /// Who serves the store.
 #[derive(Clone, Copy, Debug)]
@@ -46,9 +48,14 @@ pub(super) fn join(
         }
         _ => None,
     };
+    let connect = |address: &str, connections| {
+        let patience = Patience { connections, ..Patience::WHOLE };
+        TcpStore::connect_patiently(address, &config.credentials, deadline, &patience)
+    };
     let client = match &server {
-        Some(server) => TcpStore::connect_with(server.reachable_addr(), &config.credentials, deadline),
-        None => TcpStore::connect_with(address, &config.credentials, deadline),
+        Some(server) => connect(&server.reachable_addr().to_string(), 1),
+        // Another thread shares memory while this one connects the ranks: over a network each connection takes round trips.
+        None => connect(address, if is_loopback(address) { 1 } else { 2 }),
     };
     let client = Arc::new(client?);
     let (interface, found) = (client.local_ip(), client.found_ip());
@@ -61,6 +68,11 @@ pub(super) fn join(
     let keep_alive = KeepAlive(held);
     let arrived = arrive(&store, Some(found), config, me, deadline)?;
     config.met(arrived, interface, keep_alive, deadline)
+}
+
+/// Whether `host:port` is an address of this host alone.
+fn is_loopback(address: &str) -> bool {
+    address.parse().is_ok_and(|address: SocketAddr| address.ip().is_loopback())
 }
 
 /// The port of `host:port`.

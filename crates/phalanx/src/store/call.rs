@@ -8,6 +8,7 @@ use super::table::Refusal;
 use super::{MAX_KEY, MAX_VALUE};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::network::Network;
 use crate::wire::store::{MAX_COUNT, MAX_REQUEST};
 
 /// How many keys an error names.
@@ -56,12 +57,17 @@ impl<'a> Call<'a> {
                 format!("not set after {waited:.1} s at {}", self.store),
                 "has the rank that sets it started, and does it still run? If it is only slow, raise the time-out",
             ),
-            _ => (
-                format!("no answer after {waited:.1} s from {}", self.store),
-                "does the store's host (rank 0, or the launcher) still run? If it is only slow, raise the time-out",
-            ),
+            _ => return self.unanswered(Network::Unknown),
         };
         self.error(Kind::Timeout, cause).with_remedy(remedy)
+    }
+
+    /// The deadline has passed without an answer, behind this network.
+    pub fn unanswered(&self, network: Network) -> Error {
+        let waited = self.started.elapsed().as_secs_f64();
+        self.error(Kind::Timeout, format!("no answer after {waited:.1} s from {}{network}", self.store)).with_remedy(
+            "does the store's host (rank 0, or the launcher) still run? If it is only slow, raise the time-out",
+        )
     }
 
     /// Another process has held the file's lock until the deadline.

@@ -20,8 +20,13 @@ impl PrefixStore {
         Self { prefix: prefix.into(), store }
     }
 
+    /// The key in the other store.
+    pub(crate) fn key_in(prefix: &str, key: &str) -> String {
+        format!("{prefix}/{key}")
+    }
+
     fn key(&self, key: &str) -> String {
-        format!("{}/{key}", self.prefix)
+        Self::key_in(&self.prefix, key)
     }
 
     fn with_keys<T>(&self, keys: &[&str], then: impl FnOnce(&[&str]) -> T) -> T {

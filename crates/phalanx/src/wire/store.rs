@@ -19,7 +19,7 @@ pub(crate) const MAX_REQUEST: usize = 64 * 1024 * 1024;
 /// A client of ours sends this number in the ping of its greeting. PyTorch's server returns it, a server of ours returns
 /// [`OWN_ECHO`]. PyTorch's clients send their process id, which is smaller.
 pub(crate) const OWN_PING: u32 = 0x5048_4C59;
-/// The answer of a server of ours, which knows [`Op::WaitGet`].
+/// The answer of a server of ours, which knows [`Op::WaitGet`] and [`Op::SetAtEnd`].
 pub(crate) const OWN_ECHO: u32 = !OWN_PING;
 
 /// The answer to [`Op::Wait`], [`Op::WaitGet`] and [`Op::Barrier`] when the wait is over.
@@ -55,10 +55,12 @@ pub(crate) enum Op {
     Barrier = 18,
     /// Ours, not PyTorch's: a [`Wait`](Self::Wait) whose answer is followed by the values, so that both take one round trip.
     WaitGet = 64,
+    /// Ours: the key gets the value when this connection ends.
+    SetAtEnd = 65,
 }
 
 /// Every operation a request may carry after the handshake.
-const OPS: [Op; 19] = [
+const OPS: [Op; 20] = [
     Op::Set,
     Op::CompareSet,
     Op::Get,
@@ -78,6 +80,7 @@ const OPS: [Op; 19] = [
     Op::ListKeys,
     Op::Barrier,
     Op::WaitGet,
+    Op::SetAtEnd,
 ];
 
 /// One part of a request.
@@ -102,7 +105,7 @@ impl Op {
             Self::NumKeys | Self::CancelWait | Self::ListKeys => &[],
             Self::Validate | Self::Ping => &[Part::Int(4)],
             Self::Get | Self::Delete | Self::QueuePop | Self::QueueLen => &[Part::Key],
-            Self::Set | Self::Append | Self::QueuePush => &[Part::Key, Part::Value],
+            Self::Set | Self::Append | Self::QueuePush | Self::SetAtEnd => &[Part::Key, Part::Value],
             Self::CompareSet => &[Part::Key, Part::Value, Part::Value],
             Self::Add | Self::Barrier => &[Part::Key, Part::Int(8)],
             Self::Check | Self::Wait | Self::MultiGet | Self::WaitGet => &[Part::Count, Part::Key],

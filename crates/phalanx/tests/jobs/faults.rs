@@ -16,6 +16,8 @@ use crate::support::world::{LIMIT, World, in_time};
 const START: Duration = Duration::from_secs(6);
 /// What silence is, plus what a busy machine may need. (`phalanx bench faults` measures; this finds hangs.)
 const SILENCE: Duration = Duration::from_secs(4);
+/// The same if the network between hosts is silent.
+const NETWORK_SILENCE: Duration = Duration::from_secs(16);
 /// A death is known at once; again on a machine that may be busy.
 const DEATH: Duration = Duration::from_secs(2);
 /// Where ranks say in the store that they have come.
@@ -31,16 +33,21 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// These need root and its tools.
 pub const PRIVILEGED: &[(&str, fn())] = &[
-    ("a_cable_is_pulled", || between_hosts(Network::pull)),
+    ("a_cable_is_pulled", || between_hosts("the network is silent", Network::pull)),
     ("a_network_is_parted", || {
-        between_hosts(|network| {
+        between_hosts("the network is silent", |network| {
             network.lose_what_the_first_sends();
             network.lose_what_the_second_sends();
         });
     }),
-    ("a_network_is_parted_one_way", || between_hosts(Network::lose_what_the_first_sends)),
-    ("a_network_is_parted_the_other_way", || between_hosts(Network::lose_what_the_second_sends)),
-    ("connections_are_reset", || between_hosts(Network::reset)),
+    ("a_network_is_parted_one_way", || {
+        between_hosts("the network is silent", Network::lose_what_the_first_sends)
+    }),
+    ("a_network_is_parted_the_other_way", || {
+        between_hosts("the network is silent", Network::lose_what_the_second_sends)
+    }),
+    ("connections_are_reset", || between_hosts("was lost", Network::reset)),
+    ("a_process_of_another_host_is_frozen", a_process_of_another_host_is_frozen),
     ("a_disk_is_full_where_ranks_meet", a_disk_is_full_where_ranks_meet),
 ];
 
@@ -206,7 +213,7 @@ fn the_store_ends_while_ranks_meet() {
 }
 
 /// Two hosts, whose ranks lose each other: all of them have an error, and none hangs.
-fn between_hosts(fault: impl Fn(&Network)) {
+fn between_hosts(says: &str, fault: impl Fn(&Network)) {
     for (world, transport) in [(2, "tcp"), (4, "auto")] {
         let network = Network::new();
         let mut ranks = network.start("faults::train", world, &[("PHALANX_TRANSPORT", transport)]);
@@ -220,9 +227,24 @@ fn between_hosts(fault: impl Fn(&Network)) {
             // Whoever heard of it first blames the other side; its neighbours, and who can still be told, say the same.
             assert!(error.contains("blames "), "rank {rank} of {world}: {error}");
         }
-        assert!(took < SILENCE, "it took {took:?}: {outcomes:?}");
+        assert!(outcomes.iter().any(|(_, error)| error.contains(says)), "{outcomes:?}");
+        assert!(took < NETWORK_SILENCE, "it took {took:?}: {outcomes:?}");
         println!("{world} ranks: {took:?}");
     }
+}
+
+/// Its host acknowledges what the others send to it, so it is not the network.
+fn a_process_of_another_host_is_frozen() {
+    let network = Network::new();
+    let mut ranks = network.start("faults::train", 2, &[("PHALANX_HEARTBEAT_TIMEOUT", "3")]);
+    ranks.training();
+    ranks.send(1, Signal::STOP);
+    ranks.await_all_but(&[1]);
+    ranks.send(1, Signal::CONT);
+    let (outcomes, _) = ranks.end();
+    let (code, error) = &outcomes[0];
+    assert_eq!(*code, Some(3), "{error}");
+    assert!(error.contains("blames 1") && error.contains("its process is frozen"), "{error}");
 }
 
 fn a_disk_is_full_where_ranks_meet() {

@@ -31,7 +31,7 @@ pub const PRIVILEGED: &[(&str, fn())] = &[
 ];
 
 /// What silence is, what a busy machine may need, and the rest of the training.
-const SILENCE: Duration = Duration::from_secs(10);
+const SILENCE: Duration = Duration::from_secs(20);
 
 pub fn play(scenario: &str) {
     match scenario {

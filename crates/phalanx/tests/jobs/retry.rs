@@ -96,7 +96,7 @@ fn hash(weights: &[i64]) -> u64 {
 fn work(deaths: &str) -> Result<()> {
     let mut options = Options::from_env()?;
     // Who is killed or stopped is found by its group; who is only slow is not given up.
-    options.keep_alive = (Duration::from_millis(200), 25);
+    options.keep_alive = (Duration::from_millis(200), Some(25));
     let mut training = training();
     elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
         train(context, group, deaths)

@@ -68,7 +68,7 @@ impl Settings {
 /// Why a worker no longer takes part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Departure {
-    /// Its connections to another worker broke.
+    /// Its connections to another worker, or to the store, broke.
     Died,
     /// It has sent no heartbeat for so long.
     Silent(Duration),

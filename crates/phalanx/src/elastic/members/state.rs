@@ -1,12 +1,10 @@
 //! The state that all workers agree on.
 
-use std::time::Duration;
-
 use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
 use crate::error::{Error, Result};
-use crate::log::{self, Compaction, Machine};
+use crate::log::{self, Absence, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// Who takes part, and who waits to.
@@ -137,8 +135,12 @@ impl Machine for MembersState {
         self.worker(id).map(Worker::heartbeat_key)
     }
 
-    fn silent(worker: WorkerId, by: WorkerId, since: Duration) -> Entry {
-        Entry::Gone { worker, by, why: Departure::Silent(since) }
+    fn absent(worker: WorkerId, by: WorkerId, absence: Absence) -> Entry {
+        let why = match absence {
+            Absence::Silent(since) => Departure::Silent(since),
+            Absence::Ended => Departure::Died,
+        };
+        Entry::Gone { worker, by, why }
     }
 }
 

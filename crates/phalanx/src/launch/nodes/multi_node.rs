@@ -133,11 +133,9 @@ impl<'a> MultiNode<'a> {
         let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {
             Some(node) => {
-                let cause = format!(
-                    "node 0 ({}) is gone, and with it the launchers' store: {}",
-                    node.host,
-                    error.cause()
-                );
+                let what = if error.is_timeout() { "does not answer" } else { "is gone" };
+                let cause =
+                    format!("node 0 ({}) {what}, and with it the launchers' store: {}", node.host, error.cause());
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
             // It was never reached: the error says what may stand between, or why it was refused.
@@ -480,7 +478,14 @@ fn outcome_of(cause: &Cause) -> Outcome {
         Cause::Node { node, node_rank, why } => {
             let why = match why {
                 Departure::Silent(since) => {
-                    format!("its launcher has not been heard of for {:.1} s", since.as_secs_f64())
+                    format!(
+                        "its launcher has not been heard of for {:.1} s: it is frozen, or its host or the network is silent",
+                        since.as_secs_f64()
+                    )
+                }
+                Departure::Ended => {
+                    "its launcher has ended without a word: its connection to the launchers' store was closed"
+                        .to_owned()
                 }
                 Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
                 Departure::GaveUp(why) => format!("its launcher gave up: {why}"),

@@ -26,7 +26,7 @@ use crate::interfaces::is_every_hosts;
 use crate::interfaces::is_own;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::launch::own_address::own_address;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
@@ -39,14 +39,16 @@ use crate::store::{
 /// How long the last message of this launcher may take: some round trips of a slow network, and a packet that is sent again.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the store stays up for other launchers that have not read to the end yet. They close their connections when they have; a
-/// launcher whose host is gone does not.
+/// launcher whose host is gone does not. Longer, if launchers may be silent for longer.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
+/// The same if the job has ended because a launcher is silent: its connections stay open, and only the others' are waited for.
+const DRAIN_BESIDE_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
 const LOOK_UP: Duration = Duration::from_secs(30);
 /// How often a launcher that tries to connect looks whether the end point has become an address of its own host.
 const ADDRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long a listening program may take to answer as a store does.
+/// How long a listening program may take to answer as a store does, if launchers may not be silent for longer.
 const SILENCE_LIMIT: Duration = Duration::from_secs(15);
 
 /// What is known once the store is reached.
@@ -81,6 +83,8 @@ struct RendezvousStore {
     store_address: Option<StoreAddress>,
     /// Does another launcher serve it?
     served_elsewhere: bool,
+    /// The same store, if a launcher serves it: it notices when this one has ended.
+    tcp: Option<Arc<TcpStore>>,
 }
 
 /// The supervisor's handle to the rendezvous of the launchers.
@@ -90,6 +94,7 @@ pub(super) struct RendezvousHandler {
     notice: PipeReader,
     proposals: Option<Sender<Entry>>,
     writer: Option<JoinHandle<Option<Served>>>,
+    drain_timeout: Duration,
 }
 
 impl RendezvousHandler {
@@ -122,7 +127,8 @@ impl RendezvousHandler {
         let writer = std::thread::Builder::new().name("phalanx-nodes".into()).spawn(run);
         let writer =
             writer.map_err(|error| Error::io("cannot start a thread for messages of other nodes", error))?;
-        Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer) })
+        let drain_timeout = DRAIN_TIMEOUT.max(cluster.silence());
+        Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer), drain_timeout })
     }
 
     /// Readable when the state has changed.
@@ -167,7 +173,9 @@ impl Drop for RendezvousHandler {
             std::thread::sleep(Duration::from_millis(1));
         }
         if let Ok(Some(Served { server, _claim })) = writer.join() {
-            server.drain(Deadline::after(DRAIN_TIMEOUT));
+            let is_one_silent = self.replica.view().state.has_ended_in_silence();
+            let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { self.drain_timeout };
+            server.drain(Deadline::after(timeout));
         }
     }
 }
@@ -204,9 +212,16 @@ impl Thread {
         let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let join = join(server.is_some());
+        // Until this function ends.
+        let mut _at_end = None;
         if let Entry::Join { node, .. } = &join {
             // While the first entry is on its way.
-            participant.announce(&node.id.heartbeat_key(), Deadline::after(silence))?;
+            let key = node.id.heartbeat_key();
+            participant.announce(&key, Deadline::after(silence))?;
+            if let Some(tcp) = opened.tcp.filter(|_| opened.served_elsewhere) {
+                let key = PrefixStore::key_in(scope, &key);
+                _at_end = tcp.set_at_end(&key, ENDED, Deadline::after(silence))?;
+            }
         }
         if opened.served_elsewhere {
             wait_for_host(replica, cluster, deadline)?;
@@ -259,7 +274,7 @@ fn open_store(
         (None, None) => own_address()?.to_string(),
     };
     let store_address = Some(StoreAddress { listens_at: name.clone(), name });
-    Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false })
+    Ok(RendezvousStore { store, server: None, store_address, served_elsewhere: false, tcp: None })
 }
 
 /// The launchers' store in one of them: serves it, or connects to it.
@@ -311,11 +326,13 @@ fn open_served(
             let name = address_here(host, cluster.bind);
             StoreAddress { name, listens_at: listens_at.to_string() }
         });
+        let tcp = Some(Arc::clone(&store));
         return Ok(RendezvousStore {
             store,
             served_elsewhere: served.is_none(),
             server: served,
             store_address,
+            tcp,
         });
     }
 }
@@ -445,10 +462,12 @@ fn connect(
     has_become_own: &(dyn Fn() -> bool + Sync),
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    // One to read the log, and one to write. A launcher that serves the store needs no more time for another.
-    let connections = if here.is_some() { 1 } else { 2 };
+    // One to read the log, one to write, and one whose end says that this launcher has ended. A launcher that serves the store needs
+    // no more time for another.
+    let connections = if here.is_some() { 1 } else { 3 };
     let goes_on = &|| !replica.view().is_closing() && !has_become_own();
-    let patience = Patience { silence: SILENCE_LIMIT, goes_on, connections };
+    let silence = SILENCE_LIMIT.max(cluster.silence());
+    let patience = Patience { silence, goes_on, connections };
     TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
 

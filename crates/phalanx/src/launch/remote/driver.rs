@@ -184,7 +184,7 @@ impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
         let id = self.started_peers;
-        let connection = Connection::start(self.job.command(&host), self.inbox.incoming_sender(id))?;
+        let connection = Connection::start(self.job.command(&host)?, self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
         connection.send(self.environment.clone());
         self.peers.push(Peer {

@@ -36,6 +36,7 @@ use super::exit::Report;
 use super::job::check_open_store;
 use crate::credentials::Credentials;
 use crate::error::{Error, Result};
+use crate::health::Heartbeat;
 use crate::key::JobKey;
 use crate::tls::Tls;
 
@@ -74,6 +75,14 @@ pub struct RemoteJob {
     bind: Option<IpAddr>,
     open_store: bool,
     elastic: Option<ElasticHosts>,
+}
+
+/// How long the connection to a host may be silent at least.
+const SSH_SILENCE: Duration = Duration::from_secs(15);
+
+/// How long the connection to a host may be silent: not less than the network between its ranks.
+fn ssh_silence(heartbeat: Heartbeat) -> Duration {
+    SSH_SILENCE.max(heartbeat.network_silence())
 }
 
 impl RemoteJob {
@@ -183,14 +192,15 @@ impl RemoteJob {
     }
 
     /// The command that starts the launcher on `host`.
-    fn command(&self, host: &Host) -> Command {
-        if is_this_machine(host) {
+    fn command(&self, host: &Host) -> Result<Command> {
+        Ok(if is_this_machine(host) {
             let mut command = Command::new(&self.launcher);
             command.arg("node");
             command
         } else {
-            self.shell.command(host.name(), &self.launcher, self.start_timeout)
-        }
+            let silence = ssh_silence(Heartbeat::from_env()?);
+            self.shell.command(host.name(), &self.launcher, self.start_timeout, silence)
+        })
     }
 
     /// How long a launcher may take to end after it was told to.

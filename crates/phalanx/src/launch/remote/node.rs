@@ -12,11 +12,12 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, getpid, kill_process};
 
-use super::frame;
 use super::protocol::{
     FromLauncher, LauncherConfig, LauncherError, RemoteEvent, RemoteReport, Route, ToLauncher,
 };
+use super::{frame, ssh_silence};
 use crate::error::{Error, Result};
+use crate::health::Heartbeat;
 use crate::launch::agent::Agent;
 use crate::launch::cluster::{Cluster, Hosting};
 use crate::launch::event::Event;
@@ -24,11 +25,9 @@ use crate::launch::exit::Report;
 use crate::launch::job::Job;
 use crate::world_size::WorldSize;
 
-/// How long the user's command may send nothing; it sends a heartbeat every 5 s.
+/// How long the user's command may send nothing, if the network may not be silent for longer; it sends a heartbeat every 5 s. In an
+/// elastic job it is as long as ssh waits: when the command has declared a host lost, it may start another launcher there.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
-/// The same in an elastic job: when the command has declared a host lost, after ssh has got no answer for as long, it
-/// may start another launcher there.
-const ELASTIC_SILENCE: Duration = Duration::from_secs(15);
 
 /// The part of a [`RemoteJob`](super::RemoteJob) on one host.
 ///
@@ -69,9 +68,8 @@ impl RemoteNode {
             }
         };
         let agent = config.agent.clone().map(Agent::new).transpose()?;
-        if agent.is_some() {
-            messages.silence = ELASTIC_SILENCE;
-        }
+        let silence = ssh_silence(Heartbeat::from_env()?);
+        messages.silence = if agent.is_some() { silence } else { SILENCE.max(silence) };
         let follower = agent.clone();
         std::thread::Builder::new()
             .name("phalanx-driver".into())

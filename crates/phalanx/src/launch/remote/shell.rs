@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use super::connection::ALIVE;
 use super::quote::quote;
 
 /// Starts the launcher of this version: at the same path as here, or from `PATH`. Any shell on the host will do; it
@@ -53,14 +54,22 @@ impl RemoteShell {
         self.program.first().map_or_else(String::new, |program| program.to_string_lossy().into_owned())
     }
 
-    /// Starts the launcher on `host`. Secrets and long values are not on this command line.
-    pub(super) fn command(&self, host: &str, launcher: &Path, timeout: Duration) -> Command {
+    /// Starts the launcher on `host`. Secrets and long values are not on this command line. A cut connection is noticed after `silence`.
+    pub(super) fn command(
+        &self,
+        host: &str,
+        launcher: &Path,
+        timeout: Duration,
+        silence: Duration,
+    ) -> Command {
         let mut program = self.program.iter();
         let mut command = Command::new(program.next().map_or(OsStr::new("ssh"), OsString::as_os_str));
         command.args(program);
-        // It must not ask questions: its standard input is the launcher's. A cut connection is noticed within 15 s.
+        // It must not ask questions: its standard input is the launcher's.
         let timeout = format!("ConnectTimeout={}", timeout.as_secs().max(1));
-        for option in ["BatchMode=yes", &timeout, "ServerAliveInterval=5", "ServerAliveCountMax=3"] {
+        let interval = format!("ServerAliveInterval={}", ALIVE.as_secs());
+        let attempts = format!("ServerAliveCountMax={}", silence.as_secs().div_ceil(ALIVE.as_secs()));
+        for option in ["BatchMode=yes", &timeout, &interval, &attempts] {
             command.args(["-o", option]);
         }
         if let Some(port) = self.port {
@@ -89,12 +98,17 @@ mod tests {
             .program(OsStr::new(" rsh  -v "))
             .port(7)
             .identity("a key")
-            .command("node1", &launcher, Duration::from_secs(9));
+            .command("node1", &launcher, Duration::from_secs(9), Duration::from_secs(21));
         let words: Vec<&OsStr> = command.get_args().collect();
         let (line, options) = words.split_last().unwrap();
         assert_eq!(command.get_program(), "rsh");
         assert_eq!(options.first().unwrap(), &"-v");
         assert_eq!(options[options.len() - 5..], ["-p", "7", "-i", "a key", "node1"]);
+        assert!(
+            ["ServerAliveInterval=5", "ServerAliveCountMax=5"]
+                .iter()
+                .all(|alive| options.contains(&OsStr::new(alive)))
+        );
         // A PATH with a shell and no launcher.
         std::os::unix::fs::symlink("/bin/sh", folder.path().join("sh")).unwrap();
         let run = || Command::new("/bin/sh").arg("-c").arg(line).env("PATH", folder.path()).output().unwrap();

@@ -48,6 +48,12 @@ pub struct TcpStore {
     in_go_on: AtomicUsize,
 }
 
+/// The connection at whose end a key gets a value: see [`TcpStore::set_at_end`].
+#[derive(Debug)]
+pub(crate) struct AtEnd {
+    _link: Link,
+}
+
 impl TcpStore {
     /// Connects to the store at `address`, a `SocketAddr` or `host:port`. Tries until `deadline` while nothing
     /// listens there. If the listener is not a store, the error says so.
@@ -123,6 +129,21 @@ impl TcpStore {
         self.found.ip()
     }
 
+    /// Sets `key` to `value` when this client has ended, or drops what this returns. None if the server is PyTorch's, which cannot.
+    pub(crate) fn set_at_end(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<Option<AtEnd>> {
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
+        call.value(value)?;
+        let mut link = self.link(&call)?;
+        if !link.is_own().map_err(|error| call.failed(error))? {
+            self.put_back(link);
+            return Ok(None);
+        }
+        // It has no answer: on a slow network a start would wait for it.
+        let request = Frame::new(Op::SetAtEnd).key(key).value(value).into_bytes();
+        link.send(&request).map_err(|error| call.failed(error))?;
+        Ok(Some(AtEnd { _link: link }))
+    }
+
     /// Closes the connections that no call is using.
     pub(crate) fn close_idle(&self) {
         self.idle.lock().clear();
@@ -139,7 +160,10 @@ impl TcpStore {
     ) -> Result<T> {
         let mut link = self.link(call)?;
         let answer = link.send(&request.into_bytes()).and_then(|()| read(&mut link));
-        let answer = answer.map_err(|error| call.failed(error))?;
+        let answer = answer.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => call.unanswered(link.network(call.started.elapsed())),
+            _ => call.failed(error),
+        })?;
         self.put_back(link);
         Ok(answer)
     }

@@ -8,10 +8,12 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use phalanx_sys::tcp;
 
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
+use crate::network::Network;
 use crate::notice::while_waiting;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
@@ -35,6 +37,10 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_m
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
 /// How long the rest of an answer may take whose beginning has come.
 const REST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long the kernel may get no acknowledgement before it gives a connection up, on either side. It is the kernel's own limit: how
+/// long an outage may last is for heartbeats and deadlines to say.
+pub(super) const GIVE_UP: Duration = Duration::from_secs(15 * 60);
 
 /// A connection after the greeting of a store.
 #[derive(Debug)]
@@ -118,7 +124,7 @@ pub(crate) struct Patience<'a> {
 
 impl Patience<'static> {
     /// Waits until the deadline.
-    pub(super) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
+    pub(crate) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
 }
 
 impl Link {
@@ -258,6 +264,11 @@ impl Link {
         self.stream.peer_addr()
     }
 
+    /// What is known of the network, if the server has not answered for `silence`.
+    pub fn network(&self, silence: Duration) -> Network {
+        Network::behind(&self.stream, silence)
+    }
+
     fn attempt(
         address: &str,
         credentials: &ClientCredentials,
@@ -304,6 +315,7 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
+        tcp::recover_soon(&stream, GIVE_UP).map_err(ConnectError::NotListening)?;
         let deadline = deadline.at_most(GREETING);
         let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();

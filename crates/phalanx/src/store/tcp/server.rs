@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use phalanx_sys::tcp;
 use rustix::process::{Resource, getrlimit};
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 use tokio::net::{TcpListener, TcpStream};
@@ -17,7 +18,7 @@ use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::{NO_ADDRESS_REMEDY, resolve_patiently};
+use super::client_connection::{GIVE_UP, NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
@@ -318,6 +319,7 @@ fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
     let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
     let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+    let _ = tcp::recover_soon(stream, GIVE_UP);
 }
 
 #[cfg(test)]

@@ -45,12 +45,31 @@ pub(super) async fn serve(
     admission.admit(&mut stream).await?;
     stream.admit();
     admitted();
-    Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared }.run()).await
+    let at_end = AtEnd { shared: Rc::clone(&shared), pair: None };
+    Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared, at_end }.run()).await
 }
 
 struct Connection {
     stream: BufReader<Stream>,
     shared: Rc<RefCell<Shared>>,
+    at_end: AtEnd,
+}
+
+/// The key that gets a value when the connection has ended, however it ended.
+struct AtEnd {
+    shared: Rc<RefCell<Shared>>,
+    pair: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+impl Drop for AtEnd {
+    fn drop(&mut self) {
+        let Some((key, value)) = self.pair.take() else { return };
+        let mut shared = self.shared.borrow_mut();
+        // A store that is full keeps what it has: there is nobody to tell.
+        if shared.table.set(&key, value.as_slice()).is_ok() {
+            shared.waiters.wake_all(&key);
+        }
+    }
 }
 
 /// The result of a request.
@@ -85,7 +104,11 @@ impl Connection {
     async fn run(mut self) -> io::Result<()> {
         // The next request is read only when the last answer has been taken, so that a client that does not read cannot
         // use up memory.
-        while let Some(request) = self.next_request().await? {
+        while let Some(mut request) = self.next_request().await? {
+            if let (Op::SetAtEnd, [key, value]) = (request.op, request.strings.as_mut_slice()) {
+                self.at_end.pair = Some((std::mem::take(key), std::mem::take(value)));
+                continue;
+            }
             match execute(&self.shared, request).map_err(|refusal| invalid(refusal.to_string()))? {
                 Answer::Nothing => {}
                 Answer::Bytes(bytes) => self.write(&bytes).await?,
@@ -244,7 +267,7 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
             Answer::Bytes(bytes)
         }),
         (Op::QueueLen, [key]) => integer(count(shared.queues.get(key).map_or(0, VecDeque::len))),
-        // The decoder gives each operation its strings; `Validate` comes only once.
+        // The decoder gives each operation its strings; `Validate` comes only once, and `SetAtEnd` is the connection's.
         _ => Answer::Nothing,
     };
     Ok(answer)

@@ -300,6 +300,24 @@ fn a_store_that_was_there_and_is_slow_now_is_not_taken_for_another_program() {
 }
 
 #[test]
+fn the_end_of_a_client_sets_what_it_has_asked_for() {
+    let server = serve();
+    let (store, other) = (client(&server), client(&server));
+    store.add("beat", 1, soon()).unwrap();
+    let at_end = store.set_at_end("beat", b"first", soon()).unwrap();
+    // Each connection has its own, and no other call does it.
+    let at_another_end = store.set_at_end("another", b"second", soon()).unwrap();
+    works(&store);
+    drop(at_another_end.unwrap());
+    assert_eq!(other.get("another", soon()).unwrap(), b"second");
+    assert_eq!(other.get("beat", soon()).unwrap(), b"1");
+    drop((store, at_end.unwrap()));
+    while other.get("beat", soon()).unwrap() != b"first" {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
 fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     let server = serve();
     let store = client(&server);

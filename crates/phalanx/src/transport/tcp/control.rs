@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx_sys::tcp;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
@@ -35,14 +36,16 @@ pub(crate) struct Monitor {
     connections: Arc<Connections>,
     health: Arc<Health>,
     silent: Arc<SilentHosts>,
+    leave_grace: Duration,
 }
 
 /// The hosts that have not answered the goodbye of one of a rank's groups: its other groups do not wait for them once more.
 #[derive(Debug, Default)]
 pub(crate) struct SilentHosts(Mutex<HashSet<String>>);
 
-/// How long a rank that leaves waits until the ranks on other hosts have read its goodbye: a few round trips, and packets that are
-/// sent again. A connection that is closed before is reset by the next heartbeat of the peer, and what has not arrived is lost.
+/// How long a rank that leaves waits until the ranks on other hosts have read its goodbye, if their network may not be silent for longer:
+/// a few round trips, and packets that are sent again. A connection that is closed before is reset by the next heartbeat of the peer, and
+/// what has not arrived is lost.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
 /// The same after a failure, when a peer that does not answer may be the cause.
 const FAILURE_GRACE: Duration = Duration::from_secs(1);
@@ -60,20 +63,30 @@ pub(crate) struct Connections {
 const INTRODUCED: u32 = 32;
 /// After this silence of a host, the kernel sends it a probe, …
 const SILENCE: Duration = Duration::from_secs(10);
-/// … this many times, every `PROBE_PAUSE`, before its ranks are given up.
+/// … this many times, every `PROBE_PAUSE`, before its ranks are given up: after [`give_up`], if that is longer.
 const PROBES: u32 = 4;
 const PROBE_PAUSE: Duration = Duration::from_secs(5);
 
 /// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
 /// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
 /// connections, silence ends with the operation's deadline.
-fn keep_alive(connection: &Connection) -> io::Result<()> {
+fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
     let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, SILENCE)?;
     set_tcp_keepintvl(stream, PROBE_PAUSE)?;
     set_tcp_keepcnt(stream, PROBES)?;
-    Ok(())
+    match give_up(heartbeat).filter(|_| !connection.is_within_host()) {
+        Some(give_up) => tcp::recover_soon(stream, give_up),
+        None => Ok(()),
+    }
+}
+
+/// How long the kernel may get no acknowledgement of a rank on another host before it gives the connection up. The heartbeats say
+/// more, so they come first. None if silence means nothing.
+fn give_up(heartbeat: Heartbeat) -> Option<Duration> {
+    let timeout = heartbeat.network_timeout;
+    (!timeout.is_zero()).then(|| timeout.saturating_mul(2).max(SILENCE + PROBE_PAUSE * PROBES))
 }
 
 impl Monitor {
@@ -86,7 +99,8 @@ impl Monitor {
     ) -> Result<Self> {
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-        connections.control.iter().flatten().try_for_each(keep_alive).map_err(failed)?;
+        let mut control = connections.control.iter().flatten();
+        control.try_for_each(|connection| keep_alive(connection, heartbeat)).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
         // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
@@ -110,7 +124,8 @@ impl Monitor {
                     error,
                 )
             })?;
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health, silent })
+        let leave_grace = LEAVE_GRACE.max(heartbeat.network_timeout);
+        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health, silent, leave_grace })
     }
 }
 
@@ -130,7 +145,7 @@ impl Drop for Monitor {
             // A rank that panics does not wait: the sooner the others notice, the better.
             _ if std::thread::panicking() => Duration::ZERO,
             true => FAILURE_GRACE,
-            false => LEAVE_GRACE,
+            false => self.leave_grace,
         };
         let silent = self.silent.0.lock().clone();
         let is_awaited = |peer| !silent.contains(self.health.host(peer));
@@ -231,6 +246,15 @@ mod tests {
     }
 
     #[test]
+    fn the_kernel_gives_up_later_than_the_heartbeats() {
+        let seconds = |timeout| {
+            let network_timeout = Duration::from_secs(timeout);
+            give_up(Heartbeat { network_timeout, ..Heartbeat::default() }).map(|limit| limit.as_secs())
+        };
+        assert_eq!([0, 1, 10, 15, 60].map(seconds), [None, Some(30), Some(30), Some(30), Some(120)]);
+    }
+
+    #[test]
     fn a_rank_that_leaves_reads_heartbeats_until_its_goodbye_is_answered() {
         let (own, mut peer) = pair();
         // More than a socket holds, so that the rest is sent only while the peer reads: a reset would lose it.
@@ -297,7 +321,8 @@ mod tests {
             let hosts = vec!["here".into(), "there".into()];
             let (silent, health) = (silent.clone(), Health::new(Rank::MAIN, hosts));
             health.fail(Error::aborted(format!("failure {number}")));
-            drop(Monitor { stop: None, thread: None, connections: Arc::new(connections), health, silent });
+            let (connections, leave_grace) = (Arc::new(connections), LEAVE_GRACE);
+            drop(Monitor { stop: None, thread: None, connections, health, silent, leave_grace });
         }
         assert_eq!(silent.0.lock().len(), 1);
         // One wait after a failure takes one second.

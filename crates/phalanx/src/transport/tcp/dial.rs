@@ -24,8 +24,8 @@ use crate::wire::tls;
 const CONNECTING: Duration = Duration::from_secs(10);
 /// A rank listens before its address is known. If it refuses for this long, it has gone.
 const REFUSED: Duration = Duration::from_secs(1);
-/// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, it
-/// is frozen.
+/// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, and for as long as
+/// the network may be silent, it is frozen.
 pub(super) const ANSWERING: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
@@ -43,6 +43,7 @@ pub(super) fn dial(
     let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut backoff = Backoff::new(PAUSES, deadline);
+    let answering = ANSWERING.max(config.heartbeat.network_timeout);
     let mut refusing: Option<Instant> = None;
     let mut reminders = Reminders::new();
     loop {
@@ -50,7 +51,8 @@ pub(super) fn dial(
             return Err(Error::aborted(format!("{unreachable}: the start has failed at another rank")));
         }
         let own = own.saying(nonce()?);
-        let error = match introduce(address.socket, own, secret, config.credentials.tls.as_ref(), deadline) {
+        let tls = config.credentials.tls.as_ref();
+        let error = match introduce(address.socket, own, secret, tls, (answering, deadline)) {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
             Ok((_, hello)) => {
                 return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
@@ -69,7 +71,7 @@ pub(super) fn dial(
             }
             // The time-out for reading the answer has passed.
             io::ErrorKind::WouldBlock if !deadline.has_passed() => {
-                return Err(StopProbe::new(config).explain(peer, no_answer(peer, address)));
+                return Err(StopProbe::new(config).explain(peer, no_answer(peer, address, answering)));
             }
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             _ if is_local_shortage(&error) => return Err(Error::io(unreachable, error)),
@@ -100,9 +102,9 @@ pub(super) fn dial(
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
-fn no_answer(peer: Rank, address: &Address) -> Error {
+fn no_answer(peer: Rank, address: &Address, answering: Duration) -> Error {
     let Address { host, socket } = address;
-    let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", ANSWERING.as_secs());
+    let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", answering.as_secs());
     Error::new(Kind::PeerFailed, cause)
         .with_peer(peer)
         .with_remedy("is its process stopped, or its host out of memory?")
@@ -116,7 +118,7 @@ fn introduce(
     own: Hello,
     secret: &GroupSecret,
     tls: Option<&Tls>,
-    deadline: Deadline,
+    (answering, deadline): (Duration, Deadline),
 ) -> io::Result<(Connection, Hello)> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
     let timeout = || deadline.remaining().max(Duration::from_millis(1));
@@ -125,7 +127,7 @@ fn introduce(
     stream.set_write_timeout(Some(timeout()))?;
     let mut stream = Connection::new(stream);
     let secret = match tls {
-        Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(ANSWERING))?,
+        Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(answering))?,
         None => secret,
     };
     let initiator = Initiator::new(own);
@@ -139,19 +141,20 @@ fn introduce(
     let (hello, proof) = answer.split_at_mut(HELLO);
     // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
     let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
-    receive_all(&stream, start, deadline)?;
+    let answered_by = || deadline.at_most(answering);
+    receive_all(&stream, start, answered_by())?;
     if tls.is_none() && tls::is_alert(start) {
         return Err(Refusal::wanted());
     }
-    receive_all(&stream, rest, deadline)?;
+    receive_all(&stream, rest, answered_by())?;
     if let Some(hello) = hello.first_chunk() {
         Hello::decode(hello).map_err(invalid)?;
     }
-    receive_all(&stream, proof, deadline)?;
+    receive_all(&stream, proof, answered_by())?;
     let answered = initiator.answered(secret, answer).map_err(invalid)?;
     send_all(&stream, answered.proof())?;
     let mut welcome = [0; TAG];
-    receive_all(&stream, &mut welcome, deadline)?;
+    receive_all(&stream, &mut welcome, answered_by())?;
     let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
     stream.admit();
     stream.socket().set_nonblocking(true)?;
@@ -191,7 +194,6 @@ fn send_all(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
 
 /// Fills `into` from a blocking connection, whose peer should answer at once.
 fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
-    let deadline = deadline.at_most(ANSWERING);
     while !into.is_empty() {
         wait_until(stream, deadline)?;
         match stream.receive(&mut [IoSliceMut::new(into)]) {

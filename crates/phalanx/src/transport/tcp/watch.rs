@@ -19,6 +19,7 @@ use crate::health::Heartbeat;
 use crate::health::calls::LOOK_INTERVAL;
 use crate::health::liveness::{Liveness, ProcessState, Silence};
 use crate::health::waits::Answer;
+use crate::network::Network;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
@@ -75,7 +76,7 @@ impl<'a> Watch<'a> {
         heartbeat: Heartbeat,
         stopped: &UnixStream,
     ) -> Result<Self> {
-        let liveness = Liveness::new(world, heartbeat.timeout, heartbeat.step().unwrap_or_default());
+        let liveness = Liveness::new(world, heartbeat.step().unwrap_or_default());
         let peer = |peer| Peer { listens: connections.listen(rank, peer, world), ..Peer::default() };
         let peers = world.ranks().map(peer).collect();
         let process = process::own();
@@ -193,7 +194,8 @@ impl<'a> Watch<'a> {
                     Control::Watching(introduction) => {
                         peer.introduction = Some(introduction);
                         if peer.listens {
-                            self.liveness.begin(rank, introduction.interval(), now);
+                            let timeout = self.heartbeat.timeout_of(stream.is_within_host());
+                            self.liveness.begin(rank, introduction.interval(), timeout, now);
                         }
                     }
                 }
@@ -277,7 +279,16 @@ impl<'a> Watch<'a> {
         let failed: Vec<(Silence, ProcessState)> =
             seen.into_iter().filter(|(silence, state)| silence.is_failure(*state)).collect();
         let Some((silence, state)) = failed.first() else { return };
-        self.health.silent(silence.peer, silence.lasted, *state == ProcessState::Stopped, failed.len() - 1);
+        let network = self.network(silence);
+        self.health.silent(silence.peer, silence.lasted, (*state, network), failed.len() - 1);
+    }
+
+    /// What the kernel knows of the network to a silent peer. There is none within a host.
+    fn network(&self, silence: &Silence) -> Network {
+        match self.connections.control.get(silence.peer.index()) {
+            Some(Some(stream)) if !stream.is_within_host() => Network::behind(stream, silence.lasted),
+            _ => Network::Unknown,
+        }
     }
 
     fn is_readable(&self, peer: Rank) -> bool {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::log::Absence;
 use crate::wire::control::ProcessId;
 
 /// One launcher's unique number.
@@ -68,6 +69,17 @@ pub(crate) enum Departure {
     GaveUp(String),
     /// Its launcher is gone, and another one on the same host has the same rank.
     Replaced,
+    /// Its launcher's connection to the store has ended.
+    Ended,
+}
+
+impl From<Absence> for Departure {
+    fn from(absence: Absence) -> Self {
+        match absence {
+            Absence::Silent(since) => Self::Silent(since),
+            Absence::Ended => Self::Ended,
+        }
+    }
 }
 
 /// An entry of the log. A launcher that reads an entry equal to one that it is about to append takes it for its own. So

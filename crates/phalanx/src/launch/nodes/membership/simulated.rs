@@ -196,8 +196,8 @@ impl Job {
                 .map(|node| (node.id, self.beats.get(&node.id).copied().unwrap_or(0).to_le_bytes()))
                 .collect();
             let beats = beats.iter().map(|(id, beat)| (*id, &beat[..]));
-            for (node, since) in launcher.liveness.observe(beats, clock) {
-                launcher.outbox.push_back(Entry::Left { node, why: Departure::Silent(since) });
+            for (node, absence) in launcher.liveness.observe(beats, clock) {
+                launcher.outbox.push_back(Entry::Left { node, why: absence.into() });
             }
         }
         launcher.call(clock);

@@ -1,10 +1,10 @@
 //! The state that all nodes agree on.
 
-use std::time::Duration;
+use rustix::process::Signal;
 
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 use crate::launch::root_cause::root_cause;
-use crate::log::{Compaction, Machine};
+use crate::log::{Absence, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// The state of the job.
@@ -80,7 +80,7 @@ impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 4;
+    const VERSION: u8 = 5;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
     const COMPACTION: Option<Compaction<Self>> = None;
@@ -138,8 +138,8 @@ impl Machine for MembershipState {
         Some(id.heartbeat_key())
     }
 
-    fn silent(node: NodeId, _by: NodeId, since: Duration) -> Entry {
-        Entry::Left { node, why: Departure::Silent(since) }
+    fn absent(node: NodeId, _by: NodeId, absence: Absence) -> Entry {
+        Entry::Left { node, why: absence.into() }
     }
 }
 
@@ -245,15 +245,13 @@ impl MembershipState {
         let (least, most) =
             self.settings.map_or((1, 0), |settings| (settings.min_nodes, settings.max_restarts));
         if let Some(cause) = cause {
-            let on_purpose =
-                matches!(&cause, Cause::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. });
             let enough = self.waiting.len() >= least as usize;
-            if (on_purpose && !enough) || (!on_purpose && self.restarts == most) {
+            let costs = cause.costs_a_restart(enough);
+            if costs.is_none_or(|costs| costs && self.restarts == most) {
                 self.phase = Phase::Over(JobEnd::Failed(cause));
                 return;
             }
-            // If nodes come or go, that costs no restart.
-            self.restarts += u32::from(!on_purpose);
+            self.restarts += u32::from(costs == Some(true));
             self.last_cause = Some(cause);
         } else {
             self.last_cause = None;
@@ -352,10 +350,31 @@ impl MembershipState {
         }
     }
 
+    /// Whether the job has ended because a node was silent.
+    pub(crate) fn has_ended_in_silence(&self) -> bool {
+        matches!(&self.phase, Phase::Over(JobEnd::Failed(Cause::Node { why: Departure::Silent(_), .. })))
+    }
+
     pub(crate) fn job_end(&self) -> Option<&JobEnd> {
         match &self.phase {
             Phase::Over(job_end) => Some(job_end),
             _ => None,
+        }
+    }
+}
+
+impl Cause {
+    /// Whether starting again after it costs a restart; none if the job ends in any case. If nodes come and go and `enough` stay,
+    /// that costs nothing. If not, one that got SIGTERM, as a pod that is deleted, may be replaced; Ctrl-C means the job.
+    fn costs_a_restart(&self, enough: bool) -> Option<bool> {
+        match self {
+            Self::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. } if enough => Some(false),
+            Self::Node { why: Departure::Signal(signal), .. } => {
+                (*signal == Signal::TERM.as_raw()).then_some(true)
+            }
+            Self::Node { why: Departure::GaveUp(_), .. } => None,
+            Self::Node { why: Departure::Silent(_) | Departure::Replaced | Departure::Ended, .. }
+            | Self::Worker(_) => Some(true),
         }
     }
 }
@@ -402,11 +421,12 @@ impl Running {
     }
 
     fn root_cause(&self) -> Option<Cause> {
-        // The workers of a node that sends no heartbeats died before the silence was noticed, and not every program
-        // reports whom it blames.
-        let silent = |cause: &&Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
-        if let Some(silent) = self.causes.iter().find(silent) {
-            return Some(silent.clone());
+        // The workers of a node whose launcher is gone died before that was noticed, and not every program reports whom it blames.
+        let is_gone = |cause: &&Cause| {
+            matches!(cause, Cause::Node { why: Departure::Silent(_) | Departure::Ended, .. })
+        };
+        if let Some(gone) = self.causes.iter().find(is_gone) {
+            return Some(gone.clone());
         }
         let blamed = |cause: &Cause| match cause {
             Cause::Worker(WorkerFailure { blames: Some(rank), .. }) => {

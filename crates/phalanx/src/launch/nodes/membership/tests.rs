@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::state::Running;
 use super::*;
-use crate::log::{Log, Mac, Machine};
+use crate::log::{Absence, Log, Mac, Machine};
 
 fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
     Node {
@@ -228,6 +228,40 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
             (Some(0), 1, &None)
         );
     }
+}
+
+#[test]
+fn a_node_that_is_told_to_end_may_be_replaced_and_one_that_is_interrupted_ends_the_job() {
+    let (term, interrupt) = (15, 2);
+    for (signal, max_restarts, goes_on) in [(term, 1, true), (term, 0, false), (interrupt, 1, false)] {
+        let mut state = joined(settings(2, 2, max_restarts), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+        left(&mut state, 1, Departure::Signal(signal));
+        ended(&mut state, 0, false);
+        assert_eq!((state.is_gathering(), state.job_end().is_none()), (goes_on, goes_on));
+        if goes_on {
+            state
+                .apply(Entry::Join { node: node(2, 1, Some(1)), settings: settings(2, 2, max_restarts) })
+                .unwrap();
+            assert_eq!((state.running().unwrap().world_size(), state.restarts()), (2, 1));
+        }
+    }
+}
+
+#[test]
+fn a_node_whose_launcher_has_ended_without_a_word_costs_a_restart_and_is_the_cause() {
+    let mut state = joined(settings(2, 3, 1), [node(0, 1, None), node(1, 1, None), node(2, 1, None)]);
+    // The workers of the others saw the end of its workers first.
+    failed(&mut state, 0, 0, None);
+    state.apply(MembershipState::absent(NodeId(1), NodeId(0), Absence::Ended)).unwrap();
+    ended(&mut state, 0, false);
+    ended(&mut state, 2, false);
+    assert!(state.has_enough());
+    assert_eq!(state.restarts(), 1);
+    let cause = state.last_cause();
+    assert!(
+        matches!(cause, Some(Cause::Node { node_rank: Some(1), why: Departure::Ended, .. })),
+        "{cause:?}"
+    );
 }
 
 /// What a node of the simulation does next.
