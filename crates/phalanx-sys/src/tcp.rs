@@ -19,6 +19,8 @@ pub struct TcpPath {
     pub unacknowledged: u32,
     /// The time since the peer's kernel last acknowledged anything.
     pub last_acknowledgement: Duration,
+    /// The usual time from sending something to its acknowledgement.
+    pub round_trip: Duration,
 }
 
 /// What the kernel knows of the path of this connection.
@@ -42,6 +44,7 @@ pub fn path(socket: impl AsFd) -> io::Result<TcpPath> {
     Ok(TcpPath {
         unacknowledged: info.tcpi_unacked,
         last_acknowledgement: Duration::from_millis(info.tcpi_last_ack_recv.into()),
+        round_trip: Duration::from_micros(info.tcpi_rtt.into()),
     })
 }
 
@@ -99,6 +102,7 @@ mod tests {
         own.read_exact(&mut [0]).unwrap();
         let path = path(&own).unwrap();
         assert_eq!(path.unacknowledged, 0);
+        assert!(path.round_trip <= asked.elapsed() + Duration::from_secs(1), "{path:?}");
         // The kernel counts in ticks of up to 10 ms.
         assert!(path.last_acknowledgement <= asked.elapsed() + Duration::from_millis(20), "{path:?}");
     }

@@ -61,7 +61,9 @@ mod tests {
     fn a_silent_network_is_not_a_frozen_process() {
         let judge = |unacknowledged, milliseconds| {
             let last_acknowledgement = Duration::from_millis(milliseconds);
-            Network::judge(TcpPath { unacknowledged, last_acknowledgement }, Duration::from_secs(10))
+            let round_trip = Duration::from_millis(1);
+            let path = TcpPath { unacknowledged, last_acknowledgement, round_trip };
+            Network::judge(path, Duration::from_secs(10))
         };
         // Each heartbeat is acknowledged, the last ones perhaps not yet.
         assert_eq!(judge(0, 60), Network::Works);

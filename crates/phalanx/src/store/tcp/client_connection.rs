@@ -497,7 +497,7 @@ impl Link {
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
-    /// is called several times a second. If the keys do not come, the wait is cancelled, and the connection can be used again.
+    /// is called several times a second, but not while the answer may still be on its way. If the keys do not come, the wait is cancelled, and the connection can be used again.
     pub fn wait(
         &mut self,
         request: &[u8],
@@ -506,9 +506,10 @@ impl Link {
     ) -> io::Result<WaitOutcome> {
         self.send(request)?;
         let end = self.deadline;
+        let round_trip = tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip);
         let stopped = loop {
             if go_on.is_some() {
-                self.deadline = end.at_most(WATCH_INTERVAL);
+                self.deadline = end.at_most(watch_interval(round_trip));
             }
             match self.take() {
                 Ok([WAIT_DONE]) => {
@@ -600,6 +601,12 @@ fn is_own(echo: [u8; 4]) -> Option<bool> {
         OWN_PING => Some(false),
         _ => None,
     }
+}
+
+/// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
+/// that has come lies unread.
+fn watch_interval(round_trip: Duration) -> Duration {
+    WATCH_INTERVAL.max(round_trip * 5 / 2)
 }
 
 fn unexpected_wait(answer: u8) -> io::Error {
@@ -793,6 +800,15 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nobody_looks_away_from_an_answer_that_is_on_its_way() {
+        let milliseconds = Duration::from_millis;
+        assert_eq!(
+            [0, 1, 80, 400].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
+            [200, 200, 200, 1000]
+        );
+    }
 
     #[test]
     fn a_resolver_that_hangs_costs_no_more_than_the_deadline() {
