@@ -69,6 +69,10 @@ impl HostOptions {
 
     /// An error if the program's name is the rest of a list of hosts with blanks.
     pub(crate) fn check_blanks(&self, given: &[OsString], program: &OsStr) -> Result<(), String> {
+        // `phalanx launch` puts a program of its own before the words that were given.
+        if given.iter().all(|word| word != program) {
+            return Ok(());
+        }
         // Of the command's own words, which come before the program.
         let own = given.iter().take_while(|word| *word != program).map(|word| word.as_encoded_bytes());
         let (mut is_cut, mut is_value) = (false, false);

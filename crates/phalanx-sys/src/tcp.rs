@@ -55,8 +55,8 @@ pub fn path(socket: impl AsFd) -> io::Result<TcpPath> {
 pub fn recover_soon(socket: impl AsFd, give_up: Duration) -> io::Result<()> {
     let milliseconds = u32::try_from(give_up.as_millis()).unwrap_or(u32::MAX);
     // The kernel takes a signed number.
-    set_tcp_user_timeout(&socket, milliseconds.min(i32::MAX.cast_unsigned()))?;
-    set_tcp_thin_linear_timeouts(&socket, true)?;
+    if_known(set_tcp_user_timeout(&socket, milliseconds.min(i32::MAX.cast_unsigned())).map_err(Into::into))?;
+    if_known(set_tcp_thin_linear_timeouts(&socket, true).map_err(Into::into))?;
     let pause = LONGEST_PAUSE.as_millis() as libc::c_int;
     // SAFETY: the descriptor is open while it is borrowed, and the kernel reads the four bytes of `pause`.
     let outcome = unsafe {
@@ -68,14 +68,12 @@ pub fn recover_soon(socket: impl AsFd, give_up: Duration) -> io::Result<()> {
             size_of::<libc::c_int>() as libc::socklen_t,
         )
     };
-    match outcome {
-        0 => Ok(()),
-        _ => match io::Error::last_os_error() {
-            // An older kernel.
-            error if error.raw_os_error() == Some(libc::ENOPROTOOPT) => Ok(()),
-            error => Err(error),
-        },
-    }
+    if_known(if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) })
+}
+
+/// The outcome of setting an option, which older kernels, and those of some sandboxes, do not know: it makes recovery quicker, no more.
+fn if_known(outcome: io::Result<()>) -> io::Result<()> {
+    outcome.or_else(|error| if error.raw_os_error() == Some(libc::ENOPROTOOPT) { Ok(()) } else { Err(error) })
 }
 
 #[cfg(test)]

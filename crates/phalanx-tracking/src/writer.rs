@@ -128,10 +128,17 @@ impl Writer {
 }
 
 fn tell_non_finite(record: &Record, told: &mut HashSet<String>) {
-    let Some(step) = record.step else { return };
-    let found = match &record.value {
-        Value::Scalar(value) if !value.is_finite() => value.to_string(),
-        Value::Histogram(histogram) if histogram.non_finite > 0 => match histogram.count() {
+    let Some((step, found)) = record.step.zip(non_finite(&record.value)) else { return };
+    if told.insert(record.tag.clone()) {
+        warn(format_args!("{} is {found} at step {step}; it will not be said again", record.tag));
+    }
+}
+
+/// What is NaN or infinite in `value`.
+fn non_finite(value: &Value) -> Option<String> {
+    match value {
+        Value::Scalar(value) if !value.is_finite() => Some(value.to_string()),
+        Value::Histogram(histogram) if histogram.non_finite > 0 => Some(match histogram.count() {
             0 => format!(
                 "nothing but NaN or infinite values, {} of them, and its histogram is empty",
                 histogram.non_finite
@@ -141,12 +148,9 @@ fn tell_non_finite(record: &Record, told: &mut HashSet<String>) {
                 histogram.non_finite,
                 histogram.non_finite + others
             ),
-        },
-        Value::Scalar(_) | Value::Histogram(_) => return,
-        Value::Picture(_) | Value::Text(_) | Value::Hyperparameters(_) => return,
-    };
-    if told.insert(record.tag.clone()) {
-        warn(format_args!("{} is {found} at step {step}; it will not be said again", record.tag));
+        }),
+        Value::Scalar(_) | Value::Histogram(_) => None,
+        Value::Picture(_) | Value::Text(_) | Value::Hyperparameters(_) => None,
     }
 }
 
@@ -255,4 +259,23 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> Result<io::Result<()>, Stri
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
         format!("it panicked: {}", text.unwrap_or_else(|| "without a message".to_owned()))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Histogram;
+
+    #[test]
+    fn what_is_not_finite_is_said_and_counted() {
+        let of = |values: &[f32]| non_finite(&Value::Histogram(Histogram::of(values)));
+        assert_eq!(
+            of(&[f32::NAN, f32::INFINITY]).unwrap(),
+            "nothing but NaN or infinite values, 2 of them, and its histogram is empty"
+        );
+        assert_eq!(of(&[1.0, f32::NAN, 2.0]).unwrap(), "NaN or infinite in 1 of 3 values");
+        assert_eq!(of(&[1.0, 2.0]), None);
+        assert_eq!(non_finite(&Value::Scalar(f64::NAN)).unwrap(), "NaN");
+        assert_eq!(non_finite(&Value::Scalar(0.5)), None);
+    }
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::net::IpAddr;
-use std::os::unix::fs::MetadataExt;
 
 use crate::interfaces;
 
@@ -25,14 +24,11 @@ pub fn id() -> String {
     identity(boot_id().zip(namespace("net")), &name(), addresses)
 }
 
-/// Identifies the root file system of this process: those of two containers differ, also if the containers have the same name and
-/// network.
+/// Identifies what processes take for one host with one disk: the kernel's boot and the name, so that containers of one machine are
+/// hosts of their own if they have names of their own.
 pub(crate) fn disk_id() -> String {
-    let host = boot_id().map_or_else(id, |boot| format!("{boot:032x}"));
-    match fs::metadata("/") {
-        Ok(root) => format!("{host} {}:{}", root.dev(), root.ino()),
-        Err(_) => host,
-    }
+    let boot = boot_id().map_or_else(id, |boot| format!("{boot:032x}"));
+    format!("{boot} {}", name())
 }
 
 fn identity(kernel: Option<(u128, u64)>, name: &str, addresses: impl FnOnce() -> Vec<IpAddr>) -> String {

@@ -18,6 +18,7 @@ use crate::env::RendezvousEndpoint;
 use crate::error::{Error, Kind, Result};
 use crate::group::ProcessGroup;
 use crate::host;
+use crate::interfaces::is_every_hosts;
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
 use crate::notice::{Reminders, warn};
 use crate::random;
@@ -87,7 +88,10 @@ impl Session {
         };
         let (credentials, deadline) = (Credentials::from_env()?, Deadline::after(options.connect_timeout));
         let client = TcpStore::connect_with(host_port(address, *port), &credentials, deadline)?;
-        let interface = interface_named()?.unwrap_or_else(|| client.local_ip());
+        let found = client.local_ip();
+        // All workers of a store at the loopback are on this host, and no other host has to reach this one.
+        let named = if is_every_hosts(found) { None } else { interface_named()? };
+        let interface = named.unwrap_or(found);
         let scope = scope(env.run_id.as_deref().unwrap_or("none"));
         let store: SharedStore = Arc::new(PrefixStore::new(scope, Arc::new(client)));
         let (slot, local) = (env.rank.get(), env.local_rank.unwrap_or(env.rank.get()));

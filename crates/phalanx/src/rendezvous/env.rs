@@ -1,7 +1,7 @@
 //! `env://`: the launcher's variables.
 
 use super::arrival::Identity;
-use super::{RankConfig, Rendezvous, Url, file, interface_named, tcp};
+use super::{RankConfig, Rendezvous, Url, file, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, RendezvousEndpoint};
@@ -22,7 +22,6 @@ pub(super) fn join(
         // A launcher's store may hold keys of earlier generations, and of earlier jobs.
         scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
         credentials,
-        interface: interface_named()?,
     };
     let host = match env.agent_store {
         true => tcp::Host::Elsewhere,

@@ -226,8 +226,6 @@ struct RankConfig {
     /// The prefix of this generation of the job in a store that may outlive it.
     scope: String,
     credentials: Credentials,
-    /// The address of the interface that the user names, at which the other ranks are to reach this one.
-    interface: Option<IpAddr>,
 }
 
 impl RankConfig {
@@ -245,7 +243,6 @@ impl RankConfig {
             generation: Generation(0),
             scope: "phalanx".into(),
             credentials,
-            interface: interface_named()?,
         })
     }
 
@@ -262,7 +259,9 @@ impl RankConfig {
         keep_alive: KeepAlive,
         deadline: Deadline,
     ) -> Result<Rendezvous> {
-        let named = self.interface;
+        // Where all ranks are on this host, no other host has to reach this one.
+        let all_here = self.local.is_some_and(|(_, size)| size == self.world_size.get());
+        let named = if all_here { None } else { interface_named()? };
         let is_enough = |(_, size): &(u32, u32)| {
             named.is_some() || !is_every_hosts(interface) || *size == self.world_size.get()
         };

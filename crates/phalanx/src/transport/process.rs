@@ -29,17 +29,12 @@ pub(crate) fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessS
     }
 }
 
-/// Whether `own`, this process, may take the place of `peer`, of which nothing else distinguishes it: `peer` is gone, or is in an earlier
-/// container of the same network, whose processes cannot be seen. The processes of another host may live, whatever its name is.
+/// Whether `own`, this process, may take the place of `peer` at once: `peer` is gone. One that cannot be seen, in another container or on
+/// another host, may live, whatever the host's name is.
 pub(crate) fn may_replace(own: Option<ProcessId>, peer: Option<ProcessId>) -> bool {
-    let is_same_network =
-        |own: ProcessId, peer: ProcessId| (own.boot, own.namespaces.1) == (peer.boot, peer.namespaces.1);
     match state(own, peer) {
         ProcessState::Gone => true,
-        ProcessState::Stopped | ProcessState::Alive => false,
-        ProcessState::Unknown => own
-            .zip(peer)
-            .is_some_and(|(own, peer)| is_same_network(own, peer) && own.namespaces.0 != peer.namespaces.0),
+        ProcessState::Stopped | ProcessState::Alive | ProcessState::Unknown => false,
     }
 }
 
@@ -110,8 +105,8 @@ mod tests {
         // This process lives, the one that had its number before does not.
         assert!(!may_replace(own, own));
         assert!(may_replace(own, changed(|other| other.started += 1)));
-        // A container that was started again in its pod's network, and containers and hosts of other networks.
-        assert!(may_replace(own, changed(|other| other.namespaces.0 += 1)));
+        // Another container in the network of this one may live, and so may containers and hosts of other networks.
+        assert!(!may_replace(own, changed(|other| other.namespaces.0 += 1)));
         assert!(!may_replace(own, changed(|other| other.namespaces.1 += 1)));
         assert!(!may_replace(own, changed(|other| other.namespaces = (7, 7))));
         assert!(!may_replace(own, changed(|other| other.boot += 1)));
