@@ -21,6 +21,8 @@ use crate::wire::store::{
 
 /// How long a client may leave a part of its answer unread.
 const UNREAD: Duration = Duration::from_secs(60);
+/// The most bytes of what a client has set at its end.
+const MAX_AT_END: usize = 1024;
 /// The buffer of a validated client.
 const BUFFER: usize = 4096;
 
@@ -106,6 +108,10 @@ impl Connection {
         // use up memory.
         while let Some(mut request) = self.next_request().await? {
             if let (Op::SetAtEnd, [key, value]) = (request.op, request.strings.as_mut_slice()) {
+                // A connection holds it outside of the table, whose size is limited as a whole.
+                if key.len() + value.len() > MAX_AT_END {
+                    return Err(invalid(format!("what is set at the end takes more than {MAX_AT_END} bytes")));
+                }
                 self.at_end.pair = Some((std::mem::take(key), std::mem::take(value)));
                 continue;
             }
