@@ -4,6 +4,8 @@
 //! error.
 
 use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{Builder, scope};
 use std::time::{Duration, Instant};
@@ -22,6 +24,31 @@ pub fn warn(what: impl Display) {
         // `eprintln` would panic if standard error is closed.
         #[cfg(not(test))]
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("phalanx: warning: {what}\n"));
+    }
+}
+
+/// Warnings that wait to be written at one time; further ones are dropped.
+const MAX_ASIDE: usize = 4;
+
+/// Warns from threads of their own, for one that must not block: standard error blocks if nobody reads it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Aside(Arc<AtomicUsize>);
+
+impl Aside {
+    /// Warns the user, unless too much waits to be written already, or the system gives no thread.
+    pub(crate) fn warn(&self, what: String) {
+        let waiting = Arc::clone(&self.0);
+        if waiting.fetch_add(1, Ordering::Relaxed) >= MAX_ASIDE {
+            waiting.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+        let write = move || {
+            warn(what);
+            waiting.fetch_sub(1, Ordering::Relaxed);
+        };
+        if Builder::new().name("phalanx-notice".into()).spawn(write).is_err() {
+            self.0.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 

@@ -163,10 +163,14 @@ impl Health {
         let text = match (&report.state, awaited == self.rank) {
             (AwaitedState::NotCalled { .. }, true) => report.for_awaited(&rank, &origin),
             (AwaitedState::NotCalled { .. }, false) | (AwaitedState::Called, _) => {
-                self.rank.is_main().then(|| report.for_main(&rank, &origin, &name(report.wait.awaited)))
+                // Behind the host's name a group of some ranks has their numbers in the first one.
+                let host = |rank| self.host(rank).split(',').next();
+                let is_one_host = host(report.wait.origin) == host(report.wait.awaited);
+                let text = || report.for_main(&rank, &origin, &name(report.wait.awaited), is_one_host);
+                self.rank.is_main().then(text)
             }
         };
-        text.into_iter().for_each(warn);
+        text.into_iter().for_each(|text| self.waits.aside.warn(text));
     }
 
     /// Fails the group if this rank has made another call where a peer waits.

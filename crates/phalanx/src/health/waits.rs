@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::calls::LOOK_INTERVAL;
 use crate::caller::Caller;
+use crate::notice::Aside;
 use crate::rank::{Rank, Sequence};
 use crate::wire::control::{AwaitedState, LongWait, WaitReport};
 use crate::wire::frame::{Call, Header};
@@ -24,6 +25,8 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(60);
 const MOVING_LIMIT: Duration = Duration::from_secs(2);
 /// The most lines that one call writes at one delay: several ranks may be awaited.
 const MAX_LINES: usize = 4;
+/// The most characters that are shown of what a peer says of itself.
+const MAX_SHOWN: usize = 200;
 
 const NOBODY: u32 = u32::MAX;
 
@@ -148,6 +151,8 @@ pub(crate) struct Waits {
     schedule: Mutex<Schedule>,
     /// What this rank has written of the call that is awaited.
     written: Mutex<Written>,
+    /// The thread that watches writes nothing itself: it sends the heartbeats.
+    pub aside: Aside,
 }
 
 #[derive(Debug, Default)]
@@ -167,6 +172,7 @@ impl Default for Waits {
             is_awaiting_message: AtomicBool::new(false),
             schedule: Mutex::default(),
             written: Mutex::default(),
+            aside: Aside::default(),
         }
     }
 }
@@ -241,6 +247,10 @@ impl Waits {
     /// Whether a line about `rank`, which `wait` ends at, is to be written: many ranks may wait for one.
     pub(crate) fn is_new(&self, wait: &LongWait, rank: Rank) -> bool {
         let mut written = self.written.lock();
+        // An earlier call's is not written: then two calls in turn would be without limit.
+        if written.sequence.is_some_and(|sequence| sequence > wait.call.sequence) {
+            return false;
+        }
         if written.sequence != Some(wait.call.sequence) {
             *written = Written { sequence: Some(wait.call.sequence), lines: Vec::new() };
         }
@@ -273,10 +283,11 @@ impl WaitReport {
 
     /// The report for the user of rank 0; `rank` describes the rank at the end of the chain of waits, `awaited` the one that
     /// `origin` waits for.
-    pub(crate) fn for_main(&self, rank: &str, origin: &str, awaited: &str) -> String {
+    pub(crate) fn for_main(&self, rank: &str, origin: &str, awaited: &str, is_one_host: bool) -> String {
         let begins = self.wait.begins(origin);
         match self.state.text() {
             Some(state) => format!("{begins} for {rank}: it {state}"),
+            None if is_one_host => format!("{begins} for {awaited}, which is in this call too"),
             None => format!(
                 "{begins} for {awaited}, which has made this call too: the data between them does not arrive. Does the network \
                  drop large packets? `phalanx doctor` between the hosts tells"
@@ -290,7 +301,11 @@ impl AwaitedState {
         let Self::NotCalled { last, running, elsewhere } = self else { return None };
         Some(match (running, elsewhere, last) {
             (Some(Header { call, sequence, .. }), ..) => format!("is in {call} {sequence}"),
-            (None, Some(elsewhere), _) => format!("is in {elsewhere}"),
+            // A peer's text.
+            (None, Some(elsewhere), _) => {
+                let printable = elsewhere.chars().filter(|char| !char.is_control()).take(MAX_SHOWN);
+                format!("is in {}", printable.collect::<String>())
+            }
             (None, None, Some(last)) => format!("is in no call of this group; its last was {last}"),
             (None, None, None) => "has made no call of this group yet".to_owned(),
         })
@@ -366,7 +381,7 @@ mod tests {
         let Answer::Report(state) = answer(own.clone(), wait(), 4) else { panic!("no report") };
         let report = WaitReport { wait: wait(), state };
         assert_eq!(
-            report.for_main("rank 1 (b)", "rank 0 (a)", "rank 1 (b)"),
+            report.for_main("rank 1 (b)", "rank 0 (a)", "rank 1 (b)", false),
             "rank 0 (a) has waited for 5 s in barrier #7 for rank 1 (b): it is in no call of this group; its last was #6"
         );
         assert_eq!(

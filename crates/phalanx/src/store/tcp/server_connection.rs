@@ -110,7 +110,9 @@ impl Connection {
             if let (Op::SetAtEnd, [key, value]) = (request.op, request.strings.as_mut_slice()) {
                 // A connection holds it outside of the table, whose size is limited as a whole.
                 if key.len() + value.len() > MAX_AT_END {
-                    return Err(invalid(format!("what is set at the end takes more than {MAX_AT_END} bytes")));
+                    return Err(invalid(format!(
+                        "what is set at the end takes more than {MAX_AT_END} bytes"
+                    )));
                 }
                 self.at_end.pair = Some((std::mem::take(key), std::mem::take(value)));
                 continue;
