@@ -10,10 +10,8 @@ use crate::world_size::WorldSize;
 const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
-/// In worlds of up to this many ranks, all ranks of a host listen to each other, …
-const ALL_NEAR: u32 = 16;
-/// … and in those of up to this many, all ranks of different hosts.
-const ALL_FAR: u32 = 32;
+/// In worlds of up to this many ranks, all listen to each other.
+const ALL: u32 = 32;
 /// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
 const NEIGHBOURS: u32 = 2;
 
@@ -145,10 +143,10 @@ pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> b
     let distance = one.get().abs_diff(other.get());
     let around = world.get().saturating_sub(distance);
     let listens = |distance: u32| match near {
-        true => world.get() <= ALL_NEAR || distance <= NEIGHBOURS,
-        false => world.get() <= ALL_FAR || distance.is_power_of_two(),
+        true => distance <= NEIGHBOURS,
+        false => distance.is_power_of_two(),
     };
-    distance != 0 && (listens(distance) || listens(around))
+    distance != 0 && (world.get() <= ALL || listens(distance) || listens(around))
 }
 
 #[cfg(test)]
@@ -270,7 +268,7 @@ mod tests {
                 let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
                 assert_eq!(
                     count,
-                    if world.get() <= ALL_NEAR { world.count() - 1 } else { 4 },
+                    if world.get() <= ALL { world.count() - 1 } else { 4 },
                     "{rank} of {world}"
                 );
             }
