@@ -54,7 +54,7 @@ Examples:
   phalanx bench startup --nproc-per-node 8 -n 1000";
 
 /// Between two collectives of a rank that goes on.
-const PAUSE: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Stands before the time in nanoseconds that a process reports.
 const MARK: &str = "phalanx-startup ";
 
@@ -98,7 +98,7 @@ impl Startup {
         let began = monotonic();
         let mut is_over = [f32::from(u8::from(self.seconds <= 0.0))];
         while is_over == [0.0] {
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(POLL_INTERVAL);
             let elapsed = monotonic().saturating_sub(began).as_secs_f64();
             is_over = [f32::from(u8::from(elapsed >= self.seconds))];
             group.all_reduce(&mut is_over, ReduceOp::Max)?;

@@ -10,7 +10,7 @@ use rustix::net::sockopt::{set_tcp_thin_linear_timeouts, set_tcp_user_timeout};
 /// `TCP_RTO_MAX_MS` of linux/tcp.h: the longest pause between two attempts to send a packet. Since Linux 6.15.
 const TCP_RTO_MAX_MS: libc::c_int = 44;
 /// The shortest value that the kernel takes for it.
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+const RETRANSMISSION_LIMIT: Duration = Duration::from_secs(1);
 
 /// What the kernel knows of the path of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub fn recover_soon(socket: impl AsFd, give_up: Duration) -> io::Result<()> {
     // The kernel takes a signed number.
     if_known(set_tcp_user_timeout(&socket, milliseconds.min(i32::MAX.cast_unsigned())).map_err(Into::into))?;
     if_known(set_tcp_thin_linear_timeouts(&socket, true).map_err(Into::into))?;
-    let pause = LONGEST_PAUSE.as_millis() as libc::c_int;
+    let pause = RETRANSMISSION_LIMIT.as_millis() as libc::c_int;
     // SAFETY: the descriptor is open while it is borrowed, and the kernel reads the four bytes of `pause`.
     let outcome = unsafe {
         libc::setsockopt(

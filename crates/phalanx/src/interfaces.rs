@@ -99,7 +99,8 @@ fn read(mut datagram: &[u8], found: &mut Vec<(u32, IpAddr)>) -> io::Result<bool>
                 return Err(io::Error::from_raw_os_error(code.wrapping_neg()));
             }
             RTM_NEWADDR => found.extend(address_of(message)),
-            _ => {}
+            // The kernel may add kinds of messages.
+            _other => {}
         }
         datagram = datagram.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
@@ -127,7 +128,8 @@ fn address_of(message: &[u8]) -> Option<(u32, IpAddr)> {
         match half(attributes, 2)? {
             IFA_ADDRESS => given = address,
             IFA_LOCAL => local = address,
-            _ => {}
+            // An address has more attributes, such as its label.
+            _other => {}
         }
         attributes = attributes.get(length.next_multiple_of(4)..).unwrap_or_default();
     }

@@ -243,7 +243,7 @@ impl Config {
                 "the head is that of {} (architectures), not of {class}: {remedy}",
                 Value::from(classes.clone())
             ),
-            _ => {}
+            None | Some(_) => {}
         }
         Ok(())
     }

@@ -133,7 +133,7 @@ impl Text {
         self.mask
     }
 
-    /// Whether it is one of those at the ends of texts, for padding and the like?
+    /// Whether it is one of those at the ends of texts, for padding and the like.
     pub fn is_special(&self, token: u32) -> bool {
         self.special.contains(&token)
     }

@@ -20,7 +20,6 @@ use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, is_local_shortage};
 use crate::network::Network;
-use crate::notice::warn;
 use crate::rank::{Rank, Sequence};
 use crate::wire::control::{AwaitedState, LongWait, WaitReport};
 use crate::wire::frame::{Call, Header};
@@ -143,8 +142,16 @@ impl Health {
         self.waits.look(self.rank, Instant::now(), self.running())
     }
 
+    /// Whether `wait` is of ranks of this group.
+    fn is_of_group(&self, wait: &LongWait) -> bool {
+        [wait.origin, wait.awaited].iter().all(|rank| rank.index() < self.hosts.len())
+    }
+
     /// What this rank answers to `wait`.
     pub(crate) fn answer(&self, wait: LongWait) -> Answer {
+        if !self.is_of_group(&wait) {
+            return Answer::Silence;
+        }
         let Surroundings { is_announced, elsewhere } =
             self.surroundings.get().map(|look| look()).unwrap_or_default();
         // Messages of this group are no collective.
@@ -155,7 +162,8 @@ impl Health {
 
     /// Writes a report of a long wait for this rank's user. `awaited` is the rank at the end of the chain of waits.
     pub(crate) fn write_report(&self, report: &WaitReport, awaited: Rank) {
-        if self.has_failed() || !self.waits.is_new(&report.wait, awaited) {
+        let wait = &report.wait;
+        if self.has_failed() || !self.is_of_group(wait) || !self.waits.is_new(wait, awaited) {
             return;
         }
         let name = |rank| format!("rank {rank} ({})", self.host(rank));
@@ -170,7 +178,7 @@ impl Health {
                 self.rank.is_main().then(text)
             }
         };
-        text.into_iter().for_each(|text| self.waits.aside.warn(text));
+        text.into_iter().for_each(|text| self.warn_aside(text));
     }
 
     /// Fails the group if this rank has made another call where a peer waits.
@@ -193,14 +201,19 @@ impl Health {
     }
 
     /// As [`compare_calls`](Self::compare_calls), when a rank leaves. The program may make no other call that could return the
-    /// error, so this says it.
-    pub(crate) fn compare_last_calls(&self) {
+    /// error, so this says it: by `say`.
+    pub(crate) fn compare_last_calls(&self, say: impl FnOnce(String)) {
         if self.has_failed() {
             return;
         }
         if let Err(error) = self.calls.compare(self.rank) {
-            warn(self.fail(error));
+            say(self.fail(error).to_string());
         }
+    }
+
+    /// Warns without waiting for standard error.
+    pub(crate) fn warn_aside(&self, what: String) {
+        self.waits.aside.warn(what);
     }
 
     /// Calls `alarm` when the group fails; at once, if it has failed already.

@@ -4,6 +4,7 @@
 //! connections. That one may itself wait in the same call: then it passes the question on to the rank that it waits for. The rank
 //! at the end of this chain reports what it is in, to its own user and to rank 0. A call that is not stuck costs no message.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,10 @@ const QUIET_INTERVAL: Duration = Duration::from_secs(60);
 const MOVING_LIMIT: Duration = Duration::from_secs(2);
 /// The most lines that one call writes at one delay: several ranks may be awaited.
 const MAX_LINES: usize = 4;
+/// … in this time.
+const LINES_INTERVAL: Duration = Duration::from_secs(5);
+/// The most lines that are remembered, so that they are not written again.
+const MAX_KNOWN: usize = 64;
 /// The most characters that are shown of what a peer says of itself.
 const MAX_SHOWN: usize = 200;
 
@@ -149,16 +154,36 @@ pub(crate) struct Waits {
     message: AtomicU64,
     is_awaiting_message: AtomicBool,
     schedule: Mutex<Schedule>,
-    /// What this rank has written of the call that is awaited.
+    /// What this rank has written of calls that wait.
     written: Mutex<Written>,
     /// The thread that watches writes nothing itself: it sends the heartbeats.
     pub aside: Aside,
 }
 
+/// The lines that this rank has written, of at most [`MAX_KNOWN`] of which it knows that they are repeated.
 #[derive(Debug, Default)]
 struct Written {
-    sequence: Option<Sequence>,
-    lines: Vec<(Rank, u32)>,
+    known: VecDeque<(Sequence, Rank, u32)>,
+    /// When the lines of the last [`LINES_INTERVAL`] were written.
+    recent: VecDeque<Instant>,
+}
+
+impl Written {
+    /// Whether `line` is to be written `now`: not again, and not too many at once, whatever peers send.
+    fn admits(&mut self, line: (Sequence, Rank, u32), now: Instant) -> bool {
+        while self.recent.front().is_some_and(|then| now.saturating_duration_since(*then) >= LINES_INTERVAL) {
+            self.recent.pop_front();
+        }
+        if self.known.contains(&line) || self.recent.len() >= MAX_LINES {
+            return false;
+        }
+        self.recent.push_back(now);
+        self.known.push_back(line);
+        if self.known.len() > MAX_KNOWN {
+            self.known.pop_front();
+        }
+        true
+    }
 }
 
 impl Default for Waits {
@@ -246,23 +271,9 @@ impl Waits {
 
     /// Whether a line about `rank`, which `wait` ends at, is to be written: many ranks may wait for one.
     pub(crate) fn is_new(&self, wait: &LongWait, rank: Rank) -> bool {
-        let mut written = self.written.lock();
-        // An earlier call's is not written: then two calls in turn would be without limit.
-        if written.sequence.is_some_and(|sequence| sequence > wait.call.sequence) {
-            return false;
-        }
-        if written.sequence != Some(wait.call.sequence) {
-            *written = Written { sequence: Some(wait.call.sequence), lines: Vec::new() };
-        }
         let delay =
             REPORT_DELAYS.iter().filter(|delay| delay.as_secs() <= u64::from(wait.seconds)).count() as u32;
-        let line = (rank, delay);
-        let of_delay = written.lines.iter().filter(|(_, known)| *known == delay).count();
-        let is_new = !written.lines.contains(&line) && of_delay < MAX_LINES;
-        if is_new {
-            written.lines.push(line);
-        }
-        is_new
+        self.written.lock().admits((wait.call.sequence, rank, delay), Instant::now())
     }
 }
 
@@ -438,5 +449,19 @@ mod tests {
         assert_eq!(asked(Some(Caller::MainProcessFirst)), None);
         let lines = [wait(), wait(), LongWait { seconds: 16, ..wait() }];
         assert_eq!(lines.map(|wait| waits.is_new(&wait, Rank::new(1))), [true, false, true]);
+    }
+
+    #[test]
+    fn whatever_peers_send_lines_are_few_and_none_silences_the_next() {
+        let (mut written, start) = (Written::default(), Instant::now());
+        let line = |sequence: u64, rank: u32| (Sequence(sequence), Rank::new(rank), 1);
+        assert!(written.admits(line(u64::MAX, 1), start));
+        assert!(written.admits(line(7, 1), start), "a later call of a peer's hides no earlier one");
+        assert!(!written.admits(line(7, 1), start), "a line is not written again");
+        let admitted = (0..1000).filter(|sequence| written.admits(line(*sequence, 2), start)).count();
+        assert_eq!(admitted, MAX_LINES - 2);
+        let later = start + LINES_INTERVAL;
+        assert!(!written.admits(line(7, 1), later) && written.admits(line(8, 1), later));
+        assert!(written.known.len() <= MAX_KNOWN);
     }
 }

@@ -294,11 +294,11 @@ fn report_missing(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadli
 fn write_outcome(roll_call: &PrefixStore, error: &ArrivalError, deadline: Deadline) -> Option<Vec<u8>> {
     let outcome = serde_json::to_vec(error).ok()?;
     // If the store is gone too, the others find out at their own deadlines.
-    roll_call.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE))).ok()
+    roll_call.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE_TIMEOUT))).ok()
 }
 
 /// How long reporting may take after the deadline: a round trip of a slow network, with a packet that is sent again.
-const LAST_MESSAGE: Duration = Duration::from_secs(2);
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store may take to answer a question beside the wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 

@@ -78,11 +78,11 @@ pub struct RemoteJob {
 }
 
 /// How long the connection to a host may be silent at least.
-const SSH_SILENCE: Duration = Duration::from_secs(15);
+const SSH_SILENCE_LIMIT: Duration = Duration::from_secs(15);
 
 /// How long the connection to a host may be silent: not less than the network between its ranks.
 fn ssh_silence(heartbeat: Heartbeat) -> Duration {
-    SSH_SILENCE.max(heartbeat.network_silence())
+    SSH_SILENCE_LIMIT.max(heartbeat.network_silence())
 }
 
 impl RemoteJob {

@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::liveness::listens;
+use crate::notice::warn;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
@@ -136,7 +137,7 @@ impl Drop for Monitor {
             // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
             let _ = thread.join();
         }
-        self.health.compare_last_calls();
+        self.health.compare_last_calls(warn);
         if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
             self.connections.tell(&Control::Last(last), |_| true);
         }

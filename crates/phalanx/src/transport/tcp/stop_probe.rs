@@ -19,7 +19,7 @@ use crate::transport::process;
 use crate::wire::control::ProcessId;
 
 /// How long the store may take to answer.
-const ANSWER: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Which process a rank is.
 #[derive(Serialize, Deserialize)]
@@ -83,7 +83,7 @@ impl<'a> StopProbe<'a> {
 
     /// A better error for the silence of `rank`, if it is stopped now; else `error`.
     pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
-        match read_record(self.config.store, rank, Deadline::after(ANSWER)) {
+        match read_record(self.config.store, rank, Deadline::after(ANSWER_TIMEOUT)) {
             Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
                 stopped(rank, &host, peer)
             }

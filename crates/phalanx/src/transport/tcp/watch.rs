@@ -187,7 +187,7 @@ impl<'a> Watch<'a> {
                     }
                     Control::Last(call) => {
                         self.health.calls.hear(rank, call, true);
-                        self.health.compare_last_calls();
+                        self.health.compare_last_calls(|what| self.health.warn_aside(what));
                     }
                     Control::LongWait(wait) => waits.push(wait),
                     Control::WaitReport(report) => self.health.write_report(&report, rank),
