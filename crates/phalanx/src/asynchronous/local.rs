@@ -1,6 +1,8 @@
 //! Workers that train by themselves for a while, and then move towards each other: the arithmetic over slices, and the
 //! collectives and messages of a group.
 
+use serde::{Deserialize, Serialize};
+
 use super::optimizer::{Sgd, UpdateRule};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -55,11 +57,20 @@ impl LocalMethod {
     pub fn slow_momentum(learning_rate: f32, momentum: f32) -> Self {
         Self::Outer(Sgd::new(learning_rate).with_momentum(momentum))
     }
+
+    /// Whether workers keep a centre, and whether they keep a velocity.
+    fn keeps(self) -> (bool, bool) {
+        match self {
+            Self::Average | Self::Ring | Self::RandomPairs { .. } => (false, false),
+            Self::Elastic { .. } => (true, false),
+            Self::Outer(rule) => (true, rule.states() > 0),
+        }
+    }
 }
 
 /// Training that communicates only every few steps.
 ///
-/// The velocity of an outer optimizer, and the number of the step, cannot be saved yet: a run that is started again begins them anew.
+/// A run that is interrupted goes on with [`resume`](Self::resume), from what [`state`](Self::state) returns.
 ///
 /// ```
 /// use phalanx::asynchronous::{LocalMethod, LocalUpdates};
@@ -89,16 +100,109 @@ impl LocalMethod {
 pub struct LocalUpdates {
     group: ProcessGroup,
     method: LocalMethod,
-    every: u64,
-    steps: u64,
-    rounds: u64,
-    bytes: u64,
-    elements: usize,
-    /// EASGD's centre, or the parameters after the last outer step.
-    center: Vec<f32>,
-    velocity: Vec<f32>,
+    state: LocalState,
     /// What is sent.
     scratch: Vec<f32>,
+}
+
+/// What [`LocalUpdates`] keeps from step to step: the numbers of steps, and the centre or the velocity of an outer optimizer. It is
+/// the same on every rank.
+///
+/// ```
+/// use phalanx::ProcessGroup;
+/// use phalanx::asynchronous::{LocalMethod, LocalState, LocalUpdates};
+/// let group = ProcessGroup::alone()?;
+/// let mut parameters = [1.0f32; 3];
+/// let mut local = LocalUpdates::new(&group, LocalMethod::diloco(), 10, &mut parameters)?;
+/// local.step(&mut parameters)?;
+/// let saved = (parameters, serde_json::to_string(local.state())?);
+///
+/// let (parameters, state) = (saved.0, serde_json::from_str::<LocalState>(&saved.1)?);
+/// let resumed = LocalUpdates::resume(&group, LocalMethod::diloco(), 10, &parameters, state)?;
+/// assert_eq!(resumed.state(), local.state());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LocalState {
+    method: String,
+    every: u64,
+    elements: usize,
+    steps: u64,
+    /// How often the workers have come together.
+    rounds: u64,
+    /// What this rank has given to the group.
+    bytes: u64,
+    /// EASGD's centre, or the parameters after the last outer step.
+    center: Vec<f32>,
+    /// The velocity of an outer optimizer with momentum.
+    velocity: Vec<f32>,
+}
+
+impl LocalState {
+    /// Checks that all ranks have the same settings and states, and that none of them has a `check` that failed. An error on
+    /// every rank.
+    fn agree(&self, group: &ProcessGroup, check: Result<()>) -> Result<()> {
+        let settings = (fnv1a(self.method.bytes()), self.every, self.elements as u64);
+        let reached = (self.steps, self.rounds, bits(&self.center), bits(&self.velocity));
+        let failure = check.err();
+        let own = (settings, reached, failure.as_ref().map(ToString::to_string));
+        let all = group.all_gather_object(&own)?;
+        if let Some(error) = failure {
+            return Err(error);
+        }
+        if self.every == 0 {
+            return Err(Error::invalid_argument("workers that come together every 0 steps take no step"));
+        }
+        let (rank, peer) = (group.rank(), |index: usize| Rank::new(index as u32));
+        if let Some((other, cause)) = all
+            .iter()
+            .enumerate()
+            .find_map(|(other, (_, _, failure))| failure.as_ref().map(|cause| (other, cause)))
+        {
+            return Err(Error::invalid_argument(format!("rank {other} cannot go on: {cause}"))
+                .with_peer(peer(other)));
+        }
+        if let Some(other) = all.iter().position(|(other, _, _)| *other != settings) {
+            return Err(Error::mismatch(format!(
+                "rank {other} has made its LocalUpdates with another method, interval or number of parameters than rank {rank}"
+            ))
+            .with_peer(peer(other))
+            .with_remedy("every rank must name the same"));
+        }
+        if let Some(other) = all.iter().position(|(_, other, _)| *other != reached) {
+            return Err(Error::mismatch(format!(
+                "the saved state of rank {other} is of step {}, that of rank {rank} of step {}, or they are of different runs",
+                all[other].1.0, self.steps
+            ))
+            .with_peer(peer(other))
+            .with_remedy("every rank must load what was saved after the same step"));
+        }
+        Ok(())
+    }
+
+    /// Checks that this state is one of these settings, and whole.
+    fn fits(&self, method: LocalMethod, every: u64, elements: usize) -> Result<()> {
+        let named = format!("{method:?}");
+        if (&self.method, self.every, self.elements) != (&named, every, elements) {
+            return Err(Error::invalid_argument(format!(
+                "the state is of {} every {} steps, with {} parameters, and not of {named} every {every} steps, with {elements}",
+                self.method, self.every, self.elements
+            ))
+            .with_remedy("name the method, the interval and the model with which it was saved"));
+        }
+        let (has_center, has_velocity) = method.keeps();
+        let expected = |kept: bool| if kept { elements } else { 0 };
+        if (self.center.len(), self.velocity.len()) != (expected(has_center), expected(has_velocity)) {
+            return Err(Error::invalid_argument("the state has lost a part of its centre or its velocity")
+                .with_remedy("load a state that is whole"));
+        }
+        Ok(())
+    }
+}
+
+/// A hash of the elements' bits.
+fn bits(elements: &[f32]) -> u64 {
+    fnv1a(elements.iter().flat_map(|element| element.to_le_bytes()))
 }
 
 impl LocalUpdates {
@@ -113,37 +217,43 @@ impl LocalUpdates {
         every: u64,
         parameters: &mut [f32],
     ) -> Result<Self> {
-        let own = (fnv1a(format!("{method:?}").bytes()), every, parameters.len() as u64);
-        let settings = group.all_gather_object(&own)?;
-        if every == 0 {
-            return Err(Error::invalid_argument("workers that come together every 0 steps take no step"));
-        }
-        if let Some(other) = settings.iter().position(|setting| *setting != own) {
-            return Err(Error::mismatch(format!(
-                "rank {other} has made its LocalUpdates with another method, interval or number of parameters than rank {}",
-                group.rank()
-            ))
-            .with_peer(Rank::new(other as u32))
-            .with_remedy("every rank must name the same"));
-        }
-        group.broadcast(parameters, Rank::MAIN)?;
-        let (has_center, has_velocity) = match method {
-            LocalMethod::Average | LocalMethod::Ring | LocalMethod::RandomPairs { .. } => (false, false),
-            LocalMethod::Elastic { .. } => (true, false),
-            LocalMethod::Outer(rule) => (true, rule.states() > 0),
-        };
-        Ok(Self {
-            group: group.clone(),
-            method,
+        let (has_center, has_velocity) = method.keeps();
+        let mut state = LocalState {
+            method: format!("{method:?}"),
             every,
-            steps: 0,
-            rounds: 0,
-            bytes: 0,
             elements: parameters.len(),
-            center: if has_center { parameters.to_vec() } else { Vec::new() },
             velocity: vec![0.0; if has_velocity { parameters.len() } else { 0 }],
-            scratch: Vec::new(),
-        })
+            ..LocalState::default()
+        };
+        state.agree(group, Ok(()))?;
+        group.broadcast(parameters, Rank::MAIN)?;
+        if has_center {
+            state.center = parameters.to_vec();
+        }
+        Ok(Self { group: group.clone(), method, state, scratch: Vec::new() })
+    }
+
+    /// Workers that go on from where they were when each saved its parameters and its [`state`](Self::state). The rank's
+    /// parameters stay as they are. All ranks must call it. The world size may be another, if each rank has a state.
+    ///
+    /// # Errors
+    /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
+    /// states: on every rank. If the group fails.
+    pub fn resume(
+        group: &ProcessGroup,
+        method: LocalMethod,
+        every: u64,
+        parameters: &[f32],
+        state: LocalState,
+    ) -> Result<Self> {
+        let fits = state.fits(method, every, parameters.len());
+        state.agree(group, fits)?;
+        Ok(Self { group: group.clone(), method, state, scratch: Vec::new() })
+    }
+
+    /// What later steps depend on besides the parameters, to be saved with them.
+    pub fn state(&self) -> &LocalState {
+        &self.state
     }
 
     /// After each step of this worker's own optimizer. When it is time, moves `parameters` as the method says, and
@@ -152,27 +262,27 @@ impl LocalUpdates {
     /// # Errors
     /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`].
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
-        if self.elements != parameters.len() {
+        if self.state.elements != parameters.len() {
             return Err(Error::invalid_argument(format!(
                 "there were {} parameters, and now there are {}",
-                self.elements,
+                self.state.elements,
                 parameters.len()
             )));
         }
-        self.steps += 1;
-        if !self.steps.is_multiple_of(self.every) {
+        self.state.steps += 1;
+        if !self.state.steps.is_multiple_of(self.state.every) {
             return Ok(None);
         }
-        self.rounds += 1;
+        self.state.rounds += 1;
         let copies = self.come_together(parameters)?;
         let bytes = copies * size_of_val(parameters) as u64;
-        self.bytes += bytes;
+        self.state.bytes += bytes;
         Ok(Some(bytes))
     }
 
     /// The bytes that this rank has given to the group, by steps.
     pub fn bytes_per_step(&self) -> f64 {
-        if self.steps == 0 { 0.0 } else { self.bytes as f64 / self.steps as f64 }
+        if self.state.steps == 0 { 0.0 } else { self.state.bytes as f64 / self.state.steps as f64 }
     }
 
     /// Returns how often this rank has given its parameters to the group.
@@ -186,25 +296,25 @@ impl LocalUpdates {
             }
             LocalMethod::Elastic { moving_rate } => {
                 self.scratch.clear();
-                self.scratch.extend(stretch(parameters, &self.center, moving_rate));
+                self.scratch.extend(stretch(parameters, &self.state.center, moving_rate));
                 parameters.iter_mut().zip(&self.scratch).for_each(|(p, pull)| *p -= pull);
                 self.group.all_reduce(&mut self.scratch, ReduceOp::Sum)?;
-                self.center.iter_mut().zip(&self.scratch).for_each(|(c, pull)| *c += pull);
+                self.state.center.iter_mut().zip(&self.scratch).for_each(|(c, pull)| *c += pull);
                 Ok(u64::from(!is_alone))
             }
             LocalMethod::Outer(rule) => {
                 self.scratch.clear();
-                self.scratch.extend(stretch(&self.center, parameters, 1.0));
+                self.scratch.extend(stretch(&self.state.center, parameters, 1.0));
                 self.group.all_reduce(&mut self.scratch, ReduceOp::Avg)?;
-                let mut states = [self.velocity.as_mut_slice()];
+                let mut states = [self.state.velocity.as_mut_slice()];
                 let states = &mut states[..rule.states()];
-                rule.update(self.rounds, 1.0, &mut self.center, &self.scratch, states);
-                parameters.copy_from_slice(&self.center);
+                rule.update(self.state.rounds, 1.0, &mut self.state.center, &self.scratch, states);
+                parameters.copy_from_slice(&self.state.center);
                 Ok(u64::from(!is_alone))
             }
             LocalMethod::Ring => self.gossip(parameters, &neighbours(self.group.rank(), world)),
             LocalMethod::RandomPairs { seed } => {
-                let partner = partner(self.group.rank(), world, seed, self.rounds);
+                let partner = partner(self.group.rank(), world, seed, self.state.rounds);
                 self.gossip(parameters, partner.as_slice())
             }
         }

@@ -17,7 +17,7 @@ mod rpc;
 mod server;
 
 pub use self::clock::Consistency;
-pub use self::local::{LocalMethod, LocalUpdates};
+pub use self::local::{LocalMethod, LocalState, LocalUpdates};
 pub use self::optimizer::{Adam, Sgd, UpdateRule};
 pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
 pub use self::server::{

@@ -1,6 +1,6 @@
 //! Workers that train by themselves and meet now and then, against the same in one process.
 
-use phalanx::asynchronous::{LocalMethod, LocalUpdates, Sgd};
+use phalanx::asynchronous::{LocalMethod, LocalState, LocalUpdates, Sgd};
 use phalanx::testing::{Fabric, run};
 
 const ELEMENTS: usize = 37;
@@ -145,6 +145,66 @@ fn random_pairs_keep_the_mean_and_come_together() {
             assert!(results.iter().flatten().all(|p| (p - mean).abs() < 1e-3), "{world}: {results:?}");
         }
     }
+}
+
+#[test]
+fn a_run_that_goes_on_has_the_bits_of_one_that_was_never_interrupted() {
+    let methods = [
+        LocalMethod::Average,
+        LocalMethod::Elastic { moving_rate: 0.3 },
+        LocalMethod::Ring,
+        LocalMethod::RandomPairs { seed: 5 },
+        LocalMethod::diloco(),
+        LocalMethod::slow_momentum(1.0, 0.5),
+    ];
+    for method in methods {
+        run(3, Fabric::InProcess, move |group| {
+            let rank = group.rank().index();
+            let train = |local: &mut LocalUpdates, parameters: &mut Vec<f32>, steps: std::ops::Range<u32>| {
+                for step in steps {
+                    descend(parameters, rank, step);
+                    local.step(parameters).unwrap();
+                }
+            };
+            let mut whole = initial();
+            let mut local = LocalUpdates::new(&group, method, 4, &mut whole).unwrap();
+            train(&mut local, &mut whole, 1..STEPS + 1);
+
+            let mut parts = initial();
+            let mut before = LocalUpdates::new(&group, method, 4, &mut parts).unwrap();
+            // Between two meetings, when each rank has parameters of its own.
+            train(&mut before, &mut parts, 1..7);
+            let saved = serde_json::to_vec(before.state()).unwrap();
+            let state: LocalState = serde_json::from_slice(&saved).unwrap();
+            let mut after = LocalUpdates::resume(&group, method, 4, &parts, state).unwrap();
+            train(&mut after, &mut parts, 7..STEPS + 1);
+            assert_eq!(parts, whole, "{method:?}");
+            assert_eq!(after.state(), local.state());
+        });
+    }
+}
+
+#[test]
+fn a_state_of_another_step_or_method_is_refused_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let mut parameters = initial();
+        let method = LocalMethod::diloco();
+        let mut local = LocalUpdates::new(&group, method, 2, &mut parameters).unwrap();
+        local.step(&mut parameters).unwrap();
+        let old = local.state().clone();
+        local.step(&mut parameters).unwrap();
+        let new = local.state().clone();
+        let is_main = group.rank().is_main();
+        let resume = |method, state| LocalUpdates::resume(&group, method, 2, &parameters, state).unwrap_err();
+        let error = resume(method, if is_main { old } else { new.clone() });
+        assert!(error.is_mismatch() && error.to_string().contains("of step 1"), "{error}");
+        assert!(error.to_string().contains("of step 2"), "{error}");
+        // One rank names another method: that rank knows why, and the other repeats it.
+        let error = resume(if is_main { LocalMethod::Average } else { method }, new);
+        let text = error.to_string();
+        assert!(text.contains("Average every 2 steps") && text.contains("momentum: 0.9"), "{text}");
+        assert_eq!(text.contains("rank 0 cannot go on"), !is_main, "{text}");
+    });
 }
 
 #[test]
