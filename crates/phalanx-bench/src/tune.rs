@@ -74,6 +74,8 @@ pub(crate) fn groups(
         let place = Rendezvous {
             store: Arc::new(PrefixStore::new(*name, world.store.clone())),
             credentials: world.credentials.clone(),
+            // Each group draws its own.
+            group_number: None,
             keep_alive: rendezvous::alone().keep_alive,
             ..world
         };

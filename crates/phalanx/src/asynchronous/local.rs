@@ -159,8 +159,9 @@ impl LocalState {
             .enumerate()
             .find_map(|(other, (_, _, failure))| failure.as_ref().map(|cause| (other, cause)))
         {
-            return Err(Error::invalid_argument(format!("rank {other} cannot go on: {cause}"))
-                .with_peer(peer(other)));
+            return Err(
+                Error::invalid_argument(format!("rank {other} cannot go on: {cause}")).with_peer(peer(other))
+            );
         }
         if let Some(other) = all.iter().position(|(other, _, _)| *other != settings) {
             return Err(Error::mismatch(format!(

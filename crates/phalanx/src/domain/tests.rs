@@ -33,6 +33,8 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         interface,
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),
+                        number: None,
+                        tuning: 0,
                     };
                     connect(
                         &config,

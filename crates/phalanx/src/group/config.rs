@@ -161,6 +161,8 @@ impl GroupConfig {
                     interface: *interface,
                     credentials,
                     heartbeat: *heartbeat,
+                    number: None,
+                    tuning: self.tuning.choice(world).fingerprint,
                 };
                 connect_among(&mesh, self.members.clone(), options, deadline)
             }

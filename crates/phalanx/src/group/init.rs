@@ -6,17 +6,14 @@ use std::time::Duration;
 
 use super::connect::{TransportOptions, connect};
 use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalRank, ProcessGroup};
-use crate::caller::Caller;
 use crate::collective::{Tuning, TuningRow};
 use crate::deadline::Deadline;
-use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
-use crate::wire::frame::Operation;
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
@@ -74,7 +71,7 @@ impl Default for GroupOptions {
 impl GroupOptions {
     /// The defaults, with the transport in `PHALANX_TRANSPORT` (`tcp`, `shm`, or `auto`), the host's identity in
     /// `PHALANX_HOST_ID`, the [`Tuning`] in the file that `PHALANX_TUNING` names, and the [`Heartbeat`] in
-    /// `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
+    /// `PHALANX_HEARTBEAT_INTERVAL`, `PHALANX_HEARTBEAT_TIMEOUT` and `PHALANX_NETWORK_TIMEOUT`, in seconds.
     ///
     /// # Errors
     /// If the value of one of these is not valid, or the file holds no such table.
@@ -130,6 +127,7 @@ impl ProcessGroup {
             generation,
             interface,
             credentials,
+            group_number,
             keep_alive,
         } = rendezvous;
         // Before any rank has a group, and something to write. Rounds of an elastic job count from 1, generations from
@@ -147,6 +145,8 @@ impl ProcessGroup {
             interface,
             credentials: &credentials,
             heartbeat,
+            number: group_number,
+            tuning: tuning.choice(world_size).fingerprint,
         };
         let silent_hosts = Arc::default();
         let options = TransportOptions {
@@ -165,14 +165,12 @@ impl ProcessGroup {
             ..GroupConfig::new(backend, local, generation)
         };
         let identity = Identity { rank, world: world_size, trace, config };
-        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)
+        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)
     }
 
-    /// Before the first call: chooses algorithms by `tuning`, on every rank.
-    pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
-        let timeout = self.operation_timeout();
-        let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
-        self.inner.queue.run(&timeout, |engine| engine.tune(tuning, call, timeout.deadline()))??;
+    /// Before the first call: chooses algorithms by `tuning`, on every rank. The ranks have compared their tables when they connected.
+    pub(crate) fn tuned(self, tuning: &Tuning) -> Result<Self> {
+        self.inner.queue.run(&self.operation_timeout(), |engine| engine.tune(tuning))?;
         Ok(self)
     }
 
@@ -212,7 +210,7 @@ mod tests {
             std::thread::scope(|scope| {
                 for group in groups(world, Fabric::Tcp).unwrap() {
                     scope.spawn(move || {
-                        let group = group.tuned(&small(), Caller::Init).unwrap();
+                        let group = group.tuned(&small()).unwrap();
                         for length in [1usize, 4, 7, 50, 101, 1000] {
                             let mut data = vec![i64::from(group.rank().get()); length];
                             group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
@@ -228,50 +226,54 @@ mod tests {
         }
     }
 
-    #[test]
-    fn ranks_with_different_tables_are_told_at_once() {
+    /// Joins a world over `store` as `rank` of `world`, with `tuning`.
+    fn join(
+        store: &Arc<crate::store::MemoryStore>,
+        rank: crate::Rank,
+        world: WorldSize,
+        tuning: Tuning,
+    ) -> Result<ProcessGroup> {
+        let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO).unwrap();
+        let (local_rank, local_world_size) = (rank.get(), world.get());
+        let store = store.clone();
+        let rendezvous = Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
+        let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));
+        ProcessGroup::join(rendezvous, GroupOptions { timeout, transport, tuning, ..GroupOptions::default() })
+    }
+
+    /// Calls `rank` on all ranks of a world of three.
+    fn on_three_ranks(rank: impl Fn(&Arc<crate::store::MemoryStore>, crate::Rank, WorldSize) + Sync) {
+        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
         std::thread::scope(|scope| {
-            for group in groups(3, Fabric::Tcp).unwrap() {
-                scope.spawn(move || {
-                    let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
-                    // A rank that was done before gets the error later.
-                    let outcome = group.tuned(&tuning, Caller::Init).and_then(|group| {
-                        std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
-                    });
-                    let error = outcome.unwrap_err();
-                    assert!(error.to_string().contains("different tuning tables"), "{error}");
-                });
+            for number in world.ranks() {
+                let (rank, store) = (&rank, &store);
+                scope.spawn(move || rank(store, number, world));
             }
         });
     }
 
     #[test]
+    fn ranks_with_different_tables_are_told_at_once() {
+        on_three_ranks(|store, rank, world| {
+            let tuning = if rank.get() == 1 { small() } else { Tuning::default() };
+            let error = join(store, rank, world, tuning).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains("different tuning tables"), "{error}");
+        });
+    }
+
+    #[test]
     fn sub_groups_choose_by_the_same_table_and_compare_their_own_row() {
-        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
-        let rank = |rank: crate::Rank| {
-            let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO).unwrap();
-            let (local_rank, local_world_size) = (rank.get(), world.get());
-            let store = store.clone();
-            let rendezvous =
-                Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
+        on_three_ranks(|store, rank, world| {
             // The row for three ranks is the same; the row for two is not.
             let mut tuning = Tuning::default();
             tuning.rows[0].doubling_max += rank.index();
-            let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));
-            let options = GroupOptions { timeout, transport, tuning, ..GroupOptions::default() };
-            let group = ProcessGroup::join(rendezvous, options).unwrap();
+            let group = join(store, rank, world, tuning).unwrap();
             let pair = group.new_group(&[crate::Rank::MAIN, crate::Rank::new(2)]);
             match rank.get() {
                 1 => assert!(pair.unwrap().is_none()),
                 _ => assert!(pair.unwrap_err().to_string().contains("different tuning tables")),
             }
             group.barrier().unwrap();
-        };
-        std::thread::scope(|scope| {
-            for number in world.ranks() {
-                let rank = &rank;
-                scope.spawn(move || rank(number));
-            }
         });
     }
 

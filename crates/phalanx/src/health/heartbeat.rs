@@ -38,13 +38,17 @@ impl Heartbeat {
     pub const OFF: Self =
         Self { interval: Duration::ZERO, timeout: Duration::ZERO, network_timeout: Duration::ZERO };
 
-    /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL` and `PHALANX_HEARTBEAT_TIMEOUT`, in seconds.
+    /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL`, `PHALANX_HEARTBEAT_TIMEOUT` and `PHALANX_NETWORK_TIMEOUT`, in seconds.
     pub(crate) fn from_env() -> Result<Self> {
-        let timeout = seconds("PHALANX_HEARTBEAT_TIMEOUT")?;
-        Ok(Self::with(seconds("PHALANX_HEARTBEAT_INTERVAL")?, timeout))
+        let interval = seconds("PHALANX_HEARTBEAT_INTERVAL")?;
+        let heartbeat = Self::with(interval, seconds("PHALANX_HEARTBEAT_TIMEOUT")?);
+        Ok(match seconds("PHALANX_NETWORK_TIMEOUT")? {
+            Some(network_timeout) => Self { network_timeout, ..heartbeat },
+            None => heartbeat,
+        })
     }
 
-    /// The defaults with what the user has set. A time-out is meant for all ranks, wherever they are.
+    /// The defaults with what the user has set for all ranks, wherever they are.
     fn with(interval: Option<Duration>, timeout: Option<Duration>) -> Self {
         let default = Self::default();
         let interval = interval.unwrap_or(default.interval);

@@ -336,7 +336,7 @@ impl Health {
             (_, Network::Silent(_)) => (
                 network.to_string(),
                 "do its host and the network between still work? To survive a longer outage, raise \
-                 PHALANX_HEARTBEAT_TIMEOUT",
+                 PHALANX_NETWORK_TIMEOUT",
             ),
             (_, Network::Unknown) => (
                 String::new(),

@@ -138,7 +138,7 @@ impl Cluster {
     }
 
     /// How often a launcher sends a heartbeat, 1 s, and after how many missing ones it is declared dead. If that is not given, as many
-    /// as fit into the time that the network between ranks may be silent (10 s, or `PHALANX_HEARTBEAT_TIMEOUT`) and two more, at least 5.
+    /// as fit into the time that the network between ranks may be silent (10 s, or `PHALANX_NETWORK_TIMEOUT`) and two more, at least 5.
     pub fn keep_alive(mut self, interval: Duration, attempts: Option<u32>) -> Self {
         self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.map(|attempts| attempts.max(1)));
         self

@@ -6,7 +6,7 @@
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store, and what
 //!            identifies the host and the process, as their names and numbers do not
 //! world      the world size that the first to come expects, and the version of this protocol
-//! verdict    the outcome: "ok", or what went wrong; written once, read by all
+//! verdict    the outcome: "ok" with the number of the first group, or what went wrong; written once, read by all
 //! ```
 //!
 //! A rank writes the first two in one request and waits for the third in the next: two round trips, however far away the store is.
@@ -28,11 +28,14 @@ use crate::random;
 use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
+use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
-const OK: &[u8] = b"ok";
-/// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome.
-const VERSION: u32 = 2;
+/// How the outcome begins if all have come. The random number of the first group follows.
+const OK: &[u8] = b"ok ";
+/// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome; in the second,
+/// the outcome had no number.
+const VERSION: u32 = 3;
 const VERSION_MARK: &str = "@version-";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
@@ -76,6 +79,8 @@ fn process_nonce() -> Result<u64> {
 pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
+    /// The number of its first group.
+    pub group_number: JobId,
     roll_call: PrefixStore,
     world_size: WorldSize,
 }
@@ -181,15 +186,14 @@ pub(super) fn arrive(
             outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
         }
     });
-    match outcome {
-        Ok(outcome) if outcome == OK => {}
-        Ok(outcome) => return Err(read_outcome(&outcome)),
+    let group_number = match outcome {
+        Ok(outcome) => number_in(&outcome),
         Err(error) if error.is_timeout() => {
-            report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)?
+            report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)
         }
-        Err(error) => return Err(error),
-    }
-    Ok(Arrived { store: group, roll_call, world_size: config.world_size })
+        Err(error) => Err(error),
+    }?;
+    Ok(Arrived { store: group, group_number, roll_call, world_size: config.world_size })
 }
 
 /// Rank 0: waits until all have come, and writes the outcome, unless there is one before.
@@ -222,7 +226,8 @@ fn judge(
                 let peer = (kind == Kind::Protocol).then_some(rank);
                 return Err(fail(roll_call, kind, peer, cause, deadline));
             }
-            roll_call.compare_set("verdict", b"", OK, deadline)
+            let fine = [OK, &random::bytes::<{ size_of::<JobId>() }>()?].concat();
+            roll_call.compare_set("verdict", b"", &fine, deadline)
         }
     }
 }
@@ -282,10 +287,9 @@ fn fail(roll_call: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, 
 
 /// This rank's time is up: reports that to every rank, unless there is an outcome already. An existing outcome holds for
 /// this rank as well: the others may have gone on.
-fn report_missing(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<()> {
+fn report_missing(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<JobId> {
     match write_outcome(roll_call, &error, deadline) {
-        Some(outcome) if outcome == OK => Ok(()),
-        Some(outcome) => Err(read_outcome(&outcome)),
+        Some(outcome) => number_in(&outcome),
         None => Err(error.into_error()),
     }
 }
@@ -302,7 +306,12 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store may take to answer a question beside the wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// An outcome other than "ok".
+/// The number of the first group, with which the outcome says that all is well. Otherwise the error that it is.
+fn number_in(outcome: &[u8]) -> Result<JobId> {
+    outcome.strip_prefix(OK).and_then(|number| number.try_into().ok()).ok_or_else(|| read_outcome(outcome))
+}
+
+/// An outcome other than [`OK`].
 #[derive(serde::Serialize, serde::Deserialize)]
 struct ArrivalError {
     kind: Kind,
@@ -427,7 +436,8 @@ mod tests {
             }
             report_missing(&roll_call, late(), soon)
         };
-        settled(OK).unwrap();
+        assert_eq!(settled(b"ok 0123456789abcdef").unwrap(), *b"0123456789abcdef");
+        assert!(settled(b"ok 0123456789abcde").unwrap_err().to_string().contains("cannot be read"));
         let error = settled(b"").unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
         let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
@@ -462,16 +472,16 @@ mod tests {
         // Rank 0 of an earlier build has come, and waits for the outcome.
         let store = with(&[("rank/0", "1 2 7 there -"), ("world", "2"), ("arrived", "1")]);
         let error = start(&store, 1, 600).err().unwrap();
-        let text = "rank 1 starts by version 2 of the protocol, another rank by version 1";
-        assert!(error.to_string().contains(text) && error.to_string().contains("same version"), "{error}");
+        let text = format!("rank 1 starts by version {VERSION} of the protocol, another rank by version 1");
+        assert!(error.to_string().contains(&text) && error.to_string().contains("same version"), "{error}");
         let soon = Deadline::after(Duration::from_secs(20));
         let outcome = read_outcome(&store.get("phalanx/0/verdict", soon).unwrap());
-        assert!(outcome.to_string().contains(text), "{outcome}");
+        assert!(outcome.to_string().contains(&text), "{outcome}");
         // A rank of an earlier build that comes later compares the world sizes, and ours is another text.
         let store = with(&[("rank/1", "1 2 7 there -")]);
         let error = start(&store, 0, 600).err().unwrap();
-        let text = "rank 0 starts by version 2 of the protocol, rank 1 by version 1";
-        assert!(error.to_string().contains(text) && error.peer() == Some(Rank::new(1)), "{error}");
+        let text = format!("rank 0 starts by version {VERSION} of the protocol, rank 1 by version 1");
+        assert!(error.to_string().contains(&text) && error.peer() == Some(Rank::new(1)), "{error}");
         assert_ne!(store.get("phalanx/0/world", soon).unwrap(), b"2");
     }
 
@@ -487,7 +497,7 @@ mod tests {
 
     #[test]
     fn a_rank_0_that_stops_after_its_arrival_is_named() {
-        let store = with(&[("rank/0", "1 2@version-2 7 there -"), ("world", "2@version-2")]);
+        let store = with(&[("rank/0", "1 2@version-3 7 there -"), ("world", "2@version-3")]);
         let error = start(&store, 1, 1).err().unwrap();
         assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
         assert!(error.to_string().contains("all 2 ranks have arrived, but rank 0"), "{error}");

@@ -51,6 +51,9 @@ pub struct Rendezvous {
     pub interface: IpAddr,
     /// The credentials with which its processes authenticate each other, if the job has them.
     pub credentials: Credentials,
+    /// The random number that distinguishes the first group's connections from those of all other groups, if the ranks have agreed
+    /// on one while they met. None: rank 0 draws it when the group is made, which takes one round trip more.
+    pub group_number: Option<[u8; 16]>,
     /// Keeps the store's server, or the connection to it, alive. Keep it as long as the store is in use.
     pub keep_alive: KeepAlive,
 }
@@ -178,6 +181,7 @@ pub fn alone() -> Rendezvous {
         generation: Generation(0),
         interface: Ipv4Addr::LOCALHOST.into(),
         credentials: Credentials::default(),
+        group_number: None,
         keep_alive: KeepAlive(Held::Nothing),
     }
 }
@@ -283,6 +287,7 @@ impl RankConfig {
             generation: self.generation,
             interface,
             credentials: self.credentials.clone(),
+            group_number: Some(arrived.group_number),
             keep_alive,
         })
     }

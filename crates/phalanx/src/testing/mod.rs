@@ -127,7 +127,17 @@ fn join(
 ) -> Result<ProcessGroup> {
     let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
     let generation = Generation::default();
-    let config = MeshConfig { store: &*store, rank, world, generation, interface, credentials, heartbeat };
+    let config = MeshConfig {
+        store: &*store,
+        rank,
+        world,
+        generation,
+        interface,
+        credentials,
+        heartbeat,
+        number: None,
+        tuning: 0,
+    };
     let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;
     let (transport, host_id) = (options.kind, options.host.map(str::to_owned));
     let credentials = credentials.clone();

@@ -1,7 +1,7 @@
 //! A connection of the mesh: a socket, with or without TLS.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 
 use parking_lot::Mutex;
@@ -31,6 +31,11 @@ impl Connection {
 
     pub(super) fn socket(&self) -> &TcpStream {
         &self.socket
+    }
+
+    /// The peer's address; none of a connection that has been reset.
+    pub(super) fn host(&self) -> Option<IpAddr> {
+        self.socket.peer_addr().ok().map(|peer| peer.ip())
     }
 
     /// Is the peer on this host?

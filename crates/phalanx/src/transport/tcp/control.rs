@@ -3,12 +3,13 @@
 //! One thread watches all of them, even while no operation runs, so that a death is known before a rank waits for the
 //! dead one.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};
+use std::net::IpAddr;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use phalanx_sys::tcp;
@@ -40,9 +41,27 @@ pub(crate) struct Monitor {
     leave_grace: Duration,
 }
 
-/// The hosts that have not answered the goodbye of one of a rank's groups: its other groups do not wait for them once more.
+/// The addresses of hosts that have not answered the goodbye of one of a rank's groups, and when: for a while its other groups do not
+/// wait for them once more. Two hosts may have one name.
 #[derive(Debug, Default)]
-pub(crate) struct SilentHosts(Mutex<HashSet<String>>);
+pub(crate) struct SilentHosts(Mutex<HashMap<IpAddr, Instant>>);
+
+impl SilentHosts {
+    fn remember(&self, hosts: impl Iterator<Item = IpAddr>) {
+        let now = Instant::now();
+        self.0.lock().extend(hosts.map(|host| (host, now)));
+    }
+
+    /// The hosts that are not waited for at the moment.
+    fn known(&self) -> HashSet<IpAddr> {
+        let mut hosts = self.0.lock();
+        hosts.retain(|_, since| since.elapsed() < SILENCE_LIMIT);
+        hosts.keys().copied().collect()
+    }
+}
+
+/// For how long after an unanswered goodbye a host is not waited for: groups that end together do so within seconds.
+const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How long a rank that leaves waits until the ranks on other hosts have read its goodbye, if their network may not be silent for longer:
 /// a few round trips, and packets that are sent again. A connection that is closed before is reset by the next heartbeat of the peer, and
@@ -148,12 +167,11 @@ impl Drop for Monitor {
             true => FAILURE_GRACE,
             false => self.leave_grace,
         };
-        let silent = self.silent.0.lock().clone();
-        let is_awaited = |peer| !silent.contains(self.health.host(peer));
+        let silent = self.silent.known();
+        let is_awaited = |host| !silent.contains(&host);
         let unanswered = self.connections.leave(Deadline::after(grace), is_awaited);
         if !grace.is_zero() {
-            let hosts = unanswered.into_iter().map(|peer| self.health.host(peer).to_owned());
-            self.silent.0.lock().extend(hosts);
+            self.silent.remember(unanswered.into_iter());
         }
         self.connections.shut();
     }
@@ -174,13 +192,14 @@ impl Connections {
 
     /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
     /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
-    /// host there is nothing to wait for: what is sent there has arrived. Returns those that have not answered by the deadline.
-    fn leave(&self, deadline: Deadline, is_awaited: impl Fn(Rank) -> bool) -> HashSet<Rank> {
-        let all = of(&self.control).chain(of(&self.data)).chain(of(&self.messages));
-        let far = all.filter(|(_, connection)| !connection.is_within_host());
-        let (awaited, others): (Vec<_>, Vec<_>) = far.partition(|(peer, _)| is_awaited(*peer));
-        others.into_iter().for_each(|(_, connection)| connection.finish_sending());
-        finish(awaited, deadline).into_iter().map(|(peer, _)| peer).collect()
+    /// host there is nothing to wait for: what is sent there has arrived. Returns the hosts that have not answered by the deadline.
+    fn leave(&self, deadline: Deadline, is_awaited: impl Fn(IpAddr) -> bool) -> HashSet<IpAddr> {
+        let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
+        let far = all.filter(|connection| !connection.is_within_host());
+        let is_awaited = |connection: &&Connection| connection.host().is_some_and(&is_awaited);
+        let (awaited, others): (Vec<_>, Vec<_>) = far.partition(is_awaited);
+        others.into_iter().for_each(Connection::finish_sending);
+        finish(awaited, deadline).into_iter().filter_map(Connection::host).collect()
     }
 
     /// `peer` has left, and reads nothing more: it waits until this rank sends nothing more.
@@ -207,24 +226,18 @@ impl Connections {
     }
 }
 
-/// The connections to peers, of these by rank.
-fn of(connections: &[Option<Connection>]) -> impl Iterator<Item = (Rank, &Connection)> {
-    let ranks = (0..).map(Rank::new);
-    ranks.zip(connections).filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)))
-}
-
 /// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed. Returns
 /// those on which more may come.
-fn finish(mut open: Vec<(Rank, &Connection)>, deadline: Deadline) -> Vec<(Rank, &Connection)> {
-    open.iter().for_each(|(_, connection)| connection.finish_sending());
+fn finish(mut open: Vec<&Connection>, deadline: Deadline) -> Vec<&Connection> {
+    open.iter().for_each(|connection| connection.finish_sending());
     loop {
-        open.retain(|(_, connection)| !connection.has_ended());
+        open.retain(|connection| !connection.has_ended());
         let remaining = deadline.remaining();
         if open.is_empty() || remaining.is_zero() {
             return open;
         }
         let mut fds: Vec<PollFd<'_>> =
-            open.iter().map(|(_, connection)| PollFd::new(*connection, PollFlags::IN)).collect();
+            open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
         if poll(&mut fds, Some(remaining)).is_err() {
             return open;
         }
@@ -280,7 +293,7 @@ mod tests {
                     Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
                 }
             }
-            finish(vec![(Rank::MAIN, &own)], Deadline::after(Duration::from_secs(60)));
+            finish(vec![&own], Deadline::after(Duration::from_secs(60)));
             drop(own);
             let all = reading.join().unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
@@ -294,13 +307,12 @@ mod tests {
         let ((own, _peer), (other, gone)) = (pair(), pair());
         drop(gone);
         let begun = Instant::now();
-        let both = vec![(Rank::new(1), &own), (Rank::new(2), &other)];
-        let unanswered = finish(both, Deadline::after(Duration::from_millis(50)));
-        assert_eq!(unanswered.into_iter().map(|(peer, _)| peer.get()).collect::<Vec<_>>(), [1]);
+        let unanswered = finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)));
+        assert!(matches!(unanswered.as_slice(), [one] if std::ptr::eq(*one, &own)));
         assert!(begun.elapsed() >= Duration::from_millis(50));
         // One that has gone is not waited for at all.
         let begun = Instant::now();
-        finish(vec![(Rank::new(2), &other)], Deadline::after(Duration::from_secs(3600)));
+        finish(vec![&other], Deadline::after(Duration::from_secs(3600)));
         assert!(begun.elapsed() < Duration::from_secs(600));
     }
 

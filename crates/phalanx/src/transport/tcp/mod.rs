@@ -46,6 +46,7 @@ use crate::health::Heartbeat;
 use crate::poll::poll;
 use crate::rank::{Generation, Rank};
 use crate::store::Store;
+use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
@@ -69,6 +70,10 @@ pub(crate) struct MeshConfig<'a> {
     pub credentials: &'a Credentials,
     /// The heartbeat settings.
     pub heartbeat: Heartbeat,
+    /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
+    pub number: Option<JobId>,
+    /// The fingerprint of the table by which the ranks choose algorithms. All must have the same.
+    pub tuning: u32,
 }
 
 /// One rank's connections to all others.

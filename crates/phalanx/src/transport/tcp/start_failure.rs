@@ -212,7 +212,7 @@ pub(super) fn watch(
 
 /// The error for a rank that no longer listens at its address.
 pub(super) fn gone(peer: Rank, address: &Address) -> Error {
-    let Address { host, socket } = address;
+    let Address { host, socket, .. } = address;
     Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: it no longer listens at {socket}"))
         .with_peer(peer)
         .with_remedy(format!("see rank {peer}'s own output for its reason"))
@@ -232,29 +232,31 @@ mod tests {
     use crate::world_size::WorldSize;
 
     proptest! {
-        #[test]
-        fn the_first_that_is_missing_is_found(
-            there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
-        ) {
-            let store = MemoryStore::new();
-            let config = MeshConfig {
-                store: &store,
-                rank: Rank::MAIN,
-                world: WorldSize::ONE,
-                generation: Generation(0),
-                interface: Ipv4Addr::LOCALHOST.into(),
-                credentials: Credentials::none(),
-                heartbeat: Heartbeat::default(),
-            };
-            let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
-            for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
-                store.set(name, b"x", Deadline::after(LAST_MESSAGE)).unwrap();
-            }
-            let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
-            let names: Vec<&str> = names.iter().map(String::as_str).collect();
-            prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE)), first);
-        }
-    }
+           #[test]
+           fn the_first_that_is_missing_is_found(
+               there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
+           ) {
+               let store = MemoryStore::new();
+               let config = MeshConfig {
+                   store: &store,
+                   rank: Rank::MAIN,
+                   world: WorldSize::ONE,
+                   generation: Generation(0),
+                   interface: Ipv4Addr::LOCALHOST.into(),
+                   credentials: Credentials::none(),
+                   heartbeat: Heartbeat::default(),
+    number: None,
+    tuning: 0,
+               };
+               let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
+               for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
+                   store.set(name, b"x", Deadline::after(LAST_MESSAGE)).unwrap();
+               }
+               let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
+               let names: Vec<&str> = names.iter().map(String::as_str).collect();
+               prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE)), first);
+           }
+       }
 
     /// A store that answers nothing in time, and remembers how long it was asked for.
     #[derive(Debug, Default)]
@@ -336,6 +338,8 @@ mod tests {
             interface: Ipv4Addr::LOCALHOST.into(),
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
+            number: None,
+            tuning: 0,
         };
         let deadline = Deadline::after(2 * LOOK);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();

@@ -31,7 +31,17 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
     let interface = Ipv4Addr::LOCALHOST.into();
     let heartbeat = Heartbeat::default();
     mesh(
-        &MeshConfig { store, rank, world, generation: Generation(0), interface, credentials, heartbeat },
+        &MeshConfig {
+            store,
+            rank,
+            world,
+            generation: Generation(0),
+            interface,
+            credentials,
+            heartbeat,
+            number: None,
+            tuning: 0,
+        },
         soon(),
     )
 }
