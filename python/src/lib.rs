@@ -2,6 +2,12 @@
 //!
 //! What PyTorch asks of a backend is in Python (`phalanx_torch/process_group.py`). This part reads tensors, keeps the order
 //! of calls, waits without Python's lock, and turns errors into exceptions.
+//!
+//! The backend is a group written in Python over a class in Rust. One in C++ would have to be built for each version of
+//! PyTorch, with its headers and compiler. PyTorch calls a Python group directly, for some microseconds a call. Tensors
+//! are lent as slices to blocking calls, on the caller's thread or on a worker of the package's: `phalanx::Work`,
+//! which owns its buffers, would cost a copy each way. Each torch group is a group of its own, which meets in the store
+//! that PyTorch has made for it.
 
 mod collectives;
 mod dtypes;

@@ -2,6 +2,10 @@
 //!
 //! Burn also takes foreign memory as [`Bytes::from_shared`], but copies all of it before it writes, and keeps both: an
 //! optimizer that works in place would need more memory with views than without.
+//!
+//! So with views a bucket is split when it is averaged. Each gradient owns its bytes and frees its pages when the
+//! optimizer drops it, and the next step allocates memory when its first gradient comes. At the end of forward, where
+//! memory peaks, there is then no bucket at all, as in training alone.
 #![allow(unsafe_code)] // Burn's interface for memory that is not its own has nothing else.
 
 use std::fmt;

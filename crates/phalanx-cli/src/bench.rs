@@ -1,5 +1,8 @@
 //! `phalanx bench` and `phalanx plot` start the separate program `phalanx-bench`, so that this one, which runs jobs,
 //! stays small.
+//!
+//! `phalanx-bench` is looked for beside the command and in PATH, as cargo does with its subcommands. So the command links no
+//! plotter, and `phalanx doctor` times its two processes itself.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;

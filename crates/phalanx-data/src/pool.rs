@@ -1,4 +1,9 @@
 //! Threads that do numbered tasks, each worker its own in their order.
+//!
+//! Worker w loads the batches w, w + W, ..., as in PyTorch. A shared queue would balance uneven items better, but then
+//! which worker loads what would depend on timing, and with it what is drawn from workers' seeds. Each worker has its
+//! own queue and its own results, so the order needs no sorting, and a panic of a data set holds no lock of ours. A
+//! drop waits for the threads to end, for some seconds at most.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! Anonymous files that processes of one host map together. They have no name on any file system. The kernel frees them
 //! with the last process that maps them, however it ends.
+//!
+//! So nothing is left in `/dev/shm` when a process dies.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,5 +1,8 @@
 //! Signals as bytes in a pipe.
 
+// The crate signal-hook was weighed and left out: what it has caught stays caught, since `unregister` does not put the earlier
+// disposition back. `spawn` runs inside a program whose own handlers must be as they were.
+
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;

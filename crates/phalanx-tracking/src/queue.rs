@@ -1,4 +1,6 @@
 //! Between the training loop and the thread that writes: bounded, and nobody waits to put something in.
+//!
+//! It drops and counts rather than waits: a record must not hold up what it observes.
 
 use std::time::Duration;
 

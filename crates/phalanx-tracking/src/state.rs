@@ -2,6 +2,8 @@
 //!
 //! Whoever writes holds a lock on `run.lock`, which the system releases when the process ends, however it ends. So an
 //! attempt that is `running` without a lock has died.
+//!
+//! So `run.json` needs no sign of life. Rank 0 of the next start goes on in the same files, once it has the lock.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};

@@ -1,4 +1,6 @@
 //! The thread that writes.
+//!
+//! A sink that fails gets the same records again, so that no sink keeps a list of its own.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;

@@ -1,5 +1,6 @@
 //! FNV-1a (Fowler, Noll, Vo). Ranks use it to compare values that must be equal, and the file store to find torn
-//! writes. It detects accidental differences, not those that an adversary makes.
+//! writes. It detects accidental differences, not those that an adversary makes. It is our own function because it is a
+//! part of formats.
 
 /// The 64-bit hash.
 pub(crate) fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {

@@ -1,4 +1,7 @@
 //! The network to a peer that is silent, as this host's kernel sees it.
+//!
+//! It is asked only when a time-out has passed: whether the process is frozen or the network is silent makes a
+//! difference to the error alone.
 
 use std::fmt;
 use std::os::fd::AsFd;

@@ -1,4 +1,8 @@
 //! A process of this host, as the kernel shows it in `/proc/PID/stat`.
+//!
+//! The crate procfs was weighed, and left out of the core. It opens two files for each process, where the launcher looks at all of a
+//! machine's, and makes a list of all connections, where a store asks for a few (`store::tcp::peer_user`). It brings
+//! three crates, and saves some 60 lines.
 
 use std::fs;
 use std::io;

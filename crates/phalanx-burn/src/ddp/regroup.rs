@@ -1,4 +1,12 @@
 //! A `Ddp` that changes from one group to another: elastic jobs.
+//!
+//! Burn's backward runs inside the step of an elastic job, once: buckets are sent while it runs, and a graph can run
+//! backward only once. So the first call of the step's closure runs it, and each further call gives the kept gradients
+//! to the next group.
+//!
+//! A layer whose exchange has failed cannot return an error. It ends the group, as does any other failure on one rank.
+//! A group records that its own rank has ended it: that rank's gradients are lost (they may be NaN), and all go back to
+//! the commit.
 
 use std::sync::Arc;
 

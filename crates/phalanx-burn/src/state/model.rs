@@ -1,4 +1,7 @@
 //! A model's tensors: parameters, frozen or not, buffers, and tensors that are not floats.
+//!
+//! What Burn identifies by an id is saved by a path, because ids are random in each process. One walk over model and
+//! optimizer serves commits and checkpoints: `StateWriter` and `StateReader` of `phalanx::state` hide the target.
 
 use std::borrow::Cow;
 use std::collections::HashSet;

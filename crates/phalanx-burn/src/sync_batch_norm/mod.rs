@@ -1,4 +1,11 @@
 //! Batch norm over the batches of all ranks.
+//!
+//! The statistics travel as sums, by blocking calls in the caller's thread: a layer needs them before it can go on. Of
+//! each channel they are the sum and the sum of squares, in f64, from each rank's mean and variance.
+//!
+//! Backward is an operation of its own (`op`), because the gradient of an input has a part that depends on all ranks.
+//! Burn runs equal graphs in equal order, so these calls and the buckets can share a group; if graphs differ between
+//! ranks, the layers need another group.
 
 mod op;
 

@@ -1,4 +1,8 @@
 //! What ranks exchange besides gradients.
+//!
+//! Burn's trainer gets outputs of steps, not numbers: metrics of parts cannot in general be averaged to that of the
+//! whole. Rank 0 alone gets every rank's output of a step, merges them, and computes the metrics that one process
+//! would.
 
 use burn::tensor::{Device, TensorData};
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};

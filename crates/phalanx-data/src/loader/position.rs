@@ -1,4 +1,9 @@
 //! How far a loop has come in its data.
+//!
+//! Every order is distributed place by place, so how many places all ranks together have got says everything, for any
+//! world. It counts what the loop has got: what was loaded ahead is loaded again by whoever resumes. A sampler of one's
+//! own therefore gives the order of all ranks, and the loader distributes it. `ElasticSampler` counts the places, also of
+//! a `DistributedSampler`, whose indices it gives.
 
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Result};

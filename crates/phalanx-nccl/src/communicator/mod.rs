@@ -1,4 +1,9 @@
 //! A communicator: the ranks of a group, with a device each.
+//!
+//! A communicator is beside a group, and not one of its transports. A transport moves bytes of the host for collectives
+//! that are made of steps; NCCL does whole collectives, on a device's stream. What the two share is the failure: the
+//! group says which rank died, and ends when NCCL fails. So connections and heartbeats, of which NCCL has none, name
+//! dead and frozen ranks.
 
 mod call;
 mod flight;

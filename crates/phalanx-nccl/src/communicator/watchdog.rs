@@ -1,5 +1,9 @@
 //! The threads that look after a communicator. The watchdog sees failures and late calls, and ends the communicator; it waits for nothing
 //! that the driver could hold up. The poller asks the driver which calls are done, and drops their memory.
+//!
+//! Only the watchdog aborts a communicator that is in use. A communicator may be used by one thread at a time, so it
+//! waits 5 s for a thread that is inside NCCL, and then aborts all the same. Memory is freed only while no call is in
+//! flight on its device (`cuda::device`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,14 @@
 //! A call with large data, after all slot headers have been seen.
+//!
+//! # A late rank does no harm
+//!
+//! A rank that was frozen in a collective may wake after the others have given up, and write into memory that they use
+//! for something else by then. So before a rank returns the error, it moves its data to other pages, at the same
+//! addresses: the late rank writes into pages that nobody uses. It also withdraws its report that it is done (`done` is
+//! 0). The late rank's call reads that, and fails without a result.
+//!
+//! Staging buffers stay where they are. Ranks read and write only windows that were reported as filled, and a rank that
+//! has failed fills no window again.
 
 use std::io;
 use std::ops::Range;

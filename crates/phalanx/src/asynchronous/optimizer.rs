@@ -1,4 +1,7 @@
 //! Update rules over flat memory: what a server does with a gradient.
+//!
+//! Update rules exist twice. The fused optimizers of phalanx-burn follow Burn's arithmetic, with its defaults and
+//! roundings. These follow PyTorch's, and know no tensors. Only four loops could be shared.
 
 use pulp::Arch;
 

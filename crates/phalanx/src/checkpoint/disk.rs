@@ -1,4 +1,6 @@
 //! The file-system operations that writing a checkpoint needs, one call each, so that tests can stop after any of them.
+//!
+//! Tests then drop everything that was not synced.
 
 use std::fmt::Debug;
 use std::fs::{self, File};

@@ -27,6 +27,10 @@
 //! of others, and then lists the checkpoints. So there are two cases for a late rename. Either it came before that:
 //! then the checkpoint is complete and listed. Or its source has been moved, and it fails. A late removal only removes
 //! checkpoints older than those that were complete by then.
+//!
+//! A checkpoint is valid once its folder is renamed. Everything in it is synced before, so a reader needs no rule to
+//! tell what was finished; the manifest's checksums detect damage by disks. No folder is ever replaced, because a file
+//! system cannot replace two names at once.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};

@@ -3,6 +3,9 @@
 //! It is written last. A checkpoint is complete if its manifest has exactly the format of this module, and the files
 //! are as the manifest says. A sharded checkpoint has version 2: its tensors are in a file for each rank, and the
 //! manifest says where.
+//!
+//! The checksums are XXH3, which finds damage at the speed of memory, and which `xxhsum` can check. A cryptographic
+//! hash would cost several times that, and would protect from nobody who can also write the manifest.
 
 #[cfg(any(test, fuzzing))]
 use std::collections::BTreeMap;

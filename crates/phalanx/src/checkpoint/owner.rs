@@ -8,6 +8,8 @@
 //!
 //! The previous owner notices by looking for a higher number, before each step that changes what a reader sees.
 //! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step.
+//!
+//! The lock alone does not say who writes: a frozen process holds its lock for ever.
 
 use std::cmp::Ordering;
 use std::fs::{self, File};

@@ -4,6 +4,13 @@
 //! how the previous write ended. The writing threads then agree through their own group, so that they do not interfere
 //! with the program's calls. Rank 0 makes the folder. Each rank adds its files, and syncs them. When all have reported,
 //! rank 0 writes the manifest and renames the folder to its final name. Then it tells all ranks the result.
+//!
+//! Gaps and overlaps are errors of the call that makes them, on all ranks. The threads need a group of their own
+//! because the order of the user's collectives is the program's. In it a rank's death is a failure of the group, and a
+//! disk's error is a message.
+//!
+//! Rank 0 commits as it does alone, after all have synced their files, so readers need no new rule. The manifest's
+//! slices are checked like input from outside. Elements are read by offset, so a rank reads only what it needs.
 
 use std::collections::BTreeMap;
 use std::io;

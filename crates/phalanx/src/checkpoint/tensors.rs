@@ -1,4 +1,7 @@
 //! The file with the tensors, in the safetensors format: where each lies, and the checks of a file from outside.
+//!
+//! The crate safetensors reads and writes the header, by its authors' rules. Files go through our own layer, since
+//! theirs syncs nothing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -3,6 +3,9 @@
 //! A plan is what one rank does; the plans of all ranks fit together. The tests check every plan by simulating all
 //! ranks: each rank's contribution must enter each result exactly once. docs/algorithms.md states steps, bytes and
 //! source of each algorithm.
+//!
+//! A plan is data, computed by a pure function of rank, world and elements. A transport only has to implement
+//! `exchange`. So algorithms and transports do not depend on each other.
 
 // A forgotten operation must not compile.
 #![deny(clippy::wildcard_enum_match_arm)]

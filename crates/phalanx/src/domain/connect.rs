@@ -1,4 +1,8 @@
 //! Determines which ranks can reach each other's memory. All ranks take part.
+//!
+//! Neither a host's name nor a process number identifies anything: hosts have equal names, and processes in different
+//! containers equal numbers. Memory is tried among processes of one boot of the kernel, and a random number in it must
+//! be the one that its owner has written to the store.
 
 use std::sync::Arc;
 

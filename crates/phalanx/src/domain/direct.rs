@@ -1,5 +1,8 @@
 //! Collectives on registered memory: each rank does its share of the work on all ranks' memory, for all ranks. No byte
 //! is copied unnecessarily, and there are only two waits.
+//!
+//! Each rank has one large, sparse arena, which its peers map once; `ProcessGroup::alloc` gives a part of it. A rank
+//! announces the part's offset with its call, so that nothing is exchanged or mapped for it.
 
 use phalanx_sys::control_block::SharedOperation;
 

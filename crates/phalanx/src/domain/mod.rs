@@ -8,6 +8,9 @@
 //! - [`staged`]: otherwise the data passes through staging buffers that all ranks reach, one window at a time.
 //!
 //! All protocols combine the elements in the order of the ranks, so that all give the same bits.
+//!
+//! If the domain is the whole world, collectives need no plan. With several hosts, what is combined or broadcast goes
+//! through memory within each host, and only what must cross between them goes over TCP (`group::engine::hosts`).
 
 // A forgotten operation must not compile.
 #![deny(clippy::wildcard_enum_match_arm)]

@@ -1,4 +1,6 @@
 //! Which ranks share memory.
+//!
+//! All ranks compute the same domains, from the entries in the store.
 
 use crate::rank::Rank;
 

@@ -6,6 +6,8 @@
 //! A result for all ranks is combined in the windows: each rank writes it into its block of every window, where the
 //! owner finds it. So a cache line of a window goes to one other processor and comes back, and no byte is copied from
 //! window to window.
+//!
+//! A rank of a group has 512 KiB of staging buffers, and 2 MiB once a peer has been late, so that it can run ahead.
 
 use std::ops::Range;
 

@@ -1,4 +1,7 @@
 //! A state as named parts of bytes.
+//!
+//! Any framework can give its state in this form. It can be hashed and sent, and a part that a rank has already is not
+//! sent.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

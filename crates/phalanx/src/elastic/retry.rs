@@ -13,7 +13,8 @@
 //! ```
 //!
 //! A rank that follows repeats the calls that the other has made in the failed group. If these include another
-//! collective than the reduction, such as a broadcast of running statistics, it would wait alone; then all go back.
+//! collective than the reduction, such as a broadcast of running statistics, it would wait alone; then all go back. Groups count
+//! their calls so that this is known.
 //!
 //! Each step's data are distributed among the ranks of one round, and a rank that is ahead has its part of the next
 //! step already. So the round whose ranks have the data, `data_round`, changes on all ranks after the same step: the

@@ -1,4 +1,11 @@
 //! The state that survives a change of the workers.
+//!
+//! A state may belong to a group while the loop runs (`enter`, `leave`). Burn's modules are moved through each step, so
+//! a `Ddp` owns its model. If it were made inside the loop while the model stays outside, each commit or each step
+//! would need a copy of the model.
+//!
+//! What each rank has for itself between two steps is made equal in a call of its own (`agree`), and not inside `save`:
+//! a collective that failed there would leave half a snapshot.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;

@@ -1,4 +1,8 @@
 //! How ranks check that their states are equal, and make them equal.
+//!
+//! A snapshot is taken before the ranks compare it. A rank that completes the comparison knows that all have the
+//! snapshot, so a commit that has returned on any rank is lost only with all ranks. Data of another rank are received
+//! beside the snapshot, so a root that dies in the middle does no harm.
 
 use super::Drift;
 use super::parts::{Part, Summary};

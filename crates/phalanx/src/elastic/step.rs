@@ -1,4 +1,11 @@
 //! Steps that the survivors of a failure replay.
+//!
+//! A step is a closure from the gradients to the averages. The borrow checker ensures that it can be called again, and
+//! a loop may keep its gradients in any form. The alternative, that ranks which are ahead discard their work, costs a
+//! backward pass, and every loop would have to undo half a step.
+//!
+//! The survivors wait for no new worker: with one all would have to go back to the commit. Replay is optional, because
+//! the reduction has to be out of place, which costs a copy of the gradients.
 
 use super::context::Ended;
 use super::retry::{Resumed, StepProgress};

@@ -3,6 +3,9 @@
 //! A worker is woken by the workers it waits for, and the kernel tends to move a thread to the processor of the thread
 //! that woke it. Without restriction, the workers of all ranks gather on one processor. They slow down each other, and
 //! that rank's backward pass, for which all others then wait.
+//!
+//! So each worker, and no other thread, is restricted to its rank's share of the processors. The workers of all groups
+//! of a process have the same share.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 

@@ -1,4 +1,8 @@
 //! One handle for one group after another.
+//!
+//! A `Ddp`, its reducer, what counts its bytes, and layers that exchange statistics have clones of one handle. So an
+//! elastic job changes the group in one place. Only the reducer is told besides, because the memory of its buckets is
+//! the old group's.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,10 @@
 //! Groups of some of a group's ranks.
+//!
+//! A sub-group is a mesh of its own, under a prefix of its parent's store. So nothing in it depends on what its parent
+//! does, on any thread.
+//!
+//! The ranks compare the members in a collective of the parent, so a missing call is found as in any other collective.
+//! `local_rank`, which selects a device, is the same in all groups of a process.
 
 use std::time::Duration;
 

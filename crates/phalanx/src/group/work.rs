@@ -1,4 +1,8 @@
 //! Handles to operations in flight.
+//!
+//! A `Work` owns its buffer, so memory cannot be freed during a transfer. Dropping it detaches it, and does nothing
+//! else: a wait inside `drop` would be hidden, and an abort would end the group, whose other ranks need this rank's
+//! part.
 
 use std::fmt;
 use std::future::Future;

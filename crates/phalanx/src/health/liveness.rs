@@ -1,4 +1,12 @@
 //! Detects silent ranks: pure. Times and events go in, verdicts come out.
+//!
+//! A frozen process closes no connection, and neither does a cut cable, so only their silence shows them. The receiver
+//! judges it. It counts only time in which it was running itself, and asks the kernel about processes of its own host,
+//! because an overloaded machine must not look like a dead one.
+//!
+//! Between hosts the time-out is that of a network, not of a process: TCP's pauses between attempts make a silence
+//! longer than the outage was. What has ended closes its connections, also between hosts, so only what is frozen or cut
+//! off waits for the time-out.
 
 use std::time::{Duration, Instant};
 

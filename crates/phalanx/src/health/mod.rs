@@ -1,5 +1,9 @@
 //! The health of a group: which ranks are alive, what they call, and the one failure of the group. The first report
 //! sets the failure, and every waiting call returns it. Transports report to it; groups ask it.
+//!
+//! A failure is the group's, and final. The first cause is kept and sent to all ranks with its origin; every pending
+//! and later operation returns it. After a failed exchange the streams are in the middle of frames and cannot be used
+//! again: a group that tried would hang.
 
 pub(crate) mod calls;
 mod heartbeat;

@@ -2,6 +2,10 @@
 //!
 //! It is an all_reduce (max) of [`FIELDS`] numbers and one flag for each rank. A rank without data contributes zeros,
 //! so every rank learns which collective comes next and which ranks call it.
+//!
+//! An announcement has type and length, so a rank without data takes part with neutral elements and need not know which
+//! code calls. PyTorch's `Join` needs code in every class that takes part. The announcements of buckets are not waited
+//! for, so that buckets are still sent during backward.
 
 use crate::caller::Caller;
 use crate::collective::ReduceOp;

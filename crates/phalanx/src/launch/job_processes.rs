@@ -1,5 +1,10 @@
 //! Finds the processes of a job: the workers' process groups, and processes that workers have started in other sessions
 //! and groups.
+//!
+//! A process group has a worker's children, but not those that have left it, and the launcher may have children of
+//! other jobs. So all processes of a job carry its tag in their environment, which the processes that they start
+//! inherit. The launcher and its guard look for the tag. `phalanx run`, which has no other children, also adopts
+//! processes that have lost their parents.
 
 use std::collections::HashSet;
 use std::fs;

@@ -1,4 +1,6 @@
 //! The job's key, as the launcher passes it to its workers.
+//!
+//! So the key is in no argument and no variable of a process, and on no disk.
 
 use std::fs::File;
 use std::io;

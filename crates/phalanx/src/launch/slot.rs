@@ -1,4 +1,7 @@
 //! A slot of an elastic job: its worker, and the pause before the next one. Pure.
+//!
+//! A slot is not a rank: after a death the ranks are numbered again without gaps. The device, the log file and the
+//! prefix of a worker's lines belong to the slot in which the launcher has started it.
 
 use std::time::{Duration, Instant};
 

@@ -2,6 +2,10 @@
 //!
 //! One thread with one `poll`, and no runtime: it works inside any program, also under an async runtime, and failures
 //! that are seen at the same moment can be judged together.
+//!
+//! The end of a job waits for slow workers, and not for frozen ones. A rank that has left its group no longer watches
+//! the others, so only the launcher can see that the last worker is stopped. It asks the kernel for the stops of its
+//! own children, which distinguishes one long stop from many short ones and names the signal; `/proc` does neither.
 
 use std::collections::HashSet;
 use std::ops::ControlFlow;

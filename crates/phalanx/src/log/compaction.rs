@@ -7,6 +7,8 @@
 //! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
 //! an entry before `base` does not count. A writer asks for `base` afterwards: if `base` has passed the entry's index, the
 //! entry may have been written where another one was removed, and the writer cannot know whether another process has read it.
+//!
+//! So the store of a job that loses workers for weeks stays small, and a new worker reads little.
 
 use std::time::Duration;
 

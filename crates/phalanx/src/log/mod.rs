@@ -15,6 +15,8 @@
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
 //! sends this process's heartbeats and appends who has become silent.
+//!
+//! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
 
 mod compaction;
 mod liveness;

@@ -1,4 +1,11 @@
 //! A bucket's memory: filled by gradients, lent to the group, given back averaged.
+//!
+//! A communication hook averages every bucket, also in the default case, the plain all_reduce.
+//!
+//! Unless views are asked for, a bucket lends its memory to the averaged gradients, and uses it again when all of them
+//! are dropped: allocating pages again costs time, and copies for all cost 6 % of an MLP's step. Whoever still has some
+//! in the next step keeps that memory, and the bucket takes other. So does Burn's Adam, whose moments can begin in the
+//! first gradients.
 
 use std::iter;
 use std::ops::Range;

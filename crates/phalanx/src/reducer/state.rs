@@ -8,6 +8,10 @@
 //! ```
 //!
 //! `begin` leads from each phase but `Backward` to the next step; `fail` leads from each to `Failed`, for good.
+//!
+//! The phase is the one place that has the failure of a step. It is not the failure of the group, which the group's
+//! health has: a reducer that keeps its gradients outlives its group, and averages that have arrived are read although
+//! the group has failed since.
 
 mod layout;
 

@@ -3,6 +3,29 @@
 //!
 //! The host names in a certificate are not checked: the CA is the job's or the cluster's own, and each rank
 //! is client and server, at addresses that are known only when it runs.
+//!
+//! # Why TLS, and not Noise
+//!
+//! Noise's pattern NNpsk0 (crate `snow`, looked at as of 0.10) would encrypt with the job key alone, without
+//! certificates and with forward secrecy. It was weighed and left:
+//!
+//! - TLS stays, because sites with certificates ask for it. Noise would be a third mode beside it and the plain one, in
+//!   ranks, store and launchers, each with its own tests, fuzz targets and errors. By default it brings a second set of
+//!   primitives beside rustls's ring.
+//! - It replaces only the proof of the key: hello, generation and welcome stay, inside it.
+//! - A Noise message has at most 65,535 bytes. Records, their lengths, partial reads and writes, and pressure back to
+//!   the sender would be our code on the data path; rustls has them.
+//! - Each byte is encrypted by the same kinds of cipher, so nothing is gained in speed. Neither was measured against
+//!   the other.
+//! - What certificates cost a user is one command: `phalanx certgen` makes those of a job.
+//!
+//! If a user needs encryption where no certificate can be distributed, this is to be weighed anew.
+//!
+//! # Why rustls with ring
+//!
+//! rustls has no C of its own, and its sessions know nothing of sockets: one `Session` serves the ranks' sockets, which
+//! do not block, the store client's, which do, and the server's tasks. A C compiler builds ring in some seconds, on any
+//! Debian with Rust; aws-lc-rs is larger, takes minutes, and needs CMake where it has no ready build.
 
 #[cfg(not(feature = "tls"))]
 mod absent;

@@ -3,6 +3,11 @@
 //! Between two additions it is one valid JSON document, also if a process has been killed. An addition replaces the end
 //! of the document, after the last event, and writes a new end. One rank adds at a time, under a lock of the file. If
 //! an addition was cut off, its complete lines stay, which are one event each.
+//!
+//! So no process has to merge files, and it works under any launcher. tracing-chrome, a layer for `tracing`, was
+//! weighed. It writes a file for each process. A track is a thread there, but most events here, such as a bucket or a
+//! step, begin on one thread and end on another, or are known only when they are over. And it needs a global
+//! subscriber, which the program should choose.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};

@@ -1,4 +1,6 @@
 //! Moves the bytes of plans between ranks. `collective` says what to move, `health` who is alive; `group` connects.
+//!
+//! The data path has threads and no async runtime: a rank has few peers and one operation at a time.
 
 pub(crate) mod bootstrap;
 pub(crate) mod in_process;

@@ -1,4 +1,21 @@
 //! Proofs that both sides of a connection know the same secret: HMAC-SHA256 over the messages sent.
+//!
+//! Every connection begins with a proof, because a cluster's network has other users. One key for a job is enough: its
+//! processes trust each other. HMAC needs no certificates and costs a microsecond. Both sides prove that they have the
+//! key, because a rank must not trust a program only because it listens on the right port.
+//!
+//! # One proof, two handshakes
+//!
+//! All connections between two ranks have one handshake (`wire::handshake`), whose hello has rank, world and
+//! generation. A client of the store knows none of these, and a server must recognise PyTorch's clients by the first
+//! byte, so the store has a shorter one (`wire::greeting`). The purpose is part of the secret: a proof of one is not
+//! valid in the other.
+//!
+//! In both, the number of TLS handshakes at once is limited by the same rule and the same times, with two drivers:
+//! ranks accept in one `poll` loop (`transport::tcp::pending`), the store in tasks of tokio
+//! (`store::tcp::handshake_permits`). One queue for both would be an abstraction over blocking and asynchronous code
+//! that is longer than either. A rank keeps a pending connection in 1 KiB and drops the one that has got least far; the
+//! store keeps a future of 2 KiB and drops the oldest; and what follows the proof is another thing in each.
 
 use std::time::Duration;
 

@@ -2,6 +2,9 @@
 //!
 //! Pure: bytes in, bytes out. docs/wire.md shows the messages, and says why none of them can be replayed, sent back or
 //! moved to another connection.
+//!
+//! The last message says that the connection is kept. Without it a rank could count on a connection that the other side
+//! has dropped.
 
 use super::auth::{Binding, Secret, TAG, Tag};
 use super::hello::{GroupName, HELLO, Hello, JobId};

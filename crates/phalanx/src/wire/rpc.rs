@@ -1,5 +1,7 @@
 //! The frames of remote calls. They travel as point-to-point messages of a group of two ranks: each is a message of
 //! [`FRAME`] bytes, and a payload that does not fit into it follows as a message of its own.
+//!
+//! A frame has a fixed length because the receiver of a message states the length of what it expects.
 
 use crate::error::{Error, Result};
 use crate::rank::Rank;

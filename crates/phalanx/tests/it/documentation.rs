@@ -77,3 +77,20 @@ fn each_trap_of_the_guide_has_the_test_that_it_names() {
         assert_eq!(found, 1, "{package} has no test {test}");
     }
 }
+
+#[test]
+fn the_files_that_the_architecture_names_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
+    let named: BTreeSet<&str> =
+        page.split('`').skip(1).step_by(2).filter(|word| word.ends_with(".rs")).collect();
+    assert!(named.len() > 60, "{named:?}");
+    let is_there = |name: &str| {
+        let of_a_crate = name.split_once('/').is_some_and(|(package, path)| {
+            root.join(format!("crates/phalanx-{package}/src")).join(path).exists()
+        });
+        of_a_crate || root.join("crates/phalanx/src").join(name).exists() || root.join(name).exists()
+    };
+    let gone: Vec<_> = named.into_iter().filter(|name| !is_there(name)).collect();
+    assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}, which are not there");
+}

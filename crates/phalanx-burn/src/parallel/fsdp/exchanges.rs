@@ -1,4 +1,11 @@
 //! The collectives of sharded units: gathers, some of which run ahead, and reduce_scatters in flight.
+//!
+//! The gradient of a shard is waited for in an operation just above its parameter, which Burn's order by depth runs
+//! after all units: until then scatters run while units compute. Gathers run ahead by the order of the pass before.
+//! Every rank decides alike, because all decisions follow from the calls so far.
+//!
+//! What was gathered and scattered is compared by a hash before each step, since equal sizes would let different units
+//! pass for each other.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};

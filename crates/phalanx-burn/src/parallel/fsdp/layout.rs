@@ -1,4 +1,8 @@
 //! Where the parameters of a unit lie in one row of elements, and which of them a rank has.
+//!
+//! Shards are ranges of elements, not whole parameters as in `ZeroRedundancyOptimizer`: between steps the whole
+//! parameters are nowhere. A unit is one row, and a shard an equal part of it, so gathers and scatters need no copies
+//! but into and out of the row.
 
 use std::collections::HashMap;
 use std::ops::Range;

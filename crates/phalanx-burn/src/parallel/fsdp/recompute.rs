@@ -1,4 +1,10 @@
 //! The backward pass of a unit whose parameters were freed: they are gathered, and its forward pass is repeated.
+//!
+//! Burn's graph keeps the weights that it needs, so only a repeated forward pass frees them. A unit's output is
+//! computed outside of the graph and attached to it by an operation whose backward gathers, repeats, and runs a graph
+//! of its own inside Burn's backward pass. Burn locks a graph while it runs backward, and the inner graph must not
+//! share a node with it. So a unit's closure is a function pointer, which cannot capture tensors, and its inputs lose
+//! their graphs.
 
 use std::sync::Arc;
 

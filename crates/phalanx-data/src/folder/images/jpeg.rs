@@ -1,4 +1,7 @@
 //! JPEG, read strictly: a file whose picture is not whole is an error, where decoders fill the rest with grey.
+//!
+//! image's own use of zune-jpeg fills what is missing of a picture that is cut off. In strict mode that is an error.
+//! The decoder does not ask whether the end marker is there; `whole` does.
 
 use image::metadata::Orientation;
 use image::{DynamicImage, GrayImage, RgbImage};

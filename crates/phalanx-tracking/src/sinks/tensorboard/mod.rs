@@ -2,6 +2,11 @@
 //!
 //! An event file is a list of [records](frame), each of which is a [message](messages): the format of TensorFlow's
 //! `tf.summary` and of PyTorch's `SummaryWriter`.
+//!
+//! The messages are declared here in Rust, for prost. Other crates that write event files were weighed. tensorboard-rs
+//! panics where a disk is full, in its thread and then in the caller's, and writes neither texts nor hyperparameters;
+//! tboard needs protoc to be built; tfrecord has prost-build and an HTTP client among its build dependencies; and all
+//! three ask for protobuf 2 or prost 0.12.
 
 mod frame;
 mod messages;

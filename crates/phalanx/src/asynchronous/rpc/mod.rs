@@ -16,6 +16,14 @@
 //!
 //! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
 //! made yet, or that calls from another thread, which counts as depth 0.
+//!
+//! The tests run this with one thread and two places.
+//!
+//! # Why a group for each pair
+//!
+//! A group fails as a whole, and asynchronous work is there to go on when one rank is gone. A group that loses its
+//! members one by one would need degrees of failure in its health, its waits and its messages; a group of two has none.
+//! The price is four threads and three descriptors for each peer.
 
 mod call;
 mod link;

@@ -1,5 +1,14 @@
 //! The parameters of one server and the operations that change them: a pure state machine. A replica that applies the same
 //! operations in the same order has the same state.
+//!
+//! An operation depends on nothing but the state: on no clock, and on no order of arrival but the log's. A worker
+//! numbers its operations, so one that it repeats after a server's death is applied once.
+//!
+//! Each server judges its own workers' clocks. There is no coordinator, and the rule of the consistency model holds for
+//! each shard by itself.
+//!
+//! Under BSP gradients are kept by worker and added in the order of ranks. So the sum has the same bits whoever came
+//! first, and the part of a worker that dies can be left out.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,6 +1,7 @@
 //! The arithmetic of reductions, on the memory of buffers.
 //!
-//! Every loop is compiled for plain x86-64, with AVX2 and with AVX-512, and chosen at run time.
+//! Every loop is compiled for plain x86-64, with AVX2 and with AVX-512, and chosen at run time: by the crate pulp, without
+//! unsafe code of ours.
 
 // `fold` is for memory that all ranks share; plans combine pairwise.
 mod fold;

@@ -17,6 +17,9 @@
 //! The invariants: a round has the same members for every worker; no worker is a member before it has left the previous
 //! round; a worker that was declared dead is in no later round under the same number; and as long as enough workers do
 //! their part, there is a next round. [`Clock`] decides what happens when time passes.
+//!
+//! Survivors report at once which worker died, so no worker waits for heartbeats to time out after a connection has
+//! closed.
 
 mod clock;
 mod entry;

@@ -3,6 +3,10 @@
 //! A blocking call drives its line on the caller's thread, with the caller's memory. Asynchronous calls are driven by a
 //! worker thread, all at the same time; it is started with the first one. Both take a ticket of their line,
 //! which is also the message's number.
+//!
+//! Messages have no place in the work queue of the collectives: `irecv`, `all_reduce`, `wait` is an ordinary program,
+//! in which a message must not block a collective. A message waits only for those that were called before it on the
+//! same line.
 
 mod line;
 mod worker;

@@ -1,4 +1,7 @@
 //! A job on several nodes: what this node does in each state of the membership.
+//!
+//! Every round of workers has a store of its own. So programs that know only torchrun's variables find it empty, and a
+//! worker of an earlier round finds no server.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};

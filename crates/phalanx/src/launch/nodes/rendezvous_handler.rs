@@ -2,6 +2,9 @@
 //!
 //! The supervisor must not wait for a store. So a thread connects, joins and appends the supervisor's entries. The
 //! supervisor reads the [`Replica`], and each change of it wakes the supervisor.
+//!
+//! The store of another launcher writes for this one when its connection ends (`set_at_end`). So the others wait for the
+//! time-out of heartbeats only if this launcher is frozen or cut off.
 
 use std::io::{PipeReader, Write};
 use std::net::{IpAddr, SocketAddr};

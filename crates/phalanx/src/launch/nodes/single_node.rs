@@ -1,4 +1,7 @@
 //! A job on one node.
+//!
+//! The launcher serves the workers' store itself, so that it can tell them the port that it has bound: a port that is
+//! chosen before it is bound may be taken by then.
 
 use std::os::fd::BorrowedFd;
 

@@ -1,5 +1,10 @@
 //! A job with a fixed list of hosts: it needs all of them. The launchers agree among themselves, at the store of node
 //! 0.
+//!
+//! This is not an elastic job with minimum = maximum, and node 0 serves the stores, for two reasons. The hosts must
+//! reach each other and need not reach the command, which may be behind a router through which only ssh leads to them.
+//! And a restart ends all workers and starts all again, on which the launchers agree through their log, whoever has
+//! started them; the driver of an elastic job replaces single workers.
 
 use std::time::Instant;
 

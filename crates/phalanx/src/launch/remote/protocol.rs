@@ -8,6 +8,9 @@
 //! Signal, Elastic, Alive ..                          Event ..
 //!                                                 Ended, or Failed
 //! ```
+//!
+//! All messages to a launcher come over its standard input. So no argument depends on a remote shell's quoting, no
+//! secret is on a command line, and when the input closes the launcher ends its part of the job.
 
 use std::fmt;
 use std::io;

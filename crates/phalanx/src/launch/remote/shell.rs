@@ -1,4 +1,6 @@
 //! The remote shell's command line.
+//!
+//! The program is OpenSSH's own client, because it knows a site's keys, proxies and names.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;

@@ -1,4 +1,10 @@
 //! Counts what a hook sends.
+//!
+//! Three calls between a bucket and its group are dynamic, once for each bucket, and each has a reason. This one counts
+//! the bytes of whatever collectives a hook calls, and a hook may be the program's own. `JoinGroup` announces
+//! collectives to ranks without data; outside of `join` it looks at a flag. The third is the group behind a
+//! `GroupHandle`, which may be another in the next round, or a fake in a test. Two more calls are dynamic because others
+//! write what is called: the hook, and the adapter's receiver of gradients.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,4 +1,6 @@
 //! A store served over TCP, in PyTorch's TCPStore protocol: either side's clients work with either side's server.
+//!
+//! So a program under torchrun uses the agent's store, and PyTorch's clients can use ours.
 
 mod access;
 mod client;

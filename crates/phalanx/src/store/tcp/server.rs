@@ -1,4 +1,6 @@
 //! The server side: one thread and one runtime, with one task for each client.
+//!
+//! It has a runtime because it may have a thousand clients. tokio is used for nothing else.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;

@@ -2,6 +2,9 @@
 //!
 //! One thread watches all of them, even while no operation runs, so that a death is known before a rank waits for the
 //! dead one.
+//!
+//! Leaving is not dying. A rank that drops its group sends a goodbye; a rank that then waits for it gets the error that
+//! it has left the group, and not a broken connection. A rank that unwinds from a panic sends its failure instead.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};

@@ -1,5 +1,9 @@
 //! Ranks as processes, connected pairwise by three TCP connections: for the data of collectives, for messages, and for
 //! heartbeats, goodbyes and failures.
+//!
+//! There are three because data frames are large, and a failure can stop them in the middle: goodbyes, failures and
+//! messages must not queue behind them. An operation that finds its connection broken first asks what the control
+//! connections know. So the error names the rank that died, and not the rank that noticed.
 
 mod accept;
 mod connect;

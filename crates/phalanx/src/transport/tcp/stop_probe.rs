@@ -3,6 +3,9 @@
 //! Each rank publishes in the store which process it is, before it waits for others; ranks of the same host can read the
 //! state of that process from the kernel. Every rank waits for one rank at a time, so a stopped rank is soon the one that
 //! another rank of its host waits for.
+//!
+//! Without it a stopped rank would hold up all others until the start's time-out. A process that is stopped and
+//! continued repeatedly counts as slow, not as frozen.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,9 @@
 //! The thread that watches the control connections: it receives and sends heartbeats, detects silence, and
 //! compares the calls of waiting ranks.
+//!
+//! It sends the heartbeats because it waits for nothing else: neither a long backward pass nor a blocked program stops
+//! them. For the same reason it prints nothing itself, since standard error may block. Ranks that share memory have no
+//! other heartbeats than these.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::OwnedFd;

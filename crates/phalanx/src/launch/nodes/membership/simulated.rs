@@ -1,5 +1,9 @@
 //! Launchers on a network that delays, repeats and parts, with clocks that run at different speeds. All of it is simulated: the
 //! same seed gives the same run.
+//!
+//! turmoil, which simulates tokio's sockets and clock, has no use here: the drivers are threads that wait in a store.
+//! What could go wrong between messages is in the machines, which take entries and the time, so the simulation plays
+//! these.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};

@@ -3,6 +3,13 @@
 //! The command that the user has started serves the workers' store. On each host a launcher, the
 //! [`agent`](crate::launch::agent), starts the workers, reports their ends, and is told which ones to replace.
 //! [`host_manager`] decides which hosts take part and when; [`plan`] does it; [`discovery`] runs the user's script.
+//!
+//! The command leads and serves the store, because the process that decides about hosts and replacements must outlive
+//! every host and know all of them, and the command holds ssh's connections. A store on one of the hosts would make the
+//! job depend on that host. So the launchers agree on nothing among themselves, and all share one budget of restarts.
+//!
+//! The command also appends the number of workers to their log, so that a round neither waits for workers that will not
+//! come nor leaves out those that are about to.
 
 mod discovery;
 mod host_manager;

@@ -2,6 +2,9 @@
 //!
 //! The kernel is queried for that one socket ([`diag`]), which takes some microseconds, however many there are. If it
 //! does not answer such queries, its tables of all connections are read ([`tables`]), once for all waiting queries.
+//!
+//! PyTorch's clients do not know the job's key, and must work. So the server may accept them by their user: a process
+//! of that user could read the key anyway.
 
 mod diag;
 mod tables;
