@@ -22,6 +22,7 @@ import random
 import re
 import select
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -198,23 +199,31 @@ class Parts:
 
     def start(self):
         options = self.options
-        print("round trip  loss  starts right  slowest start  slowest end", flush=True)
+        print("round trip  loss  starts right  median start  slowest start  slowest end", flush=True)
         for loss in options.loss:
             for rtt in options.rtt:
                 self.network.set(rtt, loss)
                 limit = options.limit if loss else 2 + options.trips * rtt / 1000
-                right, slowest, ends = 0, 0.0, 0.0
+                right, starts, ends = 0, [], 0.0
                 for _ in range(options.times):
                     run = self.run()
                     codes, end = run.wait(2 * options.limit)
                     clock, ranks = started(run.text())
                     start = clock - run.began
-                    slowest, ends = max(slowest, start), max(ends, end)
+                    starts.append(start)
+                    ends = max(ends, end)
                     if codes != [0, 0] or ranks != 4 or (start > limit and not options.lenient):
                         self.fail(f"codes {codes}, {ranks} ranks started within {start:.1f} s of {limit:.1f}", run.text())
                     else:
                         right += 1
-                print(f"{rtt:7.0f} ms  {loss:3.0f} %  {right:5} of {options.times}  {slowest:11.1f} s  {ends:9.1f} s", flush=True)
+                middle, typical = statistics.median(starts), 5 + options.trips * rtt / 1000
+                if loss and middle > typical and not options.lenient:
+                    self.fail(f"the median of the starts is {middle:.1f} s, more than {typical:.1f}")
+                print(
+                    f"{rtt:7.0f} ms  {loss:3.0f} %  {right:5} of {options.times}"
+                    f"  {middle:10.2f} s  {max(starts):11.2f} s  {ends:9.1f} s",
+                    flush=True,
+                )
 
     def outage(self):
         options = self.options
@@ -323,8 +332,8 @@ def main():
     parser.add_argument("--rtt", type=float, nargs="+", default=[5, 50, 100, 200, 400])
     parser.add_argument("--loss", type=float, nargs="+", default=[0, 1, 5])
     parser.add_argument("--times", type=int, default=3, help="starts, outages or deaths of each kind")
-    parser.add_argument("--limit", type=float, default=30, help="seconds for a start with loss; without loss it is 2 s and --trips round trips")
-    parser.add_argument("--trips", type=float, default=15, help="round trips that a start without loss may take beside 2 s")
+    parser.add_argument("--limit", type=float, default=30, help="seconds for each start with loss")
+    parser.add_argument("--trips", type=float, default=10, help="round trips that a start may take beside 2 s, and the median with loss beside 5 s")
     parser.add_argument("--survived", type=float, nargs="*", default=[0.5, 1, 2], help="seconds of an outage that a job survives")
     parser.add_argument("--ending", type=float, nargs="*", default=[15], help="seconds of an outage that ends a job")
     parser.add_argument("--seconds", type=float, default=300, help="how long a job lives")

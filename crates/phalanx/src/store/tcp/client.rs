@@ -134,7 +134,7 @@ impl TcpStore {
         let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
         call.value(value)?;
         let mut link = self.link(&call)?;
-        if !link.is_own().map_err(|error| call.failed(error))? {
+        if !link.is_own {
             self.put_back(link);
             return Ok(None);
         }
@@ -188,14 +188,7 @@ impl TcpStore {
         let size = Frame::new(Op::Wait).keys(keys).len();
         check_size(call, keys.len(), size)?;
         let mut link = self.link(call)?;
-        let is_own = match link.is_own() {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                self.put_back(link);
-                return Err(call.timed_out());
-            }
-            is_own => is_own.map_err(|error| call.failed(error))?,
-        };
-        let (op, values) = if is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
+        let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
         let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
         let outcome = match waited {

@@ -53,15 +53,16 @@ pub(super) struct Link {
     /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
     /// would cost a round trip, or a whole connection for each wait that ends.
     owed: VecDeque<Owed>,
-    /// Whether the server has answered the greeting as one that knows [`Op::WaitGet`].
-    is_own: bool,
+    /// Whether the server is ours, and knows [`Op::WaitGet`]: one that has proven that it knows the key, or has answered the greeting so.
+    pub is_own: bool,
     pub deadline: Deadline,
 }
 
 /// An answer that the server owes, and that nobody waits for: it is read, and dropped, before that of the next request.
 #[derive(Clone, Copy, Debug)]
 enum Owed {
-    /// The echo of the ping in a greeting. The server has proven before that it knows the key, but may be of an earlier build.
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key. If it is of an earlier build, the echo
+    /// says so, and the connection is refused then.
     Echo,
     /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
     /// meanwhile.
@@ -331,6 +332,7 @@ impl Link {
             // Only a server of ours knows the key, and it will admit this client, which knows it too.
             let proof = link.authenticate(secret)?;
             link.send(&ping(proof.to_vec())).map_err(no_answer)?;
+            link.is_own = true;
             link.owed.push_back(Owed::Echo);
         } else {
             // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
@@ -431,9 +433,12 @@ impl Link {
                     self.fill(&mut echo[..1])?;
                     self.owed.pop_front();
                     self.rest(|link| link.fill(&mut echo[1..]))?;
-                    self.is_own = is_own(echo).ok_or_else(|| {
-                        io::Error::new(io::ErrorKind::InvalidData, "a ping came back changed")
-                    })?;
+                    let wrong = match is_own(echo) {
+                        Some(true) => continue,
+                        Some(false) => "it is served by an earlier build; run the same version of Phalanx in all processes of a job",
+                        None => "a ping came back changed",
+                    };
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, wrong));
                 }
                 Owed::Wait { values } => {
                     let mut answer = [0];
@@ -487,13 +492,6 @@ impl Link {
         let mut bytes = vec![0; length];
         self.fill(&mut bytes)?;
         Ok(bytes)
-    }
-
-    /// Whether the server is ours, of a build that does more than PyTorch's. If its answer to the greeting has not come yet, it is
-    /// waited for; a time-out leaves a connection that can be used.
-    pub fn is_own(&mut self) -> io::Result<bool> {
-        self.read_owed()?;
-        Ok(self.is_own)
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
