@@ -96,7 +96,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// order.
     ///
     /// # Errors
-    /// If `input` has no samples.
+    /// If `input` has no samples, or the system refuses a thread.
     pub fn forward<I: Scatter>(
         &mut self,
         input: I,
@@ -104,7 +104,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     ) -> Result<Tensor<D>> {
         self.pending = None;
         let parts = self.replicas.scatter(input)?;
-        let parts = self.replicas.run(parts, |replica, input| pass(replica, input));
+        let parts = self.replicas.run(parts, |replica, input| pass(replica, input))?;
         let outputs = parts.iter().map(|(_, output)| output.clone().inner()).collect();
         let gathered = self.replicas.gather(outputs).require_grad();
         self.replicas.settle();
@@ -118,7 +118,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// The loss must be one number of rank 1, as Burn's losses are: reshape it if it has another rank.
     ///
     /// # Errors
-    /// If there was no forward pass before, or `loss` does not depend on its output.
+    /// If there was no forward pass before, if `loss` does not depend on its output, or if the system refuses a thread.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
@@ -135,7 +135,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         let parts = self.replicas.run(parts, |replica, (output, gradient): (Tensor<D>, Tensor<D>)| {
             // The chain rule: the gradient of this product is that of the output, times `gradient`.
             GradientsParams::from_grads((output * gradient).sum().backward(), replica)
-        });
+        })?;
         // The gradients that the loss has for the parameters directly, such as those of a penalty on their size.
         let own = GradientsParams::from_grads(gradients, self.replicas.model());
         Ok(self.replicas.reduce(own, parts))

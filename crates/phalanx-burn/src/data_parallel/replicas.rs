@@ -1,6 +1,7 @@
 //! Copies of a module on several devices, and the work on them.
 
 use std::fmt;
+use std::io;
 use std::panic::resume_unwind;
 use std::thread;
 
@@ -127,12 +128,13 @@ impl<M: Module> Replicas<M> {
         })
     }
 
-    /// Runs `work` on all replicas at once, each in a thread; returns the replicas with the results.
+    /// Runs `work` on all replicas at once, each in a thread; returns the replicas with the results. An error if the system refuses a
+    /// thread.
     pub fn run<I: Send, O: Send>(
         &self,
         parts: Vec<(Replica<M>, I)>,
         work: impl Fn(&M, I) -> O + Sync,
-    ) -> Vec<(Replica<M>, O)> {
+    ) -> Result<Vec<(Replica<M>, O)>> {
         let (scope, work) = (&self.scope, &work);
         let each = |(replica, input): (Replica<M>, I)| {
             let output = within(scope, replica.number, || work(&replica.module, input));
@@ -141,13 +143,17 @@ impl<M: Module> Replicas<M> {
         thread::scope(|threads| {
             let mut parts = parts.into_iter();
             let main = parts.next();
-            let others: Vec<_> = parts.map(|part| threads.spawn(move || each(part))).collect();
+            let start = |part| thread::Builder::new().spawn_scoped(threads, move || each(part));
+            let others: io::Result<Vec<_>> = parts.map(start).collect();
+            let others = others.map_err(|error| {
+                Error::io("a thread for a replica of the model could not be started", error)
+            })?;
             // The main replica runs on the caller's thread.
             let mut outcomes: Vec<_> = main.map(each).into_iter().collect();
             for other in others {
                 outcomes.push(other.join().unwrap_or_else(|panic| resume_unwind(panic)));
             }
-            outcomes
+            Ok(outcomes)
         })
     }
 

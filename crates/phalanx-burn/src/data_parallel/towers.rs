@@ -63,7 +63,8 @@ impl<M: Module> TowerGradients<M> {
     /// mean over all samples, and its gradients, also if the parts have different sizes.
     ///
     /// # Errors
-    /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient.
+    /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient, or the system refuses
+    /// a thread.
     pub fn backward<I: Scatter>(
         &mut self,
         input: I,
@@ -79,7 +80,7 @@ impl<M: Module> TowerGradients<M> {
             let loss = loss(replica, input) * share;
             let gradients = loss.is_tracked().then(|| GradientsParams::from_grads(loss.backward(), replica));
             (read_back::data(loss), gradients)
-        });
+        })?;
         self.replicas.settle();
         let mut mean = 0.0;
         let mut gradients = Vec::with_capacity(parts.len());

@@ -45,8 +45,8 @@ impl Refused {
         let text = String::from_utf8_lossy(&bytes[..count]).into_owned();
         let address = text.lines().next().unwrap_or_default();
         Some(format!(
-            "a client at {address} was not let into the store, because it does not know this job's key, or has no certificate \
-             of its CA. Another launcher needs the same --job-key-file and --tls-ca; programs that cannot know the key, \
+            "a client at {address} was not let into the store, because its key, or its certificate, is not this job's. \
+             Another launcher needs the same --job-key-file and --tls-ca; programs that cannot know the key, \
              such as PyTorch's on other hosts, need --open-store, and a job without TLS"
         ))
     }

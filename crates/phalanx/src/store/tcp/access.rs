@@ -174,6 +174,7 @@ impl Admission {
             return Err(invalid(format!("its first bytes are {hello:02x?}, not a store client's")));
         }
         let Some(secret) = secret else {
+            self.refuse(stream);
             return Err(invalid("it has a job key, and this store has none".to_owned()));
         };
         if authenticate(stream, &secret, &hello).await? {
@@ -220,8 +221,8 @@ impl Admission {
 /// The report of a client that a rank's own store has refused.
 fn refused(peer: &impl fmt::Display) -> String {
     format!(
-        "a client at {peer} was not let into the store that this rank serves, because it does not know this job's key, or has no \
-         certificate of its CA: give every rank the same PHALANX_JOB_KEY_FILE and PHALANX_TLS_CA"
+        "a client at {peer} was not let into the store that this rank serves, because its key, or its \
+         certificate, is not this job's: give every rank the same PHALANX_JOB_KEY_FILE and PHALANX_TLS_CA"
     )
 }
 

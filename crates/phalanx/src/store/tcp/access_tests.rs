@@ -72,7 +72,7 @@ fn who_knows_the_key_is_let_in_and_nobody_else() {
 }
 
 #[test]
-fn a_server_without_the_key_hears_nothing_but_a_number() {
+fn a_server_without_the_key_hears_nothing_but_a_number_and_zeros() {
     let key = key();
     // A server without a key is not a store of this job, although it would answer.
     let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
@@ -95,7 +95,7 @@ fn a_server_without_the_key_hears_nothing_but_a_number() {
     });
     let error = TcpStore::connect_with_key(address, &key, soon()).unwrap_err();
     assert!(error.to_string().contains("does not know this job's key"), "{error}");
-    assert_eq!(heard.join().unwrap(), b"");
+    assert_eq!(heard.join().unwrap(), [0; TAG]);
 }
 
 #[test]
@@ -155,6 +155,9 @@ fn the_first_refusal_is_told_and_the_server_goes_on() {
     let mut line = [0; 10];
     heard.read_exact(&mut line).unwrap();
     assert_eq!(&line, b"127.0.0.1\n");
+    // One with another key finds that out from the server's answer, and says so.
+    TcpStore::connect_with_key(server.local_addr(), &self::key(), soon()).unwrap_err();
+    heard.read_exact(&mut line).unwrap();
     drop(heard);
     // The reader has gone: that does no harm.
     let mut unproven = connect(&server);

@@ -17,7 +17,7 @@ use crate::network::Network;
 use crate::notice::while_waiting;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
-use crate::wire::auth::{Tag, nonce};
+use crate::wire::auth::{TAG, Tag, nonce};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
@@ -388,7 +388,11 @@ impl Link {
         let (start, rest) = answer.split_at_mut(first.len());
         start.copy_from_slice(&first);
         self.fill(rest).map_err(no_answer)?;
-        initiator.answered(secret, &answer).ok_or(ConnectError::WrongKey)
+        initiator.answered(secret, &answer).ok_or_else(|| {
+            // No proof: so whoever serves the store is told that one with another key has come, and not that a client has gone.
+            let _ = self.send(&[0; TAG]);
+            ConnectError::WrongKey
+        })
     }
 
     /// Writes all of `bytes`.
@@ -435,7 +439,9 @@ impl Link {
                     self.rest(|link| link.fill(&mut echo[1..]))?;
                     let wrong = match is_own(echo) {
                         Some(true) => continue,
-                        Some(false) => "it is served by an earlier build; run the same version of Phalanx in all processes of a job",
+                        Some(false) => {
+                            "it is served by an earlier build; run the same version of Phalanx in all processes of a job"
+                        }
                         None => "a ping came back changed",
                     };
                     return Err(io::Error::new(io::ErrorKind::InvalidData, wrong));
