@@ -15,7 +15,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cube")]
 use burn::backend::Cube;
@@ -25,11 +25,11 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::{Device, Tensor};
-use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
+use burn_autodiff::{Autodiff, NodeId};
 
 use crate::tensor_bytes::{Access, HostAccess};
 
@@ -93,7 +93,18 @@ impl ModuleMapper for Hooker {
     }
 }
 
-/// The two operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
+/// The leaf of the graph that `tensor` is; None on a device without a graph. Clones of a tensor are the same leaf.
+pub(crate) fn leaf(tensor: DispatchTensor) -> Option<NodeId> {
+    let leaf = Leaf::default();
+    drop(Dispatch::note_leaf(tensor, leaf.clone()));
+    leaf.0.get().copied()
+}
+
+/// Where [`GradientHook::note_leaf`] writes.
+#[derive(Clone, Debug, Default)]
+pub struct Leaf(Arc<OnceLock<NodeId>>);
+
+/// The operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
 /// the module is private.
 #[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait GradientHook: Backend {
@@ -104,6 +115,12 @@ pub trait GradientHook: Backend {
         target: Target,
     ) -> FloatTensor<Self> {
         let _ = (token, target);
+        tensor
+    }
+
+    /// Identity that notes the leaf of the graph.
+    fn note_leaf(tensor: FloatTensor<Self>, into: Leaf) -> FloatTensor<Self> {
+        let _ = into;
         tensor
     }
 
@@ -133,6 +150,11 @@ impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B
             OpsKind::Tracked(prep) => prep.finish(target, primitive),
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }
+    }
+
+    fn note_leaf(tensor: FloatTensor<Self>, into: Leaf) -> FloatTensor<Self> {
+        into.0.get_or_init(|| tensor.id());
+        tensor
     }
 
     fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self> {

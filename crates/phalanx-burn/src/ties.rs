@@ -12,8 +12,10 @@ use std::collections::HashMap;
 use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor};
+use burn_autodiff::NodeId;
 use phalanx::{Error, Result};
 
+use crate::hook;
 use crate::tensor_bytes;
 
 /// Whether a module has tied weights.
@@ -25,7 +27,7 @@ impl Ties {
     ///
     /// # Errors
     /// If a parameter that needs a gradient has another shape, type or value in a second place, or needs none there, with the names of
-    /// both; or if its elements cannot be read.
+    /// both; or if its elements cannot be read. If two parameters that need a gradient are one tensor.
     pub fn of<M: Module>(module: &M) -> Result<Self> {
         Self::found(module, false)
     }
@@ -37,8 +39,8 @@ impl Ties {
     }
 
     fn found<M: Module>(module: &M, with_frozen: bool) -> Result<Self> {
-        let (path, first) = (Vec::new(), HashMap::new());
-        let mut finder = Finder { path, first, with_frozen, tied: false, outcome: Ok(()) };
+        let (path, first, leaves) = (Vec::new(), HashMap::new(), HashMap::new());
+        let mut finder = Finder { path, first, leaves, with_frozen, tied: false, outcome: Ok(()) };
         module.visit(&mut finder);
         finder.outcome.map(|()| Self(finder.tied))
     }
@@ -67,6 +69,8 @@ struct Place {
 struct Finder {
     path: Vec<String>,
     first: HashMap<ParamId, Place>,
+    /// Where a leaf of the graph was first a parameter that needs a gradient.
+    leaves: HashMap<NodeId, String>,
     /// Whether what is frozen in both places is compared too.
     with_frozen: bool,
     tied: bool,
@@ -106,6 +110,15 @@ fn one_id(cause: String) -> Error {
     )
 }
 
+/// The error for two ids of one tensor. Burn's backward gives the gradient of both to the first, and none to the second.
+fn one_tensor(first: &str, second: &str) -> Error {
+    Error::invalid_argument(format!("the parameters `{first}` and `{second}` are one tensor with two ParamIds"))
+        .with_remedy(
+            "for tied weights, clone the Param when it has its values; for weights that are trained apart, give the second a tensor of \
+             its own: Param::from_tensor(tensor.detach())",
+        )
+}
+
 impl ModuleVisitor for Finder {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
@@ -125,6 +138,11 @@ impl ModuleVisitor for Finder {
                 shape: tensor.shape().as_slice().to_vec(),
                 tensor: tensor.into_dispatch(),
             };
+            let leaf = place.needs_gradient.then(|| hook::leaf(place.tensor.clone())).flatten();
+            let other = leaf.and_then(|leaf| self.leaves.insert(leaf, place.path.clone()));
+            if let Some(other) = other.filter(|_| self.outcome.is_ok()) {
+                self.outcome = Err(one_tensor(&other, &place.path));
+            }
             self.first.insert(param.id, place);
             return;
         };

@@ -146,7 +146,9 @@ impl<M: Module> Replicas<M> {
             let start = |part| thread::Builder::new().spawn_scoped(threads, move || each(part));
             let others: io::Result<Vec<_>> = parts.map(start).collect();
             let others = others.map_err(|error| {
-                Error::io("a thread for a replica of the model could not be started", error)
+                Error::environment(format!(
+                    "a thread for a replica of the model could not be started: {error}"
+                ))
             })?;
             // The main replica runs on the caller's thread.
             let mut outcomes: Vec<_> = main.map(each).into_iter().collect();

@@ -582,3 +582,30 @@ mod pipeline {
         assert!(apart < 1e-5, "{apart:e}");
     }
 }
+
+/// One process gives the gradient of both to the first of them in the first step, and trains them apart from then on.
+#[test]
+fn one_tensor_with_two_ids_is_refused_with_both_names() {
+    let weights: [fn(&Param<Tensor<2>>) -> Param<Tensor<2>>; 2] =
+        [|weight| Param::from_tensor(weight.val()), |weight| Param::from_tensor(weight.val().detach())];
+    let [shared, own] = weights.map(|weight| {
+        let mut model = Tied::new();
+        model.second.weight = weight(&model.first.weight);
+        model
+    });
+    let zeros = Tensor::<1>::zeros([8], &device());
+    let mut cloned = own.clone();
+    cloned.first.bias = Some(Param::from_tensor(zeros.clone()));
+    cloned.second.bias = Some(Param::from_tensor(zeros));
+    run(2, |group| {
+        for (model, field) in [(&shared, "weight"), (&cloned, "bias")] {
+            let error = Ddp::new(model.clone(), &group).unwrap_err().to_string();
+            for place in ["first", "second"] {
+                assert!(error.contains(&format!("`{place}.{field}`")), "{error}");
+            }
+        }
+        Ddp::new(own.clone(), &group).unwrap();
+    });
+    let error = DataParallel::<Tied, 2>::new(shared, vec![device(); 2]).unwrap_err().to_string();
+    assert!(error.contains("`first.weight`") && error.contains("`second.weight`"), "{error}");
+}
