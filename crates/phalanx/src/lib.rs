@@ -114,6 +114,8 @@ pub use world_size::{MAX_WORLD_SIZE, WorldSize};
 mod guide {
     #[doc = include_str!("../../../docs/guide/checkpoints.md")]
     struct Checkpoints;
+    #[doc = include_str!("../../../docs/guide/collectives.md")]
+    struct Collectives;
     #[doc = include_str!("../../../docs/guide/synchronous-or-not.md")]
     struct SynchronousOrNot;
 }
