@@ -597,15 +597,15 @@ fn one_tensor_with_two_ids_is_refused_with_both_names() {
     let mut cloned = own.clone();
     cloned.first.bias = Some(Param::from_tensor(zeros.clone()));
     cloned.second.bias = Some(Param::from_tensor(zeros));
-    run(2, |group| {
-        for (model, field) in [(&shared, "weight"), (&cloned, "bias")] {
+    for (model, field) in [(&shared, "weight"), (&cloned, "bias")] {
+        run(2, |group| {
             let error = Ddp::new(model.clone(), &group).unwrap_err().to_string();
             for place in ["first", "second"] {
                 assert!(error.contains(&format!("`{place}.{field}`")), "{error}");
             }
-        }
-        Ddp::new(own.clone(), &group).unwrap();
-    });
+        });
+    }
+    run(2, |group| drop(Ddp::new(own.clone(), &group).unwrap()));
     let error = DataParallel::<Tied, 2>::new(shared, vec![device(); 2]).unwrap_err().to_string();
     assert!(error.contains("`first.weight`") && error.contains("`second.weight`"), "{error}");
 }
