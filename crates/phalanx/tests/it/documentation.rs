@@ -1,8 +1,8 @@
-//! Pages of docs/ that list what the sources have.
+//! Pages that list what the sources have, and the links between pages.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Those of tests and of the soak. Hardly any is for a person to set, and nothing checks that the page names these few.
 const OWN: [&str; 2] = ["PHALANX_TEST_", "PHALANX_SOAK_"];
@@ -93,4 +93,76 @@ fn the_files_that_the_architecture_names_are_there() {
     };
     let gone: Vec<_> = named.into_iter().filter(|name| !is_there(name)).collect();
     assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}, which are not there");
+}
+
+/// The pages of this folder and those below it.
+fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let is_built = path.file_name().is_some_and(|name| name == "target" || name == ".git");
+        if path.is_dir() && !is_built {
+            pages(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            found.push(path);
+        }
+    }
+}
+
+/// The targets of a page's links, without those in its programs.
+fn links(page: &str) -> Vec<&str> {
+    let outside = page.split("```").step_by(2);
+    let after = outside.flat_map(|text| text.split("](").skip(1));
+    after.filter_map(|rest| rest.split_once(')')).map(|(target, _)| target).collect()
+}
+
+/// The anchors that a page's headings have on GitHub and in mdBook.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let headings = page.split("```").step_by(2).flat_map(str::lines).filter(|line| line.starts_with('#'));
+    let letter = |letter: char| match letter {
+        ' ' => Some('-'),
+        '-' | '_' => Some(letter),
+        _ => letter.is_alphanumeric().then_some(letter),
+    };
+    let text = |line: &str| line.trim_start_matches('#').trim().to_lowercase();
+    headings.map(|line| text(line).chars().filter_map(letter).collect()).collect()
+}
+
+#[test]
+fn links_between_pages_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut all = Vec::new();
+    pages(&root, &mut all);
+    assert!(all.len() > 40, "{all:?}");
+    let (mut broken, mut checked) = (Vec::new(), 0);
+    for path in &all {
+        let page = fs::read_to_string(path).unwrap();
+        for link in links(&page).into_iter().filter(|link| !link.contains("://") && !link.contains(' ')) {
+            let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+            let target = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            let is_page = target.extension().is_some_and(|extension| extension == "md");
+            let is_there = match fs::read_to_string(&target) {
+                Ok(text) if is_page => anchor.is_empty() || anchors(&text).contains(anchor),
+                _ => target.exists(),
+            };
+            checked += 1;
+            if !is_there {
+                broken.push(format!("{}: {link}", path.display()));
+            }
+        }
+    }
+    assert!(checked > 200, "{checked}");
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
+#[test]
+fn the_book_has_every_page_once() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let summary = fs::read_to_string(docs.join("SUMMARY.md")).unwrap();
+    let mut listed: Vec<PathBuf> = links(&summary).into_iter().map(|link| docs.join(link)).collect();
+    let mut found = Vec::new();
+    pages(&docs, &mut found);
+    found.retain(|page| !page.ends_with("SUMMARY.md"));
+    listed.sort();
+    found.sort();
+    assert_eq!(listed, found);
 }
