@@ -18,7 +18,7 @@ pub(crate) struct Point {
     pub(crate) ranks: u32,
     pub(crate) bytes: f64,
     pub(crate) time_us: f64,
-    /// Is it what the hardware allows, and not a competitor?
+    /// Whether it is what the hardware allows, and not a competitor.
     #[serde(default)]
     pub(crate) limit: bool,
 }

@@ -61,7 +61,7 @@ pub(crate) struct Held {
     elements: usize,
     /// The sum of the gradients that have not gone on yet. Its memory is allocated once.
     pub sum: Option<Buffer>,
-    /// Was any added since the sum last went on?
+    /// Whether a gradient was added since the sum last went on.
     pub any: bool,
 }
 

@@ -69,7 +69,7 @@ impl LoadError {
         self.0.worker
     }
 
-    /// Was it a panic?
+    /// Whether it was a panic.
     pub fn is_panic(&self) -> bool {
         self.0.panicked
     }

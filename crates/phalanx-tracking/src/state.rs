@@ -250,7 +250,7 @@ fn load(directory: &Path) -> Result<Option<RunStatus>> {
     Ok(Some(status))
 }
 
-/// Does a process hold the lock? Where that cannot be found out, nobody does.
+/// Whether a process holds the lock. Where that cannot be found out, nobody does.
 fn is_locked(directory: &Path) -> bool {
     let Ok(file) = File::open(directory.join(LOCK)) else { return false };
     matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))

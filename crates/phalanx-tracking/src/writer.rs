@@ -47,7 +47,7 @@ pub struct SinkReport {
 }
 
 impl Report {
-    /// Is everything that was logged in every sink?
+    /// Whether everything that was logged is in every sink.
     pub fn is_complete(&self) -> bool {
         self.dropped == 0 && self.sinks.iter().all(|sink| sink.lost == 0)
     }

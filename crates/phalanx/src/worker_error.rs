@@ -30,7 +30,7 @@ static LEFT: Left = Left::nothing();
 
 /// What may have to be taken back.
 struct Left {
-    /// Is there anything? Asked by every call of a group, without the lock.
+    /// Whether there is anything. Every call of a group reads it, without the lock.
     any: AtomicBool,
     notes: Mutex<Notes>,
 }
@@ -122,7 +122,7 @@ pub(crate) fn report_panics() {
     });
 }
 
-/// Has a panic with this message been left in the error file?
+/// Whether a panic with this message has been left in the error file.
 pub(crate) fn has_reported(message: &str) -> bool {
     LEFT.notes.lock().panic.as_ref().is_some_and(|(_, reported)| reported == message)
 }

@@ -187,7 +187,7 @@ impl Killer {
         Some(Progress::Lost(pid))
     }
 
-    /// A commit has returned on some rank, in `round`. What follows from it, if anything?
+    /// A commit has returned on some rank, in `round`. Returns what follows from it, if anything.
     fn commit(&mut self, round: u64, now: Instant) -> Option<Commit> {
         self.round = self.round.max(round);
         if let Some(Killed { since, lost_in, .. }) = self.killed {

@@ -47,7 +47,7 @@ struct SinkState {
     reduction: Reduction,
     parameters: Vec<Gradient>,
     delivery: Delivery,
-    /// Are missing gradients submitted as zeros?
+    /// Whether missing gradients are submitted as zeros.
     zero_missing: bool,
     /// Of each group, how many gradients are not ready yet; nothing without groups.
     groups: Vec<usize>,

@@ -92,7 +92,7 @@ impl Configuration {
         }
     }
 
-    /// Does this rank take the branch in this step?
+    /// Whether this rank takes the branch in this step.
     fn branch(self, step: usize, rank: usize) -> bool {
         match (self.find_unused, self.static_graph) {
             (_, true) => rank != 0,

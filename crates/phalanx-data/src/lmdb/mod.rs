@@ -136,7 +136,8 @@ impl LmdbDataset {
         Ok(Self { len, database: Some(name), opened: OnceLock::new(), ..self })
     }
 
-    /// Let the system read ahead? False by default: a shuffled pass would wait for what it does not want. Good for one in order.
+    /// Whether the system reads ahead. False by default: a shuffled pass would wait for data that it does not use. Set it
+    /// for a pass in order.
     pub fn readahead(self, readahead: bool) -> Self {
         Self { readahead, ..self }
     }

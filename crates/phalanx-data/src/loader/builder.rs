@@ -99,7 +99,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { sampling: Some(sampler.into()), ..self }
     }
 
-    /// Shuffle anew in every epoch? For a loader without a sampler; false by default.
+    /// Whether to shuffle anew in every epoch. It applies to a loader without a sampler. False by default.
     pub fn shuffle(self, shuffle: bool) -> Self {
         Self { shuffle, ..self }
     }
@@ -128,7 +128,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { tail: Some(tail), ..self }
     }
 
-    /// Leave out the last batch if it is not full on every rank? False by default.
+    /// Whether to leave out the last batch if it is not full on every rank. False by default.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self

@@ -184,7 +184,7 @@ fn take_turns(ready: impl Fn() -> bool) -> Turns {
     Turns::Over
 }
 
-/// Is the peer on this rank's processor, as far as that is known? The peer's is only looked at if this rank's is known.
+/// Whether the peer is on this rank's processor, as far as that is known. The peer's is only read if this rank's is known.
 fn share_a_processor(own: Processor, peer: impl FnOnce() -> Processor) -> bool {
     own != 0 && own == peer()
 }

@@ -102,7 +102,7 @@ impl Clocks {
         }
     }
 
-    /// May `worker` begin its next step?
+    /// Whether `worker` may begin its next step.
     pub(super) fn may_go(&self, worker: Rank) -> bool {
         let bound = self.consistency.bound();
         self.lead(worker).is_some_and(|lead| bound.is_none_or(|bound| lead <= bound))

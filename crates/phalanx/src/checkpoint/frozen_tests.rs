@@ -146,7 +146,7 @@ fn frozen(root: &Path, number: usize, done: bool) -> Option<Child> {
     None
 }
 
-/// Lets it go on; has it saved what it was about to save?
+/// Lets it go on. Returns whether it has saved what it was about to save.
 fn thaw(mut child: Child) -> bool {
     kill_process(Pid::from_child(&child), Signal::CONT).unwrap();
     child.stdin.take().unwrap().write_all(&[0]).unwrap();

@@ -269,8 +269,8 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
     Ok(torn)
 }
 
-/// Does this rank see the same files as rank 0, also those that others compare: the same manifest, and all files of the
-/// right lengths? It may read from any of them.
+/// Checks that this rank sees the same files as rank 0, also those that others compare: the same manifest, and all files
+/// with the right lengths. It may read from any of them.
 fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
     if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
         return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));

@@ -45,7 +45,7 @@ pub(super) struct Claimant {
 }
 
 impl Claimant {
-    /// Is it from an earlier round of the same job?
+    /// Whether it is from an earlier round of the same job.
     fn is_before(&self, other: &Self) -> bool {
         self.job.is_some() && self.job == other.job && self.round < other.round
     }
@@ -167,12 +167,12 @@ impl Owner {
         self.number
     }
 
-    /// Does it directly follow the claim of this number?
+    /// Whether it directly follows the claim of this number.
     pub fn follows(&self, number: u64) -> bool {
         self.follows == number
     }
 
-    /// Is this process still the owner?
+    /// Checks that this process is still the owner.
     pub fn check(&self) -> io::Result<()> {
         match newest(&self.folder)?.cmp(&self.number) {
             Ordering::Greater => Err(io::Error::other(
@@ -208,7 +208,7 @@ fn newest(folder: &Path) -> io::Result<u64> {
     Ok(claims(folder)?.into_iter().max().unwrap_or(0))
 }
 
-/// May the claim of this number be followed?
+/// Checks that a claim may follow the one of this number.
 fn follow(folder: &Path, number: u64, by: &Claimant) -> io::Result<Result<(), Obstacle>> {
     let path = file(folder, number);
     let file = match File::open(&path) {

@@ -58,7 +58,7 @@ struct Proposal {
     state: Result<(Vec<Proposed>, Vec<String>), RemoteError>,
     /// The failure of the previous write.
     before: Option<RemoteError>,
-    /// Does it have a working group for the threads?
+    /// Whether it has a working group for the threads.
     connected: bool,
 }
 
@@ -84,7 +84,7 @@ pub(super) struct Agreement {
     pub tensors: Vec<TensorEntry>,
     /// The failure of the previous write, on any rank.
     pub before: Option<Error>,
-    /// Has every rank a working group for the threads?
+    /// Whether every rank has a working group for the threads.
     pub connected: bool,
 }
 

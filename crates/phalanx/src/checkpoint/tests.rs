@@ -276,7 +276,7 @@ fn named_in(op: &Op) -> Option<&Path> {
     }
 }
 
-/// Is `ops[index]` sure to survive a loss of power after all of `ops`?
+/// Whether `ops[index]` is sure to survive a loss of power after all of `ops`.
 fn is_durable(ops: &[Op], index: usize) -> bool {
     ops[index..].iter().any(|later| match (&ops[index], later) {
         (Op::Write(path, _), Op::SyncFile(synced)) => path == synced,

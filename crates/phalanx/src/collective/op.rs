@@ -60,7 +60,7 @@ impl ReduceOp {
         Self::PreMulSum(1.0),
     ];
 
-    /// Is it defined for elements of this type? Bitwise operations are for integers and bool; only floats have an
+    /// Whether it is defined for elements of this type. Bitwise operations are for integers and bool; only floats have an
     /// average and take a factor.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {

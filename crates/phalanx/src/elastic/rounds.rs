@@ -121,7 +121,7 @@ impl Rounds {
         self.current.as_ref().map(|current| (current.number, current.group.clone()))
     }
 
-    /// Does a worker wait for a new group?
+    /// Whether a worker waits for a new group.
     pub(super) fn workers_wait(&self) -> bool {
         self.session.workers_wait()
     }

@@ -46,7 +46,7 @@ pub(super) struct Round {
     pub(super) number: u64,
     pub(super) rendezvous: Rendezvous,
     pub(super) members: Vec<WorkerId>,
-    /// Was this worker declared dead before, so that it has a new number?
+    /// Whether this worker was declared dead before, so that it has a new number.
     pub(super) rejoined: bool,
 }
 
@@ -129,7 +129,7 @@ impl Session {
         self.participant.replica()
     }
 
-    /// Does a worker wait for a new group?
+    /// Whether a worker waits for a new group.
     pub(super) fn workers_wait(&self) -> bool {
         self.replica().view().state.workers_wait()
     }

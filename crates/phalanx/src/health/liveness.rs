@@ -74,7 +74,7 @@ impl ProcessState {
 }
 
 impl Silence {
-    /// Has the peer failed? A peer that is seen to be alive is only slow.
+    /// Whether the peer has failed. A peer that is seen to be alive is only slow.
     pub(crate) fn is_failure(&self, state: ProcessState) -> bool {
         self.hopeless || state != ProcessState::Alive
     }

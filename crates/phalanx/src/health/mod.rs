@@ -55,9 +55,9 @@ pub(crate) struct Health {
     hosts: Vec<String>,
     /// The ranks in the first group, by rank in this one. None if they are the same.
     members: Option<Arc<[Rank]>>,
-    /// Are its ranks those of the job, as the launcher knows them?
+    /// Whether its ranks are those of the job, as the launcher knows them.
     of_processes: bool,
-    /// Is there a cause? Every operation reads it, without the lock.
+    /// Whether there is a cause of failure. Every operation reads it, without the lock.
     failed: AtomicBool,
     state: Mutex<HealthState>,
     changed: Condvar,
@@ -245,7 +245,7 @@ impl Health {
         state.cause.clone()
     }
 
-    /// Has the group failed? The peers may not have been notified yet.
+    /// Whether the group has failed. The peers may not have been notified yet.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
@@ -290,7 +290,7 @@ impl Health {
         self.changed.notify_all();
     }
 
-    /// Has `peer` sent a goodbye?
+    /// Whether `peer` has sent a goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
         self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
     }

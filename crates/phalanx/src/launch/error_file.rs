@@ -23,7 +23,7 @@ const CAUGHT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerError {
     pub(super) message: String,
-    /// Is it a panic? It may have been caught.
+    /// Whether it is a panic. It may have been caught.
     pub(super) panicked: bool,
 }
 
@@ -55,7 +55,7 @@ impl ErrorFile {
         parse(&self.bytes()?)
     }
 
-    /// Does it report an error with which the worker is about to end? A panic of some time ago was caught.
+    /// Whether it reports an error with which the worker is about to end. A panic of some time ago was caught.
     pub(super) fn announces_an_end(&mut self) -> bool {
         self.read().is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < CAUGHT))
     }

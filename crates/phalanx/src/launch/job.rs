@@ -299,7 +299,7 @@ impl Job {
         self.grace.min(Duration::from_secs(365 * 24 * 3600))
     }
 
-    /// Are the lines of the `local_rank`-th worker reported as events?
+    /// Whether the lines of the `local_rank`-th worker are reported as events.
     pub(super) fn shows(&self, local_rank: u32) -> bool {
         self.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank))
     }

@@ -38,9 +38,9 @@ pub(super) struct JobProcesses {
     started: u32,
     /// The guard's process number, and its start time: all processes of the job were started later.
     guard: (i32, u64),
-    /// Is this process the subreaper of the job?
+    /// Whether this process is the subreaper of the job.
     adopts: bool,
-    /// Can `/proc` be read here at all?
+    /// Whether `/proc` can be read here at all.
     has_proc: bool,
     reap_at: Instant,
 }
@@ -282,8 +282,8 @@ fn may_signal(pid: i32) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) != Err(Errno::PERM))
 }
 
-/// Was this process adopted by `me`, which is a subreaper? The first process of a container adopts all orphans there,
-/// also of other programs: then only the tag counts.
+/// Whether this process was adopted by `me`, which is a subreaper. The first process of a container adopts all orphans there,
+/// also of other programs: there only the tag counts.
 fn is_adopted(process: &ProcStat, me: i32) -> bool {
     me != 1 && process.parent == me
 }
@@ -307,7 +307,7 @@ fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     }
 }
 
-/// Does this process have `tag` in its environment? The environment of another user's process is not known.
+/// Whether this process has `tag` in its environment. The environment of another user's process is not known.
 fn carries(pid: i32, tag: &[u8]) -> bool {
     /// More than the kernel allows a process, with its usual limits.
     const MAX: u64 = 8 << 20;

@@ -13,7 +13,7 @@ const CONTINUES: &[u8] = b" [the line goes on]";
 pub(super) struct Lines {
     limit: usize,
     line: Vec<u8>,
-    /// Was the last byte a carriage return? Then a line feed may follow, or the line is rewritten.
+    /// Whether the last byte was a carriage return. If so, a line feed may follow, or the line is rewritten.
     returned: bool,
     progress_at: Option<Instant>,
 }

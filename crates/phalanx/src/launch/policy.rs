@@ -30,7 +30,7 @@ pub(super) struct Policy {
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<EndReason>,
-    /// Has another node asked to end the attempt?
+    /// Whether another node has asked to end the attempt.
     elsewhere: bool,
 }
 
@@ -130,7 +130,7 @@ impl Policy {
         self.failures.append(&mut self.lost);
     }
 
-    /// Does the job still run normally, and is not about to end?
+    /// Whether the job still runs normally, and is not about to end.
     pub(super) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
     }
@@ -200,7 +200,7 @@ impl Policy {
         }
     }
 
-    /// Is there time left for the others to report?
+    /// Whether there is time left for the others to report.
     pub(super) fn collects_reports(&self) -> bool {
         matches!(self.phase, Phase::Reporting { .. })
     }
@@ -210,27 +210,27 @@ impl Policy {
         self.failures.iter().filter_map(|end| end.blames)
     }
 
-    /// Has a worker ended well?
+    /// Whether a worker has ended well.
     pub(super) fn has_succeeded(&self) -> bool {
         self.exits.iter().flatten().any(|exit| exit.is_success())
     }
 
-    /// Has every worker ended? What they have started may still run.
+    /// Whether every worker has ended. The processes that they have started may still run.
     pub(super) fn all_exited(&self) -> bool {
         self.exits.iter().all(Option::is_some)
     }
 
-    /// Has everything got SIGTERM, and nothing SIGKILL?
+    /// Whether everything has got SIGTERM, and nothing SIGKILL.
     pub(super) fn has_swept(&self) -> bool {
         matches!(self.phase, Phase::Ending { swept: true, .. })
     }
 
-    /// Have all workers got SIGKILL?
+    /// Whether all workers have got SIGKILL.
     pub(super) fn has_killed(&self) -> bool {
         matches!(self.phase, Phase::Killed { .. })
     }
 
-    /// Is it useless to wait for a process that does not die?
+    /// Whether it is useless to wait for a process that does not die.
     pub(super) fn gives_up(&self, now: Instant) -> bool {
         matches!(self.phase, Phase::Killed { give_up_at } if now >= give_up_at)
     }

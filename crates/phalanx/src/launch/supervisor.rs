@@ -92,7 +92,7 @@ struct Supervisor<'a, 'b> {
     workers: Vec<Worker>,
     policy: Policy,
     frozen: Frozen,
-    /// Has a worker of another node ended well?
+    /// Whether a worker of another node has ended well.
     others_are_ending: bool,
     /// Of an elastic job.
     replacements: Option<Replacements>,
@@ -306,7 +306,7 @@ impl Supervisor<'_, '_> {
         }
     }
 
-    /// Have all but the remaining workers ended well?
+    /// Whether all but the remaining workers have ended well.
     fn is_ending(&self) -> bool {
         let others = || self.policy.has_succeeded() || self.others_are_ending || self.nodes.are_ending();
         self.policy.is_running() && !self.policy.all_exited() && others()
@@ -381,7 +381,7 @@ impl Supervisor<'_, '_> {
         self.deliver(signal);
     }
 
-    /// Does a worker still run that is about to fail by itself? Either it has reported an error, or a worker that has
+    /// Whether a worker still runs that is about to fail by itself. Either it has reported an error, or a worker that has
     /// failed blames it; a stopped worker does not end.
     fn any_about_to_fail(&mut self) -> bool {
         if !self.policy.collects_reports() {
@@ -462,7 +462,7 @@ impl Supervisor<'_, '_> {
         self.processes.running(&self.groups())
     }
 
-    /// Is no process left? Two looks, one poll apart, must agree, because of those in the middle of `execve`.
+    /// Whether no process is left. Two polls in a row must agree, because of processes in the middle of `execve`.
     fn is_empty(&mut self, running: Option<&RunningProcesses>) -> bool {
         if !running.is_some_and(RunningProcesses::is_empty) {
             self.empty_since = None;

@@ -92,7 +92,7 @@ impl<M: Machine> Log<M> {
         }
     }
 
-    /// Is the entry written at `index` certainly in the log?
+    /// Returns `index` if the entry that was written there is certainly in the log. Removes the entry otherwise.
     pub(super) fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
         if self.base(deadline)? <= index {
             return Ok(Some(index));

@@ -70,7 +70,7 @@ pub(crate) trait Machine: Clone + Default + Send + 'static {
     /// The process that joins by this entry.
     fn joining(entry: &Self::Entry) -> Option<Self::Id>;
 
-    /// Has this process joined, and not left?
+    /// Whether this process has joined, and not left.
     fn is_present(&self, id: Self::Id) -> bool;
 
     /// The processes whose heartbeats this one watches.

@@ -17,7 +17,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 pub(crate) struct Heartbeats {
     pub(crate) interval: Duration,
     pub(crate) silence: Duration,
-    /// Is a store that does not answer a heartbeat in time lost? If not, the next heartbeat tries again.
+    /// Whether a store that does not answer a heartbeat in time is lost. If not, the next heartbeat tries again.
     pub(crate) must_be_answered: bool,
 }
 

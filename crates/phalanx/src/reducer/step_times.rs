@@ -50,7 +50,7 @@ pub(super) struct StepTimer {
     /// By rank.
     times: Vec<StepTime>,
     warned: Option<Instant>,
-    /// May the ranks' counts of steps differ?
+    /// Whether the ranks' counts of steps may differ.
     is_stopped: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Do all ranks train the same model? Compared before anything is averaged, so that a difference is an error with a
-//! name in it on every rank, and neither a hang nor a wrong result.
+//! Checks that all ranks train the same model. They compare before anything is averaged, so that a difference is an error
+//! with a name in it on every rank, and neither a hang nor a wrong result.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -160,7 +160,7 @@ impl ServerCertVerifier for AnyOfTheCa {
     }
 }
 
-/// Would others accept this certificate, on both sides of a connection?
+/// Checks that others would accept this certificate, on both sides of a connection.
 fn check(
     roots: &Arc<RootCertStore>,
     chain: &[CertificateDer<'static>],

@@ -81,7 +81,7 @@ impl Secret {
         self.mac(label, said).finalize().into_bytes().into()
     }
 
-    /// Is `tag` that proof? Takes constant time.
+    /// Whether `tag` is that proof. Takes constant time.
     pub(crate) fn verify(&self, label: &str, said: &[&[u8]], tag: &Tag) -> bool {
         self.mac(label, said).verify(tag.into()).is_ok()
     }

@@ -54,7 +54,7 @@ impl Kind {
         Self::Bye,
     ];
 
-    /// Does it ask for an answer?
+    /// Whether it asks for an answer.
     pub(crate) fn is_request(self) -> bool {
         matches!(self, Self::Call | Self::Make | Self::Method)
     }

@@ -126,7 +126,7 @@ fn strike(fault: &str, runs: PathBuf) {
     });
 }
 
-/// Is there a file in a folder that is no checkpoint yet?
+/// Whether there is a file in a folder that is no checkpoint yet.
 fn is_writing(runs: &Path) -> bool {
     let files = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().collect::<Vec<_>>();
     let unnamed =

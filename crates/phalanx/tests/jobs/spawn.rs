@@ -269,7 +269,7 @@ fn wait_until_gone(pids: &[String]) {
     }
 }
 
-/// Does this process, and what it starts, ignore `signal`?
+/// Whether this process, and what it starts, ignores `signal`.
 fn is_ignored(signal: Signal) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
@@ -376,7 +376,7 @@ fn wait(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// Is there no such process, or only its zombie?
+/// Whether there is no such process, or only its zombie.
 fn is_gone(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }

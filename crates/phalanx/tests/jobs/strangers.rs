@@ -68,7 +68,7 @@ fn train(stop: &Path) {
     }
 }
 
-/// May this process have so many descriptors?
+/// Whether this process may have so many descriptors.
 fn may_open(needed: u64) -> bool {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

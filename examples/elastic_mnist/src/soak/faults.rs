@@ -86,7 +86,7 @@ pub struct Injector {
     pub orders: PathBuf,
     pub random: u64,
     pub outcome: Outcome,
-    /// Is nothing going on? A worker between two groups holds less than one in a group.
+    /// Whether nothing is going on. A worker between two groups holds less than one in a group.
     pub calm: bool,
     pub measured: Option<Instant>,
     pub met: BTreeMap<u32, Instant>,

@@ -118,7 +118,7 @@ impl Collector {
         self.exchanges.scattering(self)
     }
 
-    /// Has the average arrived, without having been looked at?
+    /// Whether the average has arrived, without waiting for it or taking it.
     pub fn has_arrived(&self) -> bool {
         matches!(&*self.state.lock(), Collected::Sent(sent) if sent.value.is_completed())
     }

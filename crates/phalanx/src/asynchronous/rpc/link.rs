@@ -175,7 +175,7 @@ impl Link {
         Err(Error::protocol(format!("rank {} has sent more calls than this rank admits", self.peer)))
     }
 
-    /// Is `call` one of this rank's that waits for its answer?
+    /// Checks that `call` is one of this rank's that waits for its answer.
     pub(super) fn awaits(&self, call: u64) -> Result<()> {
         match self.state.lock().pending.contains_key(&call) {
             true => Ok(()),

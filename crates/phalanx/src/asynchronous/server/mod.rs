@@ -144,7 +144,7 @@ pub struct ShardStatistics {
     pub updates: u64,
     /// The staleness of the gradients that were pushed.
     pub staleness: Staleness,
-    /// Does another server have a copy?
+    /// Whether another server has a copy.
     pub is_replicated: bool,
 }
 
@@ -273,7 +273,7 @@ impl ParameterServer {
         answers.into_iter().collect()
     }
 
-    /// Are the elements of these keys as many as `length`?
+    /// Checks that these keys have `length` elements.
     fn fits(&self, keys: &Range<usize>, length: usize) -> Result<()> {
         let elements = self.layout.place(keys)?.len();
         match length == elements {

@@ -286,7 +286,7 @@ struct Job {
     workers: Vec<Sim>,
     next_id: u64,
     settings: Settings,
-    /// Do those whose group fails hold a step? One of three does not in any case.
+    /// Whether those whose group fails hold a step. One of three does not in any case.
     can_replay: bool,
     /// Who was in which round, as the first who saw it begin has seen it.
     rounds: BTreeMap<u64, Vec<u64>>,
@@ -396,7 +396,7 @@ impl Job {
         }
     }
 
-    /// Nobody dies any more, and silence is noticed: does everybody come together?
+    /// Nobody dies any more, and silence is noticed. Returns whether everybody comes together.
     fn settle(&mut self) -> bool {
         while self.workers.iter().filter(|worker| worker.alive).count() < self.settings.min as usize {
             self.come();

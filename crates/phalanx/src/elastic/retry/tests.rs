@@ -108,7 +108,7 @@ struct Job {
     ranks: Vec<Sim>,
     /// The members of each round.
     worlds: Vec<Vec<usize>>,
-    /// Is there one before every third step?
+    /// Whether there is a broadcast before every third step.
     broadcasts: bool,
     /// All go back to the last commit.
     gone_back: bool,

@@ -32,10 +32,10 @@ pub(super) trait Nodes {
     /// Readable when there are messages of other nodes.
     fn notice(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Must the workers end, because of another node?
+    /// Whether the workers must end, because of another node.
     fn ask_for_end(&mut self) -> bool;
 
-    /// Have workers of other nodes ended well?
+    /// Whether workers of other nodes have ended well.
     fn are_ending(&self) -> bool {
         false
     }

@@ -84,7 +84,7 @@ struct RendezvousStore {
     /// The server, if it is served here.
     server: Option<Served>,
     store_address: Option<StoreAddress>,
-    /// Does another launcher serve it?
+    /// Whether another launcher serves it.
     served_elsewhere: bool,
     /// The same store, if a launcher serves it: it notices when this one has ended.
     tcp: Option<Arc<TcpStore>>,

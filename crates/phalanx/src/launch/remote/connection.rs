@@ -128,7 +128,7 @@ impl Connection {
         self.pidfd.as_ref().filter(|_| self.ended.is_none()).map(AsFd::as_fd)
     }
 
-    /// Is there a state that only polling can show?
+    /// Whether there is a state that only polling can show.
     pub(super) fn must_be_polled(&self) -> bool {
         match self.ended {
             None => self.pidfd.is_none() || self.kill_at.is_some(),
@@ -148,7 +148,7 @@ impl Connection {
         }
     }
 
-    /// Has it ended, and has all its output been read?
+    /// Whether it has ended, and all its output has been read.
     pub(super) fn is_over(&self) -> bool {
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
         self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE)

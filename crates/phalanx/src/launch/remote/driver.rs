@@ -44,7 +44,7 @@ pub(super) trait Plan {
     /// The connection to a launcher is over.
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer);
 
-    /// Is there nothing left to wait for?
+    /// Whether there is nothing left to wait for.
     fn is_over(&self, launchers: &Launchers<'_>) -> bool;
 
     /// How the job ended.
@@ -79,7 +79,7 @@ pub(super) enum DriverEnd {
 pub(super) struct Driver<'a> {
     launchers: Launchers<'a>,
     plan: Box<dyn Plan + 'a>,
-    /// Has the observer asked for the end?
+    /// Whether the observer has asked for the end.
     is_stopped: bool,
 }
 

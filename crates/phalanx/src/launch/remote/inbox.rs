@@ -22,7 +22,7 @@ pub(super) struct Inbox {
     incoming: Receiver<(usize, Incoming)>,
     wake: Arc<PipeWriter>,
     notice: PipeReader,
-    /// Are there possibly messages for which no byte is in the pipe?
+    /// Whether there may be messages for which no byte is in the pipe.
     left_over: bool,
 }
 

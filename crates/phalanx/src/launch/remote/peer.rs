@@ -56,7 +56,7 @@ impl Peer {
         number.get().checked_sub(self.first).filter(|slot| *slot < self.slots)
     }
 
-    /// Was its answer due before `now`?
+    /// Whether its answer was due before `now`.
     pub(super) fn is_late(&self, now: Instant) -> bool {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
     }

@@ -61,13 +61,13 @@ impl PowerSgdOptions {
         self
     }
 
-    /// Is what compression lost added to the next step's gradient? Yes by default.
+    /// Whether the error of the compression is added to the next step's gradient. True by default.
     pub fn error_feedback(mut self, feedback: bool) -> Self {
         self.error_feedback = feedback;
         self
     }
 
-    /// Does a step begin with the factors of the last one, in place of random ones? Yes by default.
+    /// Whether a step begins with the factors of the last one, in place of random ones. True by default.
     pub fn warm_start(mut self, warm: bool) -> Self {
         self.warm_start = warm;
         self

@@ -197,7 +197,7 @@ impl Admission {
         Err(Refusal::plain())
     }
 
-    /// Was the connection made by a process of this user on this host?
+    /// Whether a process of this user on this host made the connection.
     async fn is_of_this_user(&self, stream: &Stream) -> io::Result<bool> {
         let (peer, here) = stream.addresses()?;
         Ok(self.peer_users.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
@@ -225,18 +225,18 @@ fn refused(peer: &impl fmt::Display) -> String {
     )
 }
 
-/// Do PyTorch's clients, and ours without a key, begin with these bytes?
+/// Whether PyTorch's clients, and ours without a key, begin with these bytes.
 fn is_validation(hello: &[u8; HELLO]) -> bool {
     let [op, magic @ ..] = hello;
     *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
 }
 
-/// Do our clients with a key begin with these bytes?
+/// Whether our clients with a key begin with these bytes.
 fn is_greeting(hello: &[u8; HELLO]) -> bool {
     hello.first_chunk().is_some_and(greeting::is_greeting)
 }
 
-/// Does the client that began with these bytes know the secret?
+/// Whether the client that began with these bytes knows the secret.
 async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HELLO]) -> io::Result<bool> {
     let mut call = [0; CALL];
     call[..HELLO].copy_from_slice(start);

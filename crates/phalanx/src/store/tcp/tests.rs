@@ -40,7 +40,7 @@ fn raw(server: &TcpStoreServer) -> TcpStream {
     stream
 }
 
-/// Does the server close the connection without another byte?
+/// Whether the server closes the connection without another byte.
 fn is_dropped(mut stream: TcpStream) -> bool {
     match stream.read(&mut [0; 64]) {
         Ok(0) => true,

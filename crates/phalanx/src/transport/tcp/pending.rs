@@ -66,7 +66,7 @@ impl HandshakeLimit {
         true
     }
 
-    /// Does a connection wait for a permit when none is free?
+    /// Whether a connection waits for a permit when none is free.
     fn is_exhausted(&self) -> bool {
         self.waiting > self.free
     }
@@ -100,7 +100,7 @@ impl Pending {
         self.deadline = Deadline::after(HANDSHAKE * 30);
     }
 
-    /// Does it wait for a permit?
+    /// Whether it waits for a permit.
     pub(super) fn waits_for_tls(&self) -> bool {
         matches!(self.stage, Stage::WaitingForTls(..))
     }

@@ -184,7 +184,7 @@ fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
     ready.map(|count| count > 0).map_err(|error| error.to_string())
 }
 
-/// Has it ended? It stays a zombie, which keeps its number.
+/// Whether it has ended. It stays a zombie, which keeps its number.
 fn has_ended(child: &Child) -> io::Result<bool> {
     use rustix::process::{WaitId, WaitIdOptions, waitid};
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;

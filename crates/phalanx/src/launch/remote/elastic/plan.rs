@@ -34,7 +34,7 @@ const LOOK_UP: Duration = Duration::from_secs(30);
 
 pub(in crate::launch::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
-    /// Was its last answer unusable?
+    /// Whether its last answer was unusable.
     discovery_fails: bool,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
@@ -365,7 +365,7 @@ impl Plan for ElasticPlan {
         self.trouble.get_or_insert(error);
     }
 
-    /// Is no worker left, and none expected?
+    /// Whether no worker is left, and none is expected.
     fn is_over(&self, launchers: &Launchers<'_>) -> bool {
         launchers.peers.is_empty() && (launchers.end.is_some() || self.host_manager.is_ending())
     }
