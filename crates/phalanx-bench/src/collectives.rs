@@ -104,7 +104,7 @@ const SLICES: usize = 16;
 
 /// A rank's memory for a case.
 pub(crate) struct Buffers<T: Value> {
-    /// What goes in. Where the result takes its place, it is also what comes out.
+    /// The input. Where the result takes its place, it is also the output.
     input: Buffer,
     output: Buffer,
     /// The same on a device.

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::collectives::Collective;
 use crate::row::Row;
 
-/// One size's time. What else stands in a line of JSON is not needed here.
+/// One size's time. Other fields of a line of JSON are not needed here.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(crate) struct Point {
     /// The curve to which it belongs.

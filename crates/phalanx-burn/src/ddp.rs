@@ -307,7 +307,7 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// What has gone by since `begin` is no time of this rank's own: it was in a collective.
+    /// The time since `begin` is not this rank's own: it was in a collective.
     fn waited_since(&self, begin: Instant) {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.waited(begin.elapsed()));

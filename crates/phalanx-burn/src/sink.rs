@@ -208,7 +208,7 @@ impl Deliveries {
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         let (delivery, is_void) = (self.delivery, self.is_void);
         self.held_for(index, &gradient)?;
-        // What is given now is not given again at the end.
+        // A gradient that is given now is not given again at the end.
         self.void[index] = match delivery {
             Delivery::Now => false,
             Delivery::Hold => self.void[index] || is_void,

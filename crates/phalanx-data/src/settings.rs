@@ -1,4 +1,4 @@
-//! What loaders of data sets and of streams have in common.
+//! The common parts of loaders of data sets and of streams.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;

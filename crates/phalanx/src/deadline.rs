@@ -10,8 +10,8 @@ pub struct Deadline(Instant);
 impl Deadline {
     /// A deadline `timeout` from now. A time-out too long for the clock is cut to thirty years.
     pub fn after(timeout: Duration) -> Self {
-        const LONG: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
-        Self(Instant::now() + timeout.min(LONG))
+        const TIMEOUT_LIMIT: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
+        Self(Instant::now() + timeout.min(TIMEOUT_LIMIT))
     }
 
     /// A deadline that has passed.

@@ -137,7 +137,7 @@ impl Sink {
     pub fn submit_held(&self) -> Result<()> {
         let state = &mut *self.0.lock();
         state.land();
-        // What is lost does not count as zero.
+        // A lost gradient does not count as zero.
         if state.lost
             && let Some(error) = state.failure.take()
         {

@@ -1,4 +1,4 @@
-//! Whatever is configured: after many steps all replicas are the same bits.
+//! With every configuration, all replicas are the same bits after many steps.
 
 use crate::common::{device, floats, run, samples, steps};
 use burn::module::Module;

@@ -1,4 +1,4 @@
-//! What a loader is made with.
+//! The options of a loader.
 
 use std::fmt;
 use std::sync::Arc;
@@ -122,7 +122,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { shard: Some((rank, world_size)), ..self }
     }
 
-    /// What becomes of the last samples that do not divide evenly among the ranks. By default the sampler's; without one, or with
+    /// The treatment of the last samples that do not divide evenly among the ranks. By default the sampler's; without one, or with
     /// one's own, [`Tail::Repeat`].
     pub fn tail(self, tail: Tail) -> Self {
         Self { tail: Some(tail), ..self }

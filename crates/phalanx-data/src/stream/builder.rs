@@ -1,4 +1,4 @@
-//! What a loader of a stream is made with.
+//! The options of a loader of a stream.
 
 use std::fmt;
 use std::sync::Arc;

@@ -120,7 +120,7 @@ impl<E> SharedOperation<'_, '_, E> {
             } else if back < count && take_back.is_some() {
                 Step::TakeBack
             } else {
-                // What is not taken back is free when all ranks have begun the next call.
+                // A buffer that is not taken back is free when all ranks have begun the next call.
                 return Ok(());
             };
             match step {

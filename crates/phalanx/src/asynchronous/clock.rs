@@ -212,7 +212,7 @@ mod tests {
                     }
                     Event::Joins(worker) => clocks.join(Rank::new(worker)),
                 }
-                // Whoever may begins at once.
+                // Every worker that may begin does so at once.
                 for (worker, clock) in clocks.workers().clone() {
                     if clocks.may_go(worker) && !busy.contains_key(&worker) {
                         busy.insert(worker, clock);

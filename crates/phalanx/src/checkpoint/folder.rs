@@ -468,7 +468,7 @@ mod tests {
         *folder.owner.lock() = claim(Some(before));
         folder.begin(4).unwrap();
         assert_eq!(left().len(), 2, "{:?}", left());
-        // What a later claim has begun is not touched.
+        // A checkpoint that a later claim has begun is not touched.
         let later = root.path().join(format!("{WRITING}00000009{BY}{:08}", folder.owner.lock().number() + 1));
         fs::create_dir(&later).unwrap();
         folder.write(5, 50, 1, &Snapshot::default()).unwrap();

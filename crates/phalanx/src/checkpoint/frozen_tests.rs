@@ -105,7 +105,7 @@ fn claim(root: &Path, round: u64, disk: impl Disk) -> Folder {
 fn save(folder: &Folder, step: u64) -> io::Result<()> {
     let number = folder::next_number(&folder.path)?;
     folder.write(number, step, 4, &snapshot(step))?;
-    // What it cannot remove, a writer only warns of.
+    // A writer only warns of files that it cannot remove.
     let _ = folder.rotate(2);
     Ok(())
 }

@@ -18,7 +18,7 @@ use super::folder::{self, Entry, Unfit};
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
 use super::sharded::SHARE;
-use super::{MARGIN, tensors};
+use super::{REMOTE_DISK_GRACE, tensors};
 use crate::collective::ReduceOp;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ const PIECE: usize = 64 << 20;
 pub struct Skipped {
     /// Where it is.
     pub folder: PathBuf,
-    /// What is wrong with it.
+    /// The fault that was found.
     pub cause: String,
 }
 
@@ -222,7 +222,7 @@ pub(super) fn share(
 
 /// How long a rank may read. The others wait for its result, or for its time-out.
 fn search_deadline(group: &ProcessGroup) -> Deadline {
-    Deadline::after(group.timeout().saturating_sub(MARGIN))
+    Deadline::after(group.timeout().saturating_sub(REMOTE_DISK_GRACE))
 }
 
 /// What a rank has found in its share of the files.

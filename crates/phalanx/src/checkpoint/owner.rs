@@ -31,7 +31,7 @@ use crate::notice::warn;
 const NAME: &str = ".owner-";
 /// A process that has just been killed may hold its lock for another moment.
 const TIMEOUT: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(20);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
 
@@ -105,7 +105,7 @@ impl Owner {
                 Err(Obstacle::Held(claim)) if deadline.has_passed() => return Err(held(folder, claim)),
                 Err(Obstacle::Unfinished) if deadline.has_passed() => {}
                 Err(Obstacle::Unfinished | Obstacle::Held(_)) => {
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(RETRY_DELAY);
                     continue;
                 }
             }
@@ -145,7 +145,7 @@ impl Owner {
             if deadline.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
         let claim = Claim { by: by.clone(), host: host::name(), process: std::process::id() };
         file.write_all(&serde_json::to_vec(&claim)?)?;

@@ -242,7 +242,7 @@ enum Data {
     Zeros,
 }
 
-/// Plays `op` onto `root`. What depends on something that did not survive has no effect.
+/// Plays `op` onto `root`. An operation that depends on something that did not survive has no effect.
 fn play(root: &Path, op: &Op, data: Data) {
     let _ = match op {
         Op::CreateFolder(path) => fs::create_dir(root.join(path)),

@@ -76,9 +76,7 @@ impl ReduceOp {
             return Ok(());
         }
         let remedy = match self {
-            Self::Avg if dtype == DType::Bool => {
-                "min, max, product and sum are and, or, and, or on truth values"
-            }
+            Self::Avg if dtype == DType::Bool => "for bool, min and product mean AND; max and sum mean OR",
             Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
             Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
             Self::BAnd | Self::BOr | Self::BXor => "band, bor and bxor are for integers and truth values",

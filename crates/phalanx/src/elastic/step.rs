@@ -23,7 +23,7 @@ use crate::rank::Rank;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Step<T> {
-    /// What the ranks have reduced.
+    /// The reduced value.
     pub value: T,
     /// The ranks whose data are missing, because they died before they were reduced. They are ranks of the world in
     /// which the step's data were distributed. For

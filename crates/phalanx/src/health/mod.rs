@@ -31,7 +31,7 @@ use crate::worker_error;
 
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.
-const EXPLANATION: Duration = Duration::from_secs(1);
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a rank waits for the others to find in which call they differ. They are told at the next look.
 const DIFFERENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -124,7 +124,7 @@ impl Health {
         member.copied().unwrap_or(rank)
     }
 
-    /// Whoever waits for this rank learns from `look` what it does outside this group.
+    /// Ranks that wait for this one learn from `look` what it does outside this group.
     pub(crate) fn look_around_with(&self, look: Look) {
         let _ = self.surroundings.set(look);
     }
@@ -407,7 +407,7 @@ impl Health {
     }
 
     fn await_explanation(&self, error: &Error) {
-        let deadline = Deadline::after(EXPLANATION);
+        let deadline = Deadline::after(EXPLANATION_TIMEOUT);
         let mut state = self.state.lock();
         loop {
             let explained = state.announced

@@ -77,7 +77,7 @@ impl Default for JoinOptions {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Joined<T> {
-    /// What the body returned.
+    /// The value that the body returned.
     pub value: T,
     /// A rank that took part to the end; the same on every rank. If `uneven` is true, its state is the valid one.
     pub last: Rank,

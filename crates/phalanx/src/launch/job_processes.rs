@@ -26,9 +26,9 @@ use crate::proc_stat::{ProcStat, is_gone};
 /// The variable with the tags of the jobs to which a process belongs, for jobs within jobs.
 pub(super) const TAG_VARIABLE: &str = "PHALANX_JOB_TAG";
 /// How often adopted processes that have ended are reaped.
-const REAP_EVERY: Duration = Duration::from_secs(1);
+const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// The pause between two looks for a worker's remaining processes. Both must find none.
-const PAUSE: Duration = Duration::from_millis(5);
+const RECHECK_DELAY: Duration = Duration::from_millis(5);
 
 /// Identifies the processes of one attempt.
 #[derive(Debug)]
@@ -115,7 +115,7 @@ impl JobProcesses {
         let is_childless = || all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
         let adopts = adopts && is_childless() && become_reaper();
         let has_proc = !matches!(visible(me), Ok(None));
-        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_EVERY })
+        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_INTERVAL })
     }
 
     pub(super) fn tag(&self) -> &Tag {
@@ -143,7 +143,7 @@ impl JobProcesses {
     pub(super) fn reap(&mut self, groups: &[Pid]) {
         if self.adopts && Instant::now() >= self.reap_at {
             self.reap_all_but(&numbers(groups));
-            self.reap_at = Instant::now() + REAP_EVERY;
+            self.reap_at = Instant::now() + REAP_INTERVAL;
         }
     }
 
@@ -205,7 +205,7 @@ impl JobProcesses {
             let tagged = self.tagged(tag);
             empty = if tagged.as_ref().is_some_and(Vec::is_empty) { empty + 1 } else { 0 };
             tagged.iter().flatten().for_each(|stray| stray.signal(Signal::KILL));
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RECHECK_DELAY);
         }
     }
 

@@ -14,7 +14,7 @@
 //! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
-//! sends this process's heartbeats and appends who has become silent.
+//! sends this process's heartbeats and appends the processes that have become silent.
 //!
 //! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
 

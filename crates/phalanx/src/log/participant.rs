@@ -176,7 +176,7 @@ fn watch<M: Machine>(
     }
 }
 
-/// Sends a heartbeat, and appends who has ended or become silent.
+/// Sends a heartbeat, and appends the processes that have ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
     replica: &Replica<M>,

@@ -64,7 +64,7 @@ pub(super) struct ReducerState {
     keeps: bool,
     /// Whether the gradients of the next step will be kept.
     keeps_next: bool,
-    /// What cut this step off, until it is replayed in another group.
+    /// The failure that cut this step off, until it is replayed in another group.
     cut_off: Option<Error>,
 }
 
@@ -406,7 +406,7 @@ impl ReducerState {
         gathered.then(|| self.slice_of(index))
     }
 
-    /// What the buckets held is gone.
+    /// The contents of the buckets are gone.
     pub(super) fn emptied(&mut self) {
         if matches!(self.phase, Phase::Averaged | Phase::Gathered) {
             self.phase = Phase::Idle;

@@ -15,7 +15,7 @@ use crate::rank::Rank;
 /// The most that one rank may make another take for a description: specs of about a million parameters.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// What must be the same on every rank.
+/// The properties that must be the same on every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Contract {
     pub(crate) parameters: Vec<ParameterSpec>,

@@ -60,7 +60,7 @@ impl Kind {
     }
 }
 
-/// An object that a rank keeps for others. Who asks for it numbers it.
+/// An object that a rank keeps for others. The rank that asks for it numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ObjectId {
     pub creator: Rank,

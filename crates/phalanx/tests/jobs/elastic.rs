@@ -69,7 +69,7 @@ fn work(scenario: &str) -> phalanx::Result<()> {
         _ => {}
     }
     let mut options = Options::from_env()?;
-    // Who is killed or stopped is found by its group; who is only slow is not given up.
+    // The group finds a worker that is killed or stopped; a worker that is only slow is not given up.
     options.keep_alive = (Duration::from_millis(200), Some(25));
     if let Ok(milliseconds) = std::env::var(LAST_CALL) {
         options.last_call = Duration::from_millis(milliseconds.parse().unwrap());

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 use crate::support::ROLE;
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// Who fails in `train`, how, and of how many.
+/// The rank that fails in `train`, how, and of how many.
 const CULPRIT: &str = "TEST_CULPRIT";
 const HOW: &str = "TEST_HOW";
 const WORLD: &str = "TEST_WORLD";

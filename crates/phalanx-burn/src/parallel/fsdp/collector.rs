@@ -18,7 +18,7 @@ use crate::tensor_bytes::TensorBytes;
 pub(super) struct Collector {
     exchanges: Arc<Exchanges>,
     unit: Arc<FlatLayout>,
-    /// Who gets the shard's gradient, if there are replicas.
+    /// The replicas, which get the shard's gradient, if there are any.
     replicated: Option<Arc<Replicated>>,
     state: Mutex<Collected>,
 }

@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 
 /// Pauses between two questions to a replica that has not taken over yet.
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`](super::Consistency) lets them.
 ///
@@ -378,7 +378,7 @@ impl ParameterServer {
             if deadline.has_passed() {
                 return Err(error);
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
     }
 }

@@ -123,7 +123,7 @@ impl Hosted {
             return false;
         }
         self.role = Role::Primary(None);
-        // What follows a gap was never answered: its workers ask again.
+        // Requests that follow a gap were never answered: their workers ask again.
         self.early.clear();
         let workers: Vec<Rank> = self.shard.clocks().workers().keys().copied().collect();
         for worker in workers {

@@ -1,4 +1,4 @@
-//! The entries of the workers' log: who takes part.
+//! The entries of the workers' log: which workers take part.
 
 use std::fmt;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::log::{self, Absence, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// Who takes part, and who waits to.
+/// The workers that take part, and those that wait to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MembersState {
     settings: Option<Settings>,
@@ -17,7 +17,7 @@ pub(crate) struct MembersState {
     round: u64,
     /// Of that round, by rank.
     members: Vec<Member>,
-    /// Who has joined since, in order.
+    /// The workers that have joined since, in order.
     newcomers: Vec<Worker>,
     job_end: Option<ElasticEnd>,
 }
@@ -114,7 +114,7 @@ impl Machine for MembersState {
         self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
     }
 
-    /// Whom a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
+    /// The workers that a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
     /// Otherwise every waiting worker watches all others.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
@@ -257,7 +257,7 @@ impl MembersState {
         working.map(|member| member.worker.id)
     }
 
-    /// Who waits for the next round, in the order of their future ranks.
+    /// The workers that wait for the next round, in the order of their future ranks.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
         let ready = self.members.iter().filter(|member| member.is_ready());
         ready.map(|member| &member.worker).chain(&self.newcomers)

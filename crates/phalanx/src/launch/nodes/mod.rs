@@ -1,4 +1,4 @@
-//! What the launchers of all nodes agree on: who takes part in an attempt, and how it ended.
+//! What the launchers of all nodes agree on: which nodes take part in an attempt, and how it ended.
 //!
 //! The launchers agree through a log, and none of them leads. The log may be in a store that one of them serves, with
 //! which the job ends, or in etcd or a file, with which any launcher may be lost.

@@ -1,5 +1,5 @@
 //! The driver of a job on several hosts, in the command that the user has started: it starts the launchers, shows their
-//! events, and passes on signals. It is not a node. What is to be started, and when, is its [`Plan`].
+//! events, and passes on signals. It is not a node. Its [`Plan`] decides what is started, and when.
 //!
 //! There is one driver with two plans. The launchers of a fixed list of hosts agree among themselves, as if they had
 //! been started by hand; those of an elastic job get instructions.

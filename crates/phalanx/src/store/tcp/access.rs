@@ -16,7 +16,7 @@ use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::notice::warn;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE, TAG, nonce};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG, nonce};
 use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
@@ -93,11 +93,11 @@ impl Admission {
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
-        let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
+        let first = timeout(HANDSHAKE_TIMEOUT, self.introduce(stream)).await??;
         let (Some(tls), Some(hello)) = (&self.tls, first) else { return Ok(()) };
         // A client's time does not count while it waits for the others.
         let permit = self.handshakes.take().await?;
-        timeout(HANDSHAKE, self.secure(stream, (tls, hello), permit)).await?
+        timeout(HANDSHAKE_TIMEOUT, self.secure(stream, (tls, hello), permit)).await?
     }
 
     /// Admits a client without TLS, or returns the first record of a TLS client. There is no TLS session before that

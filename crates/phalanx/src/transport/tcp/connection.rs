@@ -111,7 +111,7 @@ impl Connection {
         self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
     }
 
-    /// Sends nothing more. What has been sent before still arrives.
+    /// Sends nothing more. Earlier data still arrive.
     pub(super) fn finish_sending(&self) {
         // If it is closed already, nothing more is sent.
         let _ = self.socket.shutdown(Shutdown::Write);

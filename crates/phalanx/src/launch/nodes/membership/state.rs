@@ -16,7 +16,7 @@ pub(crate) struct MembershipState {
     /// How many of these were caused by a failure.
     restarts: u32,
     phase: Phase,
-    /// Who has joined the next round, in order.
+    /// The nodes that have joined the next round, in order.
     waiting: Vec<Node>,
     last_cause: Option<Cause>,
 }

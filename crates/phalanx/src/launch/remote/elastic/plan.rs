@@ -30,7 +30,7 @@ use crate::world_size::WorldSize;
 /// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
 /// How long the system may take to look up the address at which the store is served.
-const LOOK_UP: Duration = Duration::from_secs(30);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(in crate::launch::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
@@ -167,7 +167,9 @@ impl ElasticPlan {
         let port = job.master_port;
         let server = match job.bind {
             Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access)?,
-            None => TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(LOOK_UP))?,
+            None => {
+                TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(RESOLVE_TIMEOUT))?
+            }
         };
         let mut publisher = Publisher::start(server.reachable_addr(), &credentials, &self.run_id)?;
         if self.workers > 0 {

@@ -40,7 +40,7 @@ const LISTEN: u8 = 10;
 /// The largest error number of Linux.
 const MAX_ERRNO: i32 = 4095;
 /// The kernel answers at once; this is an upper bound.
-const ANSWERED: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Whether the kernel answers such queries of this process. A container's or a service's rules may forbid them, and a
 /// kernel may be built without them.
@@ -87,7 +87,7 @@ fn ask(ends: Ends) -> io::Result<Option<Found>> {
     let socket = socket_with(AddressFamily::NETLINK, kind, SocketFlags::CLOEXEC, Some(netlink::SOCK_DIAG))?;
     // Accept only the kernel's answers.
     connect(&socket, &SocketAddrNetlink::new(0, 0))?;
-    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWERED))?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
     send(&socket, &request(ends), SendFlags::empty())?;
     let mut answer = [0; 512];
     let (count, _) = recv(&socket, &mut answer[..], RecvFlags::empty())?;
