@@ -64,7 +64,7 @@ pub struct Ddp {
     group: JoinGroup,
     /// None in a world of one, which needs neither hooks nor a reducer.
     sink: Option<Arc<Sink>>,
-    /// Must this rank's buffers be replaced by rank 0's before the next forward pass?
+    /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
     /// The loaded state of a hook that is not registered yet.

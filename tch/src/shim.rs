@@ -203,7 +203,8 @@ pub(crate) struct AdamWTensors {
     pub steps: Vec<Tensor>,
 }
 
-/// Can the fused kernels go through `parameter` and `others` element by element? They look neither at sizes nor at strides.
+/// Whether the fused kernels can go through `parameter` and `others` element by element. The kernels look neither at
+/// sizes nor at strides.
 pub(crate) fn are_alike(parameter: &Tensor, others: &[&Tensor]) -> bool {
     let is_rows = |tensor: &Tensor| is_plain(tensor) && tensor.is_contiguous();
     let (size, kind) = (parameter.size(), parameter.kind());

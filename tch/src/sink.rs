@@ -33,15 +33,15 @@ struct Deliveries {
     parameters: Vec<Named>,
     /// For each parameter its place in a bucket, as a tensor: the gradient, from the first average on.
     views: Vec<Option<Tensor>>,
-    /// Does `.grad` hold a gradient that has not been averaged?
+    /// For each parameter: whether `.grad` holds a gradient that has not been averaged.
     held: Vec<bool>,
-    /// Has the reducer what this backward pass gives it for the parameter?
+    /// For each parameter: whether the reducer has what this backward pass gives it.
     given: Vec<bool>,
     /// In a pass of weight 0, whose gradients do not count: what `.grad` of each parameter was before.
     set_aside: Option<Vec<Option<Tensor>>>,
     /// For each parameter: whether it had a gradient in a pass of weight 0 since the last average.
     void: Vec<bool>,
-    /// Has the model run forward for a backward pass that has not begun?
+    /// Whether the model has run forward for a backward pass that has not begun.
     is_awaited: bool,
     /// A parameter whose gradient came meanwhile from a backward pass that no `Ddp` runs.
     missed: Option<usize>,
@@ -50,7 +50,7 @@ struct Deliveries {
 }
 
 thread_local! {
-    /// Does a `Ddp` run backward on this thread?
+    /// Whether a `Ddp` runs backward on this thread.
     static RUNS: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -370,7 +370,7 @@ pub(crate) fn from_rank(group: &dyn Communicator, root: Rank, tensors: &[Tensor]
     with_elements(tensors, |parts| broadcast_state_from(group, root, parts))
 }
 
-/// Are `tensors` the same bits on every rank?
+/// Whether `tensors` are the same bits on every rank.
 pub(crate) fn identical(group: &dyn Communicator, tensors: &[Tensor]) -> Result<bool> {
     read_elements(tensors, |parts| states_identical(group, parts))
 }

@@ -36,22 +36,22 @@ pub(crate) enum Collective {
 }
 
 impl Collective {
-    /// Does it combine elements, so that the operation matters?
+    /// Whether it combines elements, so that the operation matters.
     pub(crate) fn reduces(self) -> bool {
         matches!(self, Self::AllReduce | Self::AllReduceCoalesced | Self::ReduceScatter | Self::Reduce)
     }
 
-    /// Is there a rank that differs from the others?
+    /// Whether one rank differs from the others.
     pub(crate) fn has_root(self) -> bool {
         matches!(self, Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter)
     }
 
-    /// Does it move data?
+    /// Whether it moves data.
     pub(crate) fn has_data(self) -> bool {
         self != Self::Barrier
     }
 
-    /// Does the whole consist of equal shares, one for each rank?
+    /// Whether the whole consists of equal shares, one for each rank.
     pub(crate) fn has_shares(self) -> bool {
         match self {
             Self::AllGather | Self::ReduceScatter | Self::Gather | Self::Scatter | Self::AllToAll => true,
@@ -104,7 +104,7 @@ const SLICES: usize = 16;
 
 /// A rank's memory for a case.
 pub(crate) struct Buffers<T: Value> {
-    /// What goes in. Where the result takes its place, it is also what comes out.
+    /// The input. Where the result takes its place, it is also the output.
     input: Buffer,
     output: Buffer,
     /// The same on a device.

@@ -15,7 +15,7 @@ pub(crate) fn connect(options: &Bench, group: &ProcessGroup) -> Result<Option<Co
     }
 }
 
-/// Does NCCL have it?
+/// Whether NCCL has this collective.
 pub(crate) fn supports(collective: Collective) -> bool {
     match collective {
         Collective::AllReduce | Collective::AllGather | Collective::ReduceScatter | Collective::Broadcast => {

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::collectives::Collective;
 use crate::row::Row;
 
-/// One size's time. What else stands in a line of JSON is not needed here.
+/// One size's time. Other fields of a line of JSON are not needed here.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub(crate) struct Point {
     /// The curve to which it belongs.
@@ -18,7 +18,7 @@ pub(crate) struct Point {
     pub(crate) ranks: u32,
     pub(crate) bytes: f64,
     pub(crate) time_us: f64,
-    /// Is it what the hardware allows, and not a competitor?
+    /// Whether it is what the hardware allows, and not a competitor.
     #[serde(default)]
     pub(crate) limit: bool,
 }

@@ -69,7 +69,7 @@ const LARGEST: usize = 255 << 20;
 /// What is moved for each size if the number of calls is not given.
 const MOVED: usize = 256 << 20;
 /// How long calls go on before the first size is timed.
-const WARM_UP: Duration = Duration::from_secs(1);
+const WARM_UP_DELAY: Duration = Duration::from_secs(1);
 
 #[derive(Serialize)]
 struct Row {
@@ -205,7 +205,7 @@ impl Rpc {
 /// Calls until processors, connections and allocators are in the state in which they stay.
 fn warm_up(calls: &Calls, bytes: usize) -> Result<()> {
     let (begin, argument) = (Instant::now(), Bytes(vec![1; bytes]));
-    while begin.elapsed() < WARM_UP {
+    while begin.elapsed() < WARM_UP_DELAY {
         calls.call::<_, Bytes>(Rank::new(1), "echo", &argument)?;
     }
     Ok(())

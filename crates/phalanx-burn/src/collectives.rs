@@ -303,7 +303,7 @@ fn copied(dtype: BurnDType) -> Result<DType> {
     }
 }
 
-/// Are elements sent as signed integers of the same size?
+/// Whether elements are sent as signed integers of the same size.
 fn is_unsigned(dtype: BurnDType) -> bool {
     matches!(dtype, BurnDType::U64 | BurnDType::U32)
 }

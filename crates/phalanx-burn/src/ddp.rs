@@ -41,7 +41,7 @@ pub struct DdpOptions {
     /// Whether all ranks take over rank 0's buffers, such as the running statistics of batch norm, before a forward pass of a training.
     /// [`Ddp::evaluate`] gives every rank rank 0's in any case.
     pub broadcast_buffers: bool,
-    /// Do gradients free the memory of their buckets when they are dropped? Buckets then take memory only between the
+    /// Whether gradients free the memory of their buckets when they are dropped. Buckets then take memory only between the
     /// first gradient of a step and the optimizer's step: a rank's peak is about that of training without `Ddp`.
     /// Allocating them in each step costs some time.
     ///
@@ -77,11 +77,11 @@ pub struct Ddp<M> {
     /// When the first forward pass of this step began.
     step_began: Option<Instant>,
     token: ModelToken,
-    /// Must this rank's buffers be replaced by rank 0's before the next forward pass?
+    /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
     gradient_as_bucket_view: bool,
-    /// Does each rank get the averages of its own parameters only?
+    /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
@@ -307,7 +307,7 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// What has gone by since `begin` is no time of this rank's own: it was in a collective.
+    /// The time since `begin` is not this rank's own: it was in a collective.
     fn waited_since(&self, begin: Instant) {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.waited(begin.elapsed()));

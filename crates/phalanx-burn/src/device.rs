@@ -99,7 +99,7 @@ impl Kind {
         }
     }
 
-    /// Do all processes of a host have the same device, the processors?
+    /// Whether all processes of a host have the same device, the processors.
     fn is_shared(self) -> bool {
         matches!(self, Self::Flex | Self::Cpu | Self::LibTorch)
     }
@@ -186,7 +186,7 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
     }
 }
 
-/// Do the tensors of `device` lie in this process's memory?
+/// Whether the tensors of `device` lie in this process's memory.
 pub(crate) fn is_in_memory(device: &Device) -> bool {
     match device.as_dispatch() {
         DispatchDevice::Flex(_) => true,

@@ -118,7 +118,7 @@ impl Synced for SyncedGradients {
 pub(crate) struct Handover {
     /// The factor by which they are multiplied.
     pub scale: f64,
-    /// Do they take the buckets' memory with them, and free it? Otherwise the buckets use it again.
+    /// Whether they take the buckets' memory with them, and free it. Otherwise the buckets use it again.
     pub view: bool,
 }
 

@@ -147,7 +147,7 @@ mod tests {
         assert!(bytes_mut(&mut primitive(repeated)).is_none());
     }
 
-    /// Whatever the allocator left there: what is read twice is the same, and what is written is there.
+    /// The memory holds what the allocator left there: two reads give the same, and a write takes effect.
     #[test]
     fn memory_that_nobody_has_written_has_some_value() {
         let mut empty = primitive(Tensor::empty([100, 100], &Device::libtorch()));

@@ -27,7 +27,7 @@ pub(crate) fn from_rank<M: Module>(
     Ok(parameters::write(model, select, data.collect()))
 }
 
-/// Are the selected tensors the same bits on every rank?
+/// Whether the selected tensors are the same bits on every rank.
 pub(crate) fn identical<M: Module>(model: &M, group: &dyn Communicator, select: Select<'_>) -> Result<bool> {
     states_identical(group, read(model, group, select)?.iter().map(TensorData::as_bytes))
 }

@@ -61,7 +61,7 @@ pub(crate) struct Held {
     elements: usize,
     /// The sum of the gradients that have not gone on yet. Its memory is allocated once.
     pub sum: Option<Buffer>,
-    /// Was any added since the sum last went on?
+    /// Whether a gradient was added since the sum last went on.
     pub any: bool,
 }
 
@@ -208,7 +208,7 @@ impl Deliveries {
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         let (delivery, is_void) = (self.delivery, self.is_void);
         self.held_for(index, &gradient)?;
-        // What is given now is not given again at the end.
+        // A gradient that is given now is not given again at the end.
         self.void[index] = match delivery {
             Delivery::Now => false,
             Delivery::Hold => self.void[index] || is_void,

@@ -29,7 +29,7 @@ use phalanx::{Error, Result};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 pub trait Dataset: Send + Sync {
-    /// What is read: usually one sample.
+    /// The type of an item: usually one sample.
     type Item;
 
     /// The number of items. It stays the same.
@@ -37,7 +37,7 @@ pub trait Dataset: Send + Sync {
 
     /// The item at `index`, which is less than [`len`](Self::len).
     ///
-    /// Errors and panics reach the training loop, with this index. What is random in here draws from
+    /// Errors and panics reach the training loop, with this index. Random choices in here draw from
     /// [`worker_info`](crate::worker_info)'s seeds.
     ///
     /// # Errors
@@ -76,7 +76,7 @@ pub trait Dataset: Send + Sync {
     }
 }
 
-/// What [`Dataset::map`] gives.
+/// The result of [`Dataset::map`].
 #[derive(Clone, Debug)]
 pub struct Map<D, F> {
     dataset: D,
@@ -95,7 +95,7 @@ impl<D: Dataset, T, F: Fn(D::Item) -> Result<T> + Send + Sync> Dataset for Map<D
     }
 }
 
-/// What [`Dataset::subset`] gives.
+/// The result of [`Dataset::subset`].
 #[derive(Clone, Debug)]
 pub struct Subset<D> {
     dataset: D,

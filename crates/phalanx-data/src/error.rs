@@ -69,12 +69,12 @@ impl LoadError {
         self.0.worker
     }
 
-    /// Was it a panic?
+    /// Whether it was a panic.
     pub fn is_panic(&self) -> bool {
         self.0.panicked
     }
 
-    /// What went wrong.
+    /// The cause of the error.
     pub fn cause(&self) -> &Error {
         &self.0.cause
     }
@@ -94,7 +94,7 @@ pub(crate) fn guarded<T>(
     Err(LoadError(Arc::new(Inner { during: during(), cause, panicked, worker: Some(worker) })))
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(crate) fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned())

@@ -15,7 +15,7 @@ use std::time::Duration;
 use phalanx::{Error, Result};
 
 /// How long a drop waits for user code that is running on a worker.
-const PATIENCE: Duration = Duration::from_secs(5);
+const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a worker does with its tasks. Made and dropped where it works.
 pub(crate) trait Work {
@@ -181,7 +181,7 @@ impl<W: Work> Worker<W> {
                     continue;
                 }
                 let result = work.run(task, &|| floor.admits(number));
-                // Whoever has dropped the pool wants nothing more.
+                // The pool was dropped: nothing more is wanted.
                 if result.is_some_and(|result| done.send((number, result)).is_err()) {
                     break;
                 }
@@ -209,14 +209,14 @@ impl<W: Work> Drop for Threads<W> {
         if threads.is_empty() {
             return;
         }
-        match self.ended.recv_timeout(PATIENCE) {
-            // What is left of a thread is its end, which waits for nothing.
+        match self.ended.recv_timeout(DROP_TIMEOUT) {
+            // Only the end of the thread is left, which waits for nothing.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => {
                 threads.into_iter().for_each(|thread| drop(thread.join()));
             }
             Err(RecvTimeoutError::Timeout) => tracing::warn!(
                 "a worker of a loader that was dropped still reads an item after {} s; its thread ends behind that",
-                PATIENCE.as_secs()
+                DROP_TIMEOUT.as_secs()
             ),
         }
     }

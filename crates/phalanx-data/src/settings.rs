@@ -1,4 +1,4 @@
-//! What loaders of data sets and of streams have in common.
+//! The common parts of loaders of data sets and of streams.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ pub(crate) fn checked(option: &str, number: usize, range: RangeInclusive<usize>)
 pub(crate) struct Progress<P> {
     /// How many passes have begun. The last is the one whose position counts.
     pub passes: u64,
-    /// Has the pass of this position begun?
+    /// Whether the pass of this position has begun.
     pub begun: bool,
     /// Behind the batches that the loop has got.
     pub position: P,

@@ -1,4 +1,4 @@
-//! Who loads: the worker on whose thread a data set is asked.
+//! The worker that loads: a data set is asked on its thread.
 
 use std::cell::Cell;
 

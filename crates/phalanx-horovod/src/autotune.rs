@@ -12,12 +12,12 @@ const CYCLES: [u64; 5] = [500, 1_000, 2_500, 5_000, 10_000];
 /// Thresholds that are tried: the one that is set, divided by these.
 const DIVISORS: [usize; 4] = [2, 4, 16, 64];
 /// How long new settings run before they are measured, and how long they are at least.
-const WARM_UP: Duration = Duration::from_millis(500);
-const SAMPLE: Duration = Duration::from_millis(1500);
+const WARM_UP_DELAY: Duration = Duration::from_millis(500);
+const MIN_SAMPLE_INTERVAL: Duration = Duration::from_millis(1500);
 /// A sample is discarded if more than a quarter of it is one pause, such as an evaluation; the next one lasts so many times
 /// as long as this pause, because it may belong to each step. But no longer than this.
 const PAUSES: u32 = 8;
-const LONGEST_SAMPLE: Duration = Duration::from_secs(30);
+const MAX_SAMPLE_INTERVAL: Duration = Duration::from_secs(30);
 /// By how much settings must be better.
 const MARGIN: f64 = 1.02;
 
@@ -51,7 +51,7 @@ enum Trial {
 }
 
 impl Autotune {
-    /// Begins with `start`. What `is_set` by a variable is not tried.
+    /// Begins with `start`. Settings that a variable has fixed, as `is_set` tells, are not tried.
     pub fn new(start: Settings, is_set: impl Fn(&str) -> bool) -> Self {
         let (cycle_is_set, threshold_is_set) =
             (is_set("HOROVOD_CYCLE_TIME"), is_set("HOROVOD_FUSION_THRESHOLD"));
@@ -68,7 +68,7 @@ impl Autotune {
             untried,
             warm: None,
             sample: None,
-            least: SAMPLE,
+            least: MIN_SAMPLE_INTERVAL,
         }
     }
 
@@ -76,7 +76,7 @@ impl Autotune {
     /// ones, which are the best.
     pub fn moved(&mut self, bytes: usize, now: Instant) -> Option<Settings> {
         // Time begins and ends with bytes: what passes before and after is not the settings'.
-        if self.is_done || bytes == 0 || now < *self.warm.get_or_insert(now + WARM_UP) {
+        if self.is_done || bytes == 0 || now < *self.warm.get_or_insert(now + WARM_UP_DELAY) {
             return None;
         }
         let new = Sample { from: now, last: now, longest_pause: Duration::ZERO, bytes: 0 };
@@ -92,7 +92,7 @@ impl Autotune {
             return None;
         }
         if sample.longest_pause > elapsed / 4 {
-            self.least = (sample.longest_pause * PAUSES).clamp(SAMPLE, LONGEST_SAMPLE);
+            self.least = (sample.longest_pause * PAUSES).clamp(MIN_SAMPLE_INTERVAL, MAX_SAMPLE_INTERVAL);
             self.sample = Some(new);
             return None;
         }
@@ -111,7 +111,7 @@ impl Autotune {
         if self.best_rate.is_none_or(|best| rate > best * MARGIN) {
             (self.best, self.best_rate) = (self.trial, Some(rate));
         }
-        (self.warm, self.sample, self.least) = (None, None, SAMPLE);
+        (self.warm, self.sample, self.least) = (None, None, MIN_SAMPLE_INTERVAL);
         let before = self.trial;
         self.trial = match self.untried.pop() {
             Some(Trial::Cycle(cycle_micros)) => Settings { cycle_micros, ..self.best },

@@ -20,7 +20,7 @@ use crate::options::Options;
 use crate::request::{Message, Response, Round, Settings};
 
 /// A rank that has nothing in flight begins a cycle after so long, for what is not negotiated: ranks that leave, and stalls.
-const IDLE: Duration = Duration::from_millis(50);
+const IDLE_INTERVAL: Duration = Duration::from_millis(50);
 /// The most names that have a track of their own in a timeline. Others share one.
 const MAX_TRACKS: u32 = 4096;
 
@@ -229,7 +229,7 @@ impl Background {
 /// After a cycle that began at `begin`.
 fn pace(settings: &Settings, begin: Instant, any_computes: bool) -> Pace {
     let cycle = Duration::from_micros(settings.cycle_micros);
-    Pace { soon: begin + cycle, late: begin + cycle.max(IDLE), any_computes }
+    Pace { soon: begin + cycle, late: begin + cycle.max(IDLE_INTERVAL), any_computes }
 }
 
 fn is_set(name: &str) -> bool {
@@ -306,8 +306,8 @@ mod tests {
             let Pace { soon, late, .. } = pace(&Settings { threshold: 0, cycle_micros }, begin, true);
             (soon - begin, late - begin)
         };
-        assert_eq!(pace(0), (Duration::ZERO, IDLE));
-        assert_eq!(pace(2_000), (Duration::from_millis(2), IDLE));
+        assert_eq!(pace(0), (Duration::ZERO, IDLE_INTERVAL));
+        assert_eq!(pace(2_000), (Duration::from_millis(2), IDLE_INTERVAL));
         assert_eq!(pace(60_000), (Duration::from_millis(60), Duration::from_millis(60)));
     }
 

@@ -184,7 +184,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Does it take operations?
+    /// Whether it takes operations.
     pub fn is_open(&self) -> bool {
         self.shared.state.lock().check().is_ok()
     }

@@ -45,7 +45,7 @@ impl<T> Handle<T> {
         (Self { slot: slot.clone(), take, engine }, Completer(slot))
     }
 
-    /// Is it done, or has it failed? Then [`synchronize`](Self::synchronize) does not wait.
+    /// Whether it is done, or has failed. If so, [`synchronize`](Self::synchronize) does not wait.
     pub fn poll(&self) -> bool {
         self.slot.outcome.lock().is_some()
     }

@@ -158,7 +158,7 @@ impl Horovod {
         }
     }
 
-    /// Can operations be submitted? Not after [`shutdown`](Self::shutdown), nor when a rank has failed or left.
+    /// Whether operations can be submitted. False after [`shutdown`](Self::shutdown), or when a rank has failed or left.
     pub fn is_initialized(&self) -> bool {
         self.inner.engine.is_open()
     }
@@ -215,7 +215,7 @@ impl Horovod {
         self.inner.topology.cross_size
     }
 
-    /// Does every host have the same number of ranks?
+    /// Whether every host has the same number of ranks.
     pub fn is_homogeneous(&self) -> bool {
         self.inner.topology.is_homogeneous
     }

@@ -278,7 +278,7 @@ impl Horovod {
         self.engine().join(|outcome| Ok(Rank::new(outcome.last)))?.synchronize()
     }
 
-    /// Is the operation done? Then [`synchronize`](Self::synchronize) does not wait.
+    /// Whether the operation is done. If so, [`synchronize`](Self::synchronize) does not wait.
     pub fn poll<T>(&self, handle: &Handle<T>) -> bool {
         handle.poll()
     }

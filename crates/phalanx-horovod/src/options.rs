@@ -16,8 +16,8 @@ pub const DEFAULT_STALL_CHECK_TIME: Duration = Duration::from_secs(60);
 
 /// The most bytes of a batch. A batch is allocated at once.
 const MAX_FUSION_THRESHOLD: usize = 1 << 40;
-const MAX_CYCLE_TIME: Duration = Duration::from_secs(10);
-const MAX_STALL_TIME: Duration = Duration::from_secs(1_000_000_000);
+const CYCLE_TIME_LIMIT: Duration = Duration::from_secs(10);
+const STALL_TIME_LIMIT: Duration = Duration::from_secs(1_000_000_000);
 /// Every slot is a bit of each cycle's message.
 const MAX_CACHE_CAPACITY: usize = 1 << 20;
 
@@ -135,8 +135,8 @@ impl Options {
                 "fusion_threshold is {fusion_threshold} bytes: at most {MAX_FUSION_THRESHOLD} are allowed"
             ));
         }
-        if *cycle_time > MAX_CYCLE_TIME {
-            return refuse(format!("cycle_time is {cycle_time:?}: at most {MAX_CYCLE_TIME:?} is allowed"));
+        if *cycle_time > CYCLE_TIME_LIMIT {
+            return refuse(format!("cycle_time is {cycle_time:?}: at most {CYCLE_TIME_LIMIT:?} is allowed"));
         }
         if *cache_capacity > MAX_CACHE_CAPACITY {
             return refuse(format!(
@@ -144,10 +144,12 @@ impl Options {
             ));
         }
         let times = [("stall_check_time", stall_check_time), ("stall_shutdown_time", stall_shutdown_time)];
-        match times.iter().find(|(_, time)| time.is_some_and(|time| time.is_zero() || time > MAX_STALL_TIME))
+        match times
+            .iter()
+            .find(|(_, time)| time.is_some_and(|time| time.is_zero() || time > STALL_TIME_LIMIT))
         {
             Some((name, _)) => {
-                refuse(format!("{name} must be more than 0 and at most {} s", MAX_STALL_TIME.as_secs()))
+                refuse(format!("{name} must be more than 0 and at most {} s", STALL_TIME_LIMIT.as_secs()))
             }
             None => Ok(()),
         }
@@ -168,11 +170,11 @@ impl Variables<'_> {
     fn options(&self) -> Result<Options> {
         let defaults = Options::default();
         let threshold = self.number("HOROVOD_FUSION_THRESHOLD", MAX_FUSION_THRESHOLD as f64, true)?;
-        let cycle = self.number("HOROVOD_CYCLE_TIME", MAX_CYCLE_TIME.as_secs_f64() * 1e3, false)?;
+        let cycle = self.number("HOROVOD_CYCLE_TIME", CYCLE_TIME_LIMIT.as_secs_f64() * 1e3, false)?;
         let capacity = self.number("HOROVOD_CACHE_CAPACITY", MAX_CACHE_CAPACITY as f64, true)?;
-        let check = self.number("HOROVOD_STALL_CHECK_TIME_SECONDS", MAX_STALL_TIME.as_secs_f64(), false)?;
+        let check = self.number("HOROVOD_STALL_CHECK_TIME_SECONDS", STALL_TIME_LIMIT.as_secs_f64(), false)?;
         let shutdown =
-            self.number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", MAX_STALL_TIME.as_secs_f64(), false)?;
+            self.number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIME_LIMIT.as_secs_f64(), false)?;
         let disabled = self.flag("HOROVOD_STALL_CHECK_DISABLE")?;
         let seconds = |value: f64| (value > 0.0).then(|| Duration::from_secs_f64(value));
         Ok(Options {

@@ -64,7 +64,7 @@ impl Kind {
         }
     }
 
-    /// Do ranks agree if only the first dimensions of their tensors differ?
+    /// Whether ranks agree if only the first dimensions of their tensors differ.
     fn has_rows_of_its_own(&self) -> bool {
         match self {
             Self::Allgather | Self::Alltoall { .. } => true,
@@ -72,7 +72,7 @@ impl Kind {
         }
     }
 
-    /// Is it worth remembering? The splits of an alltoall seldom come again.
+    /// Whether it is worth caching. The splits of an alltoall seldom come again.
     pub fn is_cached(&self) -> bool {
         match self {
             Self::Allreduce(_) | Self::Allgather | Self::Broadcast { .. } | Self::Reducescatter(_) => true,
@@ -118,7 +118,7 @@ impl Part {
         Ok(())
     }
 
-    /// The same but for the number of rows?
+    /// Whether they are the same but for the number of rows.
     fn rows_match(&self, other: &Self) -> bool {
         self.dtype == other.dtype
             && self.shape.len() == other.shape.len()
@@ -218,7 +218,7 @@ impl Request {
         }
     }
 
-    /// Can this rank's and another's request be carried out together?
+    /// Whether this rank's and another's request can be carried out together.
     pub fn agrees_with(&self, other: &Self) -> bool {
         let kinds = match (&self.kind, &other.kind) {
             (Kind::Alltoall { .. }, Kind::Alltoall { .. }) => true,
@@ -262,7 +262,7 @@ impl fmt::Display for Request {
 pub(crate) struct Message {
     /// Requests that are new to the coordinator, with the milliseconds for which they have waited.
     pub requests: Vec<(Request, u64)>,
-    /// Has this rank joined, in this cycle?
+    /// Whether this rank has joined, in this cycle.
     pub joins: bool,
 }
 
@@ -302,8 +302,8 @@ pub(crate) struct Response {
 }
 
 impl Response {
-    /// Is this what `rank` can carry out, which has submitted `own`, or has joined? What rank 0 answers is compared with what
-    /// it was asked.
+    /// Whether `rank`, which has submitted `own` or has joined, can carry this out. It compares the answer of rank 0 with the
+    /// rank's own request.
     pub fn is_for(&self, rank: Rank, own: Option<&Request>) -> bool {
         if self.error.is_some() {
             return true;

@@ -146,7 +146,7 @@ impl Tensor {
         self.memory.as_bytes().len() / self.dtype.size()
     }
 
-    /// Is the number of its elements zero?
+    /// Whether the number of its elements is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

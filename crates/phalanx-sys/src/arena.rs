@@ -262,7 +262,7 @@ impl Mapping {
         }
     }
 
-    /// Are `bytes` at `offset` inside the regions' part of the arena?
+    /// Whether `bytes` at `offset` are inside the regions' part of the arena.
     pub(crate) fn holds(&self, offset: usize, bytes: usize) -> bool {
         offset >= RESERVED && self.has(offset, bytes)
     }

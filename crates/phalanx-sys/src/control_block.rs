@@ -129,7 +129,7 @@ pub struct ControlBlock {
     own: Arc<Arena>,
     members: Vec<Arc<Mapping>>,
     waits: Waits,
-    /// What this rank has published as its processor.
+    /// The processor that this rank has published.
     processor: Processor,
     sequence: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines

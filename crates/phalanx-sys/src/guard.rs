@@ -33,7 +33,7 @@ pub struct Guard {
     orders: Option<io::PipeWriter>,
     pid: Pid,
     is_reaped: bool,
-    /// Did it find no process left when it ended?
+    /// Whether it found no process left when it ended.
     is_certain: bool,
 }
 
@@ -321,7 +321,7 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
     Found::Somebody
 }
 
-/// Is `tag` somewhere in this file?
+/// Whether `tag` is somewhere in this file.
 #[cfg(target_os = "linux")]
 fn holds(file: &Open, tag: &Tag) -> Found {
     /// More than the kernel allows for a process's environment, with its usual limits.

@@ -120,7 +120,7 @@ impl Part {
         Keeper { whole: self.whole.clone(), place: self.place.clone(), memory: self.memory }
     }
 
-    /// Is it a region's, which peers can reach?
+    /// Whether it is a region's, which peers can reach.
     pub fn is_of_region(&self) -> bool {
         matches!(*self.whole, Whole::Region(_))
     }

@@ -44,7 +44,7 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Is it gone, or a zombie that nobody has reaped yet?
+/// Whether it is gone, or a zombie that nobody has reaped yet.
 fn is_dead(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     test_kill_process(pid).is_err() || stat.is_ok_and(|stat| stat.contains(") Z "))

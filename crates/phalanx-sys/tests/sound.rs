@@ -29,7 +29,7 @@ fn an_arena_that_is_mapped_again_is_no_other_member() {
     let peer = arena();
     let twice = vec![own.mapping().clone(), reopened(&peer), reopened(&peer)];
     assert!(ControlBlock::new(own.clone(), twice, 0).is_none());
-    // What was refused has claimed nothing.
+    // The refused call has claimed nothing.
     assert!(ControlBlock::new(own.clone(), vec![own.mapping().clone(), reopened(&peer)], 0).is_some());
 }
 

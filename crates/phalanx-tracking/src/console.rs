@@ -9,7 +9,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, TermLike};
 use parking_lot::Mutex;
 
 /// How often a progress line is written where there is no terminal.
-const LINES_EVERY: Duration = Duration::from_secs(30);
+const LINE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Where a progress bar and logs are shown: they would tear each other's lines if each wrote for itself.
 ///
@@ -50,7 +50,7 @@ impl Console {
     }
 
     fn of(kind: Kind) -> Self {
-        Self { kind, lines_every: LINES_EVERY }
+        Self { kind, lines_every: LINE_INTERVAL }
     }
 
     /// The same console, which gets a progress line this often if it is no terminal: each 30 s unless set.

@@ -1,6 +1,6 @@
 //! Logs: rank 0's on the terminal, every rank's in a file of its own.
 //!
-//! Whatever a program, Phalanx and other libraries say through [`tracing`] goes there. `RUST_LOG` says what is wanted, as
+//! All events that a program, Phalanx and other libraries log through [`tracing`] go there. `RUST_LOG` filters them, as
 //! `info` (the default), `debug`, or `warn,phalanx=debug`.
 
 use std::fs::{File, OpenOptions};

@@ -101,7 +101,7 @@ impl Run {
         Ok(Self { group: group.clone(), recorder, sampler: Mutex::new(Sampler::new()) })
     }
 
-    /// Is this the rank that records? Ask before computing what only the record needs.
+    /// Whether this is the rank that records. Call it before you compute values for the record alone.
     pub fn is_recording(&self) -> bool {
         self.recorder.is_some()
     }
@@ -403,7 +403,7 @@ fn finished(directory: &Path) -> Error {
         .with_remedy("take another directory, or say with RunOptions::resume_at at which step it goes on")
 }
 
-/// Do all ranks log the same tags, with weights that can be added? All find the same.
+/// Checks that all ranks log the same tags, with weights that can be added. All find the same.
 fn check(ranks: &[(&[f64], Rank)]) -> Result<()> {
     for (values, rank) in ranks {
         if values[0].to_bits() != ranks[0].0[0].to_bits() {

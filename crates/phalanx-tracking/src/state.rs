@@ -1,6 +1,6 @@
-//! `run.json`: who writes the record, and how each attempt has ended.
+//! `run.json`: which process writes the record, and how each attempt has ended.
 //!
-//! Whoever writes holds a lock on `run.lock`, which the system releases when the process ends, however it ends. So an
+//! The writing process holds a lock on `run.lock`, which the system releases when the process ends, however it ends. So an
 //! attempt that is `running` without a lock has died.
 //!
 //! So `run.json` needs no sign of life. Rank 0 of the next start goes on in the same files, once it has the lock.
@@ -24,8 +24,8 @@ const MAX_BYTES: u64 = 4 << 20;
 /// Older attempts are forgotten.
 const MAX_ATTEMPTS: usize = 1000;
 /// How long a writer that is just ending is waited for.
-const PATIENCE: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(20);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The cause of an attempt that nobody has ended.
 const DIED: &str = "the process ended without finishing the record: it was killed, or the machine went down";
 
@@ -163,7 +163,9 @@ impl StateFile {
                 // A file system without locks: the state's pid is all that there is.
                 Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
-                Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+                Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
+                    std::thread::sleep(RETRY_DELAY)
+                }
                 Err(TryLockError::WouldBlock) => return Err(taken(directory)),
             }
         }
@@ -250,7 +252,7 @@ fn load(directory: &Path) -> Result<Option<RunStatus>> {
     Ok(Some(status))
 }
 
-/// Does a process hold the lock? Where that cannot be found out, nobody does.
+/// Whether a process holds the lock. Where that cannot be found out, nobody does.
 fn is_locked(directory: &Path) -> bool {
     let Ok(file) = File::open(directory.join(LOCK)) else { return false };
     matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))

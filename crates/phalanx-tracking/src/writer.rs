@@ -20,7 +20,7 @@ const MAX_BACKLOG: usize = 100_000;
 /// And so many bytes.
 const MAX_BACKLOG_BYTES: usize = 32 << 20;
 /// A sink that has failed is tried again after this time.
-const RETRY: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// What has become of the records.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -47,7 +47,7 @@ pub struct SinkReport {
 }
 
 impl Report {
-    /// Is everything that was logged in every sink?
+    /// Whether everything that was logged is in every sink.
     pub fn is_complete(&self) -> bool {
         self.dropped == 0 && self.sinks.iter().all(|sink| sink.lost == 0)
     }
@@ -219,7 +219,7 @@ impl Output {
                 self.backlog.clear();
             }
             Ok(Err(error)) => {
-                self.retry_at = Some(now + RETRY);
+                self.retry_at = Some(now + RETRY_DELAY);
                 self.tell(&error.to_string(), "the training goes on, and it is tried again once a second");
             }
             Err(panic) => {

@@ -15,14 +15,14 @@ const RUNS: usize = 5;
 const CLIENTS: [u32; 3] = [10, 100, 1000];
 /// Clients that call at the same time, and for how long.
 const CALLERS: usize = 8;
-const CALLING: Duration = Duration::from_secs(1);
+const MEASURING_INTERVAL: Duration = Duration::from_secs(1);
 /// A client's thread does little.
 const STACK: usize = 128 << 10;
 
 fn main() {
     // `cargo test` runs it too, only to see that it works.
     let is_test = !std::env::args().any(|argument| argument == "--bench");
-    let (runs, calling) = if is_test { (1, Duration::from_millis(10)) } else { (RUNS, CALLING) };
+    let (runs, calling) = if is_test { (1, Duration::from_millis(10)) } else { (RUNS, MEASURING_INTERVAL) };
     let clients = if is_test { &CLIENTS[..1] } else { &CLIENTS };
     allow_descriptors(2 * u64::from(*clients.last().unwrap()) + 200);
     let key = JobKey::generate().unwrap();

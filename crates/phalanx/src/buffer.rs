@@ -92,7 +92,7 @@ impl Buffer {
         Self { storage: Storage::Registered(region), dtype }
     }
 
-    /// Can the other ranks of this host reach its memory, so that collectives need no copy? If ranks share memory,
+    /// Whether the other ranks of this host can reach its memory, so that collectives need no copy. If ranks share memory,
     /// [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) returns registered buffers.
     pub fn is_registered(&self) -> bool {
         match &self.storage {
@@ -112,7 +112,7 @@ impl Buffer {
         self.as_bytes().len() / self.dtype.size()
     }
 
-    /// Is the number of elements zero?
+    /// Whether the number of elements is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -131,7 +131,7 @@ impl Caller {
         Self::ALL.iter().copied().find(|caller| *caller as u8 == code)
     }
 
-    /// Is it called once for each batch? A rank with fewer batches ends while the others still call it.
+    /// Whether it is called once for each batch. A rank with fewer batches ends while the others still call it.
     pub(crate) const fn is_for_each_batch(self) -> bool {
         matches!(
             self,

@@ -10,8 +10,8 @@ pub struct Deadline(Instant);
 impl Deadline {
     /// A deadline `timeout` from now. A time-out too long for the clock is cut to thirty years.
     pub fn after(timeout: Duration) -> Self {
-        const LONG: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
-        Self(Instant::now() + timeout.min(LONG))
+        const TIMEOUT_LIMIT: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
+        Self(Instant::now() + timeout.min(TIMEOUT_LIMIT))
     }
 
     /// A deadline that has passed.
@@ -24,7 +24,7 @@ impl Deadline {
         self.0.saturating_duration_since(Instant::now())
     }
 
-    /// Has it passed?
+    /// Whether it has passed.
     pub fn has_passed(self) -> bool {
         Instant::now() >= self.0
     }
@@ -61,12 +61,12 @@ impl Backoff {
         !left.is_zero()
     }
 
-    /// Will the deadline have passed after the next pause?
+    /// Whether the deadline will have passed after the next pause.
     pub(crate) fn is_last(&self) -> bool {
         self.deadline.remaining() <= self.next
     }
 
-    /// Have the pauses grown to the longest?
+    /// Whether the pauses have grown to the longest.
     pub(crate) fn is_longest(&self) -> bool {
         self.next == self.longest
     }

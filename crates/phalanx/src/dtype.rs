@@ -45,7 +45,7 @@ impl DType {
         }
     }
 
-    /// Is it a floating-point type?
+    /// Whether it is a floating-point type.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::BF16)
     }

@@ -272,62 +272,62 @@ impl Error {
         }
     }
 
-    /// Did a deadline pass?
+    /// Whether a deadline passed.
     pub fn is_timeout(&self) -> bool {
         self.0.kind == Kind::Timeout
     }
 
-    /// Did a peer die, or its connection break?
+    /// Whether a peer died, or its connection broke.
     pub fn is_peer_failure(&self) -> bool {
         self.0.kind == Kind::PeerFailed
     }
 
-    /// Did a peer end its part of the job while others still waited for it?
+    /// Whether a peer ended its part of the job while others still waited for it.
     pub fn is_peer_left(&self) -> bool {
         self.0.kind == Kind::PeerLeft
     }
 
-    /// Did the ranks call different collectives, or have different models?
+    /// Whether the ranks called different collectives, or have different models.
     pub fn is_mismatch(&self) -> bool {
         self.0.kind == Kind::Mismatch
     }
 
-    /// Was it the caller's own mistake?
+    /// Whether it was the caller's own mistake.
     pub fn is_invalid_argument(&self) -> bool {
         self.0.kind == Kind::InvalidArgument
     }
 
-    /// Is a variable of the launcher missing or malformed?
+    /// Whether a variable of the launcher is missing or malformed.
     pub fn is_environment(&self) -> bool {
         self.0.kind == Kind::Environment
     }
 
-    /// Is the requested port in use?
+    /// Whether the requested port is in use.
     pub fn is_address_in_use(&self) -> bool {
         self.0.kind == Kind::AddressInUse
     }
 
-    /// Did a program on some rank abort the group?
+    /// Whether a program on some rank aborted the group.
     pub fn is_aborted(&self) -> bool {
         self.0.kind == Kind::Aborted
     }
 
-    /// Did a worker fail?
+    /// Whether a worker failed.
     pub fn is_worker_failure(&self) -> bool {
         self.0.kind == Kind::WorkerFailed
     }
 
-    /// Was there too little memory?
+    /// Whether there was too little memory.
     pub fn is_out_of_memory(&self) -> bool {
         self.0.kind == Kind::OutOfMemory
     }
 
-    /// Do the workers of an [elastic](crate::elastic) job form a new group? Then nothing has failed.
+    /// Whether the workers of an [elastic](crate::elastic) job form a new group. If so, nothing has failed.
     pub fn is_regrouping(&self) -> bool {
         self.0.kind == Kind::Regrouping
     }
 
-    /// For the cause of a group's failure: is another rank than `me` to blame, so that the others can go on without it?
+    /// For the cause of a group's failure: whether another rank than `me` is to blame, so that the others can go on without it.
     /// If calls or states differ, going on would only repeat the failure.
     pub(crate) fn is_a_peers(&self, me: Rank) -> bool {
         let lost = self.is_peer_failure() || self.is_peer_left() || self.is_timeout();

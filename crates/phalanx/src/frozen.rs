@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// How long a process that others wait for may be stopped by a signal.
 pub(crate) const STOPPED_LIMIT: Duration = Duration::from_secs(5);
 /// How often to check.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Some processes, as seen by a process that waits for them.
 #[derive(Debug)]
@@ -24,14 +24,15 @@ impl Frozen {
 
     /// The time of the next check; None before the first, which is due at once.
     pub(crate) fn look_at(&self) -> Option<Instant> {
-        self.looked.map(|looked| looked + LOOK)
+        self.looked.map(|looked| looked + POLL_INTERVAL)
     }
 
     /// Takes the number of each process's current stop, if it is stopped. Returns the processes that have been stopped
     /// for too long.
     pub(crate) fn look(&mut self, stops: impl IntoIterator<Item = Option<u64>>, now: Instant) -> Vec<usize> {
         // Time in which this process was stopped itself, as with Ctrl-Z, does not count.
-        let passed = self.looked.map_or(Duration::ZERO, |at| now.saturating_duration_since(at).min(LOOK * 2));
+        let passed =
+            self.looked.map_or(Duration::ZERO, |at| now.saturating_duration_since(at).min(POLL_INTERVAL * 2));
         self.looked = Some(now);
         let mut frozen = Vec::new();
         for (worker, (known, stop)) in self.stops.iter_mut().zip(stops).enumerate() {
@@ -60,17 +61,17 @@ mod tests {
         let (mut frozen, start) = (Frozen::new(4, STOPPED_LIMIT), Instant::now());
         assert_eq!(frozen.look_at(), None);
         for look in 0..10 {
-            let now = start + LOOK * look;
+            let now = start + POLL_INTERVAL * look;
             // The first is stopped all the time. The second is seen to continue once. The third is never seen running,
             // but continues between all checks. The fourth is only slow.
             let stops = [Some(1), (look != 4).then_some(1), Some(u64::from(look)), None];
             assert!(frozen.look(stops, now).is_empty(), "{look}");
-            assert_eq!(frozen.look_at(), Some(now + LOOK));
+            assert_eq!(frozen.look_at(), Some(now + POLL_INTERVAL));
         }
         let stops = [Some(1), Some(1), Some(10), None];
-        assert_eq!(frozen.look(stops, start + LOOK * 10), [0]);
+        assert_eq!(frozen.look(stops, start + POLL_INTERVAL * 10), [0]);
         // It has been reported.
-        assert!(frozen.look(stops, start + LOOK * 11).is_empty());
+        assert!(frozen.look(stops, start + POLL_INTERVAL * 11).is_empty());
     }
 
     proptest! {
@@ -84,7 +85,7 @@ mod tests {
             for pause in pauses {
                 let pause = Duration::from_millis(pause);
                 now += pause;
-                awake += pause.min(LOOK * 2);
+                awake += pause.min(POLL_INTERVAL * 2);
                 let found = !frozen.look([Some(1)], now).is_empty();
                 prop_assert_eq!(found, awake >= STOPPED_LIMIT);
                 if found {

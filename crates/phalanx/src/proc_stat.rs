@@ -47,13 +47,13 @@ impl ProcStat {
         Some(Self { pid, state, parent, group, worked, started: time(6)? })
     }
 
-    /// Has it ended, even if its parent has not yet read its exit status?
+    /// Whether it has ended, even if its parent has not yet read its exit status.
     pub fn is_dead(&self) -> bool {
         matches!(self.state, b'Z' | b'X' | b'x')
     }
 }
 
-/// Does this error of [`ProcStat::read`] mean that there is no such process? This includes one that ends while it is
+/// Whether this error of [`ProcStat::read`] means that there is no such process. This includes one that ends while it is
 /// read.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOENT | Errno::SRCH))

@@ -27,7 +27,7 @@ impl Rank {
         self.0 as usize
     }
 
-    /// Is this rank 0?
+    /// Whether this is rank 0.
     pub const fn is_main(self) -> bool {
         self.0 == 0
     }

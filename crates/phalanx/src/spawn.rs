@@ -148,7 +148,7 @@ impl Call {
     }
 }
 
-/// Has a launcher started this process as one of its ranks?
+/// Whether a launcher has started this process as one of its ranks.
 fn started_by_launcher() -> Result<bool> {
     let Some(env) = LaunchEnv::from_process()? else { return Ok(false) };
     if std::env::var_os(VARIABLE).is_none() {

@@ -2,7 +2,7 @@
 //! came first.
 //!
 //! A program may catch a panic, or the failure of another rank, and go on: it does when it calls something of a group that
-//! stands. What was left before is taken back then, so that whatever it fails of later is its own.
+//! stands. The earlier report is taken back then, so that a later failure is reported as its own.
 
 use std::fs;
 use std::io;
@@ -30,7 +30,7 @@ static LEFT: Left = Left::nothing();
 
 /// What may have to be taken back.
 struct Left {
-    /// Is there anything? Asked by every call of a group, without the lock.
+    /// Whether there is anything. Every call of a group reads it, without the lock.
     any: AtomicBool,
     notes: Mutex<Notes>,
 }
@@ -69,7 +69,7 @@ impl Left {
         let mut notes = self.notes.lock();
         let panic = if caught { notes.panic.take() } else { None };
         for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
-            // torchrun takes any file for an error's. What a launcher holds open by itself is no file that can be removed.
+            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed.
             let _ = fs::remove_file(&path).or_else(|_| fs::write(&path, ""));
         }
         self.any.store(notes.panic.is_some(), Ordering::Relaxed);
@@ -122,7 +122,7 @@ pub(crate) fn report_panics() {
     });
 }
 
-/// Has a panic with this message been left in the error file?
+/// Whether a panic with this message has been left in the error file.
 pub(crate) fn has_reported(message: &str) -> bool {
     LEFT.notes.lock().panic.as_ref().is_some_and(|(_, reported)| reported == message)
 }
@@ -171,7 +171,7 @@ mod tests {
         assert!(!is_left(&blame) && is_left(&error) && left.any.load(Ordering::Relaxed));
         left.take_back(true);
         assert!(!error.exists() && !left.any.load(Ordering::Relaxed));
-        // What comes later counts.
+        // The later blame counts.
         left.blame(blame.clone(), Rank::new(2));
         assert_eq!(fs::read_to_string(&blame).unwrap(), "2");
         // Memory of the launcher stays where it is, and is empty.

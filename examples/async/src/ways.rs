@@ -100,7 +100,7 @@ impl Way {
         }
     }
 
-    /// Are gradients applied to other parameters than they were computed for?
+    /// Whether gradients are applied to other parameters than they were computed for.
     pub fn is_stale(self) -> bool {
         self.server().is_some()
     }
@@ -204,7 +204,7 @@ impl<M: Model> Training<'_, M> {
         Ok(Batches { sampler: sampler.seed(self.seed), size: self.batch_size, epoch: 0, left: Vec::new() })
     }
 
-    /// Is there time left by rank 0's clock? Ranks that wait for each other must take as many steps.
+    /// Whether there is time left by rank 0's clock. Ranks that wait for each other must take as many steps.
     fn all_go_on(&self, clock: &Clock) -> Result<bool> {
         let mut is_running = [u8::from(clock.is_running())];
         self.group.broadcast(&mut is_running, Rank::MAIN)?;

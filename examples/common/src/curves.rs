@@ -30,7 +30,7 @@ pub struct Curve {
     pub colour: RGBColor,
     /// Its width in pixels.
     pub width: u32,
-    /// Has each point a dot?
+    /// Whether each point has a dot.
     pub dots: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What the examples that compare ways to train share: plots as PNG files, who holds how much memory, and how well
+//! What the examples that compare ways to train share: plots as PNG files, how much memory each replica holds, and how well
 //! communication hides behind backward.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]

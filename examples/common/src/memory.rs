@@ -1,4 +1,4 @@
-//! Who holds how much memory. Of the heap, what a replica's thread allocates is that replica's until it is freed, wherever that
+//! Measures how much memory each replica holds. Of the heap, what a replica's thread allocates is that replica's until it is freed, wherever that
 //! happens; what the threads of Burn's kernels allocate, which work for all replicas, is counted by itself; what other threads
 //! allocate is the main replica's. Memory that processes share is no heap: the kernel says how much of it is this process's.
 
@@ -25,7 +25,7 @@ pub const fn allocator() -> Allocator {
 
 /// Groups of allocations that can be registered.
 const GROUPS: usize = 64;
-/// Who they belong to: the main replica, the kernels, and the other replicas.
+/// Their owners: the main replica, the kernels, and the other replicas.
 const MAIN: usize = 0;
 const KERNELS: usize = 1;
 const OTHERS: usize = 2;
@@ -56,7 +56,7 @@ impl AllocationTracker for Tracker {
         let held = HELD[owner].fetch_add(size, Ordering::Relaxed) + size;
         PEAK[owner].fetch_max(held, Ordering::Relaxed);
         let limit = LIMIT.load(Ordering::Relaxed);
-        // Whoever comes first says so, and the others go on until the process ends.
+        // The first thread reports it, and the others go on until the process ends.
         if held + SHARED.load(Ordering::Relaxed) > limit
             && LIMIT.swap(usize::MAX, Ordering::Relaxed) != usize::MAX
         {

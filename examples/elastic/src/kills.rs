@@ -11,10 +11,10 @@ use phalanx::{Error, Result, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A worker that lives shorter is replaced after a pause, which is not what is to be measured.
-const LIFE: Duration = Duration::from_millis(2200);
+const KILL_DELAY: Duration = Duration::from_millis(2200);
 /// How long each step may take: from the start to the first kill, from a kill to the process's end, from there to the next commit, and
 /// from there to the next kill.
-const PATIENCE: Duration = Duration::from_secs(60);
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What is measured: kills on `workers` workers.
 pub struct Kills {
@@ -43,7 +43,7 @@ enum Commit {
     Kill(u32),
 }
 
-/// Who is to be killed when: pure.
+/// Decides which worker is killed, and when: pure.
 #[derive(Default)]
 struct Killer {
     /// By place: the worker's process, and since when it runs. The launcher reaps none before it has told of its loss, so that
@@ -57,7 +57,7 @@ struct Killer {
     next: VecDeque<u32>,
 }
 
-/// Who was killed, and is to be made good.
+/// A worker that was killed, until the job has replaced it.
 struct Killed {
     pid: u32,
     since: Instant,
@@ -88,7 +88,7 @@ impl Kills {
             // Without a receiver the process is about to end.
             let _ = progress.send(Progress::Ended(outcome));
         });
-        let mut times = wait(&received, PATIENCE)?;
+        let mut times = wait(&received, STEP_TIMEOUT)?;
         times.sort_unstable();
         let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
         println!(
@@ -187,7 +187,7 @@ impl Killer {
         Some(Progress::Lost(pid))
     }
 
-    /// A commit has returned on some rank, in `round`. What follows from it, if anything?
+    /// A commit has returned on some rank, in `round`. Returns what follows from it, if anything.
     fn commit(&mut self, round: u64, now: Instant) -> Option<Commit> {
         self.round = self.round.max(round);
         if let Some(Killed { since, lost_in, .. }) = self.killed {
@@ -197,7 +197,7 @@ impl Killer {
             return Some(Commit::MadeGood);
         }
         let place = self.next.front()?;
-        let (pid, _) = self.workers.get(place).filter(|(_, since)| now - *since >= LIFE)?;
+        let (pid, _) = self.workers.get(place).filter(|(_, since)| now - *since >= KILL_DELAY)?;
         let pid = *pid;
         self.next.pop_front();
         Some(Commit::Kill(pid))
@@ -225,7 +225,7 @@ mod tests {
         let (mut killer, start) = (Killer::default(), Instant::now());
         killer.started(0, 100, start);
         killer.started(1, 101, start);
-        (killer, start + LIFE)
+        (killer, start + KILL_DELAY)
     }
 
     #[test]
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(killer.commit(1, now), None, "nobody is left");
         killer.started(0, 102, now);
         assert_eq!(killer.commit(1, now), None, "it has only just been started");
-        assert_eq!(killer.commit(1, now + LIFE), Some(Commit::Kill(102)));
+        assert_eq!(killer.commit(1, now + KILL_DELAY), Some(Commit::Kill(102)));
     }
 
     #[test]
@@ -254,9 +254,9 @@ mod tests {
 
     #[test]
     fn a_job_in_which_nothing_happens_is_an_error_that_says_what_is_missing() {
-        const SHORT: Duration = Duration::from_millis(50);
+        const SHORT_TIMEOUT: Duration = Duration::from_millis(50);
         let (progress, received) = mpsc::channel();
-        let missing = || wait(&received, SHORT).unwrap_err().to_string();
+        let missing = || wait(&received, SHORT_TIMEOUT).unwrap_err().to_string();
         assert!(missing().contains("no worker has been killed"));
         let steps = [
             (Progress::Killed(7), "process 7 was killed, and it has not ended"),
@@ -268,8 +268,8 @@ mod tests {
             let error = missing();
             assert!(error.contains(expected), "{error}");
         }
-        progress.send(Progress::Ended(Ok(vec![SHORT]))).unwrap();
-        assert_eq!(wait(&received, SHORT).unwrap(), [SHORT]);
+        progress.send(Progress::Ended(Ok(vec![SHORT_TIMEOUT]))).unwrap();
+        assert_eq!(wait(&received, SHORT_TIMEOUT).unwrap(), [SHORT_TIMEOUT]);
         drop(progress);
         assert!(missing().contains("panicked"));
     }

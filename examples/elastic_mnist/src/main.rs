@@ -103,7 +103,7 @@ impl Job {
         TrainState::new(network, optimizer, Progress { sampler, step: 0 })
     }
 
-    /// Takes the next step. Have the workers changed in it? None at the end of an epoch.
+    /// Takes the next step. Returns whether the workers have changed in it; None at the end of an epoch.
     fn step(&self, context: &mut Context<'_, Training>) -> phalanx::Result<Option<bool>> {
         let Options { batch_size, epochs, lr, .. } = self.options;
         // Not those of the group: behind a step that was cut off they change on all ranks together.

@@ -17,7 +17,7 @@ const MAX_BATCH: usize = 4096;
 /// What a process says whose memory the system has refused: Rust's, and the system's ENOMEM and EAGAIN for threads.
 const REFUSED: [&str; 3] = ["memory allocation of ", "(os error 12)", "(os error 11)"];
 
-/// Who refuses memory beyond the cap.
+/// What refuses memory beyond the cap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Cap {
     /// The program's allocator, which knows whose memory it is: for every strategy

@@ -150,7 +150,7 @@ struct Job {
 }
 
 /// How often a line says how far it is, where there is no terminal.
-const LINES_EVERY: Duration = Duration::from_secs(10);
+const LINE_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Job {
     fn run(&self, processes: u32, worker: impl FnOnce(&ProcessGroup, Dataset) -> Result<()>) -> Result<()> {
@@ -185,7 +185,7 @@ fn brought<T>(path: &Path, default: &str, command: &str, read: impl FnOnce() -> 
 
 /// The terminal, for the progress bar and the logs; each rank's logs go into a file of the run.
 fn console(group: &ProcessGroup, train: &TrainOptions) -> Result<Console> {
-    let console = Console::stderr().lines_every(LINES_EVERY);
+    let console = Console::stderr().lines_every(LINE_INTERVAL);
     logs::install(group.rank(), train.out.join("logs"), &console)?;
     Ok(console)
 }

@@ -20,7 +20,7 @@ use crate::compare::{CompareOptions, Figures};
 /// Steps with which a batch is tried: the first makes the optimizer's state, the second has it.
 const TRIED_STEPS: usize = 2;
 /// How often a line says how far it is.
-const SAY_EVERY: Duration = Duration::from_secs(5);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The processor time that replicas other than the main one have used, in nanoseconds.
 static COMPUTED: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
@@ -101,7 +101,7 @@ impl Saying {
 
     /// Says something if nothing has been said for a while.
     fn sometimes(&mut self, text: impl FnOnce() -> String) {
-        if self.said.elapsed() >= SAY_EVERY {
+        if self.said.elapsed() >= PROGRESS_INTERVAL {
             self.now(&text());
         }
     }

@@ -299,7 +299,7 @@ pub trait Stages: Module {
     /// The heads of a layer.
     fn heads(&self) -> usize;
 
-    /// Does it drop anything?
+    /// Whether it drops anything.
     fn has_dropout(&self) -> bool;
 }
 

@@ -115,8 +115,8 @@ impl Devices {
         Ok(())
     }
 
-    /// Can a training on these devices go on with what one on `saved` has saved? It can, whatever the strategies: a checkpoint has the whole
-    /// model, and the optimizer's state of the whole model. Only that of [`Strategy::Zero`] is divided otherwise.
+    /// Whether a training on these devices can continue from a checkpoint of one on `saved`. A checkpoint has the whole model,
+    /// and the optimizer's state of the whole model, whatever the strategy. Only that of [`Strategy::Zero`] is divided otherwise.
     pub fn go_on_from(self, saved: Self) -> bool {
         (self.strategy == Strategy::Zero) == (saved.strategy == Strategy::Zero)
     }

@@ -104,7 +104,8 @@ struct Progress {
 /// Devices, batch size, seed and examples.
 type Distribution = (Devices, usize, u64, usize);
 
-/// Does a run with what is `here` take the same texts in each step as one with what was `there`, and can it read what that has saved?
+/// Whether a run with the distribution `here` takes the same texts in each step as one with that of `there`, and can read
+/// its checkpoints.
 fn goes_on(here: Distribution, there: Distribution) -> bool {
     let texts = |(devices, batch_size, seed, examples): Distribution| {
         (devices.count as usize * batch_size, seed, examples)

@@ -1,6 +1,6 @@
-//! What do two ranks cost? A training step of two ranks that average gradients, against two processes that train side
-//! by side and never speak, and against one alone. One thread a rank, AdamW; the three take turns step by step, and the
-//! figures are medians.
+//! Measures what the second rank costs. It compares a training step of two ranks that average gradients with two processes
+//! that train side by side and never communicate, and with one process alone. One thread a rank, AdamW; the three take turns
+//! step by step, and the figures are medians.
 //!
 //! ```sh
 //! cargo run --release -p scaling                          # a table

@@ -19,7 +19,7 @@ use crate::report::Report;
 use crate::values::mix;
 
 /// How often a long run shows its progress.
-const PROGRESS: Duration = Duration::from_secs(10);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time from a fault to the survivors' errors
 #[derive(Args, Debug)]
@@ -109,7 +109,7 @@ impl Faults {
                 for number in 0..count {
                     let trial = Trial { fault, world, victim: number % ranks, transport: self.transport };
                     verdicts.extend(trial.run(delays.next())?);
-                    if shown.elapsed() >= PROGRESS {
+                    if shown.elapsed() >= PROGRESS_INTERVAL {
                         shown = Instant::now();
                         let (now, memory, done) = (Resources::now(), resources::resident(), number + 1);
                         eprintln!(

@@ -6,7 +6,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// A thread that has lost its process's output may take a moment to end.
-const MOMENT: Duration = Duration::from_secs(5);
+const THREAD_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Resources {
@@ -22,7 +22,7 @@ impl Resources {
 
     /// Says how many more there are now than then, if it stays so.
     pub(super) fn leaked(self) -> Option<String> {
-        let deadline = Instant::now() + MOMENT;
+        let deadline = Instant::now() + THREAD_END_TIMEOUT;
         loop {
             let now = Self::now();
             if now.descriptors <= self.descriptors && now.threads <= self.threads {

@@ -16,7 +16,7 @@ use crate::parameters::{Inventory, Parameter};
 use crate::sink::{Delivery, Pass, Sink};
 use crate::tensor_bytes;
 
-/// What averages the gradients of a model. A world of one needs neither hooks nor a reducer.
+/// Averages the gradients of a model. A world of one needs neither hooks nor a reducer.
 pub(crate) enum Engine<M> {
     Alone { held: Option<GradientsAccumulator<M>> },
     Together { sink: Arc<Sink>, passes: Vec<Weak<Pass>> },

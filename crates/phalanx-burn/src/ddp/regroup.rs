@@ -25,7 +25,7 @@ use crate::parameters::{Inventory, Parameter};
 
 impl<M: Module> Ddp<M> {
     /// Changes to `group`, on all of whose ranks the model is equal already; it checks that the models have the same
-    /// structure. What belonged to the previous group, such as a communication hook, is removed.
+    /// structure. Objects of the previous group, such as a communication hook, are removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;

@@ -20,8 +20,8 @@ pub(super) fn supported<const D: usize>(tensor: &Tensor<D>) -> Option<DType> {
     (here && matches!(dtype, DType::F32 | DType::F64)).then_some(dtype)
 }
 
-/// Is there nothing to compute? On CubeCL's devices Burn 0.22 takes one from each length, also from 0, before it overwrites a tensor: a
-/// panic in a build with overflow checks.
+/// Whether there is nothing to compute. On CubeCL's devices Burn 0.22 subtracts one from each length, also from 0, before
+/// it overwrites a tensor: a panic in a build with overflow checks.
 pub(super) fn is_empty<const D: usize>(tensor: &Tensor<D>) -> bool {
     tensor.shape().num_elements() == 0
 }

@@ -47,7 +47,7 @@ struct SinkState {
     reduction: Reduction,
     parameters: Vec<Gradient>,
     delivery: Delivery,
-    /// Are missing gradients submitted as zeros?
+    /// Whether missing gradients are submitted as zeros.
     zero_missing: bool,
     /// Of each group, how many gradients are not ready yet; nothing without groups.
     groups: Vec<usize>,
@@ -137,7 +137,7 @@ impl Sink {
     pub fn submit_held(&self) -> Result<()> {
         let state = &mut *self.0.lock();
         state.land();
-        // What is lost does not count as zero.
+        // A lost gradient does not count as zero.
         if state.lost
             && let Some(error) = state.failure.take()
         {

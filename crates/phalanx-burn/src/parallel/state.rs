@@ -106,9 +106,9 @@ struct Own {
     /// Where this rank's part begins, and its shape.
     offsets: Vec<usize>,
     shape: Vec<usize>,
-    /// Does this rank write its part?
+    /// Whether this rank writes its part.
     writes: bool,
-    /// Does this rank write what all parts have in common?
+    /// Whether this rank writes what all parts have in common.
     writes_index: bool,
 }
 

@@ -9,12 +9,12 @@ use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 
 use super::outputs::Outputs;
 
-/// Do all ranks say yes?
+/// Whether all ranks say yes.
 pub(super) fn all(group: &ProcessGroup, yes: bool) -> Result<bool> {
     Ok(reduced(group, u8::from(yes), ReduceOp::Min)? != 0)
 }
 
-/// Does any rank say yes?
+/// Whether any rank says yes.
 pub(super) fn any(group: &ProcessGroup, yes: bool) -> Result<bool> {
     Ok(highest(group, u8::from(yes))? != 0)
 }

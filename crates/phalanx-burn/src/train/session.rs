@@ -216,7 +216,7 @@ where
         exchange::main_s(self.group, stop)
     }
 
-    /// Was any rank interrupted? An error of one rank is the error of all; of several, that of the lowest rank.
+    /// Whether any rank was interrupted. An error of one rank is the error of all; of several, that of the lowest rank.
     fn should_stop(&self) -> Result<bool> {
         let interrupter = &self.components.interrupter;
         let error = interrupter.error().map(|error| error.to_string());

@@ -32,7 +32,7 @@ fn kind() -> Kind {
     std::env::var("PHALANX_TEST_DEVICE").map_or(Kind::Flex, |name| name.parse().unwrap())
 }
 
-/// Do tensors lie in the process's memory on [`plain`]?
+/// Whether tensors lie in the process's memory on [`plain`].
 pub fn is_in_memory() -> bool {
     matches!(kind(), Kind::Flex | Kind::LibTorch)
 }
@@ -42,7 +42,7 @@ pub fn steps(steps: usize, fewer: usize) -> usize {
     if is_in_memory() { steps } else { fewer }
 }
 
-/// Does a square root on [`plain`] differ from that of the processor in the last bit? libtorch has Intel's MKL compute it.
+/// Whether a square root on [`plain`] differs from that of the processor in the last bit. libtorch uses Intel's MKL.
 pub fn has_other_roots() -> bool {
     kind() == Kind::LibTorch
 }

@@ -1,4 +1,4 @@
-//! Whatever is configured: after many steps all replicas are the same bits.
+//! With every configuration, all replicas are the same bits after many steps.
 
 use crate::common::{device, floats, run, samples, steps};
 use burn::module::Module;
@@ -92,7 +92,7 @@ impl Configuration {
         }
     }
 
-    /// Does this rank take the branch in this step?
+    /// Whether this rank takes the branch in this step.
     fn branch(self, step: usize, rank: usize) -> bool {
         match (self.find_unused, self.static_graph) {
             (_, true) => rank != 0,

@@ -42,14 +42,14 @@ impl Normed {
 
 #[test]
 fn who_waits_for_rank_0s_buffers_is_not_slow_itself() {
-    const SLOW: Duration = Duration::from_millis(50);
+    const SLOW_RANK_DELAY: Duration = Duration::from_millis(50);
     let times = run(2, |group| {
         let rank = group.rank();
         let mut ddp = Ddp::new(Normed::new(), &group).unwrap();
         let mut optimizer = SgdConfig::new().init();
         for step in 0..34 {
             if rank.is_main() {
-                std::thread::sleep(SLOW);
+                std::thread::sleep(SLOW_RANK_DELAY);
             }
             let loss = ddp.forward(|model| model.loss(samples(step, step + 6).0)).unwrap();
             let gradients = ddp.backward(&loss).unwrap();
@@ -58,8 +58,11 @@ fn who_waits_for_rank_0s_buffers_is_not_slow_itself() {
         ddp.step_times()
     });
     for times in times {
-        assert!(times[0].own >= SLOW && times[1].own + SLOW / 2 < times[0].own, "{times:?}");
-        assert!(times[1].wait >= times[0].wait + SLOW / 2, "{times:?}");
+        assert!(
+            times[0].own >= SLOW_RANK_DELAY && times[1].own + SLOW_RANK_DELAY / 2 < times[0].own,
+            "{times:?}"
+        );
+        assert!(times[1].wait >= times[0].wait + SLOW_RANK_DELAY / 2, "{times:?}");
     }
 }
 

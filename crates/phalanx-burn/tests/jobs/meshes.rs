@@ -204,7 +204,7 @@ fn the_data_dimension_shrinks_and_grows() {
 pub fn launch() {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
     let cluster = Cluster::file(1, 2, folder.join("meeting")).unwrap();
-    // Who is there begins, and does not wait long for others.
+    // The nodes that are there begin, and do not wait long for others.
     let cluster = cluster.local_addr("127.0.0.1").last_call(Duration::from_millis(200));
     let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(PARTS as u32).unwrap())
         .variable(crate::ROLE, "meshes")

@@ -156,7 +156,7 @@ fn a_model_that_does_not_fit_one_rank_trains_on_four() {
     assert!(taken(&text) >= 256.0 && most < 128.0, "{text} {most}");
 }
 
-const SLOW: Duration = Duration::from_millis(30);
+const LAYER_DELAY: Duration = Duration::from_millis(30);
 const SLOW_UNITS: usize = 4;
 const SLOW_STEPS: usize = 3;
 
@@ -171,7 +171,7 @@ fn slow(sharding: ShardingGroup) -> Result<()> {
         let loss = fsdp.forward(|units| {
             let unit = |x, unit: &FullySharded<Linear>| {
                 unit.forward(x, |layer: &Linear, x| {
-                    std::thread::sleep(SLOW);
+                    std::thread::sleep(LAYER_DELAY);
                     layer.forward(x).tanh()
                 })
             };

@@ -28,29 +28,29 @@ const VICTIM: u32 = 1;
 const STEP: usize = 3;
 /// What a death and a silence may take until all others have ended: much more than they do, as the machine may be busy, and much less
 /// than the group's time-out of half an hour.
-const DEATH: Duration = Duration::from_secs(15);
-const SILENCE: Duration = Duration::from_secs(30);
+const DEATH_LIMIT: Duration = Duration::from_secs(15);
+const SILENCE_LIMIT: Duration = Duration::from_secs(30);
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_dead_stage_of_a_pipeline_is_named_by_all", || {
         for transport in ["tcp", "shm"] {
-            check("pipeline", "kill", transport, DEATH);
+            check("pipeline", "kill", transport, DEATH_LIMIT);
         }
     }),
-    ("a_frozen_stage_of_a_pipeline_is_named_by_all", || check("pipeline", "stop", "tcp", SILENCE)),
-    ("a_dead_stage_is_named_through_links", || check("link", "kill", "tcp", DEATH)),
+    ("a_frozen_stage_of_a_pipeline_is_named_by_all", || check("pipeline", "stop", "tcp", SILENCE_LIMIT)),
+    ("a_dead_stage_is_named_through_links", || check("link", "kill", "tcp", DEATH_LIMIT)),
     ("a_dead_part_of_a_layer_is_named_by_all", || {
         for transport in ["tcp", "shm"] {
-            check("tensor", "kill", transport, DEATH);
+            check("tensor", "kill", transport, DEATH_LIMIT);
         }
     }),
     ("a_dead_rank_of_a_sharded_model_is_named_by_all", || {
         for transport in ["tcp", "shm"] {
-            check("sharded", "kill", transport, DEATH);
-            check("sharded backward", "kill", transport, DEATH);
+            check("sharded", "kill", transport, DEATH_LIMIT);
+            check("sharded backward", "kill", transport, DEATH_LIMIT);
         }
     }),
-    ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || check("sharded", "stop", "tcp", SILENCE)),
+    ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || check("sharded", "stop", "tcp", SILENCE_LIMIT)),
     ("a_trace_shows_the_bubbles", a_trace_shows_the_bubbles),
     ("dropout_drops_the_same_when_it_is_repeated", dropout_drops_the_same_when_it_is_repeated),
 ];

@@ -74,7 +74,7 @@ impl CsvOptions {
         Self::default()
     }
 
-    /// What separates values; `b','` by default.
+    /// The byte that separates values; `b','` by default.
     #[doc(alias = "sep")]
     pub fn delimiter(self, delimiter: u8) -> Self {
         Self { delimiter, ..self }

@@ -157,7 +157,7 @@ fn list(folder: &Path, extensions: &[&str], depth: usize, found: &mut Vec<PathBu
     Ok(())
 }
 
-/// What is in a folder, in the order of names, and which of it are folders; what is hidden is left out.
+/// The entries of a folder in the order of their names, and which of them are folders. Hidden entries are left out.
 fn entries(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let failed = |error: io::Error| io_error(folder, &error);
     let mut entries = Vec::new();

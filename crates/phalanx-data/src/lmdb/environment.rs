@@ -58,7 +58,7 @@ impl Lease {
         let path = fs::canonicalize(path).map_err(|error| {
             Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
         })?;
-        // Whoever else wants it waits until it is open, or closed.
+        // Other threads that want it wait until it is open, or closed.
         let mut table = OPEN.lock();
         let table = table.get_or_insert_default();
         if let Some((environment, shares)) = table.get_mut(&path) {
@@ -180,7 +180,7 @@ impl Environment {
             "{} was opened before this process was forked, and LMDB does not survive that",
             self.path.display()
         ))
-        .with_remedy("read from the data set for the first time behind the fork, or start processes with phalanx::spawn"))
+        .with_remedy("read the data set only after forking, or start processes with phalanx::spawn"))
     }
 
     /// The data as they are now.

@@ -35,7 +35,7 @@ const MAX_DEPTH: u16 = 32;
 /// The root of a tree without pages.
 const NO_PAGE: u64 = u64::MAX;
 
-/// What matters of it.
+/// The fields that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Meta {
     /// Items in the main database.
@@ -103,7 +103,7 @@ impl Meta {
         let first = at(0)?;
         let second = match &first {
             Some(first) if is_meta(first) => at(u64::from(u32_at(first, PAGE_SIZE)))?,
-            // What is no such page tells nothing of a second.
+            // A page of another kind tells nothing of a second.
             first => *first,
         };
         let meta = check(first.zip(second), length).and_then(|meta| match at(meta.end) {

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | The environment is opened in the constructor, and is of no use in a worker | It is opened by the process that reads, when it first does. The data set can be [sent](serde) to another process and moved to other threads. |
 //! | Two data sets, or two workers, open the file twice in one process, which breaks its locks | All data sets of a file share one environment in a process. |
-//! | A worker is killed, and its place in the table of readers stays taken | Whoever opens the file next clears it, and so does who finds the table full. |
+//! | A worker is killed, and its place in the table of readers stays taken | The next process that opens the file clears it, and so does a process that finds the table full. |
 //! | A file that was cut off in a copy kills the process with SIGBUS | Its length is compared with what its first pages say, before it is mapped: an error. |
 //! | `Readahead` reads what a shuffled pass does not want | It is off by default. |
 //! | A packing that was interrupted leaves half a data set | A data set gets its name when it is whole. |
@@ -136,7 +136,8 @@ impl LmdbDataset {
         Ok(Self { len, database: Some(name), opened: OnceLock::new(), ..self })
     }
 
-    /// Let the system read ahead? False by default: a shuffled pass would wait for what it does not want. Good for one in order.
+    /// Whether the system reads ahead. False by default: a shuffled pass would wait for data that it does not use. Set it
+    /// for a pass in order.
     pub fn readahead(self, readahead: bool) -> Self {
         Self { readahead, ..self }
     }

@@ -114,7 +114,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     /// Call it after each step of an elastic job, on every rank alike, with what the
     /// [step](phalanx::elastic::Context::step) says, before the next batch is asked for. The samples of the ranks `missing` come
-    /// again, and from here on this rank is `rank` of `world_size`. What was loaded ahead for the old world is loaded anew. If
+    /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. If
     /// nothing has changed, it does nothing.
     ///
     /// ```no_run

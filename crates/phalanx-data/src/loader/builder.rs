@@ -1,4 +1,4 @@
-//! What a loader is made with.
+//! The options of a loader.
 
 use std::fmt;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { sampling: Some(sampler.into()), ..self }
     }
 
-    /// Shuffle anew in every epoch? For a loader without a sampler; false by default.
+    /// Whether to shuffle anew in every epoch. It applies to a loader without a sampler. False by default.
     pub fn shuffle(self, shuffle: bool) -> Self {
         Self { shuffle, ..self }
     }
@@ -122,13 +122,13 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { shard: Some((rank, world_size)), ..self }
     }
 
-    /// What becomes of the last samples that do not divide evenly among the ranks. By default the sampler's; without one, or with
+    /// The treatment of the last samples that do not divide evenly among the ranks. By default the sampler's; without one, or with
     /// one's own, [`Tail::Repeat`].
     pub fn tail(self, tail: Tail) -> Self {
         Self { tail: Some(tail), ..self }
     }
 
-    /// Leave out the last batch if it is not full on every rank? False by default.
+    /// Whether to leave out the last batch if it is not full on every rank. False by default.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self

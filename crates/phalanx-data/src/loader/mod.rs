@@ -130,7 +130,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         self.inner.steps_left(&whole, world)
     }
 
-    /// Has a pass no batch?
+    /// Whether a pass has no batch.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -25,7 +25,7 @@ pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
     /// Workers that have not come to the end of their shards, in the order of their turns.
     turns: VecDeque<usize>,
     issued: u64,
-    /// What was asked of which worker, and has not come yet.
+    /// The tasks, with their workers, whose results have not come yet.
     in_flight: VecDeque<(u64, usize)>,
     waited: Duration,
 }

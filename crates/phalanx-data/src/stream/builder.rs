@@ -1,4 +1,4 @@
-//! What a loader of a stream is made with.
+//! The options of a loader of a stream.
 
 use std::fmt;
 use std::sync::Arc;
@@ -78,7 +78,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         Self { shard: (rank, world_size), ..self }
     }
 
-    /// Leave out each worker's last batch if it is not full? False by default.
+    /// Whether to leave out each worker's last batch if it is not full. False by default.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self

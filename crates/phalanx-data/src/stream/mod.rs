@@ -46,7 +46,7 @@ use crate::settings::{Collate, Progress, Settings};
 /// A stream may have no end, as in online learning: then the loop decides when to stop. Ranks whose shards end at different times
 /// make different numbers of steps, which `Ddp::join` is for.
 pub trait IterableDataset: Send + Sync {
-    /// What is read: usually one sample.
+    /// The type of an item: usually one sample.
     type Item;
     /// A shard, as it is read.
     type Stream: Iterator<Item = Result<Self::Item>>;

@@ -71,7 +71,7 @@ impl StreamPosition {
         self.read.fill(0);
     }
 
-    /// Is it one of as many shards?
+    /// Checks that it is one of as many shards.
     pub(super) fn fits(&self, own: &Self) -> Result<()> {
         let (saved, own) = (self.read.len(), own.read.len());
         if saved == own {

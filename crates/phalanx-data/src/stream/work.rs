@@ -16,7 +16,7 @@ pub(super) struct Reading<D: IterableDataset, B> {
     worker: WorkerInfo,
     batch_size: usize,
     drop_last: bool,
-    /// What is left to read, the last first.
+    /// The shards that are left to read, the last first.
     shards: Vec<Shard>,
     open: Option<Open<D::Stream>>,
     /// Of the next batch.
@@ -124,7 +124,7 @@ impl<D: IterableDataset, B: Send + 'static> Work for Reading<D, B> {
         let read = match &batch {
             Some(Ok(_)) => std::mem::take(&mut self.read),
             None if self.items.is_empty() => std::mem::take(&mut self.read),
-            // Who goes on behind an error gets it with the next batch; who resumes reads it again.
+            // A loop that goes on after an error gets it with the next batch; a loop that resumes reads it again.
             Some(Err(_)) | None => Vec::new(),
         };
         Some(Delivered { batch, read })

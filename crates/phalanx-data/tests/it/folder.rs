@@ -30,7 +30,7 @@ fn written(folder: &Path, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
     path
 }
 
-/// Does the error name all of it?
+/// Checks that the error names all of it.
 fn names<T>(outcome: phalanx::Result<T>, words: &[&str]) {
     let text = outcome.err().unwrap().to_string();
     assert!(words.iter().all(|word| text.contains(word)), "{text}");

@@ -138,7 +138,7 @@ fn an_epoch_cannot_be_forgotten() {
     let loader = DataLoader::builder(numbers(50)).shuffle(true).seed(9).build().unwrap();
     let three = passes(&loader, 3);
     assert!(three[0] != three[1] && three[1] != three[2]);
-    // Whoever breaks off a pass gets the next epoch's.
+    // A loop that breaks off a pass gets the next epoch's.
     let again = DataLoader::builder(numbers(50)).shuffle(true).seed(9).build().unwrap();
     for pass in &three {
         assert_eq!(again.iter().next().unwrap().unwrap(), pass[0]);
@@ -307,7 +307,7 @@ fn a_failed_batch_is_loaded_again_by_whoever_resumes() {
     let mut batches = first.iter();
     assert!(batches.next().unwrap().is_ok() && batches.next().unwrap().is_err());
     assert_eq!(first.position().consumed(), 2);
-    // Whoever goes on has chosen to do without it.
+    // A loop that goes on has chosen to do without it.
     assert_eq!(batches.next().unwrap().unwrap(), [4, 5]);
     assert_eq!(first.position().consumed(), 6);
 }

@@ -113,7 +113,7 @@ fn a_killed_reader_leaves_no_stale_slot() {
     killed_while_it_reads(&dataset);
     assert_eq!(dataset.clear_stale_readers().unwrap(), 1, "it had a place, which it has left behind");
     killed_while_it_reads(&dataset);
-    // Whoever opens it next clears it.
+    // The next process that opens it clears it.
     let mut other = start("sum", &postcard::to_stdvec(&dataset).unwrap());
     assert!(other.wait().unwrap().success());
     assert_eq!(dataset.clear_stale_readers().unwrap(), 0);

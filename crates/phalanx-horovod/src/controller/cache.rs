@@ -1,4 +1,4 @@
-//! What has been agreed before. Every rank holds the same responses in the same slots, so that a bit can stand for one.
+//! The responses that the ranks have agreed on before. Every rank holds the same responses in the same slots, so that a bit can stand for one.
 
 use std::collections::{BTreeSet, HashMap};
 

@@ -105,7 +105,7 @@ impl Coordinator {
         Round { responses, all_joined, stalled: self.expired(now), settings: None }
     }
 
-    /// Does the next round have answers, whatever the ranks send?
+    /// Whether the next round has answers, whatever the ranks send.
     pub fn has_due(&self) -> bool {
         !self.due.is_empty()
     }

@@ -44,7 +44,7 @@ impl Fused {
         self.elements.saturating_mul(self.wire.size())
     }
 
-    /// Is it one tensor that travels as it is, and needs no fusion buffer?
+    /// Whether it is one tensor that travels as it is, and needs no fusion buffer.
     pub fn is_in_place(&self) -> bool {
         self.members.len() == 1 && self.wire == self.dtype
     }
@@ -65,7 +65,7 @@ impl Key {
     }
 }
 
-/// Is a tensor combined where it is, whatever else is ready?
+/// Whether a tensor is combined where it is, whatever else is ready.
 pub(crate) fn is_alone(reduction: &Reduction, dtype: DType, elements: usize) -> bool {
     let travels_as_it_is = reduction.compression.travels_as(dtype) == dtype && reduction.op != Op::Adasum;
     elements.saturating_mul(dtype.size()) >= ALONE && travels_as_it_is

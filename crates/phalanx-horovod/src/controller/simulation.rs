@@ -16,7 +16,7 @@ pub(super) struct World {
     ranks: Vec<Controller>,
     pub stall: StallTimes,
     now: Instant,
-    /// Did ranks send messages in the last cycle?
+    /// Whether ranks sent messages in the last cycle.
     pub negotiated: bool,
     pub all_joined: Option<u32>,
     pub stalled: Option<String>,

@@ -59,7 +59,7 @@ fn without_rank_1(options: &Options, odd: impl Fn(Horovod, &AtomicUsize) + Sync)
     let told = run(3, Fabric::SharedMemory, |group| {
         let hvd = Horovod::new(&group, options.clone()).unwrap();
         hvd.barrier().unwrap();
-        // Who ends the job is not to end that barrier, in which others may still be.
+        // The rank that ends the job must not end that barrier, in which others may still be.
         all_are_here.wait();
         if hvd.rank().get() == 1 {
             odd(hvd, &submitted);

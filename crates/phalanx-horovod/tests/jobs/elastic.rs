@@ -69,7 +69,7 @@ fn train(state: &mut State<'_, '_, Training>, hvd: &Horovod) -> phalanx::Result<
     Ok(hvd.size())
 }
 
-/// Is it this worker's turn to fail, which happens once at each place?
+/// Whether it is this worker's turn to fail, which happens once at each place.
 fn happens(place: &str) -> bool {
     let folder = std::env::var(MISHAPS).unwrap();
     std::env::var("LOCAL_RANK").unwrap() == place

@@ -24,9 +24,9 @@ const CROWDED_ROUNDS: u32 = 40;
 /// Yields in a round. Each may take some milliseconds. Between two rounds the rank calls `watch`.
 const TURNS: u32 = 25;
 /// If a yield takes longer than this, the peer will not answer soon: sleeping then returns earlier than yielding.
-const LONG: Duration = Duration::from_micros(100);
+const YIELD_LIMIT: Duration = Duration::from_micros(100);
 /// The longest sleep before `watch` is called again.
-const SLEEP: Duration = Duration::from_millis(10);
+const SLEEP_LIMIT: Duration = Duration::from_millis(10);
 
 /// A processor's number plus one, or 0 if it is not known.
 pub(super) type Processor = u32;
@@ -127,7 +127,7 @@ impl Waits {
             }
             verdict?;
             if rounds.next().is_none() {
-                doorbell.sleep_unless(SLEEP, &ready);
+                doorbell.sleep_unless(SLEEP_LIMIT, &ready);
                 continue;
             }
             match take_turns(&ready) {
@@ -176,7 +176,7 @@ fn take_turns(ready: impl Fn() -> bool) -> Turns {
             return Turns::Ready;
         }
         let now = Instant::now();
-        if now - before > LONG {
+        if now - before > YIELD_LIMIT {
             return Turns::Long;
         }
         before = now;
@@ -184,7 +184,7 @@ fn take_turns(ready: impl Fn() -> bool) -> Turns {
     Turns::Over
 }
 
-/// Is the peer on this rank's processor, as far as that is known? The peer's is only looked at if this rank's is known.
+/// Whether the peer is on this rank's processor, as far as that is known. The peer's is only read if this rank's is known.
 fn share_a_processor(own: Processor, peer: impl FnOnce() -> Processor) -> bool {
     own != 0 && own == peer()
 }

@@ -29,7 +29,7 @@ pub(super) struct Staging {
     taken: u64,
     /// The buffer of each window from `free` to `staged`, at the window's number modulo their number.
     pub(super) buffers: [usize; BUFFERS],
-    /// Is there memory for more than the usual buffers? None if it was never asked for.
+    /// Whether there is memory for more than the usual buffers. None if it was never asked for.
     pub(super) has_all: Option<bool>,
 }
 
@@ -120,7 +120,7 @@ impl<E> SharedOperation<'_, '_, E> {
             } else if back < count && take_back.is_some() {
                 Step::TakeBack
             } else {
-                // What is not taken back is free when all ranks have begun the next call.
+                // A buffer that is not taken back is free when all ranks have begun the next call.
                 return Ok(());
             };
             match step {
@@ -292,7 +292,7 @@ impl ControlBlock {
         }
     }
 
-    /// Is there a buffer for another window?
+    /// Whether there is a buffer for another window.
     fn has_buffer(&mut self) -> bool {
         match self.staging.in_use() {
             in_use if in_use < USUAL => true,
@@ -300,7 +300,7 @@ impl ControlBlock {
         }
     }
 
-    /// Is there memory for all buffers? It is asked for once.
+    /// Whether there is memory for all buffers. It is asked for once.
     fn has_all_buffers(&mut self) -> bool {
         let own = &self.own;
         *self.staging.has_all.get_or_insert_with(|| own.complete_control_block().is_ok())

@@ -19,7 +19,7 @@ impl Segment {
         self.claim(ring, LINE).then(|| Consumer { segment: self.clone(), ring, consumed: 0, written: 0 })
     }
 
-    /// Is this the first claim to the end of `ring` whose position is at `end`? The flag is in the shared memory: two
+    /// Whether this is the first claim to the end of `ring` whose position is at `end`. The flag is in the shared memory: two
     /// ends of one kind would overwrite what the other lends, even through two mappings.
     fn claim(&self, ring: usize, end: usize) -> bool {
         ring < self.layout.rings

@@ -147,7 +147,7 @@ fn a_killed_run() {
     assert_eq!(status.state(), RunState::Failed);
     assert!(status.cause().unwrap().contains("it was killed"), "{status:?}");
     assert_eq!(status.attempts()[0].pid, child.id());
-    // Whatever was written is whole, up to the last record.
+    // The record is whole, up to the last entry.
     assert!(events(&event_files(folder.path())[0]).len() > 10);
     let text = fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
     let whole = text.rfind('\n').unwrap();

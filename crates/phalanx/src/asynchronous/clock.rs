@@ -102,7 +102,7 @@ impl Clocks {
         }
     }
 
-    /// May `worker` begin its next step?
+    /// Whether `worker` may begin its next step.
     pub(super) fn may_go(&self, worker: Rank) -> bool {
         let bound = self.consistency.bound();
         self.lead(worker).is_some_and(|lead| bound.is_none_or(|bound| lead <= bound))
@@ -212,7 +212,7 @@ mod tests {
                     }
                     Event::Joins(worker) => clocks.join(Rank::new(worker)),
                 }
-                // Whoever may begins at once.
+                // Every worker that may begin does so at once.
                 for (worker, clock) in clocks.workers().clone() {
                     if clocks.may_go(worker) && !busy.contains_key(&worker) {
                         busy.insert(worker, clock);

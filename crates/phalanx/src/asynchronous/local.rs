@@ -101,7 +101,7 @@ pub struct LocalUpdates {
     group: ProcessGroup,
     method: LocalMethod,
     state: LocalState,
-    /// What is sent.
+    /// The elements that are sent.
     scratch: Vec<f32>,
 }
 
@@ -130,7 +130,7 @@ pub struct LocalState {
     steps: u64,
     /// How often the workers have come together.
     rounds: u64,
-    /// What this rank has given to the group.
+    /// The bytes that this rank has given to the group.
     bytes: u64,
     /// EASGD's centre, or the parameters after the last outer step.
     center: Vec<f32>,

@@ -339,7 +339,7 @@ pub(super) fn read_entry(folder: &Path, entry: &FileEntry, deadline: Deadline) -
     Ok(bytes)
 }
 
-/// Does the file of `entry`, in a checkpoint, have the right contents? It takes little memory, and stops at the
+/// Checks that the file of `entry`, in a checkpoint, has the right contents. It takes little memory, and stops at the
 /// deadline.
 pub(super) fn verify(file: File, entry: &FileEntry, deadline: Deadline) -> Result<(), Unfit> {
     compare(file, entry, deadline, |_| {})
@@ -380,7 +380,7 @@ fn damaged(entry: &FileEntry) -> Unfit {
     Unfit::Torn(format!("the checksum of {} is wrong", entry.name))
 }
 
-/// Has the checkpoint all files, with the right lengths? To resume from the newest checkpoint all its files are read;
+/// Whether the checkpoint has all files, with the right lengths. To resume from the newest checkpoint all its files are read;
 /// to remove old ones this check is enough.
 fn looks_whole(folder: &Path) -> bool {
     let manifest = read_manifest(folder);
@@ -468,7 +468,7 @@ mod tests {
         *folder.owner.lock() = claim(Some(before));
         folder.begin(4).unwrap();
         assert_eq!(left().len(), 2, "{:?}", left());
-        // What a later claim has begun is not touched.
+        // A checkpoint that a later claim has begun is not touched.
         let later = root.path().join(format!("{WRITING}00000009{BY}{:08}", folder.owner.lock().number() + 1));
         fs::create_dir(&later).unwrap();
         folder.write(5, 50, 1, &Snapshot::default()).unwrap();

@@ -105,7 +105,7 @@ fn claim(root: &Path, round: u64, disk: impl Disk) -> Folder {
 fn save(folder: &Folder, step: u64) -> io::Result<()> {
     let number = folder::next_number(&folder.path)?;
     folder.write(number, step, 4, &snapshot(step))?;
-    // What it cannot remove, a writer only warns of.
+    // A writer only warns of files that it cannot remove.
     let _ = folder.rotate(2);
     Ok(())
 }
@@ -146,7 +146,7 @@ fn frozen(root: &Path, number: usize, done: bool) -> Option<Child> {
     None
 }
 
-/// Lets it go on; has it saved what it was about to save?
+/// Lets it go on. Returns whether it has saved what it was about to save.
 fn thaw(mut child: Child) -> bool {
     kill_process(Pid::from_child(&child), Signal::CONT).unwrap();
     child.stdin.take().unwrap().write_all(&[0]).unwrap();

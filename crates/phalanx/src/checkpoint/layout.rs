@@ -74,7 +74,7 @@ impl TensorEntry {
         Ok(())
     }
 
-    /// Do the slices, which lie within the tensor, cover each element exactly once?
+    /// Checks that the slices, which lie within the tensor, cover each element exactly once.
     fn check_cover(&self) -> Result<(), String> {
         let Self { name, shape, slices, .. } = self;
         if slices.len() > MAX_SLICES {

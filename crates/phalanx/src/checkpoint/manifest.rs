@@ -211,7 +211,7 @@ pub(super) fn shard(rank: u32, world_size: u32) -> String {
     format!("rank-{rank:05}-of-{world_size:05}.safetensors")
 }
 
-/// May a part have this name? Letters, digits, `_`, `-` and `.`, but no leading dot.
+/// Whether a part may have this name. Letters, digits, `_`, `-` and `.`, but no leading dot.
 pub(super) fn is_part_name(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
     (1..=MAX_PART_NAME).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(is_plain)

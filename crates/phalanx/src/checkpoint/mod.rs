@@ -87,7 +87,7 @@ use crate::group::ProcessGroup;
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How much longer the other ranks wait for a rank's disk than that rank does: they must learn what has delayed it.
-const MARGIN: Duration = Duration::from_secs(30);
+const REMOTE_DISK_GRACE: Duration = Duration::from_secs(30);
 /// How many checkpoints are kept, unless [`Checkpoints::keep`] says otherwise.
 const KEEP: NonZeroUsize = NonZeroUsize::MIN.saturating_add(2);
 
@@ -218,7 +218,7 @@ impl Checkpoints {
     /// and parts. It must not call collectives. A thread of each rank writes it to the rank's own file while training
     /// goes on. When all are done, rank 0 completes the checkpoint, which any number of ranks may read.
     ///
-    /// What all ranks have in common is saved by one of them, such as rank 0. Names of tensors and parts belong to the
+    /// One rank, such as rank 0, saves the state that all ranks have in common. Names of tensors and parts belong to the
     /// checkpoint, not to a rank: if two ranks save the same part, or the same element of a tensor, that is an error.
     ///
     /// Every rank must see the folder: all on one host, or on a shared disk. The call is a collective, and waits for
@@ -297,7 +297,7 @@ impl Checkpoints {
     /// The group with a longer time-out, for a call in which a rank may wait for a disk: a slow disk is an error of the
     /// call, not of the group.
     fn patient(&self, caller: Caller) -> ProcessGroup {
-        let timeout = self.group.timeout().max(self.timeout.saturating_add(MARGIN));
+        let timeout = self.group.timeout().max(self.timeout.saturating_add(REMOTE_DISK_GRACE));
         self.group.with_timeout(timeout).in_call(caller)
     }
 

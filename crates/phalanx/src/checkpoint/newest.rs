@@ -18,7 +18,7 @@ use super::folder::{self, Entry, Unfit};
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
 use super::sharded::SHARE;
-use super::{MARGIN, tensors};
+use super::{REMOTE_DISK_GRACE, tensors};
 use crate::collective::ReduceOp;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -36,7 +36,7 @@ const PIECE: usize = 64 << 20;
 pub struct Skipped {
     /// Where it is.
     pub folder: PathBuf,
-    /// What is wrong with it.
+    /// The fault that was found.
     pub cause: String,
 }
 
@@ -222,7 +222,7 @@ pub(super) fn share(
 
 /// How long a rank may read. The others wait for its result, or for its time-out.
 fn search_deadline(group: &ProcessGroup) -> Deadline {
-    Deadline::after(group.timeout().saturating_sub(MARGIN))
+    Deadline::after(group.timeout().saturating_sub(REMOTE_DISK_GRACE))
 }
 
 /// What a rank has found in its share of the files.
@@ -269,8 +269,8 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
     Ok(torn)
 }
 
-/// Does this rank see the same files as rank 0, also those that others compare: the same manifest, and all files of the
-/// right lengths? It may read from any of them.
+/// Checks that this rank sees the same files as rank 0, also those that others compare: the same manifest, and all files
+/// with the right lengths. It may read from any of them.
 fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
     if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
         return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));

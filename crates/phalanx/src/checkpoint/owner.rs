@@ -31,7 +31,7 @@ use crate::notice::warn;
 const NAME: &str = ".owner-";
 /// A process that has just been killed may hold its lock for another moment.
 const TIMEOUT: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(20);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
 
@@ -45,7 +45,7 @@ pub(super) struct Claimant {
 }
 
 impl Claimant {
-    /// Is it from an earlier round of the same job?
+    /// Whether it is from an earlier round of the same job.
     fn is_before(&self, other: &Self) -> bool {
         self.job.is_some() && self.job == other.job && self.round < other.round
     }
@@ -105,7 +105,7 @@ impl Owner {
                 Err(Obstacle::Held(claim)) if deadline.has_passed() => return Err(held(folder, claim)),
                 Err(Obstacle::Unfinished) if deadline.has_passed() => {}
                 Err(Obstacle::Unfinished | Obstacle::Held(_)) => {
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(RETRY_DELAY);
                     continue;
                 }
             }
@@ -145,7 +145,7 @@ impl Owner {
             if deadline.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
         let claim = Claim { by: by.clone(), host: host::name(), process: std::process::id() };
         file.write_all(&serde_json::to_vec(&claim)?)?;
@@ -167,12 +167,12 @@ impl Owner {
         self.number
     }
 
-    /// Does it directly follow the claim of this number?
+    /// Whether it directly follows the claim of this number.
     pub fn follows(&self, number: u64) -> bool {
         self.follows == number
     }
 
-    /// Is this process still the owner?
+    /// Checks that this process is still the owner.
     pub fn check(&self) -> io::Result<()> {
         match newest(&self.folder)?.cmp(&self.number) {
             Ordering::Greater => Err(io::Error::other(
@@ -208,7 +208,7 @@ fn newest(folder: &Path) -> io::Result<u64> {
     Ok(claims(folder)?.into_iter().max().unwrap_or(0))
 }
 
-/// May the claim of this number be followed?
+/// Checks that a claim may follow the one of this number.
 fn follow(folder: &Path, number: u64, by: &Claimant) -> io::Result<Result<(), Obstacle>> {
     let path = file(folder, number);
     let file = match File::open(&path) {

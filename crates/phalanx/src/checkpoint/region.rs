@@ -40,7 +40,7 @@ impl Region {
         region.check(shape).map(|()| region)
     }
 
-    /// Does it lie within a tensor of this shape?
+    /// Checks that it lies within a tensor of this shape.
     pub fn check(&self, shape: &[usize]) -> Result<(), String> {
         let dimensions = shape.len();
         if dimensions > MAX_DIMENSIONS {
@@ -103,7 +103,7 @@ impl fmt::Display for Region {
     }
 }
 
-/// Do `regions`, which lie within a tensor of this `shape`, cover each element exactly once?
+/// Whether `regions`, which lie within a tensor of this `shape`, cover each element exactly once.
 ///
 /// It takes time in proportion to their number, however they lie. Every coordinate of every dimension is given a random place on
 /// its axis, in the field of the numbers modulo [`PRIME`], and the volumes of the regions are added up. Written as polynomials in

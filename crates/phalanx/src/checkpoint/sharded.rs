@@ -34,7 +34,7 @@ use crate::rank::Rank;
 
 /// How long a shared file system may take, at most, to show on one host what another has made: NFS caches a folder for
 /// up to a minute.
-const VISIBLE: Duration = Duration::from_secs(60);
+const VISIBILITY_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often a rank looks: soon at first, then less often.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
@@ -58,7 +58,7 @@ struct Proposal {
     state: Result<(Vec<Proposed>, Vec<String>), RemoteError>,
     /// The failure of the previous write.
     before: Option<RemoteError>,
-    /// Does it have a working group for the threads?
+    /// Whether it has a working group for the threads.
     connected: bool,
 }
 
@@ -84,7 +84,7 @@ pub(super) struct Agreement {
     pub tensors: Vec<TensorEntry>,
     /// The failure of the previous write, on any rank.
     pub before: Option<Error>,
-    /// Has every rank a working group for the threads?
+    /// Whether every rank has a working group for the threads.
     pub connected: bool,
 }
 
@@ -252,7 +252,7 @@ impl<'a> Threads<'a> {
 
     /// How long a rank waits to see what another has made: the others wait for it meanwhile, and must learn the result.
     fn visible(&self) -> Deadline {
-        Deadline::after((self.0.timeout() / 2).min(VISIBLE))
+        Deadline::after((self.0.timeout() / 2).min(VISIBILITY_TIMEOUT))
     }
 
     /// The folder that rank 0 has made, as soon as this rank sees it.

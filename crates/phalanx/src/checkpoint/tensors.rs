@@ -29,7 +29,7 @@ pub(super) struct Layout {
     pub bytes: Range<usize>,
 }
 
-/// May a tensor have this name?
+/// Whether a tensor may have this name.
 pub(super) fn is_tensor_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && name != RESERVED
 }

@@ -242,7 +242,7 @@ enum Data {
     Zeros,
 }
 
-/// Plays `op` onto `root`. What depends on something that did not survive has no effect.
+/// Plays `op` onto `root`. An operation that depends on something that did not survive has no effect.
 fn play(root: &Path, op: &Op, data: Data) {
     let _ = match op {
         Op::CreateFolder(path) => fs::create_dir(root.join(path)),
@@ -276,7 +276,7 @@ fn named_in(op: &Op) -> Option<&Path> {
     }
 }
 
-/// Is `ops[index]` sure to survive a loss of power after all of `ops`?
+/// Whether `ops[index]` is sure to survive a loss of power after all of `ops`.
 fn is_durable(ops: &[Op], index: usize) -> bool {
     ops[index..].iter().any(|later| match (&ops[index], later) {
         (Op::Write(path, _), Op::SyncFile(synced)) => path == synced,

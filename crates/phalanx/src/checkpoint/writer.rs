@@ -27,7 +27,7 @@ use crate::notice::warn;
 use crate::rank::Rank;
 
 /// How long a drop waits for the write in progress.
-const LAST: Duration = Duration::from_secs(30);
+const DROP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A write for the thread.
 #[derive(Debug)]
@@ -243,7 +243,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         let is_last = |state: &State| state.handle == self.handle && (!state.closed || state.ended);
         let is_last = is_last(&self.shared.state.lock());
-        let ended = if is_last { self.settle(Deadline::after(LAST)) } else { Ok(()) };
+        let ended = if is_last { self.settle(Deadline::after(DROP_TIMEOUT)) } else { Ok(()) };
         self.leave();
         let mut state = self.shared.state.lock();
         let failure = if is_last { state.failure.take() } else { None };
@@ -437,7 +437,7 @@ mod tests {
                 ended.store(true, Ordering::Relaxed);
                 assert!(error.is_environment(), "{error}");
             });
-            // Who waits has locked its own folder's slot: from before a free folder is opened until after.
+            // The waiting thread has locked its own folder's slot: from before a free folder is opened until after.
             let about = held.path().metadata().unwrap();
             let waits = slot((about.dev(), about.ino()));
             loop {
@@ -483,7 +483,8 @@ mod tests {
     #[test]
     fn a_sharded_failure_is_told_to_nobody_who_has_opened_the_folder_later() {
         let root = tempfile::tempdir().unwrap();
-        let (open, soon) = (|| Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(LAST));
+        let (open, soon) =
+            (|| Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(DROP_TIMEOUT));
         // It has failed when the folder is opened anew.
         let first = open();
         first.write(job(1, Snapshot::default(), Some(&broken())), soon()).unwrap();
@@ -524,7 +525,8 @@ mod tests {
     #[test]
     fn rank_0_alone_is_not_told_of_a_sharded_failure() {
         let root = tempfile::tempdir().unwrap();
-        let (writer, soon) = (Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(LAST));
+        let (writer, soon) =
+            (Writer::open(root.path(), &of("job")).unwrap(), || Deadline::after(DROP_TIMEOUT));
         writer.write(job(1, Snapshot::default(), Some(&broken())), soon()).unwrap();
         assert!(writer.write(job(2, Snapshot::default(), None), soon()).unwrap().is_none());
         assert!(writer.write(job(3, Snapshot::default(), None), soon()).unwrap().is_none());
@@ -560,7 +562,7 @@ mod tests {
         let shared = Arc::downgrade(&writer.shared);
         drop(writer);
         // Its thread ends by itself.
-        let deadline = Deadline::after(LAST);
+        let deadline = Deadline::after(DROP_TIMEOUT);
         while shared.strong_count() > 0 && !deadline.has_passed() {
             thread::yield_now();
         }

@@ -213,7 +213,7 @@ pub(crate) fn reduce(
     }
 }
 
-/// Do a gather and a scatter of `share` bytes for each rank use a tree? Otherwise each rank exchanges with the root.
+/// Whether a gather and a scatter of `share` bytes for each rank use a tree. Otherwise each rank exchanges with the root.
 pub(crate) fn goes_by_tree(row: &TuningRow, share: usize) -> bool {
     share <= row.tree_max
 }

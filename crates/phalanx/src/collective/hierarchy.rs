@@ -67,7 +67,7 @@ impl Hierarchy {
 }
 
 impl Leaders {
-    /// Is `rank` a leader?
+    /// Whether `rank` is a leader.
     pub(crate) fn has(&self, rank: Rank) -> bool {
         self.ranks.contains(&rank)
     }

@@ -60,7 +60,7 @@ impl ReduceOp {
         Self::PreMulSum(1.0),
     ];
 
-    /// Is it defined for elements of this type? Bitwise operations are for integers and bool; only floats have an
+    /// Whether it is defined for elements of this type. Bitwise operations are for integers and bool; only floats have an
     /// average and take a factor.
     pub const fn supports(self, dtype: DType) -> bool {
         match self {
@@ -76,9 +76,7 @@ impl ReduceOp {
             return Ok(());
         }
         let remedy = match self {
-            Self::Avg if dtype == DType::Bool => {
-                "min, max, product and sum are and, or, and, or on truth values"
-            }
+            Self::Avg if dtype == DType::Bool => "for bool, min and product mean AND; max and sum mean OR",
             Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
             Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
             Self::BAnd | Self::BOr | Self::BXor => "band, bor and bxor are for integers and truth values",

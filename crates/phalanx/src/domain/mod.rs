@@ -139,7 +139,7 @@ impl Domain {
         &self.arena
     }
 
-    /// Are all ranks of the group in this domain?
+    /// Whether all ranks of the group are in this domain.
     pub(crate) fn is_world(&self) -> bool {
         self.is_world
     }

@@ -33,7 +33,7 @@ impl Partition {
         Self::of(ranks, |_, _| false)
     }
 
-    /// Are all ranks in one domain?
+    /// Whether all ranks are in one domain.
     pub(crate) fn is_one(&self) -> bool {
         self.domains.len() == 1
     }

@@ -75,7 +75,7 @@ impl Sizes {
         }
     }
 
-    /// Is the call so small that no other protocol is considered?
+    /// Whether the call is so small that no other protocol is considered.
     fn is_always(&self, job: Job) -> bool {
         self.always.is_some_and(|amount| amount.bytes(job) <= ALWAYS)
     }
@@ -108,7 +108,7 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
     (sizes.is_always(job) || fits).then_some(own)
 }
 
-/// Is the call so small that no other protocol is considered?
+/// Whether the call is so small that no other protocol is considered.
 pub(super) fn always(job: Job) -> bool {
     Sizes::of(job.call.operation).is_always(job)
 }

@@ -29,7 +29,7 @@ pub struct Context<'a, S: State> {
     pub(super) ended: Option<Ended>,
     /// The number of the group's calls at the end of the last step.
     pub(super) calls: u64,
-    /// Has the state followed to the current group?
+    /// Whether the state has followed to the current group.
     pub(super) followed: bool,
     /// A copy of the input of `all_reduce`, for a replay.
     pub(super) input: Vec<u8>,
@@ -171,7 +171,7 @@ impl<S: State> Context<'_, S> {
         self.snapshot.commits
     }
 
-    /// Can the job survive its workers? If not, a [step](Self::step) runs once, and keeps nothing for a replay.
+    /// Whether the job can survive its workers. If not, a [step](Self::step) runs once, and keeps nothing for a replay.
     pub fn is_elastic(&self) -> bool {
         self.rounds.is_some()
     }

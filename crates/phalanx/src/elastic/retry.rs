@@ -33,7 +33,7 @@ pub(super) struct Position {
     pub(super) data_round: u64,
     /// The round in whose group this step was reduced completely; 0 if in none.
     pub(super) reduced: u64,
-    /// Has it called other collectives of its group since the step before? A rank that is behind would wait in them
+    /// Whether it has called other collectives of its group since the step before. A rank that is behind would wait in them
     /// alone.
     pub(super) called: bool,
 }
@@ -70,7 +70,7 @@ pub(super) enum Decision {
 pub(super) struct Plan {
     /// The step of the ranks that are behind, or of all.
     behind: u64,
-    /// Does the result that they have count?
+    /// Whether the result that they have counts.
     counts: bool,
     /// The furthest step that any rank has begun, and the round whose ranks have its data.
     ahead: u64,
@@ -143,7 +143,7 @@ impl StepProgress {
         Position { loop_round, commits, step, data_round, reduced, called }
     }
 
-    /// The next step begins. `called`: has this rank called other collectives of its group since the last one?
+    /// The next step begins. `called`: whether this rank has called other collectives of its group since the last one.
     pub(super) fn begin(&mut self, called: bool) {
         self.called = called;
     }

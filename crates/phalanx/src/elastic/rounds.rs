@@ -15,7 +15,7 @@ use crate::rendezvous::Rendezvous;
 use crate::world_size::WorldSize;
 
 /// How long the failure of a sub-group may take to reach its group.
-const PROPAGATION: Duration = Duration::from_millis(200);
+const PROPAGATION_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// How the job goes on.
 pub(super) enum Next {
@@ -121,7 +121,7 @@ impl Rounds {
         self.current.as_ref().map(|current| (current.number, current.group.clone()))
     }
 
-    /// Does a worker wait for a new group?
+    /// Whether a worker waits for a new group.
     pub(super) fn workers_wait(&self) -> bool {
         self.session.workers_wait()
     }
@@ -191,7 +191,7 @@ fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Opti
 
 /// Why the group has failed, if it has.
 pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
-    let deadline = Deadline::after(PROPAGATION);
+    let deadline = Deadline::after(PROPAGATION_TIMEOUT);
     while group.failure().is_none() && !deadline.has_passed() {
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -55,7 +55,7 @@ pub fn run_with<S: State, T, E: From<Error>>(
     let mut rounds = Rounds::start(&env, options)?;
     // The result of a call whose group failed at its last barrier.
     let mut finished = None;
-    // Does the state differ from the snapshot?
+    // Whether the state differs from the snapshot.
     let mut dirty = false;
     loop {
         if rounds.current().is_none()

@@ -29,11 +29,11 @@ use crate::transport;
 use crate::world_size::WorldSize;
 
 /// How long to wait for others to read an entry before checking again.
-const LOOK: Duration = Duration::from_millis(200);
+const RECHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// How long the store may take to answer what does not wait for other workers.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the last message of this worker may take.
-const LAST_MESSAGE: Duration = Duration::from_secs(1);
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of waiting for a round.
 pub(super) enum NextRound {
@@ -46,7 +46,7 @@ pub(super) struct Round {
     pub(super) number: u64,
     pub(super) rendezvous: Rendezvous,
     pub(super) members: Vec<WorkerId>,
-    /// Was this worker declared dead before, so that it has a new number?
+    /// Whether this worker was declared dead before, so that it has a new number.
     pub(super) rejoined: bool,
 }
 
@@ -129,7 +129,7 @@ impl Session {
         self.participant.replica()
     }
 
-    /// Does a worker wait for a new group?
+    /// Whether a worker waits for a new group.
     pub(super) fn workers_wait(&self) -> bool {
         self.replica().view().state.workers_wait()
     }
@@ -247,7 +247,7 @@ impl Session {
         self.ended = true;
         let done = Entry::Done { round, worker: self.me.id };
         // Every member knows that by itself, unless another one dies at this moment.
-        let _ = self.participant.append(&done, Deadline::after(LAST_MESSAGE));
+        let _ = self.participant.append(&done, Deadline::after(LAST_MESSAGE_TIMEOUT));
     }
 
     /// The job is over, and no entry needs to be appended.
@@ -268,10 +268,10 @@ impl Session {
     /// Asks to take part, under a new number.
     fn join(&mut self) -> Result<()> {
         loop {
-            let id = next_id(&*self.current.store, self.me.slot, Deadline::after(ANSWER))?;
+            let id = next_id(&*self.current.store, self.me.slot, Deadline::after(ANSWER_TIMEOUT))?;
             self.me.id = id;
             let join = Entry::Join { worker: self.me.clone(), settings: self.settings };
-            let deadline = Deadline::after(ANSWER);
+            let deadline = Deadline::after(ANSWER_TIMEOUT);
             if self.participant.join(id, self.me.heartbeat_key(), &join, deadline)? {
                 return Ok(());
             }
@@ -281,11 +281,11 @@ impl Session {
     }
 
     fn append(&self, entry: &Entry) -> Result<()> {
-        self.participant.append(entry, Deadline::after(ANSWER))
+        self.participant.append(entry, Deadline::after(ANSWER_TIMEOUT))
     }
 
     fn wait_for_news(&self) {
-        self.replica().wait_until(&mut self.replica().view(), Instant::now() + LOOK);
+        self.replica().wait_until(&mut self.replica().view(), Instant::now() + RECHECK_INTERVAL);
     }
 
     fn round(&self, state: &MembersState, rank: usize, rejoined: bool) -> Result<Round> {
@@ -319,7 +319,7 @@ impl Drop for Session {
             let me = self.me.id;
             let gone = Entry::Gone { worker: me, by: me, why: Departure::Ended };
             // If the others do not read this, they notice the end by themselves.
-            let _ = self.participant.append(&gone, Deadline::after(LAST_MESSAGE));
+            let _ = self.participant.append(&gone, Deadline::after(LAST_MESSAGE_TIMEOUT));
         }
     }
 }
@@ -383,7 +383,7 @@ fn participate(store: &SharedStore, current: &Arc<CurrentRound>) -> Result<Parti
     let replica = Replica::new(move |replica| current.end_if_broken(replica));
     // The store of a job authenticates with the key already: its log needs no MACs.
     let log = Log::new(Arc::clone(store), Mac::none());
-    Participant::start(log, Arc::new(replica), Deadline::after(ANSWER))
+    Participant::start(log, Arc::new(replica), Deadline::after(ANSWER_TIMEOUT))
 }
 
 /// The number of a worker that joins now in `slot`.

@@ -45,9 +45,9 @@ impl CommitReport {
 /// The result of comparing a commit.
 #[derive(Debug)]
 pub(super) struct Committed {
-    /// Do workers wait, so that a new group must be formed? The same on every rank.
+    /// Whether workers wait, so that a new group must be formed. The same on every rank.
     pub(super) workers_wait: bool,
-    /// Was the snapshot of this rank replaced, because it had drifted?
+    /// Whether the snapshot of this rank was replaced, because it had drifted.
     pub(super) repaired: bool,
 }
 

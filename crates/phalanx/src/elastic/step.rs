@@ -23,16 +23,16 @@ use crate::rank::Rank;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Step<T> {
-    /// What the ranks have reduced.
+    /// The reduced value.
     pub value: T,
     /// The ranks whose data are missing, because they died before they were reduced. They are ranks of the world in
     /// which the step's data were distributed. For
     /// [`ElasticSampler::put_back`](crate::sampler::ElasticSampler::put_back).
     pub missing: Vec<Rank>,
-    /// Has [`Context::group`] been replaced? What is bound to a group has to follow. Ranks may see this a step apart:
-    /// anything that calls collectives must wait for [`changed`](Self::changed).
+    /// Whether [`Context::group`] has been replaced. Objects that are bound to a group must follow. Ranks may see this a
+    /// step apart: anything that calls collectives must wait for [`changed`](Self::changed).
     pub regrouped: bool,
-    /// Have [`Context::rank`] and [`Context::world_size`] changed, from here on?
+    /// Whether [`Context::rank`] and [`Context::world_size`] have changed, from here on.
     pub changed: bool,
 }
 

@@ -43,8 +43,8 @@ const REQUIRED: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 /// The fewest and the most workers of an elastic job, as `MIN:MAX`.
 pub(crate) const ELASTIC: &str = "PHALANX_ELASTIC";
 
-/// Do workers get Horovod's variables beside torchrun's? Not always: a program that unsets RANK and WORLD_SIZE to be a world
-/// of one would still find those.
+/// Whether workers get Horovod's variables beside torchrun's. It is not always so: a program that unsets RANK and
+/// WORLD_SIZE to be a world of one would still find those.
 const HOROVODRUN: &str = "PHALANX_HOROVODRUN";
 
 /// Where ranks meet, if it is not the master's address.
@@ -104,7 +104,7 @@ pub(crate) fn interface() -> Option<String> {
     Some(named.trim().to_owned()).filter(|named| !named.is_empty())
 }
 
-/// Does the job continue when workers die, so that generations count groups and not restarts?
+/// Whether the job continues when workers die, so that generations count groups and not restarts.
 pub(crate) fn is_elastic() -> bool {
     std::env::var_os(ELASTIC).is_some_and(|workers| !workers.is_empty())
 }
@@ -284,7 +284,7 @@ pub struct WorkerEnv {
     pub max_restarts: u32,
     /// The job's name.
     pub run_id: String,
-    /// Does the launcher serve the store?
+    /// Whether the launcher serves the store.
     pub agent_store: bool,
 }
 

@@ -39,7 +39,7 @@ pub(crate) struct GroupConfig {
     pub family: Arc<Family>,
     /// The hosts for which none of these groups waits any more when it ends.
     pub silent_hosts: Arc<SilentHosts>,
-    /// Does the program call it, and not a thread of this crate or of an adapter?
+    /// Whether the program calls it, and not a thread of this crate or of an adapter.
     pub is_programs: bool,
 }
 

@@ -172,7 +172,7 @@ struct Inner {
     children: Mutex<u64>,
     /// Another rank's error that a call has returned on this rank, with the number of calls at that time.
     remote_error: Mutex<Option<(u64, Error)>>,
-    /// Has this rank called [`ProcessGroup::abort`]?
+    /// Whether this rank has called [`ProcessGroup::abort`].
     aborted: AtomicBool,
     /// Dropped last: it keeps the store alive.
     config: GroupConfig,
@@ -357,7 +357,7 @@ impl ProcessGroup {
         self.inner.config.calls.load(Ordering::Relaxed)
     }
 
-    /// Has this rank ended the group, whatever others have done? Then its contribution to an operation may be lost.
+    /// Whether this rank has ended the group, whatever others have done. If so, its contribution to an operation may be lost.
     pub(crate) fn was_aborted(&self) -> bool {
         self.inner.aborted.load(Ordering::Relaxed)
     }

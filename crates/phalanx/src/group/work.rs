@@ -94,7 +94,7 @@ impl Work {
         work
     }
 
-    /// Has it succeeded or failed?
+    /// Whether it has succeeded or failed.
     #[doc(alias = "poll")]
     pub fn is_completed(&self) -> bool {
         !matches!(*self.slot.state.lock(), WorkState::InFlight(_))

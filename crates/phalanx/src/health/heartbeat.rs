@@ -27,7 +27,7 @@ pub struct Heartbeat {
 }
 
 /// The largest interval and time-out.
-const LONGEST: Duration = Duration::from_secs(24 * 3600);
+const TIMEOUT_LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// How many heartbeats of a process in a store may be missing at least.
 const STORE_BEATS: u32 = 5;
 /// How many more may be missing than fit into the time-out of ranks.
@@ -64,7 +64,7 @@ impl Heartbeat {
     pub(crate) fn check(self) -> Result<()> {
         let Self { interval, timeout, network_timeout } = self;
         for timeout in [timeout, network_timeout] {
-            if interval > LONGEST || timeout > LONGEST {
+            if interval > TIMEOUT_LIMIT || timeout > TIMEOUT_LIMIT {
                 return Err(Error::invalid_argument(format!(
                     "heartbeats every {interval:?} with a time-out of {timeout:?}: neither may be longer than a day"
                 ))
@@ -118,7 +118,7 @@ fn seconds(name: &str) -> Result<Option<Duration>> {
         return Ok(None);
     }
     let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    match seconds.filter(|seconds| *seconds <= LONGEST) {
+    match seconds.filter(|seconds| *seconds <= TIMEOUT_LIMIT) {
         Some(seconds) => Ok(Some(seconds)),
         None => Err(Error::environment(format!("{name}={text:?} is no number of seconds up to a day"))
             .with_remedy("0 turns it off; unset it for the default")),
@@ -176,7 +176,7 @@ mod tests {
         let of = |timeout| Heartbeat::with(None, Some(Duration::from_secs(timeout)));
         assert_eq!([true, false].map(|near| of(15).missing_in_store(second, near)), [17, 17]);
         assert_eq!([true, false].map(|near| of(2).missing_in_store(second, near)), [5, 5]);
-        // What is stopped by a debugger is a worker. A launcher that is silent is gone.
+        // A process that a debugger has stopped is a worker. A launcher that is silent is gone.
         assert_eq!([true, false].map(|near| of(0).missing_in_store(second, near)), [5, 12]);
         assert_eq!(default.missing_in_store(Duration::from_millis(1500), false), 9);
         assert_eq!(default.missing_in_store(Duration::ZERO, false), u32::MAX);

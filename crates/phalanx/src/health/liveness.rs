@@ -5,7 +5,7 @@
 //! because an overloaded machine must not look like a dead one.
 //!
 //! Between hosts the time-out is that of a network, not of a process: TCP's pauses between attempts make a silence
-//! longer than the outage was. What has ended closes its connections, also between hosts, so only what is frozen or cut
+//! longer than the outage was. A process that has ended closes its connections, also between hosts, so only one that is frozen or cut
 //! off waits for the time-out.
 
 use std::time::{Duration, Instant};
@@ -74,7 +74,7 @@ impl ProcessState {
 }
 
 impl Silence {
-    /// Has the peer failed? A peer that is seen to be alive is only slow.
+    /// Whether the peer has failed. A peer that is seen to be alive is only slow.
     pub(crate) fn is_failure(&self, state: ProcessState) -> bool {
         self.hopeless || state != ProcessState::Alive
     }
@@ -163,15 +163,15 @@ mod tests {
 
     use super::*;
 
-    const STEP: Duration = Duration::from_millis(100);
+    const INTERVAL: Duration = Duration::from_millis(100);
     const TIMEOUT: Duration = Duration::from_secs(1);
     const A: Rank = Rank::new(1);
     const B: Rank = Rank::new(2);
 
     fn liveness(now: Instant) -> Liveness {
-        let mut liveness = Liveness::new(WorldSize::new(3).unwrap(), STEP);
-        liveness.begin(A, STEP, TIMEOUT, now);
-        liveness.begin(B, STEP, TIMEOUT, now);
+        let mut liveness = Liveness::new(WorldSize::new(3).unwrap(), INTERVAL);
+        liveness.begin(A, INTERVAL, TIMEOUT, now);
+        liveness.begin(B, INTERVAL, TIMEOUT, now);
         assert!(liveness.pass(now).is_empty());
         liveness
     }
@@ -181,26 +181,26 @@ mod tests {
         let start = Instant::now();
         let mut liveness = liveness(start);
         for step in 1..=11 {
-            liveness.heard(B, start + STEP * step);
-            assert!(liveness.pass(start + STEP * step).is_empty(), "{step}");
+            liveness.heard(B, start + INTERVAL * step);
+            assert!(liveness.pass(start + INTERVAL * step).is_empty(), "{step}");
         }
-        let late = liveness.pass(start + STEP * 12);
-        let expected = Silence { peer: A, lasted: STEP * 12, hopeless: false };
+        let late = liveness.pass(start + INTERVAL * 12);
+        let expected = Silence { peer: A, lasted: INTERVAL * 12, hopeless: false };
         assert_eq!(late, [expected]);
         assert!(expected.is_failure(ProcessState::Stopped) && expected.is_failure(ProcessState::Unknown));
         assert!(!expected.is_failure(ProcessState::Alive));
-        liveness.heard(A, start + STEP * 13);
-        assert!(liveness.pass(start + STEP * 13).is_empty());
+        liveness.heard(A, start + INTERVAL * 13);
+        assert!(liveness.pass(start + INTERVAL * 13).is_empty());
     }
 
     #[test]
     fn each_peer_has_its_own_time_out() {
         let start = Instant::now();
         let mut liveness = liveness(start);
-        liveness.begin(B, STEP, TIMEOUT * 10, start);
+        liveness.begin(B, INTERVAL, TIMEOUT * 10, start);
         let mut found = [None, None];
         for step in 1..=110 {
-            for silence in liveness.pass(start + STEP * step) {
+            for silence in liveness.pass(start + INTERVAL * step) {
                 found[usize::from(silence.peer == B)].get_or_insert(step);
             }
         }
@@ -213,7 +213,7 @@ mod tests {
         let mut liveness = liveness(start);
         liveness.end(B);
         let hopeless =
-            (1..).find(|step| liveness.pass(start + STEP * *step).iter().any(|silence| silence.hopeless));
+            (1..).find(|step| liveness.pass(start + INTERVAL * *step).iter().any(|silence| silence.hopeless));
         assert_eq!(hopeless, Some(111));
     }
 
@@ -232,10 +232,10 @@ mod tests {
         let start = Instant::now();
         let mut liveness = liveness(start);
         liveness.end(A);
-        liveness.begin(A, STEP, Duration::ZERO, start);
+        liveness.begin(A, INTERVAL, Duration::ZERO, start);
         liveness.begin(B, Duration::ZERO, TIMEOUT, start);
         liveness.end(B);
-        assert!((1..1000).all(|step| liveness.pass(start + STEP * step).is_empty()));
+        assert!((1..1000).all(|step| liveness.pass(start + INTERVAL * step).is_empty()));
     }
 
     #[test]
@@ -244,7 +244,7 @@ mod tests {
         let mut liveness = liveness(start);
         liveness.end(B);
         liveness.begin(A, TIMEOUT, TIMEOUT, start);
-        let found = (1..).find(|step| !liveness.pass(start + STEP * *step).is_empty());
+        let found = (1..).find(|step| !liveness.pass(start + INTERVAL * *step).is_empty());
         assert_eq!(found, Some(41));
     }
 
@@ -294,10 +294,10 @@ mod tests {
             for pause in pauses {
                 let pause = Duration::from_millis(pause);
                 now += pause;
-                awake += pause.min(STEP * 2);
+                awake += pause.min(INTERVAL * 2);
                 liveness.heard(B, now);
                 let accused: Vec<Rank> = liveness.pass(now).iter().map(|silence| silence.peer).collect();
-                let expected: &[Rank] = if awake > TIMEOUT + STEP { &[A] } else { &[] };
+                let expected: &[Rank] = if awake > TIMEOUT + INTERVAL { &[A] } else { &[] };
                 prop_assert_eq!(accused, expected);
             }
         }

@@ -31,7 +31,7 @@ use crate::worker_error;
 
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.
-const EXPLANATION: Duration = Duration::from_secs(1);
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a rank waits for the others to find in which call they differ. They are told at the next look.
 const DIFFERENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -55,9 +55,9 @@ pub(crate) struct Health {
     hosts: Vec<String>,
     /// The ranks in the first group, by rank in this one. None if they are the same.
     members: Option<Arc<[Rank]>>,
-    /// Are its ranks those of the job, as the launcher knows them?
+    /// Whether its ranks are those of the job, as the launcher knows them.
     of_processes: bool,
-    /// Is there a cause? Every operation reads it, without the lock.
+    /// Whether there is a cause of failure. Every operation reads it, without the lock.
     failed: AtomicBool,
     state: Mutex<HealthState>,
     changed: Condvar,
@@ -124,7 +124,7 @@ impl Health {
         member.copied().unwrap_or(rank)
     }
 
-    /// Whoever waits for this rank learns from `look` what it does outside this group.
+    /// Ranks that wait for this one learn from `look` what it does outside this group.
     pub(crate) fn look_around_with(&self, look: Look) {
         let _ = self.surroundings.set(look);
     }
@@ -245,7 +245,7 @@ impl Health {
         state.cause.clone()
     }
 
-    /// Has the group failed? The peers may not have been notified yet.
+    /// Whether the group has failed. The peers may not have been notified yet.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
     }
@@ -290,7 +290,7 @@ impl Health {
         self.changed.notify_all();
     }
 
-    /// Has `peer` sent a goodbye?
+    /// Whether `peer` has sent a goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
         self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
     }
@@ -407,7 +407,7 @@ impl Health {
     }
 
     fn await_explanation(&self, error: &Error) {
-        let deadline = Deadline::after(EXPLANATION);
+        let deadline = Deadline::after(EXPLANATION_TIMEOUT);
         let mut state = self.state.lock();
         loop {
             let explained = state.announced

@@ -77,11 +77,11 @@ impl Default for JoinOptions {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Joined<T> {
-    /// What the body returned.
+    /// The value that the body returned.
     pub value: T,
     /// A rank that took part to the end; the same on every rank. If `uneven` is true, its state is the valid one.
     pub last: Rank,
-    /// Did some rank end before another?
+    /// Whether some rank ended before another.
     pub uneven: bool,
 }
 
@@ -196,7 +196,7 @@ impl JoinGroup {
         self.state.lock().running.filter(|_| !alone)
     }
 
-    /// Did every rank have data when the step began?
+    /// Whether every rank had data when the step began.
     fn all_have_data(&self) -> bool {
         let state = self.state.lock();
         !state.active.is_empty() && state.active.iter().all(|&active| active)

@@ -86,7 +86,7 @@ pub(super) struct Control<'a> {
     pub(super) signals: Option<Catcher>,
     pub(super) observer: &'a mut dyn Observer,
     pub(super) refused: Refused,
-    /// Has the observer asked for the end?
+    /// Whether the observer has asked for the end.
     pub(super) stops: bool,
 }
 

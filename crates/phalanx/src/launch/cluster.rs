@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::store::host_port;
 
-/// Who serves the launchers' store.
+/// The node that serves the launchers' store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Hosting {
@@ -21,7 +21,7 @@ pub enum Hosting {
     ByAddress,
 }
 
-/// What serves the rendezvous of the launchers (torchrun: --rdzv-backend).
+/// The backend that serves the rendezvous of the launchers (torchrun: --rdzv-backend).
 #[derive(Clone, Debug)]
 pub(super) enum RendezvousBackend {
     /// A store that one of the launchers serves. The job ends if that launcher is lost.
@@ -112,7 +112,7 @@ impl Cluster {
         self
     }
 
-    /// Who serves the launchers' store, if one of them does. The default is [`ByAddress`](Hosting::ByAddress).
+    /// The node that serves the launchers' store, if one does. The default is [`ByAddress`](Hosting::ByAddress).
     pub fn hosting(mut self, serving: Hosting) -> Self {
         if let RendezvousBackend::Store { hosting, .. } = &mut self.backend {
             *hosting = serving;

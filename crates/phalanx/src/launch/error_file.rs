@@ -17,13 +17,13 @@ use serde_json::Value;
 const MAX: u64 = 64 * 1024;
 
 /// A program that still runs so long after a panic has caught the panic.
-const CAUGHT: Duration = Duration::from_secs(5);
+const PANIC_EXIT_LIMIT: Duration = Duration::from_secs(5);
 
 /// What a worker says about its failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerError {
     pub(super) message: String,
-    /// Is it a panic? It may have been caught.
+    /// Whether it is a panic. It may have been caught.
     pub(super) panicked: bool,
 }
 
@@ -55,9 +55,10 @@ impl ErrorFile {
         parse(&self.bytes()?)
     }
 
-    /// Does it report an error with which the worker is about to end? A panic of some time ago was caught.
+    /// Whether it reports an error with which the worker is about to end. A panic of some time ago was caught.
     pub(super) fn announces_an_end(&mut self) -> bool {
-        self.read().is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < CAUGHT))
+        self.read()
+            .is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < PANIC_EXIT_LIMIT))
     }
 
     /// How long ago it was written, if that is known.
@@ -136,7 +137,7 @@ mod tests {
         assert!(file.announces_an_end());
         let age = |file: &ErrorFile| {
             let ErrorFile::Memory(file) = file else { return };
-            file.set_modified(SystemTime::now() - 2 * CAUGHT).unwrap();
+            file.set_modified(SystemTime::now() - 2 * PANIC_EXIT_LIMIT).unwrap();
         };
         age(&file);
         assert!(!file.announces_an_end());

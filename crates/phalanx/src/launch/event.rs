@@ -122,7 +122,7 @@ pub trait Observer {
     /// Handles `event`. Returning `Break` ends the job: its [outcome](super::Outcome) is then `Stopped`.
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;
 
-    /// Does it accept lines now? While it does not, the workers' output stays in their pipes. Everything else goes on,
+    /// Whether it accepts lines now. While it does not, the workers' output stays in their pipes. Everything else goes on,
     /// and the last output of a worker still comes. It is asked again every few milliseconds.
     ///
     /// An observer that would have to wait, for a terminal or a disk, should return false here: while

@@ -109,12 +109,12 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Was it exit code 0?
+    /// Whether it was exit code 0.
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
     }
 
-    /// Does a program that panics end like this, by unwinding or abort, also behind a shell? A panic that was caught
+    /// Whether a program that panics ends like this, by unwinding or abort, also behind a shell. A panic that was caught
     /// does not end a program.
     pub(super) fn may_be_a_panics(self) -> bool {
         const ABORTED: i32 = 128 + Signal::ABRT.number();

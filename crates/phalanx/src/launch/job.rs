@@ -25,7 +25,7 @@ use crate::tls::{self, Tls};
 use crate::world_size::WorldSize;
 
 /// How long the system may take to look up the master address, which is one of this machine.
-const LOOK_UP: Duration = Duration::from_secs(30);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Where the workers' standard output and standard error go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -299,7 +299,7 @@ impl Job {
         self.grace.min(Duration::from_secs(365 * 24 * 3600))
     }
 
-    /// Are the lines of the `local_rank`-th worker reported as events?
+    /// Whether the lines of the `local_rank`-th worker are reported as events.
     pub(super) fn shows(&self, local_rank: u32) -> bool {
         self.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank))
     }
@@ -326,13 +326,13 @@ impl Job {
         }
     }
 
-    /// Who may use the store that is served for the workers.
+    /// The clients that may use the store that is served for the workers.
     pub(super) fn workers_access(&self, refusals: &Refusals) -> Access {
         let keyless = if self.open_store { KeylessClients::All } else { KeylessClients::OfThisUser };
         Access::to(self.credentials.clone(), keyless).telling(refusals)
     }
 
-    /// Who may use the launchers' store.
+    /// The clients that may use the launchers' store.
     pub(super) fn launchers_access(&self, refusals: &Refusals) -> Access {
         Access::to(self.credentials.clone(), KeylessClients::None).telling(refusals)
     }
@@ -342,9 +342,11 @@ impl Job {
         let access = self.workers_access(refusals);
         match &self.master_addr {
             None => TcpStoreServer::bind_for((Ipv4Addr::LOCALHOST, self.master_port).into(), access),
-            Some(host) => {
-                TcpStoreServer::bind_to(&host_port(host, self.master_port), access, Deadline::after(LOOK_UP))
-            }
+            Some(host) => TcpStoreServer::bind_to(
+                &host_port(host, self.master_port),
+                access,
+                Deadline::after(RESOLVE_TIMEOUT),
+            ),
         }
     }
 
@@ -371,7 +373,7 @@ impl Job {
     fn check_elastic(&self) -> Result<()> {
         let Some(Elastic { min, .. }) = self.elastic else { return Ok(()) };
         if self.agent.is_some() {
-            // Whoever drives the job has checked the total number.
+            // The driver of the job has checked the total number.
             return Ok(());
         }
         if self.cluster.is_some() {

@@ -26,9 +26,9 @@ use crate::proc_stat::{ProcStat, is_gone};
 /// The variable with the tags of the jobs to which a process belongs, for jobs within jobs.
 pub(super) const TAG_VARIABLE: &str = "PHALANX_JOB_TAG";
 /// How often adopted processes that have ended are reaped.
-const REAP_EVERY: Duration = Duration::from_secs(1);
+const REAP_INTERVAL: Duration = Duration::from_secs(1);
 /// The pause between two looks for a worker's remaining processes. Both must find none.
-const PAUSE: Duration = Duration::from_millis(5);
+const RECHECK_DELAY: Duration = Duration::from_millis(5);
 
 /// Identifies the processes of one attempt.
 #[derive(Debug)]
@@ -38,9 +38,9 @@ pub(super) struct JobProcesses {
     started: u32,
     /// The guard's process number, and its start time: all processes of the job were started later.
     guard: (i32, u64),
-    /// Is this process the subreaper of the job?
+    /// Whether this process is the subreaper of the job.
     adopts: bool,
-    /// Can `/proc` be read here at all?
+    /// Whether `/proc` can be read here at all.
     has_proc: bool,
     reap_at: Instant,
 }
@@ -115,7 +115,7 @@ impl JobProcesses {
         let is_childless = || all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
         let adopts = adopts && is_childless() && become_reaper();
         let has_proc = !matches!(visible(me), Ok(None));
-        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_EVERY })
+        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_INTERVAL })
     }
 
     pub(super) fn tag(&self) -> &Tag {
@@ -143,7 +143,7 @@ impl JobProcesses {
     pub(super) fn reap(&mut self, groups: &[Pid]) {
         if self.adopts && Instant::now() >= self.reap_at {
             self.reap_all_but(&numbers(groups));
-            self.reap_at = Instant::now() + REAP_EVERY;
+            self.reap_at = Instant::now() + REAP_INTERVAL;
         }
     }
 
@@ -205,7 +205,7 @@ impl JobProcesses {
             let tagged = self.tagged(tag);
             empty = if tagged.as_ref().is_some_and(Vec::is_empty) { empty + 1 } else { 0 };
             tagged.iter().flatten().for_each(|stray| stray.signal(Signal::KILL));
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RECHECK_DELAY);
         }
     }
 
@@ -282,8 +282,8 @@ fn may_signal(pid: i32) -> bool {
     Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) != Err(Errno::PERM))
 }
 
-/// Was this process adopted by `me`, which is a subreaper? The first process of a container adopts all orphans there,
-/// also of other programs: then only the tag counts.
+/// Whether this process was adopted by `me`, which is a subreaper. The first process of a container adopts all orphans there,
+/// also of other programs: there only the tag counts.
 fn is_adopted(process: &ProcStat, me: i32) -> bool {
     me != 1 && process.parent == me
 }
@@ -307,7 +307,7 @@ fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     }
 }
 
-/// Does this process have `tag` in its environment? The environment of another user's process is not known.
+/// Whether this process has `tag` in its environment. The environment of another user's process is not known.
 fn carries(pid: i32, tag: &[u8]) -> bool {
     /// More than the kernel allows a process, with its usual limits.
     const MAX: u64 = 8 << 20;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 /// How often a line that is rewritten with carriage returns (a progress bar) is reported.
-const PROGRESS_EVERY: Duration = Duration::from_secs(1);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Ends a piece of a line that is longer than the limit.
 const CONTINUES: &[u8] = b" [the line goes on]";
@@ -13,7 +13,7 @@ const CONTINUES: &[u8] = b" [the line goes on]";
 pub(super) struct Lines {
     limit: usize,
     line: Vec<u8>,
-    /// Was the last byte a carriage return? Then a line feed may follow, or the line is rewritten.
+    /// Whether the last byte was a carriage return. If so, a line feed may follow, or the line is rewritten.
     returned: bool,
     progress_at: Option<Instant>,
 }
@@ -58,7 +58,7 @@ impl Lines {
 
     /// The line is about to be rewritten; its state so far is reported if the last report is old enough.
     fn rewrite(&mut self, now: Instant, emit: &mut impl FnMut(&[u8])) {
-        let due = self.progress_at.is_none_or(|at| now.saturating_duration_since(at) >= PROGRESS_EVERY);
+        let due = self.progress_at.is_none_or(|at| now.saturating_duration_since(at) >= PROGRESS_INTERVAL);
         if due && !self.line.is_empty() {
             self.progress_at = Some(now);
             emit(&self.line);

@@ -94,7 +94,7 @@ impl Selection {
         }
     }
 
-    /// Is nothing selected?
+    /// Whether nothing is selected.
     pub fn is_empty(&self) -> bool {
         let none = Streams::default();
         match self {
@@ -165,7 +165,7 @@ pub(super) struct WorkerLogs {
 pub(super) struct Sink {
     /// The file that keeps it.
     pub(super) log: Option<Log>,
-    /// Is it reported as events?
+    /// Whether it is reported as events.
     pub(super) shown: bool,
 }
 
@@ -207,7 +207,7 @@ impl JobLogs {
         })
     }
 
-    /// Is the queue short enough to take more output?
+    /// Whether the queue is short enough to take more output.
     pub(super) fn is_ready(&self) -> bool {
         self.writer.state.lock().waiting < ENOUGH
     }

@@ -7,17 +7,17 @@ use super::exit::{Exit, Signal};
 use super::root_cause::root_cause;
 
 /// How long to wait for processes that have got SIGKILL. Only a process stuck in the kernel takes long.
-const AFTER_KILL: Duration = Duration::from_secs(5);
+const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long the others may take to end by themselves after the first failure. Ranks notice a dead peer within
 /// milliseconds: they report what they saw, and a blamed rank that is still ending may turn out to be the first.
-const REPORTING: Duration = Duration::from_millis(500);
+const REPORTING_GRACE: Duration = Duration::from_millis(500);
 
 /// How long a worker that is [about to fail](Policy::tick) may take to end. A process that panics may write a long backtrace,
 /// and wait for a processor, while the others know of it already.
-const FAILING: Duration = Duration::from_secs(5);
+const FAILING_GRACE: Duration = Duration::from_secs(5);
 /// How often to check whether it is still about to fail.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The state of a job's workers, by index.
 #[derive(Debug)]
@@ -30,7 +30,7 @@ pub(super) struct Policy {
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<EndReason>,
-    /// Has another node asked to end the attempt?
+    /// Whether another node has asked to end the attempt.
     elsewhere: bool,
 }
 
@@ -130,7 +130,7 @@ impl Policy {
         self.failures.append(&mut self.lost);
     }
 
-    /// Does the job still run normally, and is not about to end?
+    /// Whether the job still runs normally, and is not about to end.
     pub(super) fn is_running(&self) -> bool {
         matches!(self.phase, Phase::Running)
     }
@@ -180,7 +180,7 @@ impl Policy {
         match self.phase {
             Phase::Reporting { until, at_most } if now >= until => {
                 if about_to_fail && now < at_most {
-                    self.phase = Phase::Reporting { until: at_most.min(now + LOOK), at_most };
+                    self.phase = Phase::Reporting { until: at_most.min(now + POLL_INTERVAL), at_most };
                     return None;
                 }
                 Some(self.conclude(now))
@@ -200,7 +200,7 @@ impl Policy {
         }
     }
 
-    /// Is there time left for the others to report?
+    /// Whether there is time left for the others to report.
     pub(super) fn collects_reports(&self) -> bool {
         matches!(self.phase, Phase::Reporting { .. })
     }
@@ -210,27 +210,27 @@ impl Policy {
         self.failures.iter().filter_map(|end| end.blames)
     }
 
-    /// Has a worker ended well?
+    /// Whether a worker has ended well.
     pub(super) fn has_succeeded(&self) -> bool {
         self.exits.iter().flatten().any(|exit| exit.is_success())
     }
 
-    /// Has every worker ended? What they have started may still run.
+    /// Whether every worker has ended. The processes that they have started may still run.
     pub(super) fn all_exited(&self) -> bool {
         self.exits.iter().all(Option::is_some)
     }
 
-    /// Has everything got SIGTERM, and nothing SIGKILL?
+    /// Whether everything has got SIGTERM, and nothing SIGKILL.
     pub(super) fn has_swept(&self) -> bool {
         matches!(self.phase, Phase::Ending { swept: true, .. })
     }
 
-    /// Have all workers got SIGKILL?
+    /// Whether all workers have got SIGKILL.
     pub(super) fn has_killed(&self) -> bool {
         matches!(self.phase, Phase::Killed { .. })
     }
 
-    /// Is it useless to wait for a process that does not die?
+    /// Whether it is useless to wait for a process that does not die.
     pub(super) fn gives_up(&self, now: Instant) -> bool {
         matches!(self.phase, Phase::Killed { give_up_at } if now >= give_up_at)
     }
@@ -259,11 +259,11 @@ impl Policy {
     }
 
     fn collect_reports(&mut self, now: Instant) {
-        self.phase = Phase::Reporting { until: now + REPORTING, at_most: now + FAILING };
+        self.phase = Phase::Reporting { until: now + REPORTING_GRACE, at_most: now + FAILING_GRACE };
     }
 
     fn kill(&mut self, now: Instant) -> Signal {
-        self.phase = Phase::Killed { give_up_at: now + AFTER_KILL };
+        self.phase = Phase::Killed { give_up_at: now + KILL_TIMEOUT };
         Signal::KILL
     }
 }
@@ -300,16 +300,16 @@ mod tests {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[end(2, Exit::Code(3))], now), None);
         assert_eq!((policy.first_failure(), policy.cause()), (Some(2), None));
-        assert_eq!(policy.wake_at(), Some(now + REPORTING));
+        assert_eq!(policy.wake_at(), Some(now + REPORTING_GRACE));
         assert_eq!(policy.exited(&[end(0, Exit::Code(1))], now), None);
-        let now = now + REPORTING;
+        let now = now + REPORTING_GRACE;
         assert_eq!(policy.tick(now, false), Some(Signal::TERM));
         assert_eq!(policy.tick(now + GRACE / 2, false), None);
         assert_eq!(policy.tick(now + GRACE, false), Some(Signal::KILL));
         assert_eq!(policy.tick(now + GRACE, false), None);
         assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 2 }));
         assert!(!policy.gives_up(now + GRACE));
-        assert!(policy.gives_up(now + GRACE + AFTER_KILL));
+        assert!(policy.gives_up(now + GRACE + KILL_TIMEOUT));
         assert_eq!(policy.exits(), [Exit::Code(1), Exit::Lost, Exit::Code(3)]);
     }
 
@@ -376,16 +376,16 @@ mod tests {
         let (mut policy, now) = policy(3);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
         assert_eq!(policy.blamed().collect::<Vec<_>>(), [1]);
-        let now = now + REPORTING;
+        let now = now + REPORTING_GRACE;
         assert_eq!(policy.tick(now, true), None);
-        assert_eq!(policy.wake_at(), Some(now + LOOK));
-        assert_eq!(policy.exited(&[end(1, Exit::Code(101))], now + LOOK / 2), None);
-        assert_eq!(policy.tick(now + LOOK, false), Some(Signal::TERM));
+        assert_eq!(policy.wake_at(), Some(now + POLL_INTERVAL));
+        assert_eq!(policy.exited(&[end(1, Exit::Code(101))], now + POLL_INTERVAL / 2), None);
+        assert_eq!(policy.tick(now + POLL_INTERVAL, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 1 }));
 
         let (mut policy, now) = self::policy(2);
         assert_eq!(policy.exited(&[blaming(0, 1)], now), None);
-        assert_eq!(policy.tick(now + FAILING, true), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + FAILING_GRACE, true), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
     }
 
@@ -398,7 +398,7 @@ mod tests {
                 assert_eq!(policy.exited(&[end(1, OK)], now), None);
             }
             assert_eq!(policy.exited(&[blaming(0, blamed)], now), None);
-            assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
+            assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
             assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
         }
     }
@@ -408,7 +408,7 @@ mod tests {
         let (mut policy, now) = policy(2);
         policy.ended_elsewhere(now);
         assert_eq!(policy.tick(now, false), None);
-        assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(EndReason::Elsewhere));
 
         let mut policy = Policy::new(2, GRACE);
@@ -426,7 +426,7 @@ mod tests {
         policy.too_few();
         assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
         assert!(!policy.is_running());
-        assert_eq!(policy.tick(now + REPORTING, false), Some(Signal::TERM));
+        assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
         assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 2 }));
     }
 

@@ -12,7 +12,7 @@ pub(super) struct Replacements {
     min: usize,
     allowed: u32,
     used: u32,
-    /// Does the driver decide which workers are replaced?
+    /// Whether the driver decides which workers are replaced.
     driver_decides: bool,
     slots: Vec<Slot>,
     /// How the last worker that failed in each slot ended.

@@ -6,11 +6,11 @@
 use std::time::{Duration, Instant};
 
 /// A worker that fails sooner after its start has crashed: the next one may well crash too.
-const QUICK: Duration = Duration::from_secs(2);
+const CRASH_LIMIT: Duration = Duration::from_secs(2);
 /// After so many crashes in a row the slot is not filled again.
 const GIVEN_UP: u32 = 4;
 /// How long the slot stays empty after the second crash in a row; after the third it is twice as long.
-const PAUSE: Duration = Duration::from_secs(1);
+const RESTART_DELAY: Duration = Duration::from_secs(1);
 
 /// A slot: it holds one worker, and after it its replacements.
 #[derive(Clone, Copy, Debug)]
@@ -83,10 +83,10 @@ impl CrashBackoff {
     /// A worker has failed after running for `lived`. Returns how long to wait before the next start; `None` if there
     /// is none.
     fn failed(&mut self, lived: Duration) -> Option<Duration> {
-        self.0 = if lived < QUICK { self.0.saturating_add(1) } else { 0 };
+        self.0 = if lived < CRASH_LIMIT { self.0.saturating_add(1) } else { 0 };
         match self.0 {
             0 | 1 => Some(Duration::ZERO),
-            quick @ 2..GIVEN_UP => Some(PAUSE * (1 << (quick - 2))),
+            quick @ 2..GIVEN_UP => Some(RESTART_DELAY * (1 << (quick - 2))),
             _ => None,
         }
     }
@@ -103,7 +103,7 @@ mod tests {
         for pause in pauses {
             assert_eq!(backoff.failed(Duration::from_secs(1)), pause);
         }
-        assert_eq!(backoff.failed(QUICK), Some(Duration::ZERO));
+        assert_eq!(backoff.failed(CRASH_LIMIT), Some(Duration::ZERO));
         assert_eq!(backoff.failed(Duration::ZERO), Some(Duration::ZERO));
     }
 }

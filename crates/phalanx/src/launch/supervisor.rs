@@ -34,9 +34,9 @@ use crate::notice::warn;
 use crate::poll::poll_readable;
 
 /// How often to check whether a group is empty, and what has no descriptor.
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long to wait for killed workers if the job cannot be watched any more.
-const REAP: Duration = Duration::from_secs(5);
+const REAP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The result of one attempt, when no process of it is left.
 pub(super) struct Attempt {
@@ -92,7 +92,7 @@ struct Supervisor<'a, 'b> {
     workers: Vec<Worker>,
     policy: Policy,
     frozen: Frozen,
-    /// Has a worker of another node ended well?
+    /// Whether a worker of another node has ended well.
     others_are_ending: bool,
     /// Of an elastic job.
     replacements: Option<Replacements>,
@@ -182,7 +182,7 @@ impl Supervisor<'_, '_> {
         let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).chain(reap_at).min();
         let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
-            timeout = Some(timeout.map_or(POLL, |timeout| timeout.min(POLL)));
+            timeout = Some(timeout.map_or(POLL_INTERVAL, |timeout| timeout.min(POLL_INTERVAL)));
         }
         let signals = self.control.signals.iter().map(AsFd::as_fd);
         let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
@@ -306,7 +306,7 @@ impl Supervisor<'_, '_> {
         }
     }
 
-    /// Have all but the remaining workers ended well?
+    /// Whether all but the remaining workers have ended well.
     fn is_ending(&self) -> bool {
         let others = || self.policy.has_succeeded() || self.others_are_ending || self.nodes.are_ending();
         self.policy.is_running() && !self.policy.all_exited() && others()
@@ -349,7 +349,7 @@ impl Supervisor<'_, '_> {
 
     fn replace(&mut self, slot: usize) -> Result<()> {
         self.finish_output_of(slot);
-        let (old, deadline) = (&mut self.workers[slot], Deadline::after(REAP));
+        let (old, deadline) = (&mut self.workers[slot], Deadline::after(REAP_TIMEOUT));
         // Also processes that were being started when it ended.
         self.processes.kill_tagged(old.tag(), deadline);
         // Before its number may be used by another process.
@@ -381,7 +381,7 @@ impl Supervisor<'_, '_> {
         self.deliver(signal);
     }
 
-    /// Does a worker still run that is about to fail by itself? Either it has reported an error, or a worker that has
+    /// Whether a worker still runs that is about to fail by itself. Either it has reported an error, or a worker that has
     /// failed blames it; a stopped worker does not end.
     fn any_about_to_fail(&mut self) -> bool {
         if !self.policy.collects_reports() {
@@ -436,7 +436,7 @@ impl Supervisor<'_, '_> {
     }
 
     /// Sends SIGTERM, once, to the processes outside the workers' groups that were there when all were asked to end, and to
-    /// the children of those that are asked late. What others have started since may be cleaning up.
+    /// the children of those that are asked late. Processes that others have started since may be cleaning up.
     fn sweep(&mut self, running: Option<&RunningProcesses>) {
         if self.may_be_asked.is_none() {
             self.may_be_asked = self.processes.outside(&self.groups());
@@ -462,13 +462,13 @@ impl Supervisor<'_, '_> {
         self.processes.running(&self.groups())
     }
 
-    /// Is no process left? Two looks, one poll apart, must agree, because of those in the middle of `execve`.
+    /// Whether no process is left. Two polls in a row must agree, because of processes in the middle of `execve`.
     fn is_empty(&mut self, running: Option<&RunningProcesses>) -> bool {
         if !running.is_some_and(RunningProcesses::is_empty) {
             self.empty_since = None;
             return false;
         }
-        self.empty_since.get_or_insert_with(Instant::now).elapsed() >= POLL
+        self.empty_since.get_or_insert_with(Instant::now).elapsed() >= POLL_INTERVAL
     }
 
     fn send(&self, signal: Raw) {
@@ -530,14 +530,14 @@ fn kill_strays(running: Option<&RunningProcesses>) {
 impl Drop for Supervisor<'_, '_> {
     /// On every path, also if a worker could not be started or the observer panics.
     fn drop(&mut self) {
-        let deadline = Deadline::after(REAP);
+        let deadline = Deadline::after(REAP_TIMEOUT);
         let is_known = loop {
             let running = self.running();
             self.kill(running.as_ref());
             if running.is_none() || self.is_empty(running.as_ref()) || deadline.has_passed() {
                 break running.is_some();
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(POLL_INTERVAL);
         };
         if is_known {
             self.guard.dismiss();

@@ -44,7 +44,7 @@ pub(super) struct Worker {
     /// The signal that has stopped it, if one has; stops are counted.
     stopped: Option<Signal>,
     stops: u64,
-    /// Was it killed because it was stopped?
+    /// Whether it was killed because it was stopped.
     is_given_up: bool,
     /// Its number, which is its group's, may belong to another process by now.
     reaped: bool,
@@ -149,7 +149,7 @@ impl Worker {
         self.ended.is_some()
     }
 
-    /// Can its end only be seen by polling?
+    /// Whether its end can only be seen by polling.
     pub(super) fn must_be_polled(&self) -> bool {
         !self.has_ended() && self.pidfd.is_none()
     }
@@ -164,7 +164,7 @@ impl Worker {
         self.captures.iter().filter(|capture| capture.open).map(|capture| capture.pipe.as_fd())
     }
 
-    /// Has it ended since the last call?
+    /// How it ended, if it has ended since the last call.
     pub(super) fn poll_end(&mut self) -> Option<Exit> {
         if self.has_ended() {
             return None;
@@ -212,7 +212,7 @@ impl Worker {
         self.blames
     }
 
-    /// Has it reported that it is about to fail?
+    /// Whether it has reported that it is about to fail.
     pub(super) fn is_failing(&mut self) -> bool {
         !self.has_ended() && self.error_file.as_mut().is_some_and(ErrorFile::announces_an_end)
     }

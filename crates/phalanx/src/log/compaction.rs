@@ -24,9 +24,9 @@ const TRIMMED: &str = "trimmed";
 /// After how many removed entries `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;
 /// How long the store may take to answer a request that does not wait.
-const ANSWER: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a machine must have for its log to be compacted. Such a log has no MACs: a state would need one too.
+/// The functions that a machine needs for its log to be compacted. Such a log has no MACs: a state would need one too.
 pub(crate) struct Compaction<M: Machine> {
     /// The state as bytes.
     pub(crate) encode: fn(&M) -> Result<Vec<u8>>,
@@ -92,7 +92,7 @@ impl<M: Machine> Log<M> {
         }
     }
 
-    /// Is the entry written at `index` certainly in the log?
+    /// Returns `index` if the entry that was written there is certainly in the log. Removes the entry otherwise.
     pub(super) fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
         if self.base(deadline)? <= index {
             return Ok(Some(index));
@@ -149,9 +149,9 @@ impl<M: Machine> Log<M> {
 /// time-out would mean that there is no new entry. It asks twice, as this process may have been stopped in between.
 pub(super) fn answer<M: Machine, T>(ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
     let is_late = |answer: &Result<T>| answer.as_ref().is_err_and(Error::is_timeout);
-    let mut answer = ask(Deadline::after(ANSWER));
+    let mut answer = ask(Deadline::after(ANSWER_TIMEOUT));
     if is_late(&answer) {
-        answer = ask(Deadline::after(ANSWER));
+        answer = ask(Deadline::after(ANSWER_TIMEOUT));
     }
     if !is_late(&answer) {
         return answer;

@@ -1,4 +1,4 @@
-//! Who has fallen silent: pure.
+//! Decides which processes have become silent: pure.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -14,7 +14,7 @@
 //! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
-//! sends this process's heartbeats and appends who has become silent.
+//! sends this process's heartbeats and appends the processes that have become silent.
 //!
 //! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
 
@@ -70,7 +70,7 @@ pub(crate) trait Machine: Clone + Default + Send + 'static {
     /// The process that joins by this entry.
     fn joining(entry: &Self::Entry) -> Option<Self::Id>;
 
-    /// Has this process joined, and not left?
+    /// Whether this process has joined, and not left.
     fn is_present(&self, id: Self::Id) -> bool;
 
     /// The processes whose heartbeats this one watches.

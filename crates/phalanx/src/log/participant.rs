@@ -17,7 +17,7 @@ const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 pub(crate) struct Heartbeats {
     pub(crate) interval: Duration,
     pub(crate) silence: Duration,
-    /// Is a store that does not answer a heartbeat in time lost? If not, the next heartbeat tries again.
+    /// Whether a store that does not answer a heartbeat in time is lost. If not, the next heartbeat tries again.
     pub(crate) must_be_answered: bool,
 }
 
@@ -176,7 +176,7 @@ fn watch<M: Machine>(
     }
 }
 
-/// Sends a heartbeat, and appends who has ended or become silent.
+/// Sends a heartbeat, and appends the processes that have ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
     replica: &Replica<M>,

@@ -143,7 +143,7 @@ impl<M: Machine> View<M> {
         self.own.as_ref().map(|own| own.id)
     }
 
-    /// Has this process joined, and do the others go on without it?
+    /// Whether this process has joined, and the others go on without it.
     pub(crate) fn is_given_up(&self) -> bool {
         let has_joined = |own: &&Own<M::Id>| own.joined_at.is_some_and(|index| index < self.next);
         self.own.as_ref().filter(has_joined).is_some_and(|own| !self.state.is_present(own.id))

@@ -14,13 +14,13 @@ use crate::key::JobKey;
 use crate::store::{MemoryStore, Store};
 
 /// How long a reader waits for an entry that may not exist.
-const MOMENT: Duration = Duration::from_millis(200);
+const READ_TIMEOUT: Duration = Duration::from_millis(200);
 
 fn limit() -> Deadline {
     Deadline::after(Duration::from_secs(60))
 }
 
-/// Takes what is said, and knows who is there.
+/// Collects the words, and knows which processes are present.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Heard<const COMPACTED: bool> {
     words: Vec<u32>,
@@ -205,7 +205,7 @@ impl Reader {
         while self.next() < end {
             let next = self.next();
             // All are there, or have been removed.
-            match self.log.read(next, Deadline::after(MOMENT)).unwrap() {
+            match self.log.read(next, Deadline::after(READ_TIMEOUT)).unwrap() {
                 Read::Entry(entry) => self.replica.apply(entry),
                 Read::Compacted(state, index) => {
                     assert!(index > next);
@@ -345,7 +345,7 @@ fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
         move || Reader::new(&store).next()
     });
     // So that it looks for sure.
-    thread::sleep(MOMENT);
+    thread::sleep(READ_TIMEOUT);
     reader.compact();
     assert_eq!(newcomer.join().unwrap(), 2 * STRIDE);
 }

@@ -40,7 +40,7 @@ use crate::rank::Rank;
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Each group is a [sub-group](ProcessGroup#groups-of-some-ranks), with connections and a failure of its own. What breaks one leaves
+/// Each group is a [sub-group](ProcessGroup#groups-of-some-ranks), with connections and a failure of its own. A failure of one leaves
 /// the others, and the group of the mesh, as they are: a rank that dies is named by each group that it was in.
 #[doc(alias = "init_device_mesh")]
 pub struct DeviceMesh {

@@ -27,7 +27,7 @@ use crate::error::Result;
 /// The most actions of all ranks together: a plan is computed as a whole on each rank.
 pub const MAX_ACTIONS: usize = 1 << 22;
 
-/// What is computed for a micro-batch in a stage.
+/// A computation for a micro-batch in a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Pass {
     /// The stage's output.
@@ -43,7 +43,7 @@ pub enum Pass {
 /// A pass of one micro-batch through one stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Action {
-    /// What is computed.
+    /// The computation.
     pub pass: Pass,
     /// The stage, counted through the model from 0. Rank `stage % ranks` has it.
     pub stage: usize,
@@ -51,7 +51,7 @@ pub struct Action {
     pub microbatch: usize,
 }
 
-/// What goes from one rank to another after an action: a stage's output, or the gradient of a stage's input.
+/// A message from one rank to another after an action: a stage's output, or the gradient of a stage's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Message {
     /// The action that needs it: a forward pass of the next stage, or a backward pass of the one before.

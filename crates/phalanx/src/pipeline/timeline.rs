@@ -39,7 +39,7 @@ impl Costs {
 /// When an action runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
-    /// What is computed.
+    /// The action that is computed.
     pub action: Action,
     /// When it begins; the first of all begins at 0.
     pub start: f64,

@@ -3,7 +3,7 @@
 //! A communication hook averages every bucket, also in the default case, the plain all_reduce.
 //!
 //! Unless views are asked for, a bucket lends its memory to the averaged gradients, and uses it again when all of them
-//! are dropped: allocating pages again costs time, and copies for all cost 6 % of an MLP's step. Whoever still has some
+//! are dropped: allocating pages again costs time, and copies for all cost 6 % of an MLP's step. A program that still has some
 //! in the next step keeps that memory, and the bucket takes other. So does Burn's Adam, whose moments can begin in the
 //! first gradients.
 
@@ -161,7 +161,7 @@ impl Bucket {
         buffer.split(places.iter().cloned())
     }
 
-    /// What was lent is this bucket's again if it is free; otherwise it is left to whoever has it.
+    /// Memory that was lent is this bucket's again if it is free; otherwise it is left to its borrower.
     fn recall(&mut self) {
         self.memory = match std::mem::replace(&mut self.memory, BucketMemory::None) {
             BucketMemory::Lent(keeper) => match keeper.reclaim() {

@@ -225,7 +225,7 @@ fn complete(parts: BTreeMap<Rank, Contribution>) {
     for Contribution { mut buffer, own, completer, .. } in parts.into_values() {
         completer(outcome.clone().map(|result| {
             if let Kind::ReduceScatter(_) = call.kind {
-                // What is the others' means nothing here.
+                // The parts of other ranks mean nothing here.
                 buffer.as_bytes_mut().fill(0xff);
                 buffer.as_bytes_mut()[own.clone()].copy_from_slice(&result.as_bytes()[own]);
             } else {

@@ -1,4 +1,4 @@
-//! Are the replicas the same?
+//! Compares the replicas of all ranks, by a hash of their bits.
 
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::group::Communicator;
 use crate::world_size::WorldSize;
 
-/// Are `tensors` the same bits on every rank? All ranks call it together, and get the same answer. Only a hash is sent.
+/// Whether `tensors` are the same bits on every rank. All ranks call it together, and get the same answer. Only a hash is sent.
 ///
 /// # Errors
 /// If the exchange fails.

@@ -88,7 +88,7 @@ pub struct Reducer {
     state: ReducerState,
     /// The memory of the plan's buckets.
     buckets: Vec<Bucket>,
-    /// Does that memory belong to an earlier group?
+    /// Whether that memory belongs to an earlier group.
     stale: bool,
     /// This rank's gradients in each bucket that was launched in this step, if they are [kept](Self::keep_gradients): averages
     /// take their place in the bucket.
@@ -177,7 +177,7 @@ impl Reducer {
         })
     }
 
-    /// Does a parameter that gets no gradient in this step count as unused, and not as an error? So it does with
+    /// Whether a parameter that gets no gradient in this step counts as unused, and not as an error. True with
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters), and in the first step of a
     /// [`static_graph`](ReducerOptions::static_graph).
     pub fn accepts_unused(&self) -> bool {

@@ -1,4 +1,4 @@
-//! What a reducer is told: the parameters, and how to group them.
+//! The options of a reducer: the parameters, and how to group them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -121,7 +121,7 @@ impl ReducerOptions {
         Ok(Limits::Bytes { first: to_bytes("first_bucket_mb", first)?, others })
     }
 
-    /// What must be the same on every rank.
+    /// The properties that must be the same on every rank.
     pub(crate) fn describe(&self) -> Vec<(String, String)> {
         let (first, others) = self.megabytes();
         let numbers = match &self.bucket_numbers {

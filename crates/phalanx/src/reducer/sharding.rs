@@ -41,7 +41,7 @@ impl Reducer {
         })
     }
 
-    /// Is the average of the parameter at `index` this rank's?
+    /// Whether the average of the parameter at `index` is this rank's.
     pub fn owns(&self, index: usize) -> bool {
         self.state.owns(index)
     }

@@ -52,19 +52,19 @@ pub(super) struct ReducerState {
     unused: Vec<usize>,
     /// The number of `unused` that have been filled.
     filled: usize,
-    /// For each parameter: did any rank have a gradient in the last step?
+    /// For each parameter: whether any rank had a gradient in the last step.
     used: Vec<bool>,
     /// This rank's weight in this step; none if all ranks count alike.
     weight: Option<f64>,
     /// Parameters whose gradients in this step are those of samples of weight 0 alone.
     void: Vec<usize>,
-    /// Is backward over? Then the step can be replayed, if gradients are kept.
+    /// Whether backward is over. If so, the step can be replayed, if gradients are kept.
     ended: bool,
-    /// Are the gradients of this step kept, so that it can be replayed?
+    /// Whether the gradients of this step are kept, so that it can be replayed.
     keeps: bool,
-    /// Will the gradients of the next step be kept?
+    /// Whether the gradients of the next step will be kept.
     keeps_next: bool,
-    /// What cut this step off, until it is replayed in another group.
+    /// The failure that cut this step off, until it is replayed in another group.
     cut_off: Option<Error>,
 }
 
@@ -106,7 +106,7 @@ enum UnusedParameters {
 }
 
 impl UnusedParameters {
-    /// Do the ranks tell each other at the end of backward which parameters they use?
+    /// Whether the ranks tell each other at the end of backward which parameters they use.
     fn are_exchanged(self) -> bool {
         matches!(self, Self::Find | Self::Learn)
     }
@@ -296,7 +296,7 @@ impl ReducerState {
         Some(bucket)
     }
 
-    /// Does a parameter that gets no gradient in this step count as unused?
+    /// Whether a parameter that gets no gradient in this step counts as unused.
     pub(super) fn accepts_unused(&self) -> bool {
         self.unused_parameters.are_exchanged()
     }
@@ -336,7 +336,8 @@ impl ReducerState {
         Ok(())
     }
 
-    /// Have all buckets been launched? Gives whether the ranks exchange now which parameters they [use](Self::used_here).
+    /// Checks that all buckets have been launched. Returns whether the ranks exchange now which parameters they
+    /// [use](Self::used_here).
     pub(super) fn closed(&self) -> Result<bool> {
         if let Some(error) = &self.cut_off {
             return Err(error.clone());
@@ -347,7 +348,7 @@ impl ReducerState {
         Ok(self.unused_parameters.are_exchanged())
     }
 
-    /// For each parameter: does this rank have a gradient in this step?
+    /// For each parameter: whether this rank has a gradient in this step.
     pub(super) fn used_here(&self) -> Vec<u8> {
         let mut used = vec![1; self.parameters.len()];
         // What a static graph learns is the graph, whatever the weights are.
@@ -364,7 +365,7 @@ impl ReducerState {
         used
     }
 
-    /// For each parameter: does any rank have a gradient in this step?
+    /// For each parameter: whether any rank has a gradient in this step.
     pub(super) fn set_used(&mut self, used: &[u8]) {
         self.used.clear();
         self.used.extend(used.iter().map(|&used| used != 0));
@@ -405,7 +406,7 @@ impl ReducerState {
         gathered.then(|| self.slice_of(index))
     }
 
-    /// What the buckets held is gone.
+    /// The contents of the buckets are gone.
     pub(super) fn emptied(&mut self) {
         if matches!(self.phase, Phase::Averaged | Phase::Gathered) {
             self.phase = Phase::Idle;
@@ -431,7 +432,7 @@ impl ReducerState {
         Ok(())
     }
 
-    /// Are the gradients of this step kept?
+    /// Whether the gradients of this step are kept.
     pub(super) fn keeps(&self) -> bool {
         self.keeps
     }
@@ -474,7 +475,7 @@ impl ReducerState {
     }
 }
 
-/// Can a step be averaged again?
+/// Checks that a step can be averaged again.
 fn check_replayable(sharded: bool, hook_is_stateless: bool) -> Result<()> {
     match (sharded, hook_is_stateless) {
         (false, true) => Ok(()),

@@ -15,13 +15,13 @@ use crate::world_size::WorldSize;
 
 /// The steps of which medians are taken.
 const WINDOW: usize = 32;
-/// A rank is slow if its own time is at least [`SLOW`] times the median of all ranks and [`LEAST`] more, and if another rank waits
+/// A rank is slow if its own time is at least [`SLOW`] times the median of all ranks and [`MIN_DELAY`] more, and if another rank waits
 /// longer than it by at least this [`SHARE`] of a step.
 const SLOW: f64 = 1.5;
-const LEAST: Duration = Duration::from_millis(1);
+const MIN_DELAY: Duration = Duration::from_millis(1);
 const SHARE: f64 = 0.1;
 /// The time between two warnings.
-const PAUSE: Duration = Duration::from_secs(600);
+const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 
 /// How long a step takes on one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub(super) struct StepTimer {
     /// By rank.
     times: Vec<StepTime>,
     warned: Option<Instant>,
-    /// May the ranks' counts of steps differ?
+    /// Whether the ranks' counts of steps may differ.
     is_stopped: bool,
 }
 
@@ -117,7 +117,7 @@ impl StepTimer {
         self.times = times.map(|[own, wait]| StepTime { own: seconds(*own), wait: seconds(*wait) }).collect();
         if group.rank().is_main()
             && let Some(straggler) = straggler(&self.times)
-            && self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= PAUSE)
+            && self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= WARNING_INTERVAL)
         {
             self.warned = Some(now);
             warn(straggler);
@@ -125,19 +125,19 @@ impl StepTimer {
     }
 }
 
-/// What to say of the slowest rank, if it is slow.
+/// The warning about the slowest rank, if it is slow.
 fn straggler(times: &[StepTime]) -> Option<String> {
     // Ranks without data have no times.
     let took_part = |time: &StepTime| *time != StepTime::default();
     let mut own: Vec<Duration> = times.iter().filter(|time| took_part(time)).map(|time| time.own).collect();
     let usual = median(&mut own);
     let (rank, slowest) = times.iter().enumerate().max_by_key(|(_, time)| time.own)?;
-    // What all wait for is the network's doing.
+    // The time that all ranks wait is the network's.
     let longest_wait = times.iter().map(|time| time.wait).max().unwrap_or_default();
     let excess = longest_wait.saturating_sub(slowest.wait);
     let factor = slowest.own.as_secs_f64() / usual.as_secs_f64();
     let is_slow = slowest.own >= usual.mul_f64(SLOW)
-        && slowest.own.saturating_sub(usual) >= LEAST
+        && slowest.own.saturating_sub(usual) >= MIN_DELAY
         && excess >= (slowest.own + slowest.wait).mul_f64(SHARE);
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     is_slow.then(|| {
@@ -187,7 +187,7 @@ mod tests {
         assert!(straggler(&times([150, 100])).is_some_and(|warning| warning.contains("rank 0")));
         assert!(straggler(&times([0, 0, 0, 150, 100])).is_some_and(|warning| warning.contains("rank 3")));
         assert_eq!(straggler(&times([0, 100, 100])), None);
-        // What is short differs for many reasons.
+        // Short times differ for many reasons.
         let [short, long] = [100, 900].map(Duration::from_micros);
         let brief = [StepTime { own: short, wait: long }, StepTime { own: long, wait: short }];
         assert_eq!(straggler(&brief), None);
@@ -248,7 +248,10 @@ mod tests {
             assert!(seen[..WINDOW].iter().all(Vec::is_empty));
             assert!(seen[WINDOW + 1..].iter().all(|times| *times == told), "{:?}", seen.last());
             if rank == 0 {
-                assert!(warned.len() > 1 && warned.is_sorted_by(|a, b| *b - *a >= PAUSE), "{warned:?}");
+                assert!(
+                    warned.len() > 1 && warned.is_sorted_by(|a, b| *b - *a >= WARNING_INTERVAL),
+                    "{warned:?}"
+                );
             } else {
                 assert!(warned.is_empty(), "{warned:?}");
             }

@@ -22,7 +22,7 @@ pub(super) fn error(rank: Rank, parameters: &[ParameterSpec], unused: &[usize]) 
 /// Warns of each parameter once, however often it is unused.
 pub(super) struct Warnings {
     warned: Vec<bool>,
-    /// Has any step been looked at?
+    /// Whether any step has been looked at.
     began: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Do all ranks train the same model? Compared before anything is averaged, so that a difference is an error with a
-//! name in it on every rank, and neither a hang nor a wrong result.
+//! Checks that all ranks train the same model. They compare before anything is averaged, so that a difference is an error
+//! with a name in it on every rank, and neither a hang nor a wrong result.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ use crate::rank::Rank;
 /// The most that one rank may make another take for a description: specs of about a million parameters.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// What must be the same on every rank.
+/// The properties that must be the same on every rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Contract {
     pub(crate) parameters: Vec<ParameterSpec>,

@@ -39,7 +39,7 @@ const VERSION: u32 = 3;
 const VERSION_MARK: &str = "@version-";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
-/// In a world of at most so many ranks, each checks who is missing; in a larger one only rank 0.
+/// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
 
 /// Which process on which host this is. Hosts may have equal names, and processes in different containers equal numbers: those are for
@@ -176,7 +176,7 @@ pub(super) fn arrive(
     // Published here, so that ranks that get further can see if this one is stopped while it waits.
     let (name, process) = transport::process_record(config.rank)?;
     let process = [(&*format!("group/{name}"), &*process)];
-    // Some time is kept to find out who is missing, and to tell the others.
+    // Some time is kept to find out which ranks are missing, and to tell the others.
     let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     let awaited = || awaited(&roll_call, config, started, waiting.at_most(ANSWER_TIMEOUT));
     let outcome = while_waiting(awaited, || match config.rank.is_main() {
@@ -344,7 +344,7 @@ fn read_outcome(outcome: &[u8]) -> Error {
     }
 }
 
-/// Reports who is waited for, while there is time.
+/// Reports the missing ranks, while there is time.
 fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadline: Deadline) -> String {
     let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.

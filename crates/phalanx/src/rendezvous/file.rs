@@ -21,7 +21,7 @@ use crate::world_size::WorldSize;
 /// All hellos: one line each, rank and number.
 const HELLOS: &str = "hellos";
 /// How often a waiting rank checks whether the path names another file, and rank 0 looks for new hellos.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(super) fn join(
     path: &Path,
@@ -47,7 +47,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
     let mut seen = vec![false; world_size.count()];
     seen[0] = true;
     let mut answered = 0;
-    // Time is left for the start of the world, which reports who is missing.
+    // Time is left for the start of the world, which reports the missing ranks.
     let until = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     store.append(HELLOS, b"", deadline)?;
     while seen.contains(&false) && !until.has_passed() {
@@ -69,7 +69,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
                 .in_operation("rendezvous", None)
                 .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
         }
-        std::thread::sleep(LOOK.min(until.remaining()));
+        std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
     }
     Ok(store)
 }
@@ -82,7 +82,7 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<FileSto
         store.append(HELLOS, format!("{} {number}\n", config.rank).as_bytes(), deadline)?;
         let welcome = format!("welcome/{number}");
         loop {
-            match store.wait(&[&welcome], deadline.at_most(LOOK)) {
+            match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
                 Ok(()) => return Ok(store),
                 Err(error) if !error.is_timeout() => return Err(error),
                 Err(_) if deadline.has_passed() => {

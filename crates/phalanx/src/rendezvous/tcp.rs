@@ -11,7 +11,7 @@ use crate::store::{
     Access, KeylessClients, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
 };
 
-/// Who serves the store.
+/// The process that serves the store.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Host {
     /// Rank 0, at the address at which the others reach it, or at another one of its host.

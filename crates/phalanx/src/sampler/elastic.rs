@@ -96,7 +96,7 @@ impl StepPlaces {
 }
 
 impl PartialEq for ElasticSampler {
-    /// Are both at the same place of the same order?
+    /// Whether both are at the same place of the same order.
     fn eq(&self, other: &Self) -> bool {
         let place = |it: &Self| (it.samples, it.shuffle, it.seed, it.tail, it.epoch, it.consumed);
         place(self) == place(other) && self.again == other.again

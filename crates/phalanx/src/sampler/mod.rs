@@ -126,7 +126,7 @@ impl DistributedSampler {
         if self.drop_last { self.samples / ranks } else { self.samples.div_ceil(ranks) }
     }
 
-    /// Is the number of indices zero?
+    /// Whether the number of indices is zero.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

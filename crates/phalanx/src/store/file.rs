@@ -111,7 +111,7 @@ impl FileStore {
         }
     }
 
-    /// Does a process write to it within `silence`?
+    /// Whether a process writes to it within `silence`.
     fn grows(&self, silence: Duration, deadline: Deadline) -> Result<bool> {
         let length = || {
             let metadata = self.log.lock().file.metadata();
@@ -127,7 +127,7 @@ impl FileStore {
         Ok(length()? != first)
     }
 
-    /// Is this store still the one that its path names?
+    /// Whether this store is still the one that its path names.
     pub(crate) fn is_current(&self) -> bool {
         is_named(&self.log.lock().file, &self.path)
     }
@@ -292,7 +292,7 @@ fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result
     Ok(file)
 }
 
-/// Does `path` still name `file`?
+/// Whether `path` still names `file`.
 fn is_named(file: &File, path: &Path) -> bool {
     let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
     let (ours, named) = (file.metadata().map(identity), std::fs::metadata(path).map(identity));

@@ -54,7 +54,7 @@ pub trait Store: Send + Sync {
     /// Waits until every key exists.
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()>;
 
-    /// Does every key exist now?
+    /// Whether every key exists now.
     fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool>;
 
     /// Adds to a decimal counter, which starts at 0, and returns the sum.

@@ -61,7 +61,7 @@ impl Tls {
         check(&roots, &chain, &provider).map_err(|error| {
             unusable(certificate, explain::own(&error)).with_remedy(
                 "it must be of the CA in PHALANX_TLS_CA, be valid today by this host's clock, and serve clients and \
-                 servers: `phalanx certgen` makes such",
+                 servers: `phalanx certgen` creates valid certificates",
             )
         })?;
         Self::new(&provider, roots, chain, private).map_err(|error| {
@@ -160,7 +160,7 @@ impl ServerCertVerifier for AnyOfTheCa {
     }
 }
 
-/// Would others accept this certificate, on both sides of a connection?
+/// Checks that others would accept this certificate, on both sides of a connection.
 fn check(
     roots: &Arc<RootCertStore>,
     chain: &[CertificateDer<'static>],
@@ -189,8 +189,9 @@ fn roots(path: &Path) -> Result<RootCertStore> {
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     use std::io::Read;
     let refuse = |why: String| {
-        unusable(path, why)
-            .with_remedy("name a readable file of certificates in PEM: `phalanx certgen` makes such")
+        unusable(path, why).with_remedy(
+            "name a readable file of certificates in PEM: `phalanx certgen` creates valid certificates",
+        )
     };
     let mut text = Vec::new();
     std::fs::File::open(path)
@@ -205,7 +206,8 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
-    let remedy = "name the readable file of a private key in PEM: `phalanx certgen` makes such";
+    let remedy =
+        "name the readable file of a private key in PEM: `phalanx certgen` creates one for each host";
     let text = secret_file::read(path, LONGEST).map_err(|unfit| match unfit {
         Unfit::Unreadable(error) => unusable(path, error.to_string()).with_remedy(remedy),
         Unfit::Unsafe { why, remedy: other } => {

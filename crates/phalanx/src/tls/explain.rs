@@ -36,7 +36,7 @@ pub(super) fn refusal(error: &Error) -> io::Error {
     }
 }
 
-/// Is this alert about a certificate?
+/// Whether this alert is about a certificate.
 fn is_of_certificates(alert: AlertDescription) -> bool {
     use AlertDescription::{
         AccessDenied, BadCertificate, CertificateExpired, CertificateRevoked, CertificateUnknown,

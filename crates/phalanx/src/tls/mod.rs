@@ -115,7 +115,7 @@ impl Refusal {
         Self { what: what.into(), remedy, is_of_certificates: true }.into()
     }
 
-    /// Is `error` one of these, because one side does not accept the other's certificate?
+    /// Whether `error` is one of these, because one side does not accept the other's certificate.
     pub(crate) fn is_of_certificates(error: &io::Error) -> bool {
         Self::in_error(error).is_some_and(|refusal| refusal.is_of_certificates)
     }

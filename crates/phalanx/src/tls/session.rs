@@ -140,7 +140,7 @@ impl Session {
         }
     }
 
-    /// Is there data that no poll of the socket would show?
+    /// Whether there is data that no poll of the socket would show.
     pub(crate) fn holds_input(&self) -> bool {
         self.start < self.end || !self.plain.is_empty() || !self.tls.wants_read()
     }

@@ -206,7 +206,7 @@ impl Trace {
         Self { record: Some(Arc::new(Record { path, rank, origin, limit, log: Mutex::default() })) }
     }
 
-    /// Is the trace enabled? Ask before computing costly names or arguments.
+    /// Whether the trace is enabled. Call it before you compute costly names or arguments.
     #[inline]
     pub fn is_enabled(&self) -> bool {
         self.record.is_some()

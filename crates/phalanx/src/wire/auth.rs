@@ -33,9 +33,9 @@ pub(crate) const TAG: usize = 32;
 
 /// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after that. On a slow
 /// network that is a few round trips, and one or two packets that are sent again after 1 and 3 s.
-pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time that each TLS handshake has at least, even if others wait for a permit.
-pub(crate) const MIN_HANDSHAKE: Duration = Duration::from_millis(500);
+pub(crate) const MIN_HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(crate) type Nonce = [u8; NONCE];
 pub(crate) type Tag = [u8; TAG];
@@ -81,7 +81,7 @@ impl Secret {
         self.mac(label, said).finalize().into_bytes().into()
     }
 
-    /// Is `tag` that proof? Takes constant time.
+    /// Whether `tag` is that proof. Takes constant time.
     pub(crate) fn verify(&self, label: &str, said: &[&[u8]], tag: &Tag) -> bool {
         self.mac(label, said).verify(tag.into()).is_ok()
     }

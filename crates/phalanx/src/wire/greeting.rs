@@ -47,7 +47,7 @@ impl std::fmt::Debug for StoreSecret {
     }
 }
 
-/// Do these bytes begin a greeting, in either direction and of any version?
+/// Whether these bytes begin a greeting, in either direction and of any version.
 pub(crate) fn is_greeting(start: &[u8; 4]) -> bool {
     BEGINNING.starts_with(start)
 }
@@ -97,7 +97,7 @@ impl Responder {
         &self.answer
     }
 
-    /// Is this the proof of the client that sent the call?
+    /// Whether this is the proof of the client that sent the call.
     pub(crate) fn proven(&self, secret: &StoreSecret, proof: &Tag) -> bool {
         secret.0.verify(CALLS, &[&self.call, &self.answer], proof)
     }

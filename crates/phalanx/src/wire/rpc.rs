@@ -54,13 +54,13 @@ impl Kind {
         Self::Bye,
     ];
 
-    /// Does it ask for an answer?
+    /// Whether it asks for an answer.
     pub(crate) fn is_request(self) -> bool {
         matches!(self, Self::Call | Self::Make | Self::Method)
     }
 }
 
-/// An object that a rank keeps for others. Who asks for it numbers it.
+/// An object that a rank keeps for others. The rank that asks for it numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ObjectId {
     pub creator: Rank,

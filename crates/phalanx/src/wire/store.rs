@@ -163,7 +163,7 @@ impl Decoder {
         }
     }
 
-    /// Has no byte of the next request been fed yet?
+    /// Whether no byte of the next request has been fed yet.
     #[cfg(test)]
     pub fn is_idle(&self) -> bool {
         self.request.is_none()

@@ -22,12 +22,12 @@ pub(crate) const LONGEST_HELLO: usize = 1792;
 const RECORD_HEAD: usize = 5;
 const MESSAGE_HEAD: usize = 4;
 
-/// Do these bytes begin a TLS client's handshake? No message of ours does, nor of PyTorch's.
+/// Whether these bytes begin a TLS client's handshake. No message of ours does, nor of PyTorch's.
 pub(crate) fn is_hello(bytes: &[u8]) -> bool {
     bytes.first() == Some(&HANDSHAKE)
 }
 
-/// Is this the alert that a side with TLS sends to a client without?
+/// Whether this is the alert that a side with TLS sends to a client without.
 pub(crate) fn is_alert(bytes: &[u8]) -> bool {
     bytes.starts_with(&[ALERT, 3])
 }

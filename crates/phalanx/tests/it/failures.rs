@@ -10,7 +10,7 @@ use phalanx::testing::{Fabric, run};
 use phalanx::{Buffer, Caller, DType, Error, ProcessGroup, Rank, ReduceOp};
 
 /// Nothing in here may wait for this long.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_LIMIT: Duration = Duration::from_secs(20);
 
 fn within(limit: Duration, group: &ProcessGroup, f: impl FnOnce(&ProcessGroup) -> Error) -> Error {
     let start = Instant::now();
@@ -23,9 +23,9 @@ fn within(limit: Duration, group: &ProcessGroup, f: impl FnOnce(&ProcessGroup) -
 fn ranks_that_call_different_collectives_all_see_both_calls() {
     for fabric in Fabric::ALL {
         let errors = run(3, fabric, |group| {
-            within(PATIENCE, &group, |group| {
+            within(WAIT_LIMIT, &group, |group| {
                 let mut data = [1f32; 10];
-                // Who is late out of the barrier may hear of it there, who has sent its part already in the last call.
+                // A rank that leaves the barrier late may hear of it there; one that has sent its part already, in the last call.
                 let outcome = group.barrier().and_then(|()| match group.rank().get() {
                     1 => group.broadcast(&mut data, Rank::new(1)),
                     _ => group.all_reduce(&mut data, ReduceOp::Sum),
@@ -71,7 +71,7 @@ fn errors_name_the_calls_that_users_wrote() {
     for fabric in Fabric::ALL {
         for (name, call) in calls {
             let errors = run(2, fabric, |group| {
-                within(PATIENCE, &group, |group| {
+                within(WAIT_LIMIT, &group, |group| {
                     let outcome = if group.rank().is_main() { call(group) } else { group.barrier() };
                     outcome.and_then(|()| group.barrier()).unwrap_err()
                 })
@@ -89,7 +89,7 @@ fn errors_name_the_calls_that_users_wrote() {
         for error in run(2, fabric, |group| {
             let calls = [Caller::DdpAverageParameters, Caller::DdpBackward];
             let group = group.in_call(calls[group.rank().index()]);
-            within(PATIENCE, &group, |group| group.barrier().and_then(|()| group.barrier()).unwrap_err())
+            within(WAIT_LIMIT, &group, |group| group.barrier().and_then(|()| group.barrier()).unwrap_err())
         }) {
             assert!(error.is_mismatch() && error.to_string().contains("Ddp::average_parameters"), "{error}");
         }
@@ -133,7 +133,7 @@ fn every_kind_of_difference_is_found() {
     for fabric in Fabric::ALL {
         for (one, other) in differences {
             let errors = run(2, fabric, |group| {
-                within(PATIENCE, &group, |group| {
+                within(WAIT_LIMIT, &group, |group| {
                     let outcome = if group.rank().is_main() { one(group) } else { other(group) };
                     outcome.and_then(|()| group.barrier()).unwrap_err()
                 })
@@ -199,7 +199,7 @@ fn a_deadline_also_bounds_the_wait_for_ones_turn() {
                 // Rank 1 never calls it; its own deadline is half an hour away.
                 let first = group.all_reduce_async(Buffer::zeroed(DType::F32, 8), ReduceOp::Sum).unwrap();
                 let hasty = group.with_timeout(Duration::from_millis(100));
-                let error = within(PATIENCE, &hasty, |group| group.barrier().unwrap_err());
+                let error = within(WAIT_LIMIT, &hasty, |group| group.barrier().unwrap_err());
                 assert!(error.is_timeout(), "{fabric:?}: {error}");
                 assert!(first.wait().unwrap_err().is_timeout());
             } else {
@@ -220,7 +220,7 @@ fn a_rank_that_left_is_told_from_one_that_died() {
             // A rank that is still in it would fail with the other's next call.
             all_done.wait();
             (!group.rank().is_main()).then(|| {
-                within(PATIENCE, &group, |group| {
+                within(WAIT_LIMIT, &group, |group| {
                     loop {
                         if let Err(error) = group.barrier() {
                             break error;
@@ -268,7 +268,7 @@ fn an_abort_reaches_every_rank_with_its_reason() {
             if group.rank().get() == 2 {
                 group.abort(Error::aborted("the loss is NaN").with_remedy("lower the learning rate"));
             }
-            within(PATIENCE, &group, |group| {
+            within(WAIT_LIMIT, &group, |group| {
                 loop {
                     if let Err(error) = group.barrier() {
                         break error;
@@ -318,7 +318,7 @@ fn a_panic_of_one_rank_is_the_others_error() {
         let outcome = std::panic::catch_unwind(|| {
             run(2, fabric, |group| {
                 if group.rank().is_main() {
-                    let error = within(PATIENCE, &group, |group| group.barrier().unwrap_err());
+                    let error = within(WAIT_LIMIT, &group, |group| group.barrier().unwrap_err());
                     assert!(error.to_string().contains("rank 1 panicked"), "{error}");
                 } else {
                     std::panic::resume_unwind(Box::new("rank 1 goes down"));
@@ -352,7 +352,7 @@ const CALLS: [(&str, Collective); 20] = [
     ("all_to_all(", |g| g.all_to_all(&[0f32; 8], &mut [0f32; 8])),
     ("all_gather_v(", |g| g.all_gather_v(&[0f32; 8], &mut [0f32; 32], &[8; 4])),
     ("barrier", ProcessGroup::barrier),
-    ("monitored_barrier", |g| g.monitored_barrier(PATIENCE)),
+    ("monitored_barrier", |g| g.monitored_barrier(WAIT_LIMIT)),
 ];
 
 fn gather(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
@@ -382,9 +382,9 @@ fn hosts_that_call_different_collectives_all_see_both_calls() {
 
 fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
     let errors = run(4, Fabric::TwoHosts, |group| {
-        within(PATIENCE, &group, |group| {
+        within(WAIT_LIMIT, &group, |group| {
             let outcome = if group.rank().get() < 2 { call_one(group) } else { call_other(group) };
-            // Who only sends has done its part, and hears of it in one of the next calls.
+            // A rank that only sends has done its part, and hears of it in one of the next calls.
             outcome
                 .and_then(|()| std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap())
                 .unwrap_err()

@@ -13,7 +13,7 @@ fn order(world: u32, fabric: Fabric, local: bool) -> Vec<u32> {
     run(world, fabric, |group| {
         let rank = group.rank().get();
         let prepare = || {
-            // The others would overtake who does not hold them up.
+            // The others would overtake a rank 0 that does not hold them up.
             std::thread::sleep(Duration::from_millis(if rank == 0 { 30 } else { 0 }));
             order.lock().unwrap().push(rank);
             Ok(10 * rank)

@@ -1,4 +1,4 @@
-//! Ranks in a grid: who is in which group, and what is said if ranks disagree.
+//! Ranks in a grid: which ranks are in which group, and what is said if ranks disagree.
 
 use std::sync::Barrier;
 use std::time::Duration;

@@ -8,12 +8,12 @@ use phalanx::{Buffer, DType, Error, P2pOp, ProcessGroup, Rank, ReduceOp, Result}
 use proptest::prelude::*;
 
 /// Nothing in here may wait for this long.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_LIMIT: Duration = Duration::from_secs(20);
 /// More than rings and connections hold.
 const LONG: usize = 16 << 20;
 
 fn patient(group: &ProcessGroup) -> ProcessGroup {
-    group.with_timeout(PATIENCE)
+    group.with_timeout(WAIT_LIMIT)
 }
 
 fn other(group: &ProcessGroup) -> Rank {
@@ -203,7 +203,7 @@ fn a_message_that_nobody_sends_times_out_with_the_name_of_the_peer() {
             assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{fabric:?}: {error}");
             assert!(error.to_string().contains("send/recv(6 x f32) #1: rank 1"), "{error}");
             assert!(first.wait().unwrap_err().is_timeout());
-            assert!(start.elapsed() < PATIENCE);
+            assert!(start.elapsed() < WAIT_LIMIT);
         });
         run(2, fabric, |group| {
             let hasty = group.with_timeout(Duration::from_millis(200));
@@ -308,7 +308,7 @@ fn who_waits_for_a_rank_that_has_left_is_told_and_gets_what_it_sent_before() {
             let work = group.irecv(Buffer::zeroed(DType::U8, 1), peer).unwrap();
             let error = work.wait().unwrap_err();
             assert!(error.is_peer_left(), "{fabric:?}: {error}");
-            assert!(start.elapsed() < PATIENCE);
+            assert!(start.elapsed() < WAIT_LIMIT);
         });
     }
 }

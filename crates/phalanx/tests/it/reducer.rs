@@ -107,7 +107,7 @@ fn different_models_are_told_apart_and_state_is_copied() {
 
 #[test]
 fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
-    const SLOW: Duration = Duration::from_millis(50);
+    const SLOW_RANK_DELAY: Duration = Duration::from_millis(50);
     for fabric in [Fabric::Tcp, Fabric::SharedMemory] {
         let warnings = run(3, fabric, |group| {
             let rank = group.rank().index();
@@ -117,7 +117,7 @@ fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
                 for step in 0..67 {
                     assert_eq!(reducer.step_times().is_empty(), step <= 32, "step {step}");
                     if rank == 1 {
-                        std::thread::sleep(SLOW);
+                        std::thread::sleep(SLOW_RANK_DELAY);
                     }
                     reducer.start().unwrap();
                     for (index, size) in SIZES.into_iter().enumerate() {
@@ -126,7 +126,7 @@ fn a_slow_rank_is_found_and_the_others_waits_are_its_fault() {
                     reducer.finish().unwrap();
                 }
                 let times = reducer.step_times();
-                assert!(times[1].own >= SLOW && times[0].own < times[1].own, "{times:?}");
+                assert!(times[1].own >= SLOW_RANK_DELAY && times[0].own < times[1].own, "{times:?}");
                 assert!(times[0].wait > times[1].wait && times[2].wait > times[1].wait, "{times:?}");
             });
             let mut warnings = log.0.lock().clone();

@@ -1,4 +1,4 @@
-//! Groups of some of a group's ranks: who is in them, that they are independent, and what they say when they fail.
+//! Groups of some of a group's ranks: which ranks are in them, that they are independent, and what they say when they fail.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use phalanx::testing::{Fabric, run};
 use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp};
 
 /// Nothing in here may wait for this long.
-const PATIENCE: Duration = Duration::from_secs(20);
+const WAIT_LIMIT: Duration = Duration::from_secs(20);
 
 fn patient(group: &ProcessGroup) -> ProcessGroup {
-    group.with_timeout(PATIENCE)
+    group.with_timeout(WAIT_LIMIT)
 }
 
 fn ranks(ranks: &[u32]) -> Vec<Rank> {

@@ -47,7 +47,7 @@ type Training = Plain<(u64, Vec<f32>)>;
 
 fn work(fault: &str) -> phalanx::Result<()> {
     let mut options = Options::from_env()?;
-    // Who is killed or stopped is found by its group; who is only slow is not given up.
+    // The group finds a worker that is killed or stopped; a worker that is only slow is not given up.
     options.keep_alive = (Duration::from_millis(200), Some(25));
     let mut training: Training = Plain((0, vec![1.0; 4]));
     elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
@@ -126,7 +126,7 @@ fn strike(fault: &str, runs: PathBuf) {
     });
 }
 
-/// Is there a file in a folder that is no checkpoint yet?
+/// Whether there is a file in a folder that is no checkpoint yet.
 fn is_writing(runs: &Path) -> bool {
     let files = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().collect::<Vec<_>>();
     let unnamed =

@@ -218,7 +218,7 @@ fn every_rank_gets_what_rank_0_has_saved() {
                 assert_eq!(saved.part_names().collect::<Vec<_>>(), ["state"]);
                 let names: Vec<&str> = saved.tensors().map(|(name, _)| name).collect();
                 assert_eq!(names, ["lent", "own"]);
-                // What is not there, or is something else, is said.
+                // The error says that a tensor is missing, or is something else.
                 let error = saved.tensor("other").unwrap_err();
                 assert!(error.is_mismatch() && error.to_string().contains("lent, own"), "{error}");
                 assert!(saved.tensor("own").unwrap().to_vec::<f32>().unwrap_err().is_mismatch());
@@ -291,7 +291,7 @@ fn old_ones_go_and_torn_ones_are_named() {
         skipped[0].folder.ends_with("00000004-step-8")
             && skipped[0].cause.contains("tensors.safetensors has 1000")
     );
-    // What is torn does not count, and goes with the old ones.
+    // A torn checkpoint does not count, and is removed with the old ones.
     save(&checkpoints, 9).unwrap();
     checkpoints.finish().unwrap();
     assert_eq!(names(folder.path()), ["00000003-step-7", "00000004-step-8", "00000005-step-9"]);

@@ -45,7 +45,7 @@ pub fn play(scenario: &str) {
     }
 }
 
-/// The step, the weights, and the place in the data; and does a save fail in the middle?
+/// The step, the weights, and the place in the data; and whether a save fails in the middle.
 struct Training((u64, Vec<f32>, ElasticSampler), bool);
 
 impl State for Training {
@@ -69,7 +69,7 @@ fn work(scenario: &str) -> phalanx::Result<()> {
         _ => {}
     }
     let mut options = Options::from_env()?;
-    // Who is killed or stopped is found by its group; who is only slow is not given up.
+    // The group finds a worker that is killed or stopped; a worker that is only slow is not given up.
     options.keep_alive = (Duration::from_millis(200), Some(25));
     if let Ok(milliseconds) = std::env::var(LAST_CALL) {
         options.last_call = Duration::from_millis(milliseconds.parse().unwrap());
@@ -227,7 +227,7 @@ impl Seen {
         if complete { self.committed.get(&self.round()).copied().unwrap_or(0) } else { 0 }
     }
 
-    /// Has each place had so many lives, and are the last of all in the newest round?
+    /// Whether each place has had so many lives, and the last of all are in the newest round.
     fn all_are_in(&self, lives: [usize; 3]) -> bool {
         let newest = self.rounds.last_key_value();
         let newest: BTreeSet<u32> =

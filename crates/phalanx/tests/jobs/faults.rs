@@ -13,21 +13,21 @@ use crate::support::network::{Network, run};
 use crate::support::world::{LIMIT, World, in_time};
 
 /// How long the ranks of these worlds wait for each other at the start: longer than one of them that is not the victim may be late.
-const START: Duration = Duration::from_secs(6);
-/// What silence is, plus what a busy machine may need. (`phalanx bench faults` measures; this finds hangs.)
-const SILENCE: Duration = Duration::from_secs(4);
+const START_TIMEOUT: Duration = Duration::from_secs(6);
+/// The heartbeats' time-out, plus the time that a busy machine may need. (`phalanx bench faults` measures; this finds hangs.)
+const SILENCE_LIMIT: Duration = Duration::from_secs(4);
 /// The same if the network between hosts is silent.
-const NETWORK_SILENCE: Duration = Duration::from_secs(16);
+const NETWORK_SILENCE_LIMIT: Duration = Duration::from_secs(16);
 /// A death is known at once; again on a machine that may be busy.
-const DEATH: Duration = Duration::from_secs(2);
+const DEATH_LIMIT: Duration = Duration::from_secs(2);
 /// Where ranks say in the store that they have come.
 const ROLL_CALL: &str = "phalanx/none/0/0";
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("a_rank_is_killed", || at_every_moment("kill", DEATH)),
-    ("a_rank_aborts", || at_every_moment("abort", DEATH)),
-    ("a_rank_exits", || at_every_moment("exit", DEATH)),
-    ("a_rank_is_frozen_and_thaws", || at_every_moment("stop", SILENCE)),
+    ("a_rank_is_killed", || at_every_moment("kill", DEATH_LIMIT)),
+    ("a_rank_aborts", || at_every_moment("abort", DEATH_LIMIT)),
+    ("a_rank_exits", || at_every_moment("exit", DEATH_LIMIT)),
+    ("a_rank_is_frozen_and_thaws", || at_every_moment("stop", SILENCE_LIMIT)),
     ("the_store_ends_while_ranks_meet", the_store_ends_while_ranks_meet),
 ];
 
@@ -83,7 +83,7 @@ fn train() -> phalanx::Result<()> {
     let met = rendezvous::from_env(LIMIT)?;
     let is_victim = variable("VICTIM") == met.rank.to_string();
     let mut options = GroupOptions::from_env()?;
-    options.timeout = if moment == "rendezvous" { START } else { LIMIT };
+    options.timeout = if moment == "rendezvous" { START_TIMEOUT } else { LIMIT };
     if is_victim && moment == "rendezvous" {
         strike(&fault);
     }
@@ -148,7 +148,7 @@ fn at_every_moment(fault: &str, bound: Duration) {
             let variables =
                 [("FAULT", fault), ("MOMENT", moment), ("VICTIM", &number), ("PHALANX_TRANSPORT", transport)];
             // Before a group stands, only its start's time-out says that somebody is missing.
-            let bound = if moment == "rendezvous" { START * 2 + bound } else { bound };
+            let bound = if moment == "rendezvous" { START_TIMEOUT * 2 + bound } else { bound };
             in_time(bound, &what, || {
                 let mut ranks = World::start("faults::train", world, false, &variables);
                 if moment != "rendezvous" {
@@ -166,7 +166,7 @@ fn at_every_moment(fault: &str, bound: Duration) {
                     );
                     assert!(error.contains(&format!("blames {victim}: ")), "{what}: rank {rank}: {error}");
                 }
-                // Who has thawed finds that it was given up.
+                // A rank that has thawed finds that it was given up.
                 let code = outcomes[victim].0;
                 let expected = match fault {
                     "exit" => Some(7),
@@ -185,7 +185,7 @@ fn at_every_moment(fault: &str, bound: Duration) {
 fn the_store_ends_while_ranks_meet() {
     let before = Traces::now();
     for world in [2, 4] {
-        in_time(SILENCE, "the end of a store", || {
+        in_time(SILENCE_LIMIT, "the end of a store", || {
             let mut ranks = World::start("faults::meet", world, false, &[]);
             ranks.training();
             // All but one have come to the roll-call.
@@ -224,11 +224,11 @@ fn between_hosts(says: &str, fault: impl Fn(&Network)) {
         let (outcomes, _) = ranks.end();
         for (rank, (code, error)) in outcomes.iter().enumerate() {
             assert_eq!(*code, Some(3), "rank {rank} of {world}: {error}");
-            // Whoever heard of it first blames the other side; its neighbours, and who can still be told, say the same.
+            // The first rank that heard of it blames the other side; the ranks that it could still tell say the same.
             assert!(error.contains("blames "), "rank {rank} of {world}: {error}");
         }
         assert!(outcomes.iter().any(|(_, error)| error.contains(says)), "{outcomes:?}");
-        assert!(took < NETWORK_SILENCE, "it took {took:?}: {outcomes:?}");
+        assert!(took < NETWORK_SILENCE_LIMIT, "it took {took:?}: {outcomes:?}");
         println!("{world} ranks: {took:?}");
     }
 }
@@ -260,11 +260,15 @@ fn a_disk_is_full_where_ranks_meet() {
     assert_eq!(filling.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
     let url = format!("file://{}", disk.0.path().join("job").display());
     let start = Instant::now();
-    let error =
-        rendezvous::from_url(&url, Some(Rank::MAIN), Some(phalanx::WorldSize::new(2).unwrap()), START);
+    let error = rendezvous::from_url(
+        &url,
+        Some(Rank::MAIN),
+        Some(phalanx::WorldSize::new(2).unwrap()),
+        START_TIMEOUT,
+    );
     let error = error.unwrap_err().to_string();
     assert!(error.contains("No space left") && error.contains("job"), "{error}");
-    assert!(start.elapsed() < START * 2);
+    assert!(start.elapsed() < START_TIMEOUT * 2);
     std::fs::remove_file(disk.0.path().join("full")).unwrap();
 }
 

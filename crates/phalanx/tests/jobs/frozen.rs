@@ -14,7 +14,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::support::world::{LIMIT, World, end_with, idle, in_time, train};
 
 /// The promise is 1.5 s, with a time-out of one; this machine may have other things to do.
-const KNOWN: Duration = Duration::from_secs(4);
+const DETECTION_LIMIT: Duration = Duration::from_secs(4);
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_frozen_rank_is_named_by_all", a_frozen_rank_is_named_by_all),
@@ -206,7 +206,7 @@ fn who_is_continued_before_is_waited_for() {
 /// Freezes `victim`; every survivor must name it in time.
 fn survivors_name(scenario: &str, world: u32, victim: usize) {
     for transport in ["tcp", "shm"] {
-        in_time(KNOWN, transport, || {
+        in_time(DETECTION_LIMIT, transport, || {
             let mut ranks = World::start(
                 &format!("frozen::{scenario}"),
                 world,

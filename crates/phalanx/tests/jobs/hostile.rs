@@ -200,7 +200,7 @@ fn wrong_messages_disturb_neither_a_start_nor_a_training() {
         enough(&insider.answered, WRONG / 4);
         relay.release();
         assert_eq!(job.sums(), expected);
-        // Who trains listens to nobody.
+        // No rank listens while it trains.
         assert!(job.ranks.iter().all(|rank| !rank.listens()));
         enough(at_store, at_store.load(Ordering::Relaxed) + WRONG);
     });

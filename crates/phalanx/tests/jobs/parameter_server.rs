@@ -30,8 +30,8 @@ pub const PRIVILEGED: &[(&str, fn())] = &[
     ("a_cable_between_two_halves_that_is_pulled_leaves_no_half_hanging", || link_is_lost("halves")),
 ];
 
-/// What silence is, what a busy machine may need, and the rest of the training.
-const SILENCE: Duration = Duration::from_secs(20);
+/// The heartbeats' time-out, the time that a busy machine may need, and the rest of the training.
+const SILENCE_LIMIT: Duration = Duration::from_secs(20);
 
 pub fn play(scenario: &str) {
     match scenario {
@@ -166,5 +166,5 @@ fn link_is_lost(scenario: &str) {
             _ => assert!(matches!(code, Some(0 | 3)), "rank {rank}: {code:?} {said}"),
         }
     }
-    assert!(took < SILENCE, "it took {took:?}: {outcomes:?}");
+    assert!(took < SILENCE_LIMIT, "it took {took:?}: {outcomes:?}");
 }

@@ -13,7 +13,7 @@ use crate::support::ROLE;
 use crate::support::world::{FreePort, LIMIT, World, end_with, idle, in_time, train};
 
 /// The promise: survivors know within this time that somebody died.
-const KNOWN: Duration = Duration::from_secs(1);
+const DETECTION_LIMIT: Duration = Duration::from_secs(1);
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_killed_rank_is_named_by_all_survivors", a_killed_rank_is_named_by_all_survivors),
@@ -161,7 +161,7 @@ fn poor_part() -> phalanx::Result<()> {
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
 fn survivors_name(scenario: &str, victim: usize, served_by_rank_0: bool) {
     for transport in ["tcp", "shm"] {
-        in_time(KNOWN, transport, || {
+        in_time(DETECTION_LIMIT, transport, || {
             let mut world = World::start(
                 &format!("processes::{scenario}"),
                 3,

@@ -30,7 +30,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_reduction_whose_beginning_is_lost_leads_back", a_reduction_whose_beginning_is_lost_leads_back),
 ];
 
-/// What this program does as a worker. `deaths` says who dies where, as `place:step:point` with commas between; each once.
+/// What this program does as a worker. `deaths` says which worker dies where, as `place:step:point` with commas between; each once.
 pub fn play(deaths: &str) {
     if let Err(error) = work(deaths) {
         eprintln!("{error}");
@@ -95,7 +95,7 @@ fn hash(weights: &[i64]) -> u64 {
 
 fn work(deaths: &str) -> Result<()> {
     let mut options = Options::from_env()?;
-    // Who is killed or stopped is found by its group; who is only slow is not given up.
+    // The group finds a worker that is killed or stopped; a worker that is only slow is not given up.
     options.keep_alive = (Duration::from_millis(200), Some(25));
     let mut training = training();
     elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {

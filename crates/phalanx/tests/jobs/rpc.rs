@@ -12,15 +12,15 @@ use crate::support::world::{World, end_with, in_time};
 
 const VICTIM: usize = 2;
 /// A death is known at once; again on a machine that may be busy.
-const DEATH: Duration = Duration::from_secs(2);
-/// What silence is, plus what a busy machine may need.
-const SILENCE: Duration = Duration::from_secs(4);
+const DEATH_LIMIT: Duration = Duration::from_secs(2);
+/// The heartbeats' time-out, plus the time that a busy machine may need.
+const SILENCE_LIMIT: Duration = Duration::from_secs(4);
 /// The same if the network between hosts is silent.
-const NETWORK_SILENCE: Duration = Duration::from_secs(16);
+const NETWORK_SILENCE_LIMIT: Duration = Duration::from_secs(16);
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("a_rank_that_is_killed_ends_its_calls_and_the_others_go_on", || lost(Signal::KILL, DEATH)),
-    ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE)),
+    ("a_rank_that_is_killed_ends_its_calls_and_the_others_go_on", || lost(Signal::KILL, DEATH_LIMIT)),
+    ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE_LIMIT)),
 ];
 
 /// These need root and `ip`.
@@ -122,5 +122,5 @@ fn link_is_lost(fault: impl Fn(&Network)) {
     for (rank, (code, error)) in outcomes.iter().enumerate() {
         assert_eq!(*code, Some(0), "rank {rank}: {error}");
     }
-    assert!(took < NETWORK_SILENCE, "it took {took:?}: {outcomes:?}");
+    assert!(took < NETWORK_SILENCE_LIMIT, "it took {took:?}: {outcomes:?}");
 }

@@ -560,7 +560,7 @@ fn save_thrice(fault: &str) -> Result<()> {
     checkpoints.finish()
 }
 
-/// Has this rank of three begun to write a file that is not finished yet?
+/// Whether this rank of three has begun to write a file that is not finished yet.
 fn is_writing(runs: &Path, rank: usize) -> bool {
     let entries = std::fs::read_dir(runs).into_iter().flatten().flatten();
     let mut begun = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(".writing-"));

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 use crate::support::ROLE;
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// Who fails in `train`, how, and of how many.
+/// The rank that fails in `train`, how, and of how many.
 const CULPRIT: &str = "TEST_CULPRIT";
 const HOW: &str = "TEST_HOW";
 const WORLD: &str = "TEST_WORLD";
@@ -269,7 +269,7 @@ fn wait_until_gone(pids: &[String]) {
     }
 }
 
-/// Does this process, and what it starts, ignore `signal`?
+/// Whether this process, and what it starts, ignores `signal`.
 fn is_ignored(signal: Signal) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
@@ -376,7 +376,7 @@ fn wait(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// Is there no such process, or only its zombie?
+/// Whether there is no such process, or only its zombie.
 fn is_gone(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }

@@ -23,13 +23,13 @@ const STOP: &str = "PHALANX_TEST_STOP";
 const RANKS: u32 = 3;
 const STRANGERS: usize = 1000;
 const LIMIT: Duration = Duration::from_secs(60);
-/// What a stranger may take.
+/// The memory that each stranger may take, in bytes.
 const MEMORY: usize = 4096;
 
-/// Who begin as PyTorch's clients do.
+/// Clients that begin as PyTorch's do.
 const IMITATORS: usize = 10_000;
 /// The longest that they may hold anybody up.
-const HELD_UP: Duration = Duration::from_secs(2);
+const DELAY_LIMIT: Duration = Duration::from_secs(2);
 
 /// They need root: to be somebody else.
 pub const PRIVILEGED: &[(&str, fn())] = &[(
@@ -68,7 +68,7 @@ fn train(stop: &Path) {
     }
 }
 
-/// May this process have so many descriptors?
+/// Whether this process may have so many descriptors.
 fn may_open(needed: u64) -> bool {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
@@ -138,7 +138,7 @@ fn a_stranger_takes_little_memory() {
             stream
         })
         .collect();
-    // Whoever comes later is let in later.
+    // A client that comes later is let in later.
     TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
     let each = resident().saturating_sub(before) / STRANGERS;
     eprintln!("{STRANGERS} strangers at once: {each} bytes each");
@@ -274,14 +274,14 @@ fn strangers_disturb_neither_a_start_nor_a_training() {
     }
 }
 
-/// Whoever begins as PyTorch's clients do has the kernel asked for whose it is.
+/// For a client that begins as PyTorch's do, the server asks the kernel whose it is.
 fn ten_thousand_imitators_disturb_nobody() {
-    in_time(HELD_UP, "imitators", || imitate(None));
+    in_time(DELAY_LIMIT, "imitators", || imitate(None));
 }
 
 /// Of root's programs, and of the user 65534's.
 fn ten_thousand_imitators_of_another_user_disturb_nobody() {
-    in_time(HELD_UP, "imitators", || imitate(Some(65534)));
+    in_time(DELAY_LIMIT, "imitators", || imitate(Some(65534)));
 }
 
 /// How long somebody was held up at most.

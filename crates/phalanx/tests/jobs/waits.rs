@@ -15,7 +15,7 @@ pub const TESTS: &[(&str, fn())] = &[
 ];
 
 /// Longer than a call waits before it reports.
-const LONG: Duration = Duration::from_secs(7);
+const LATE_RANK_DELAY: Duration = Duration::from_secs(7);
 
 /// What this program does as a rank.
 pub fn play(scenario: &str) {
@@ -58,7 +58,7 @@ fn await_word() -> phalanx::Result<()> {
 fn announced() -> phalanx::Result<()> {
     let group = phalanx::init()?;
     group.main_process_first(|| {
-        std::thread::sleep(LONG);
+        std::thread::sleep(LATE_RANK_DELAY);
         Ok(())
     })?;
     group.barrier()?;
@@ -69,7 +69,7 @@ fn announced() -> phalanx::Result<()> {
 fn save(group: &ProcessGroup, folder: &str) -> phalanx::Result<()> {
     let checkpoints = Checkpoints::open(folder, group)?;
     checkpoints.save(1, |snapshot| {
-        std::thread::sleep(LONG);
+        std::thread::sleep(LATE_RANK_DELAY);
         snapshot.value("step", &1)
     })?;
     group.barrier()

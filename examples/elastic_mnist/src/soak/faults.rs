@@ -16,11 +16,11 @@ use super::seen::Seen;
 use super::system::{Held, send};
 
 /// How long the workers may take to get over a fault; then something hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(120);
 /// How often is looked.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How often memory is measured.
-const MEASURE: Duration = Duration::from_secs(2);
+const MEMORY_INTERVAL: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
@@ -86,7 +86,7 @@ pub struct Injector {
     pub orders: PathBuf,
     pub random: u64,
     pub outcome: Outcome,
-    /// Is nothing going on? A worker between two groups holds less than one in a group.
+    /// Whether nothing is going on. A worker between two groups holds less than one in a group.
     pub calm: bool,
     pub measured: Option<Instant>,
     pub met: BTreeMap<u32, Instant>,
@@ -97,7 +97,7 @@ impl Injector {
     pub fn run(mut self) -> Outcome {
         let start = Instant::now();
         let mut next = start + self.every;
-        let mut round = self.wait(PATIENCE, Self::whole);
+        let mut round = self.wait(RECOVERY_TIMEOUT, Self::whole);
         while let Some(before) = round.filter(|_| next < self.until) {
             self.calm = true;
             self.wait(next.saturating_duration_since(Instant::now()), |_| None::<()>);
@@ -110,10 +110,11 @@ impl Injector {
             if now != before {
                 self.outcome.unexplained.push(format!("from group {before} to {now}, without any fault"));
             }
-            round = self.fault(start).or_else(|| self.wait(PATIENCE, Self::whole));
+            round = self.fault(start).or_else(|| self.wait(RECOVERY_TIMEOUT, Self::whole));
         }
         if round.is_none() && !self.ended.load(Ordering::Relaxed) {
-            self.outcome.hang = Some(format!("not all workers were back within {} s", PATIENCE.as_secs()));
+            self.outcome.hang =
+                Some(format!("not all workers were back within {} s", RECOVERY_TIMEOUT.as_secs()));
             let pids: Vec<u32> = self.seen.lock().workers.values().copied().collect();
             pids.into_iter().for_each(|pid| send(pid, Signal::KILL));
         }
@@ -163,7 +164,7 @@ impl Injector {
             Kind::Panic => drop(obey("panic")),
             Kind::Error => drop(obey("error")),
         }
-        let commit = self.wait(PATIENCE, |it| {
+        let commit = self.wait(RECOVERY_TIMEOUT, |it| {
             let seen = it.seen.lock();
             let later = seen.first_commits.range(number + 1..).next().map(|(_, at)| *at);
             // The same group goes on when one that was stopped for a moment is awake again.
@@ -173,7 +174,7 @@ impl Injector {
         });
         let _ = fs::remove_file(&order);
         let gone = !matches!(kind, Kind::Stop | Kind::Blink);
-        let whole = self.wait(PATIENCE, |it| {
+        let whole = self.wait(RECOVERY_TIMEOUT, |it| {
             let replaced = !gone || !it.seen.lock().workers.values().any(|pid| *pid == victim);
             it.whole().filter(|_| replaced)
         });
@@ -224,10 +225,10 @@ impl Injector {
             if found.is_some() || now >= until || self.ended.load(Ordering::Relaxed) {
                 return found;
             }
-            if self.calm && self.measured.is_none_or(|at| now - at > MEASURE) {
+            if self.calm && self.measured.is_none_or(|at| now - at > MEMORY_INTERVAL) {
                 self.measure(now);
             }
-            thread::sleep(LOOK.min(until - now));
+            thread::sleep(POLL_INTERVAL.min(until - now));
         }
     }
 

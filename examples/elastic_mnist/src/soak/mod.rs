@@ -28,7 +28,7 @@ use seen::Seen;
 pub use worker::Worker;
 
 /// No fault is made so shortly before the end.
-const LAST: Duration = Duration::from_secs(8);
+const LAST_FAULT_GRACE: Duration = Duration::from_secs(8);
 
 #[derive(Args)]
 pub struct Options {
@@ -108,7 +108,7 @@ fn trial(options: &Options, orders: &Path, time: Duration) -> Result<Trial> {
         ended: Arc::clone(&ended),
         workers: options.workers as usize,
         every: Duration::from_secs_f64(options.every),
-        until: with_faults.map_or(start, |end| end.checked_sub(LAST).unwrap_or(start)),
+        until: with_faults.map_or(start, |end| end.checked_sub(LAST_FAULT_GRACE).unwrap_or(start)),
         orders: orders.to_owned(),
         random: options.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1,
         outcome: Outcome::default(),

@@ -16,7 +16,7 @@ pub struct Round {
     pub members: BTreeSet<u32>,
     /// The most steps that one of them has taken and lost.
     pub lost: u64,
-    /// Has a commit in it returned?
+    /// Whether a commit in it has returned.
     pub committed: bool,
 }
 
@@ -101,7 +101,7 @@ impl Seen {
         self.rounds.last_key_value().map(|(number, round)| (*number, round))
     }
 
-    /// Do `workers` train together, in the newest group?
+    /// Whether `workers` train together, in the newest group.
     pub fn is_whole(&self, workers: usize) -> bool {
         self.newest()
             .is_some_and(|(_, round)| round.is_complete() && round.committed && round.world == workers)

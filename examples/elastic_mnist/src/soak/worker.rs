@@ -96,7 +96,7 @@ impl Worker {
         }
     }
 
-    /// Is it time to end? The same on every rank: clocks may differ.
+    /// Whether it is time to end. All ranks get the same answer, although clocks may differ.
     fn is_over(&self, trainings: u64, group: &ProcessGroup) -> phalanx::Result<bool> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut over = [u8::from(now >= self.until || trainings >= self.trainings)];

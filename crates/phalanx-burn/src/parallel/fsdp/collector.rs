@@ -18,7 +18,7 @@ use crate::tensor_bytes::TensorBytes;
 pub(super) struct Collector {
     exchanges: Arc<Exchanges>,
     unit: Arc<FlatLayout>,
-    /// Who gets the shard's gradient, if there are replicas.
+    /// The replicas, which get the shard's gradient, if there are any.
     replicated: Option<Arc<Replicated>>,
     state: Mutex<Collected>,
 }
@@ -118,7 +118,7 @@ impl Collector {
         self.exchanges.scattering(self)
     }
 
-    /// Has the average arrived, without having been looked at?
+    /// Whether the average has arrived, without waiting for it or taking it.
     pub fn has_arrived(&self) -> bool {
         matches!(&*self.state.lock(), Collected::Sent(sent) if sent.value.is_completed())
     }

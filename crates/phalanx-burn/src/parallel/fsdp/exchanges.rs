@@ -61,7 +61,7 @@ struct State {
     shards: HashMap<usize, Vec<Tensor<1>>>,
     /// The numbers of the units in the order of the pass before.
     order: Vec<usize>,
-    /// Has the current pass used them in that order so far?
+    /// Whether the current pass has used them in that order so far.
     following: bool,
     /// Gathers of units that are not in use yet, with the pass that they are for.
     ahead: Vec<(Ahead, Held<Work>)>,

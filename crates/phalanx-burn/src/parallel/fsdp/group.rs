@@ -11,7 +11,7 @@ use super::exchanges::Exchanges;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ShardingOptions {
-    /// Are a unit's parameters freed after its forward pass, and gathered again for its backward pass?
+    /// Whether a unit's parameters are freed after its forward pass, and gathered again for its backward pass.
     ///
     /// If so (ZeRO-3, PyTorch's `FULL_SHARD`), a rank has whole parameters of one unit and of those [ahead](Self::prefetch), and keeps of
     /// a unit's forward pass only its inputs: the backward pass computes the rest again, which is a third more work. If not (ZeRO-2,

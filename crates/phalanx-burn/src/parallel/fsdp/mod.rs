@@ -265,7 +265,7 @@ impl<M: Module> Fsdp<M> {
         self.exchanges.begin_backward();
         let outcome = backward(&mut self.ddp);
         self.exchanges.end_backward();
-        // What has failed first is the cause of the rest.
+        // The first failure is the cause of the rest.
         let outcome = self.exchanges.check().and(outcome);
         let outcome = outcome.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let present = self.exchanges.agree(order)?;

@@ -52,7 +52,7 @@ impl TiedParameter {
         Ok((Self { group: Some(group.clone()) }, Some(parameter)))
     }
 
-    /// Is this rank's copy the one that counts in a norm?
+    /// Whether this rank's copy is the one that counts in a norm.
     pub(in crate::parallel) fn is_first(&self) -> bool {
         self.group.as_ref().is_none_or(|group| group.rank().is_main())
     }

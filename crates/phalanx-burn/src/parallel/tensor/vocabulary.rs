@@ -84,7 +84,7 @@ impl VocabParallelEmbedding {
         let losses = match self.division() {
             Some(division) => losses(division, logits, targets, padding),
             None => {
-                // Whatever stands for padding is not counted.
+                // Targets that stand for padding are not counted.
                 let targets = match &counted {
                     Some(padding) => targets.mask_fill(padding.clone(), 0),
                     None => targets,

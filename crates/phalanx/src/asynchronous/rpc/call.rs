@@ -40,7 +40,7 @@ impl<R> PendingCall<R> {
         Self { shared, work, to, name: name.to_owned(), timeout, deadline, _result: PhantomData }
     }
 
-    /// Has it been answered, or has it failed? A call is not completed merely because its time-out has passed.
+    /// Whether it has been answered, or has failed. A call is not completed merely because its time-out has passed.
     #[doc(alias = "done")]
     pub fn is_completed(&self) -> bool {
         self.work.is_completed()

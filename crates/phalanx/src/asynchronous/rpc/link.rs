@@ -15,7 +15,7 @@ use crate::rank::Rank;
 use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
 
 /// The least time for a short message, even if the deadline has just passed.
-const SHORTEST: Duration = Duration::from_millis(1);
+const MIN_TIMEOUT: Duration = Duration::from_millis(1);
 
 /// This rank's side of the connection with `peer`, or of its calls to itself.
 pub(super) struct Link {
@@ -140,7 +140,7 @@ impl Link {
         if !std::mem::replace(&mut self.state.lock().has_said_bye, true) {
             let Some(group) = self.group() else { return };
             // If it cannot be sent, the peer has left or does not receive: there is no need to wait for it.
-            let brief = group.with_timeout(deadline.remaining().max(SHORTEST));
+            let brief = group.with_timeout(deadline.remaining().max(MIN_TIMEOUT));
             let _ = self.send_in(&brief, &Head::plain(Kind::Bye), &[], deadline);
         }
     }
@@ -175,7 +175,7 @@ impl Link {
         Err(Error::protocol(format!("rank {} has sent more calls than this rank admits", self.peer)))
     }
 
-    /// Is `call` one of this rank's that waits for its answer?
+    /// Checks that `call` is one of this rank's that waits for its answer.
     pub(super) fn awaits(&self, call: u64) -> Result<()> {
         match self.state.lock().pending.contains_key(&call) {
             true => Ok(()),

@@ -63,7 +63,7 @@ use crate::world_size::WorldSize;
 /// How long a call waits for its answer by default, as in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// How long this rank waits at its end for its peers to notice it.
-const FAREWELL: Duration = Duration::from_secs(5);
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a rank accepts from each other rank, at each depth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

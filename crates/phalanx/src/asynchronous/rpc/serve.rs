@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
 use super::registry::{Function, HANDLER, Pledge, caught};
-use super::{FAREWELL, Shared};
+use super::{FAREWELL_TIMEOUT, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::{Backoff, Deadline};
 use crate::dtype::DType;
@@ -48,7 +48,7 @@ impl Shared {
         let cause = link.fail(cause);
         self.discard(self.objects.release_all(peer));
         let shared = self.clone();
-        self.pool.push_internal(move || shared.bid_farewell(peer, Deadline::after(FAREWELL)));
+        self.pool.push_internal(move || shared.bid_farewell(peer, Deadline::after(FAREWELL_TIMEOUT)));
         // A thread that sends may have noticed the end first, so the link may have failed before `on_lost` was called.
         if !self.closed.load(Ordering::Acquire) {
             let shared = self.clone();
@@ -236,7 +236,7 @@ impl Shared {
         if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let deadline = Deadline::after(FAREWELL);
+        let deadline = Deadline::after(FAREWELL_TIMEOUT);
         for link in &self.links {
             if std::thread::panicking()
                 && let Some(group) = link.group()
@@ -253,7 +253,7 @@ impl Shared {
             for group in self.links.iter().filter_map(Link::group) {
                 group.abort(Error::aborted(format!("rank {} has ended its remote calls", self.rank)));
             }
-            have_ended(&receivers, Deadline::after(FAREWELL));
+            have_ended(&receivers, Deadline::after(FAREWELL_TIMEOUT));
         }
         for receiver in receivers.drain(..).filter(JoinHandle::is_finished) {
             // A receiver runs none of the program's code, and has no result.

@@ -41,7 +41,7 @@ impl Window {
         }
     }
 
-    /// Is nothing in flight?
+    /// Whether nothing is in flight.
     pub(super) fn is_empty(&self) -> bool {
         self.loads.iter().all(|load| load.calls == 0)
     }

@@ -29,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 
 /// Pauses between two questions to a replica that has not taken over yet.
-const PAUSE: Duration = Duration::from_millis(10);
+const RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`](super::Consistency) lets them.
 ///
@@ -144,7 +144,7 @@ pub struct ShardStatistics {
     pub updates: u64,
     /// The staleness of the gradients that were pushed.
     pub staleness: Staleness,
-    /// Does another server have a copy?
+    /// Whether another server has a copy.
     pub is_replicated: bool,
 }
 
@@ -273,7 +273,7 @@ impl ParameterServer {
         answers.into_iter().collect()
     }
 
-    /// Are the elements of these keys as many as `length`?
+    /// Checks that these keys have `length` elements.
     fn fits(&self, keys: &Range<usize>, length: usize) -> Result<()> {
         let elements = self.layout.place(keys)?.len();
         match length == elements {
@@ -378,7 +378,7 @@ impl ParameterServer {
             if deadline.has_passed() {
                 return Err(error);
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_DELAY);
         }
     }
 }

@@ -63,7 +63,7 @@ pub(super) struct Done {
     /// The steps that the worker has ended.
     pub clock: u64,
     pub values: Floats<'static>,
-    /// Does the replica have all that this answers? If not, it must not be asked after this server.
+    /// Whether the replica has all that this answers. If not, it must not be asked after this server.
     pub is_replicated: bool,
 }
 
@@ -116,14 +116,14 @@ impl Hosted {
         Self { index, shard, role, next: 0, parked: Vec::new(), early: BTreeMap::new(), failed: None }
     }
 
-    /// Does this rank serve the shard? If its primary is lost, it does from now on.
+    /// Whether this rank serves the shard. If its primary is lost, it does from now on.
     fn serves(&mut self, context: &Context, outcome: &mut Outcome) -> bool {
         let Role::Replica(primary) = self.role else { return true };
         if !is_lost(context, primary) {
             return false;
         }
         self.role = Role::Primary(None);
-        // What follows a gap was never answered: its workers ask again.
+        // Requests that follow a gap were never answered: their workers ask again.
         self.early.clear();
         let workers: Vec<Rank> = self.shard.clocks().workers().keys().copied().collect();
         for worker in workers {

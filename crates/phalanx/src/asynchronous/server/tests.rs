@@ -41,7 +41,7 @@ fn a_replica_that_has_missed_updates_does_not_take_over() {
             server.rpc.sever(Rank::new(2));
         }
         if !is_main {
-            // What was sent before both have seen it may still arrive.
+            // Messages that were sent before both have seen it may still arrive.
             let other = Rank::new(3 - group.rank().get());
             let deadline = Deadline::after(Duration::from_secs(60));
             while server.rpc.failure(other).unwrap().is_none() {

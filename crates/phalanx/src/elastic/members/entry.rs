@@ -1,4 +1,4 @@
-//! The entries of the workers' log: who takes part.
+//! The entries of the workers' log: which workers take part.
 
 use std::fmt;
 use std::time::Duration;
@@ -100,7 +100,8 @@ impl fmt::Display for Departure {
 pub(crate) enum Entry {
     /// A worker asks to take part from the next round on.
     Join { worker: Worker, settings: Settings },
-    /// A member has left the group of this round, and waits for the next. Can it replay a step that was cut off?
+    /// A member has left the group of this round, and waits for the next. `can_replay`: whether it can replay a step that
+    /// was cut off.
     Ready { round: u64, worker: WorkerId, can_replay: bool },
     /// Enough workers wait for this round, and the time to wait for more has passed.
     LastCall { round: u64, nonce: u64 },

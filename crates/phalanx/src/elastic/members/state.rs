@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::log::{self, Absence, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// Who takes part, and who waits to.
+/// The workers that take part, and those that wait to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MembersState {
     settings: Option<Settings>,
@@ -17,7 +17,7 @@ pub(crate) struct MembersState {
     round: u64,
     /// Of that round, by rank.
     members: Vec<Member>,
-    /// Who has joined since, in order.
+    /// The workers that have joined since, in order.
     newcomers: Vec<Worker>,
     job_end: Option<ElasticEnd>,
 }
@@ -109,12 +109,12 @@ impl Machine for MembersState {
         }
     }
 
-    /// Is it a member, or does it wait to become one?
+    /// Whether it is a member, or waits to become one.
     fn is_present(&self, id: WorkerId) -> bool {
         self.rank(id).is_some() || self.newcomers.iter().any(|worker| worker.id == id)
     }
 
-    /// Whom a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
+    /// The workers that a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
     /// Otherwise every waiting worker watches all others.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
@@ -218,7 +218,7 @@ impl MembersState {
         self.round += 1;
     }
 
-    /// Can the survivors replay the step that was cut off? Then they wait for no other worker: a newcomer could not
+    /// Whether the survivors can replay the step that was cut off. If so, they wait for no other worker: a newcomer could not
     /// take part in that step, and joins at the next commit.
     fn can_resume(&self) -> bool {
         let can_replay = |member: &Member| member.state == MemberState::Ready { can_replay: true };
@@ -227,7 +227,7 @@ impl MembersState {
         enough && self.is_free() && survivors.clone().all(can_replay)
     }
 
-    /// Can the next round begin with the workers that can take part now?
+    /// Whether the next round can begin with the workers that can take part now.
     fn is_full(&self) -> bool {
         let most = |settings: Settings| {
             self.expected.unwrap_or(settings.max).clamp(settings.min, settings.max) as usize
@@ -235,18 +235,18 @@ impl MembersState {
         self.is_free() && self.settings.is_some_and(|settings| self.waiting().count() >= most(settings))
     }
 
-    /// Can the next round begin, without waiting for more workers?
+    /// Whether the next round can begin, without waiting for more workers.
     pub(crate) fn has_enough(&self) -> bool {
         self.is_free()
             && self.settings.is_some_and(|settings| self.waiting().count() >= settings.min as usize)
     }
 
-    /// Has the last round ended, for all its members?
+    /// Whether the last round has ended, for all its members.
     fn is_free(&self) -> bool {
         self.is_gathering() && self.outstanding().next().is_none()
     }
 
-    /// Is there no round, or has a member left it?
+    /// Whether there is no round, or a member has left it.
     pub(crate) fn is_gathering(&self) -> bool {
         self.round == 0 || self.members.iter().any(|member| member.state != MemberState::Working)
     }
@@ -257,13 +257,13 @@ impl MembersState {
         working.map(|member| member.worker.id)
     }
 
-    /// Who waits for the next round, in the order of their future ranks.
+    /// The workers that wait for the next round, in the order of their future ranks.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
         let ready = self.members.iter().filter(|member| member.is_ready());
         ready.map(|member| &member.worker).chain(&self.newcomers)
     }
 
-    /// Does a worker wait for which the world has room beside the members?
+    /// Whether a worker waits for which the world has room beside the members.
     pub(crate) fn workers_wait(&self) -> bool {
         let most = self.settings.map_or(0, |settings| settings.max as usize);
         !self.newcomers.is_empty() && self.members.len() < most
@@ -300,7 +300,7 @@ impl MembersState {
         })
     }
 
-    /// Can the entries of a log lead to this state?
+    /// Whether the entries of a log can lead to this state.
     pub(crate) fn is_sound(&self) -> bool {
         let most = MAX_WORLD_SIZE as usize;
         self.settings.is_none_or(Settings::are_sound)

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::log::{Log, Mac, Machine, Read};
 
-const FIRST_CALL: Duration = Duration::from_secs(30);
-const LAST_CALL: Duration = Duration::from_secs(1);
+const FIRST_CALL_DELAY: Duration = Duration::from_secs(30);
+const LAST_CALL_DELAY: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn worker(id: u64) -> Worker {
@@ -206,14 +206,14 @@ fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
 
 #[test]
 fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
-    let mut clock = Clock::new(FIRST_CALL, LAST_CALL, TIMEOUT);
+    let mut clock = Clock::new(FIRST_CALL_DELAY, LAST_CALL_DELAY, TIMEOUT);
     let (start, all) = (Instant::now(), settings(2, 3));
     let mut state = after([join(1, all)]);
     assert_eq!(clock.look(&state, start), Step::Wait(start + TIMEOUT));
     state.apply(join(2, all)).unwrap();
     let second = start + Duration::from_secs(1);
-    assert_eq!(clock.look(&state, second), Step::Wait(second + FIRST_CALL));
-    assert_eq!(clock.look(&state, second + FIRST_CALL), Step::LastCall);
+    assert_eq!(clock.look(&state, second), Step::Wait(second + FIRST_CALL_DELAY));
+    assert_eq!(clock.look(&state, second + FIRST_CALL_DELAY), Step::LastCall);
     state.apply(last_call(1)).unwrap();
     // A round that runs is nobody's delay.
     assert_eq!(clock.look(&state, start + 5 * TIMEOUT), Step::Wait(start + 6 * TIMEOUT));
@@ -286,9 +286,9 @@ struct Job {
     workers: Vec<Sim>,
     next_id: u64,
     settings: Settings,
-    /// Do those whose group fails hold a step? One of three does not in any case.
+    /// Whether those whose group fails hold a step. One of three does not in any case.
     can_replay: bool,
-    /// Who was in which round, as the first who saw it begin has seen it.
+    /// The workers in each round, as the first that saw it begin has seen them.
     rounds: BTreeMap<u64, Vec<u64>>,
     entered: BTreeMap<u64, BTreeSet<u64>>,
 }
@@ -318,7 +318,7 @@ impl Job {
             let seen = members(&worker.state);
             // One round, one world, whoever looks.
             assert_eq!(self.rounds.entry(round).or_insert_with(|| seen.clone()), &seen);
-            // Who goes over from the one before has said that it left it.
+            // A worker that comes from the round before has said that it left it.
             for id in &seen {
                 let log = &self.log[..worker.read];
                 let left = log.contains(&ready(before, *id)) || log.contains(&holding(before, *id));
@@ -396,7 +396,7 @@ impl Job {
         }
     }
 
-    /// Nobody dies any more, and silence is noticed: does everybody come together?
+    /// Nobody dies any more, and silence is noticed. Returns whether everybody comes together.
     fn settle(&mut self) -> bool {
         while self.workers.iter().filter(|worker| worker.alive).count() < self.settings.min as usize {
             self.come();

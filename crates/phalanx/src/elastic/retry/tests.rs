@@ -108,7 +108,7 @@ struct Job {
     ranks: Vec<Sim>,
     /// The members of each round.
     worlds: Vec<Vec<usize>>,
-    /// Is there one before every third step?
+    /// Whether there is a broadcast before every third step.
     broadcasts: bool,
     /// All go back to the last commit.
     gone_back: bool,
@@ -276,7 +276,7 @@ proptest! {
     fn no_step_is_lost_and_no_two_ranks_have_different_results(
         count in 2..6_usize,
         broadcasts in any::<bool>(),
-        // Who moves; 0 of 40: it dies; whether it looks at its group first.
+        // The rank that moves; 0 of 40: it dies; whether it looks at its group first.
         moves in proptest::collection::vec((0..6_usize, 0..40_u8, any::<bool>()), 1..400),
     ) {
         let mut job = Job::new(count, broadcasts);

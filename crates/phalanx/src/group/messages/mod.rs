@@ -120,7 +120,7 @@ impl Messages {
         self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
     }
 
-    /// Has a message from `from` arrived that no call receives yet?
+    /// Whether a message from `from` has arrived that no call receives yet.
     pub(super) fn has_arrived(&self, from: Rank) -> Result<bool> {
         line(&self.shared.inbound, from)?;
         Ok(self.shared.unexpected(from).is_some())
@@ -288,7 +288,7 @@ impl Shared {
         }
     }
 
-    /// Has `peer` left or failed, so that nothing more is sent or received?
+    /// Whether `peer` has left or failed, so that nothing more is sent or received.
     fn is_over(&self, peer: Rank) -> bool {
         self.health.has_failed() || self.health.has_left(peer)
     }

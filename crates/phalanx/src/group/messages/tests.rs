@@ -10,7 +10,7 @@ use crate::testing::groups_of;
 use crate::transport::TransportKind;
 
 const LIMIT: Duration = Duration::from_secs(20);
-const HASTE: Duration = Duration::from_millis(200);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
 const LENGTH: usize = 1 << 27;
 
 /// The groups of ranks with these options.
@@ -96,7 +96,7 @@ fn received_from(timeout: Duration, peer: impl Fn(&mut Outbound, &AtomicBool) + 
 
 #[test]
 fn a_peer_that_stops_within_a_line_is_late() {
-    let errors = received_from(HASTE, |line, over| {
+    let errors = received_from(SHORT_TIMEOUT, |line, over| {
         line.push_raw(&[1; 100]);
         while !over.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(1));
@@ -116,7 +116,7 @@ fn a_peer_that_leaves_within_a_line_is_noticed() {
 
 #[test]
 fn a_peer_that_trickles_does_not_put_the_deadline_off() {
-    let errors = received_from(HASTE, |line, over| {
+    let errors = received_from(SHORT_TIMEOUT, |line, over| {
         // Without a pause the whole payload would be there in time; with a sleep the rank would be idle.
         while !over.load(Ordering::Relaxed) {
             line.push_raw(&[1; 64]);

@@ -55,7 +55,7 @@ struct Pending<E: LineEnd> {
 #[derive(Clone, Copy, Default)]
 struct Round {
     moved: bool,
-    /// Does a line wait for a socket?
+    /// Whether a line waits for a socket.
     polls: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What the launchers of all nodes agree on: who takes part in an attempt, and how it ended.
+//! What the launchers of all nodes agree on: which nodes take part in an attempt, and how it ended.
 //!
 //! The launchers agree through a log, and none of them leads. The log may be in a store that one of them serves, with
 //! which the job ends, or in etcd or a file, with which any launcher may be lost.
@@ -32,10 +32,10 @@ pub(super) trait Nodes {
     /// Readable when there are messages of other nodes.
     fn notice(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Must the workers end, because of another node?
+    /// Whether the workers must end, because of another node.
     fn ask_for_end(&mut self) -> bool;
 
-    /// Have workers of other nodes ended well?
+    /// Whether workers of other nodes have ended well.
     fn are_ending(&self) -> bool {
         false
     }

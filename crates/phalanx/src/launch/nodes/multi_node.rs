@@ -37,12 +37,12 @@ const NOTICE_GRACE: Duration = Duration::from_secs(2);
 /// This node among the others.
 pub(in crate::launch) struct MultiNode<'a> {
     cluster: &'a Cluster,
-    /// Who may use a round's store.
+    /// The clients that may use a round's store.
     access: Access,
     run_id: String,
     me: NodeId,
     handler: RendezvousHandler,
-    /// What was known at the last look.
+    /// The state that was last read.
     view: View<MembershipState>,
     /// The launchers' store, once it has answered.
     reached: Option<Reached>,

@@ -47,7 +47,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The same if the job has ended because a launcher is silent: its connections stay open, and only the others' are waited for.
 const DRAIN_BESIDE_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the system may take to look up an address.
-const LOOK_UP: Duration = Duration::from_secs(30);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often a launcher that tries to connect looks whether the end point has become an address of its own host.
 const ADDRESS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -84,7 +84,7 @@ struct RendezvousStore {
     /// The server, if it is served here.
     server: Option<Served>,
     store_address: Option<StoreAddress>,
-    /// Does another launcher serve it?
+    /// Whether another launcher serves it.
     served_elsewhere: bool,
     /// The same store, if a launcher serves it: it notices when this one has ended.
     tcp: Option<Arc<TcpStore>>,
@@ -165,7 +165,7 @@ impl Drop for RendezvousHandler {
         self.replica.close();
         drop(self.proposals.take());
         let Some(writer) = self.writer.take() else { return };
-        // Who has not reached the store has nothing to say there; the thread ends after its attempt to connect.
+        // A node that has not reached the store has nothing to say there; the thread ends after its attempt to connect.
         let is_reached = self.reached.lock().is_some();
         let deadline = Deadline::after(if is_reached { LAST_MESSAGE_TIMEOUT } else { Duration::ZERO });
         while !writer.is_finished() {
@@ -423,7 +423,7 @@ fn serve(
 /// An error if nodes may come and go, and the file in which they meet is on a disk of this host alone: a launcher on another host would
 /// find another file there, and train in a world of its own.
 fn refuse_own_disk(cluster: &Cluster, path: &Path) -> Result<()> {
-    // Who says at which address the others reach this host knows that they find the file.
+    // A user who names the address of this host for the others knows that they find the file.
     if cluster.is_fixed() || cluster.local_addr.is_some() {
         return Ok(());
     }
@@ -514,7 +514,7 @@ pub(super) fn serve_round(
         None => TcpStoreServer::bind_to(
             &host_port(&store_address.listens_at, 0),
             access,
-            Deadline::after(LOOK_UP),
+            Deadline::after(RESOLVE_TIMEOUT),
         ),
     }
 }
@@ -528,7 +528,7 @@ mod tests {
     use super::*;
     use crate::store::Store;
 
-    /// What stands between clients and a store, and hears what they say.
+    /// A relay between clients and a store, which records their requests.
     struct Between {
         listener: TcpListener,
         heard: Arc<Mutex<Vec<u8>>>,

@@ -13,7 +13,7 @@ use super::protocol::Route;
 pub(super) struct Known<'a> {
     /// Its name for ssh.
     pub(super) name: &'a str,
-    /// Is it this machine?
+    /// Whether it is this machine.
     pub(super) is_here: bool,
     pub(super) route: Option<Route>,
 }
@@ -42,7 +42,7 @@ pub(super) fn seen_by_others(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bo
     seen.find(|address| is_usable(*address) && is_ours(*address))
 }
 
-/// Do other hosts reach the same machine by it?
+/// Whether other hosts reach the same machine by it.
 fn is_usable(address: IpAddr) -> bool {
     let is_local = match address {
         IpAddr::V4(address) => address.is_link_local(),

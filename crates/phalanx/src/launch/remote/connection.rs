@@ -15,13 +15,13 @@ use super::protocol::{FromLauncher, ToLauncher};
 use crate::error::{Error, Result};
 
 /// The interval of heartbeats to a launcher.
-pub(super) const ALIVE: Duration = Duration::from_secs(5);
+pub(super) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest line of standard error that comes in one piece.
 const MAX_LINE: u64 = 4096;
 /// How long reading the remaining output may take after the process has ended. Other processes may hold its pipes open.
-const LAST_MESSAGE: Duration = Duration::from_secs(1);
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a process may run after its output is closed.
-const AFTER_CLOSING: Duration = Duration::from_secs(5);
+const CLOSED_GRACE: Duration = Duration::from_secs(5);
 
 /// What comes from a host.
 #[derive(Debug)]
@@ -116,7 +116,7 @@ impl Connection {
 
     pub(super) fn stdout_has_closed(&mut self) {
         self.stdout_is_closed = true;
-        self.must_end_by(Instant::now() + AFTER_CLOSING);
+        self.must_end_by(Instant::now() + CLOSED_GRACE);
     }
 
     pub(super) fn stderr_has_closed(&mut self) {
@@ -128,7 +128,7 @@ impl Connection {
         self.pidfd.as_ref().filter(|_| self.ended.is_none()).map(AsFd::as_fd)
     }
 
-    /// Is there a state that only polling can show?
+    /// Whether there is a state that only polling can show.
     pub(super) fn must_be_polled(&self) -> bool {
         match self.ended {
             None => self.pidfd.is_none() || self.kill_at.is_some(),
@@ -148,10 +148,10 @@ impl Connection {
         }
     }
 
-    /// Has it ended, and has all its output been read?
+    /// Whether it has ended, and all its output has been read.
     pub(super) fn is_over(&self) -> bool {
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
-        self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE)
+        self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE_TIMEOUT)
     }
 
     /// Its exit code; none if a signal has ended it.
@@ -186,7 +186,7 @@ fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
 /// Until there are no more messages, or the launcher does not read them.
 fn write(mut to: ChildStdin, outgoing: &Receiver<ToLauncher>) {
     loop {
-        let order = match outgoing.recv_timeout(ALIVE) {
+        let order = match outgoing.recv_timeout(HEARTBEAT_INTERVAL) {
             Ok(order) => order,
             Err(RecvTimeoutError::Timeout) => ToLauncher::Alive,
             Err(RecvTimeoutError::Disconnected) => return,

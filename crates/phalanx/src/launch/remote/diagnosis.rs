@@ -8,7 +8,7 @@ pub(super) struct LostConnection<'a> {
     /// The program that connects.
     pub(super) shell: &'a str,
     pub(super) is_here: bool,
-    /// Had the launcher answered?
+    /// Whether the launcher had answered.
     pub(super) was_up: bool,
     /// Its exit code; none if a signal has ended it.
     pub(super) code: Option<i32>,

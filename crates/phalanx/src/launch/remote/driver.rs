@@ -1,5 +1,5 @@
 //! The driver of a job on several hosts, in the command that the user has started: it starts the launchers, shows their
-//! events, and passes on signals. It is not a node. What is to be started, and when, is its [`Plan`].
+//! events, and passes on signals. It is not a node. Its [`Plan`] decides what is started, and when.
 //!
 //! There is one driver with two plans. The launchers of a fixed list of hosts agree among themselves, as if they had
 //! been started by hand; those of an elastic job get instructions.
@@ -44,7 +44,7 @@ pub(super) trait Plan {
     /// The connection to a launcher is over.
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer);
 
-    /// Is there nothing left to wait for?
+    /// Whether there is nothing left to wait for.
     fn is_over(&self, launchers: &Launchers<'_>) -> bool;
 
     /// How the job ended.
@@ -79,7 +79,7 @@ pub(super) enum DriverEnd {
 pub(super) struct Driver<'a> {
     launchers: Launchers<'a>,
     plan: Box<dyn Plan + 'a>,
-    /// Has the observer asked for the end?
+    /// Whether the observer has asked for the end.
     is_stopped: bool,
 }
 

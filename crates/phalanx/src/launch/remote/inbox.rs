@@ -14,7 +14,7 @@ use crate::poll::{drain, poll_readable, wake_pipe};
 /// How many messages may wait to be shown; further ones stay with the hosts.
 const WAITING: usize = 256;
 /// How often to poll what has no descriptor.
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(super) struct Inbox {
@@ -22,7 +22,7 @@ pub(super) struct Inbox {
     incoming: Receiver<(usize, Incoming)>,
     wake: Arc<PipeWriter>,
     notice: PipeReader,
-    /// Are there possibly messages for which no byte is in the pipe?
+    /// Whether there may be messages for which no byte is in the pipe.
     left_over: bool,
 }
 
@@ -55,7 +55,7 @@ impl Inbox {
         if self.left_over && is_ready {
             timeout = Duration::ZERO;
         } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
-            timeout = timeout.min(POLL);
+            timeout = timeout.min(POLL_INTERVAL);
         }
         let mut descriptors: Vec<BorrowedFd<'_>> = connections.filter_map(Connection::end_notice).collect();
         descriptors.push(self.notice.as_fd());

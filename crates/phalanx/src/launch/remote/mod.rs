@@ -5,7 +5,7 @@
 //! [`protocol`] has the messages and their order. The launchers have a rendezvous like those of
 //! [several nodes](super::Cluster); this command takes no part in it.
 //!
-//! No part outlives the job: a launcher whose standard input is closed, or silent for [`SILENCE`](node::SILENCE), ends
+//! No part outlives the job: a launcher whose standard input is closed, or silent for [`SILENCE_TIMEOUT`](node::SILENCE_TIMEOUT), ends
 //! its workers; and the other launchers notice a launcher that is gone.
 
 mod address;

@@ -27,7 +27,7 @@ use crate::world_size::WorldSize;
 
 /// How long the user's command may send nothing, if the network may not be silent for longer; it sends a heartbeat every 5 s. In an
 /// elastic job it is as long as ssh waits: when the command has declared a host lost, it may start another launcher there.
-pub(super) const SILENCE: Duration = Duration::from_secs(60);
+pub(super) const SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The part of a [`RemoteJob`](super::RemoteJob) on one host.
 ///
@@ -69,7 +69,7 @@ impl RemoteNode {
         };
         let agent = config.agent.clone().map(Agent::new).transpose()?;
         let silence = ssh_silence(Heartbeat::from_env()?);
-        messages.silence = if agent.is_some() { silence } else { SILENCE.max(silence) };
+        messages.silence = if agent.is_some() { silence } else { SILENCE_TIMEOUT.max(silence) };
         let follower = agent.clone();
         std::thread::Builder::new()
             .name("phalanx-driver".into())
@@ -194,7 +194,7 @@ struct DriverMessages {
 impl DriverMessages {
     fn open() -> Result<Self> {
         let stdin = io::stdin().as_fd().try_clone_to_owned();
-        stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE }).map_err(undecodable)
+        stdin.map(|stdin| Self { stdin: stdin.into(), silence: SILENCE_TIMEOUT }).map_err(undecodable)
     }
 
     fn next(&mut self) -> io::Result<Option<ToLauncher>> {

@@ -13,7 +13,7 @@ use crate::launch::exit::Signal;
 use crate::rank::Rank;
 
 /// How long a launcher may take to end if it was not told to start workers.
-const UNWANTED: Duration = Duration::from_secs(2);
+const UNUSED_GRACE: Duration = Duration::from_secs(2);
 
 /// One start of a launcher on one host.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Peer {
         number.get().checked_sub(self.first).filter(|slot| *slot < self.slots)
     }
 
-    /// Was its answer due before `now`?
+    /// Whether its answer was due before `now`.
     pub(super) fn is_late(&self, now: Instant) -> bool {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
     }
@@ -79,7 +79,7 @@ impl Peer {
     /// Ends a launcher that has started nothing.
     pub(super) fn end_unwanted(&mut self) {
         self.connection.close();
-        self.connection.must_end_by(Instant::now() + UNWANTED);
+        self.connection.must_end_by(Instant::now() + UNUSED_GRACE);
     }
 
     /// Keeps a line of its standard error for an error.

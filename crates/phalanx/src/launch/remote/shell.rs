@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::connection::ALIVE;
+use super::connection::HEARTBEAT_INTERVAL;
 use super::quote::quote;
 
 /// Starts the launcher of this version: at the same path as here, or from `PATH`. Any shell on the host will do; it
@@ -69,8 +69,9 @@ impl RemoteShell {
         command.args(program);
         // It must not ask questions: its standard input is the launcher's.
         let timeout = format!("ConnectTimeout={}", timeout.as_secs().max(1));
-        let interval = format!("ServerAliveInterval={}", ALIVE.as_secs());
-        let attempts = format!("ServerAliveCountMax={}", silence.as_secs().div_ceil(ALIVE.as_secs()));
+        let interval = format!("ServerAliveInterval={}", HEARTBEAT_INTERVAL.as_secs());
+        let attempts =
+            format!("ServerAliveCountMax={}", silence.as_secs().div_ceil(HEARTBEAT_INTERVAL.as_secs()));
         for option in ["BatchMode=yes", &timeout, &interval, &attempts] {
             command.args(["-o", option]);
         }

@@ -66,7 +66,7 @@ pub(super) fn orthogonalize(columns: &mut [f32], length: usize, epsilon: f32) {
             add_scaled(current, -share, other);
         }
         let norm = dot(current, current).sqrt();
-        // What is left of a dependent column is rounding; as a direction it would be noise.
+        // The rest of a dependent column is rounding; as a direction it would be noise.
         let factor = if norm > before * 1e-6 { 1.0 / (norm + epsilon) } else { 0.0 };
         current.iter_mut().for_each(|x| *x *= factor);
     }

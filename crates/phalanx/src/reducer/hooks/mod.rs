@@ -90,7 +90,7 @@ pub trait CommHook: Send {
     /// If it is the state of another kind of hook.
     fn load(&mut self, state: HookState) -> Result<()>;
 
-    /// Is it without state of a step or a group? Then a step that a failure has cut off can be
+    /// Whether it keeps no state of a step or a group. If so, a step that a failure has cut off can be
     /// [replayed](super::Reducer::keep_gradients). False by default.
     fn is_stateless(&self) -> bool {
         false
@@ -110,7 +110,7 @@ pub trait CommHook: Send {
 pub struct GradBucket {
     /// Its number in this step, in the order of launching.
     pub index: usize,
-    /// Is it the step's last?
+    /// Whether it is the step's last.
     pub is_last: bool,
     /// The gradients, one after another. [`Pending`] gives it back, averaged.
     pub buffer: Buffer,
@@ -165,7 +165,7 @@ impl Pending {
         Self(Stage::Done(bucket))
     }
 
-    /// Is the operation in flight done, or was there none?
+    /// Whether the operation in flight is done, or there was none.
     pub fn is_completed(&self) -> bool {
         match &self.0 {
             Stage::InFlight { work, .. } => work.is_completed(),

@@ -61,13 +61,13 @@ impl PowerSgdOptions {
         self
     }
 
-    /// Is what compression lost added to the next step's gradient? Yes by default.
+    /// Whether the error of the compression is added to the next step's gradient. True by default.
     pub fn error_feedback(mut self, feedback: bool) -> Self {
         self.error_feedback = feedback;
         self
     }
 
-    /// Does a step begin with the factors of the last one, in place of random ones? Yes by default.
+    /// Whether a step begins with the factors of the last one, in place of random ones. True by default.
     pub fn warm_start(mut self, warm: bool) -> Self {
         self.warm_start = warm;
         self
@@ -90,7 +90,7 @@ impl PowerSgdOptions {
 ///
 /// A gradient of at least two dimensions is seen as a matrix `M` of `shape[0]` rows. One step of the power method
 /// approximates the average over the ranks by `P·Qᵀ`: the ranks average `P = M·Q`, make its columns orthonormal, and
-/// average `Q = Mᵀ·P`. What is lost on this rank, `M − P·Qᵀ`, is added to its next gradient. Vectors, small
+/// average `Q = Mᵀ·P`. The error on this rank, `M − P·Qᵀ`, is added to its next gradient. Vectors, small
 /// matrices and other types than f32 are sent uncompressed. A direction of `Q` in which there was nothing is replaced by a
 /// random one, so that a gradient that was zero for a step is not lost for ever.
 ///
@@ -109,7 +109,7 @@ pub struct PowerSgd {
     messages: Spares,
 }
 
-/// What is kept from step to step, by parameter, because buckets may be rebuilt.
+/// The state that is kept from step to step, by parameter, because buckets may be rebuilt.
 #[derive(Default)]
 struct PowerSgdState {
     factors: BTreeMap<usize, Vec<f32>>,
@@ -227,7 +227,7 @@ impl CommHook for PowerSgd {
 /// Which gradients of a bucket are compressed, and where their factors lie in the messages.
 struct Layout {
     matrices: Vec<Matrix>,
-    /// What is sent uncompressed.
+    /// The ranges that are sent uncompressed.
     others: Vec<std::ops::Range<usize>>,
     /// Elements of all `P`, of all `Q`, and of what is sent uncompressed.
     left: usize,

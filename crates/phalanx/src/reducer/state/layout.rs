@@ -83,7 +83,7 @@ impl ReducerState {
         Ok(Some(self.order.clone()))
     }
 
-    /// Is the average of the parameter at `index` this rank's?
+    /// Whether the average of the parameter at `index` is this rank's.
     pub(in crate::reducer) fn owns(&self, index: usize) -> bool {
         let owner = self.owners.as_ref().and_then(|owners| owners.get(index));
         owner.is_none_or(|owner| *owner == self.rank)

@@ -4,8 +4,8 @@
 //! The full client, etcd-client, brings tonic, prost and hyper, some 85 crates, for a few requests a second. ureq
 //! without TLS is eight. Still etcd is a feature, on in the command and off in the library.
 //!
-//! Who waits for a key looks again after a pause, of 100 ms at most: a watch would be a stream without end, for news
-//! that are rare.
+//! A client that waits for a key asks again after a delay of 100 ms at most: a watch would be a stream without end, for
+//! rare news.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -24,7 +24,7 @@ const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// How long one member may take to answer before the next is asked.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The pause between two rounds of all members.
-const PAUSE: Duration = Duration::from_millis(50);
+const RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// The members of an etcd cluster.
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Gateway {
                     }
                 }
             }
-            let pause = PAUSE.min(deadline.remaining());
+            let pause = RETRY_DELAY.min(deadline.remaining());
             if pause.is_zero() {
                 let cause = last.unwrap_or_else(|| io::ErrorKind::TimedOut.into());
                 return Err(Refused::Silent { cause, was_heard: false });

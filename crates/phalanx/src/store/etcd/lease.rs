@@ -18,7 +18,7 @@ pub(crate) const TIME_TO_LIVE: Duration = Duration::from_secs(15);
 const INTERVAL: Duration = Duration::from_secs(4);
 
 /// The pause before a lease is searched for again.
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
+const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// The job's lease, renewed by a thread while this value lives. Its number is a key that is attached to it as well.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ impl Lease {
                     break id;
                 }
                 // It has expired, and its key will go in a moment.
-                std::thread::sleep(RETRY_PAUSE);
+                std::thread::sleep(RETRY_DELAY);
             } else {
                 let granted = ask("lease/grant", json!({ "TTL": TIME_TO_LIVE.as_secs().to_string() }))?;
                 let id = number(&granted["ID"]).filter(|id| *id != 0);

@@ -16,7 +16,7 @@ use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::notice::warn;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE, TAG, nonce};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG, nonce};
 use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
@@ -93,11 +93,11 @@ impl Admission {
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
     pub async fn admit(&self, stream: &mut Stream) -> io::Result<()> {
-        let first = timeout(HANDSHAKE, self.introduce(stream)).await??;
+        let first = timeout(HANDSHAKE_TIMEOUT, self.introduce(stream)).await??;
         let (Some(tls), Some(hello)) = (&self.tls, first) else { return Ok(()) };
         // A client's time does not count while it waits for the others.
         let permit = self.handshakes.take().await?;
-        timeout(HANDSHAKE, self.secure(stream, (tls, hello), permit)).await?
+        timeout(HANDSHAKE_TIMEOUT, self.secure(stream, (tls, hello), permit)).await?
     }
 
     /// Admits a client without TLS, or returns the first record of a TLS client. There is no TLS session before that
@@ -198,7 +198,7 @@ impl Admission {
         Err(Refusal::plain())
     }
 
-    /// Was the connection made by a process of this user on this host?
+    /// Whether a process of this user on this host made the connection.
     async fn is_of_this_user(&self, stream: &Stream) -> io::Result<bool> {
         let (peer, here) = stream.addresses()?;
         Ok(self.peer_users.user_of(peer, here).await? == Some(rustix::process::geteuid().as_raw()))
@@ -226,18 +226,18 @@ fn refused(peer: &impl fmt::Display) -> String {
     )
 }
 
-/// Do PyTorch's clients, and ours without a key, begin with these bytes?
+/// Whether PyTorch's clients, and ours without a key, begin with these bytes.
 fn is_validation(hello: &[u8; HELLO]) -> bool {
     let [op, magic @ ..] = hello;
     *op == Op::Validate as u8 && *magic == MAGIC.to_le_bytes()
 }
 
-/// Do our clients with a key begin with these bytes?
+/// Whether our clients with a key begin with these bytes.
 fn is_greeting(hello: &[u8; HELLO]) -> bool {
     hello.first_chunk().is_some_and(greeting::is_greeting)
 }
 
-/// Does the client that began with these bytes know the secret?
+/// Whether the client that began with these bytes knows the secret.
 async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HELLO]) -> io::Result<bool> {
     let mut call = [0; CALL];
     call[..HELLO].copy_from_slice(start);

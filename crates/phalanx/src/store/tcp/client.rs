@@ -147,7 +147,7 @@ impl TcpStore {
     /// Closes the connections that no call is using.
     pub(crate) fn close_idle(&self) {
         self.idle.lock().clear();
-        // What is still being made is closed when it is there.
+        // A connection that is still being made is closed when it is there.
         *self.coming.lock() = mpsc::channel().1;
     }
 

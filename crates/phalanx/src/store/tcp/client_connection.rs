@@ -23,13 +23,13 @@ use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, W
 use crate::wire::tls;
 
 /// How long one address may take to accept.
-const CONNECT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server that has accepted may take to answer the greeting.
-const GREETING: Duration = Duration::from_secs(10);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
-const CLOSING: Duration = Duration::from_secs(2);
+const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// How long to try again when a name has no address: the resolver may just be starting.
-const NAMED: Duration = Duration::from_secs(10);
+const RESOLVE_RETRY_LIMIT: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 /// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
@@ -40,7 +40,7 @@ const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long the kernel may get no acknowledgement before it gives a connection up, on either side. It is the kernel's own limit: how
 /// long an outage may last is for heartbeats and deadlines to say.
-pub(super) const GIVE_UP: Duration = Duration::from_secs(15 * 60);
+pub(super) const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(15 * 60);
 
 /// A connection after the greeting of a store.
 #[derive(Debug)]
@@ -205,7 +205,7 @@ impl Link {
                 }
                 Err(ConnectError::Closed) => {
                     let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= CLOSING || backoff.is_last() {
+                    if since.elapsed() >= CLOSING_RETRY_LIMIT || backoff.is_last() {
                         return Err(closes(address, credentials));
                     }
                     None
@@ -285,7 +285,7 @@ impl Link {
         };
         for target in resolve(address, deadline).map_err(name)? {
             // An attempt that begins at the very end still has the time for a store on this host.
-            let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT);
+            let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be a connection to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
@@ -316,8 +316,8 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
-        tcp::recover_soon(&stream, GIVE_UP).map_err(ConnectError::NotListening)?;
-        let deadline = deadline.at_most(GREETING);
+        tcp::recover_soon(&stream, ACKNOWLEDGEMENT_TIMEOUT).map_err(ConnectError::NotListening)?;
+        let deadline = deadline.at_most(GREETING_TIMEOUT);
         let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();
         if let Some(tls) = &credentials.tls {
@@ -682,7 +682,7 @@ pub(crate) fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<Socke
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
     }
-    let (name, deadline) = (address.to_owned(), deadline.at_most(NAMED));
+    let (name, deadline) = (address.to_owned(), deadline.at_most(RESOLVE_RETRY_LIMIT));
     let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
     targets.sort_by_key(SocketAddr::is_ipv6);
     targets.dedup();
@@ -696,12 +696,12 @@ fn within<T: Send + 'static>(
     look_up: impl FnOnce() -> io::Result<T> + Send + 'static,
 ) -> io::Result<T> {
     // Names in /etc/hosts are found even when the deadline has just passed.
-    const LEAST: Duration = Duration::from_millis(20);
+    const MIN_RESOLVE_TIMEOUT: Duration = Duration::from_millis(20);
     let (answer, answered) = mpsc::channel();
     let run = move || drop(answer.send(look_up()));
     std::thread::Builder::new().name("phalanx-resolve".into()).spawn(run)?;
     answered
-        .recv_timeout(deadline.remaining().max(LEAST))
+        .recv_timeout(deadline.remaining().max(MIN_RESOLVE_TIMEOUT))
         .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
 }
 
@@ -710,7 +710,7 @@ fn within<T: Send + 'static>(
 fn naming() -> Duration {
     match std::env::var_os("KUBERNETES_SERVICE_HOST") {
         Some(_) => Duration::MAX,
-        None => NAMED,
+        None => RESOLVE_RETRY_LIMIT,
     }
 }
 

@@ -10,9 +10,9 @@ use std::io;
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 
-use crate::wire::auth::MIN_HANDSHAKE;
+use crate::wire::auth::MIN_HANDSHAKE_TIMEOUT;
 
-/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE`] for each, more clients get a permit within the 10 s that a client
+/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE_TIMEOUT`] for each, more clients get a permit within the 10 s that a client
 /// waits than may wait to be admitted: so a client never waits in vain.
 const AT_ONCE: usize = 128;
 
@@ -66,7 +66,7 @@ impl HandshakePermit<'_> {
     }
 
     async fn may_be_dropped(&self) {
-        sleep(MIN_HANDSHAKE).await;
+        sleep(MIN_HANDSHAKE_TIMEOUT).await;
         while self.limit.waiting.get() == 0 {
             self.limit.crowded.notified().await;
         }
@@ -110,7 +110,7 @@ mod tests {
             let limit = Rc::new(HandshakePermits::of(2));
             let (slow, quick) = (limit.take().await.unwrap(), limit.take().await.unwrap());
             // No client waits: it may take longer.
-            let alone = timeout(MIN_HANDSHAKE * 2, slow.run(pending::<io::Result<()>>())).await;
+            let alone = timeout(MIN_HANDSHAKE_TIMEOUT * 2, slow.run(pending::<io::Result<()>>())).await;
             assert!(alone.is_err());
             let shared = Rc::clone(&limit);
             let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });

@@ -20,7 +20,7 @@ use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::{GIVE_UP, NO_ADDRESS_REMEDY, resolve_patiently};
+use super::client_connection::{ACKNOWLEDGEMENT_TIMEOUT, NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
@@ -36,9 +36,9 @@ const MAX_CONNECTIONS: usize = 16_384;
 /// come at once and must fit.
 const MAX_PENDING: usize = 2048;
 /// The pause in accepting when the process has run out of descriptors.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// After this silence the kernel checks whether a client's host is still alive.
-const KEEP_ALIVE: Duration = Duration::from_secs(30);
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
 ///
@@ -302,7 +302,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                         let hint = no_more_files(&error).unwrap_or("it is tried again");
                         warn(format_args!("the store cannot accept a client: {error} ({hint})"));
                     }
-                    sleep(ACCEPT_PAUSE).await;
+                    sleep(ACCEPT_RETRY_DELAY).await;
                 }
             },
         }
@@ -319,9 +319,9 @@ async fn at(moment: Option<Instant>) {
 /// Small answers are sent at once; a vanished host is noticed. If a socket refuses an option, it still works.
 fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
-    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE);
+    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE_INTERVAL).with_interval(KEEP_ALIVE_INTERVAL);
     let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
-    let _ = tcp::recover_soon(stream, GIVE_UP);
+    let _ = tcp::recover_soon(stream, ACKNOWLEDGEMENT_TIMEOUT);
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use crate::wire::store::{
 };
 
 /// How long a client may leave a part of its answer unread.
-const UNREAD: Duration = Duration::from_secs(60);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The most bytes of what a client has set at its end.
 const MAX_AT_END: usize = 1024;
 /// The buffer of a validated client.
@@ -188,13 +188,13 @@ impl Connection {
 
     async fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            let written = timeout(UNREAD, self.stream.write(bytes)).await??;
+            let written = timeout(WRITE_TIMEOUT, self.stream.write(bytes)).await??;
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
             bytes = &bytes[written..];
         }
-        timeout(UNREAD, self.stream.flush()).await?
+        timeout(WRITE_TIMEOUT, self.stream.flush()).await?
     }
 }
 

@@ -40,7 +40,7 @@ fn raw(server: &TcpStoreServer) -> TcpStream {
     stream
 }
 
-/// Does the server close the connection without another byte?
+/// Whether the server closes the connection without another byte.
 fn is_dropped(mut stream: TcpStream) -> bool {
     match stream.read(&mut [0; 64]) {
         Ok(0) => true,
@@ -432,13 +432,13 @@ fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<Atomic
 }
 
 /// The round trip is longer than a wait that is given up, and than the time for the answer to that.
-const FAR: Duration = Duration::from_millis(200);
+const ROUND_TRIP_DELAY: Duration = Duration::from_millis(200);
 
 #[test]
 fn waits_that_end_over_a_slow_network_keep_their_connection() {
     for credentials in [Credentials::default(), JobKey::generate().unwrap().into()] {
         let server = TcpStoreServer::bind_with("127.0.0.1:0".parse().unwrap(), credentials.clone()).unwrap();
-        let (address, made) = far_away(&server, FAR);
+        let (address, made) = far_away(&server, ROUND_TRIP_DELAY);
         let store = TcpStore::connect_with(address, &credentials, soon()).unwrap();
         for _ in 0..4 {
             let error = store.get("late", Deadline::after(Duration::from_millis(100))).unwrap_err();
@@ -451,7 +451,7 @@ fn waits_that_end_over_a_slow_network_keep_their_connection() {
         assert!(error.is_timeout(), "{error}");
         assert_eq!(store.multi_get(&["late", "number"], soon()).unwrap(), [&b"came"[..], b"7"]);
         // This wait ends when its answer, with two values, is on its way.
-        let error = store.multi_get(&["late", "number"], Deadline::after(FAR / 2)).unwrap_err();
+        let error = store.multi_get(&["late", "number"], Deadline::after(ROUND_TRIP_DELAY / 2)).unwrap_err();
         assert!(error.is_timeout(), "{error}");
         assert!(store.check(&["late"], soon()).unwrap() && !store.check(&["never"], soon()).unwrap());
         assert_eq!(made.load(Ordering::Relaxed), 1);
@@ -461,7 +461,7 @@ fn waits_that_end_over_a_slow_network_keep_their_connection() {
 #[test]
 fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
     let server = serve();
-    let (near, (address, made)) = (client(&server), far_away(&server, FAR));
+    let (near, (address, made)) = (client(&server), far_away(&server, ROUND_TRIP_DELAY));
     let store = TcpStore::connect(address, soon()).unwrap();
     let mut watched = 0;
     let mut go_on = || {
@@ -474,7 +474,7 @@ fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
     let found = store.set_and_get(&[("ours", b"1")], &["ours", "theirs"], soon(), &mut go_on).unwrap();
     assert_eq!(found, [b"1", b"2"]);
     assert!(watched >= 2, "{watched}");
-    // Whoever does not want to go on gets the reason, and can use the connection again.
+    // A caller that stops waiting gets the reason, and can use the connection again.
     let stopped = store.set_and_get(&[], &["never"], soon(), &mut || Err(Error::aborted("enough")));
     assert!(stopped.unwrap_err().to_string().contains("enough"));
     let changes = [("rank/0", &b""[..], &b"me"[..]), ("world", b"", b"2"), ("rank/0", b"", b"other")];

@@ -61,7 +61,7 @@ pub(crate) trait LineEnd: Send {
     /// A frame, perhaps partly moved.
     type Frame: Send;
 
-    /// Is it the receiving end?
+    /// Whether it is the receiving end.
     const RECEIVES: bool;
 
     /// The rank at the other end.
@@ -73,7 +73,7 @@ pub(crate) trait LineEnd: Send {
     /// The socket to poll before the next step; None if a notifier says so.
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
 
-    /// Can something be moved, as far as the memory shows?
+    /// Whether something can be moved, as far as the memory shows.
     fn is_ready(&mut self) -> bool;
 }
 

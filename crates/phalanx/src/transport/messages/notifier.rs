@@ -13,9 +13,9 @@ use crate::error::{Error, Result};
 use crate::poll::poll;
 
 /// A wait for memory lasts at most this long before it checks the health of its group.
-pub(crate) const SLEEP: Duration = Duration::from_millis(10);
+pub(crate) const SLEEP_LIMIT: Duration = Duration::from_millis(10);
 /// A wait for memory and sockets checks the memory this often: no system call waits for both.
-const GLANCE: Duration = Duration::from_micros(200);
+const MEMORY_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// Wakes the threads of one rank that wait for messages.
 pub(crate) struct Notifier(Memory);
@@ -58,10 +58,10 @@ impl Notifier {
     ) -> Result<()> {
         let remaining = deadline.remaining();
         match (sockets, listens) {
-            ([], _) => self.sleep_unless(remaining.min(SLEEP), ready),
+            ([], _) => self.sleep_unless(remaining.min(SLEEP_LIMIT), ready),
             _ if ready() => {}
             (_, false) => poll_all(sockets, remaining)?,
-            (_, true) => poll_all(sockets, remaining.min(GLANCE))?,
+            (_, true) => poll_all(sockets, remaining.min(MEMORY_POLL_INTERVAL))?,
         }
         Ok(())
     }

@@ -31,7 +31,7 @@ pub(crate) struct Sending {
     head: [u8; HEAD],
     /// Bytes sent, padding included.
     sent: usize,
-    /// Have the bytes that a connection has accepted left this process?
+    /// Whether the bytes that a connection has accepted have left this process.
     is_out: bool,
 }
 

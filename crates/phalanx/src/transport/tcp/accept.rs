@@ -12,7 +12,7 @@ use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
 use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
-use super::start_failure::{self, LOOK};
+use super::start_failure::{self, POLL_INTERVAL};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
 use crate::poll::poll;
@@ -81,7 +81,7 @@ pub(super) fn accept(
             Woken::Other => {}
         }
         // By the clock: a stream of new connections must not prevent that a death is noticed.
-        if looked.elapsed() >= LOOK {
+        if looked.elapsed() >= POLL_INTERVAL {
             looked = Instant::now();
             for (peer, pair) in config.world.ranks().skip(first).zip(pairs.iter()) {
                 pair.control
@@ -186,7 +186,7 @@ fn wait_for_arrivals(
     let timeout = pending
         .iter()
         .filter_map(|connection| connection.next_check(&limit))
-        .fold(deadline.at_most(LOOK), Deadline::min)
+        .fold(deadline.at_most(POLL_INTERVAL), Deadline::min)
         .remaining();
     match poll(&mut fds, Some(timeout)) {
         Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::MeshConfig;
 use super::accept::take_arrivals;
 use super::connect::{Address, key, listen, mesh};
-use super::dial::{ANSWERING, dial};
+use super::dial::{ANSWER_TIMEOUT, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
@@ -17,7 +17,7 @@ use crate::health::Heartbeat;
 use crate::key::JobKey;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
-use crate::wire::auth::{HANDSHAKE, NONCE, TAG};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, NONCE, TAG};
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, HELLO, Hello, REFUSAL};
 use crate::world_size::WorldSize;
@@ -108,7 +108,7 @@ fn a_silent_flood_does_not_displace_a_rank_that_has_said_who_it_is() {
 fn strangers_hold_nobody_up() {
     let store = MemoryStore::new();
     // One after the other, each with the time of a handshake, they would take many times as long.
-    let deadline = Deadline::after(HANDSHAKE * 10);
+    let deadline = Deadline::after(HANDSHAKE_TIMEOUT * 10);
     thread::scope(|scope| {
         let main = scope.spawn(|| mesh(&config(&store, 0), deadline).map(|mesh| mesh.connections.data.len()));
         let address = store.get(&key(Rank::MAIN), deadline).unwrap();
@@ -271,7 +271,7 @@ fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
     let within = Deadline::after(Duration::from_secs(1));
     store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
     let started = Instant::now();
-    let deadline = Deadline::after(ANSWERING * 10);
+    let deadline = Deadline::after(ANSWER_TIMEOUT * 10);
     let errors = thread::scope(|scope| {
         let ranks = [0, 2].map(|rank| {
             let config = config_in(&store, rank, 3);
@@ -279,7 +279,7 @@ fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
         });
         ranks.map(|rank| rank.join().unwrap())
     });
-    assert!(started.elapsed() < ANSWERING * 5, "{:?}", started.elapsed());
+    assert!(started.elapsed() < ANSWER_TIMEOUT * 5, "{:?}", started.elapsed());
     for error in errors {
         assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
         assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");

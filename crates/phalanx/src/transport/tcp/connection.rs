@@ -38,7 +38,7 @@ impl Connection {
         self.socket.peer_addr().ok().map(|peer| peer.ip())
     }
 
-    /// Is the peer on this host?
+    /// Whether the peer is on this host.
     pub(super) fn is_within_host(&self) -> bool {
         let ends = (self.socket.local_addr(), self.socket.peer_addr());
         matches!(ends, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
@@ -106,12 +106,12 @@ impl Connection {
         }
     }
 
-    /// Is there data that no poll shows?
+    /// Whether there is data that no poll shows.
     pub(super) fn holds_input(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.lock().holds_input())
     }
 
-    /// Sends nothing more. What has been sent before still arrives.
+    /// Sends nothing more. Earlier data still arrive.
     pub(super) fn finish_sending(&self) {
         // If it is closed already, nothing more is sent.
         let _ = self.socket.shutdown(Shutdown::Write);

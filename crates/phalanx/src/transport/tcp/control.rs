@@ -85,10 +85,10 @@ pub(crate) struct Connections {
 /// In worlds of up to this many ranks, each says to all others which process it is, so that who loses it can see whether it has ended.
 const INTRODUCED: u32 = 32;
 /// After this silence of a host, the kernel sends it a probe, …
-const SILENCE: Duration = Duration::from_secs(10);
-/// … this many times, every `PROBE_PAUSE`, before its ranks are given up: after [`give_up`], if that is longer.
+const PROBE_DELAY: Duration = Duration::from_secs(10);
+/// … this many times, every `PROBE_INTERVAL`, before its ranks are given up: after [`give_up`], if that is longer.
 const PROBES: u32 = 4;
-const PROBE_PAUSE: Duration = Duration::from_secs(5);
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
 /// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
@@ -96,8 +96,8 @@ const PROBE_PAUSE: Duration = Duration::from_secs(5);
 fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
     let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
-    set_tcp_keepidle(stream, SILENCE)?;
-    set_tcp_keepintvl(stream, PROBE_PAUSE)?;
+    set_tcp_keepidle(stream, PROBE_DELAY)?;
+    set_tcp_keepintvl(stream, PROBE_INTERVAL)?;
     set_tcp_keepcnt(stream, PROBES)?;
     match give_up(heartbeat).filter(|_| !connection.is_within_host()) {
         Some(give_up) => tcp::recover_soon(stream, give_up),
@@ -109,7 +109,7 @@ fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
 /// more, so they come first. None if silence means nothing.
 fn give_up(heartbeat: Heartbeat) -> Option<Duration> {
     let timeout = heartbeat.network_timeout;
-    (!timeout.is_zero()).then(|| timeout.saturating_mul(2).max(SILENCE + PROBE_PAUSE * PROBES))
+    (!timeout.is_zero()).then(|| timeout.saturating_mul(2).max(PROBE_DELAY + PROBE_INTERVAL * PROBES))
 }
 
 impl Monitor {

@@ -21,12 +21,12 @@ use crate::wire::hello::{HELLO, Hello};
 use crate::wire::tls;
 
 /// How long one attempt to connect may take before the next one: its packets may have been sent before the host was up.
-const CONNECTING: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A rank listens before its address is known. If it refuses for this long, it has gone.
-const REFUSED: Duration = Duration::from_secs(1);
+const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 /// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, and for as long as
 /// the network may be silent, it is frozen.
-pub(super) const ANSWERING: Duration = Duration::from_secs(10);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
@@ -43,7 +43,7 @@ pub(super) fn dial(
     let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut backoff = Backoff::new(PAUSES, deadline);
-    let answering = ANSWERING.max(config.heartbeat.network_timeout);
+    let answering = ANSWER_TIMEOUT.max(config.heartbeat.network_timeout);
     let mut refusing: Option<Instant> = None;
     let mut reminders = Reminders::new();
     loop {
@@ -76,7 +76,7 @@ pub(super) fn dial(
             _ if no_more_files(&error).is_some() => return Err(no_descriptors(&unreachable, error)),
             _ if is_local_shortage(&error) => return Err(Error::io(unreachable, error)),
             io::ErrorKind::ConnectionRefused => {
-                if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSED {
+                if refusing.get_or_insert_with(Instant::now).elapsed() >= REFUSAL_TIMEOUT {
                     return Err(start_failure::gone(peer, address));
                 }
             }
@@ -91,7 +91,7 @@ pub(super) fn dial(
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
         if backoff.is_longest() {
-            let until = deadline.at_most(start_failure::LAST_MESSAGE);
+            let until = deadline.at_most(start_failure::LAST_MESSAGE_TIMEOUT);
             start_failure::check(config, host, until).map_err(|error| match error.peer() {
                 // The store has gone, and with it the rank that served it.
                 None if refusing.is_some() => start_failure::gone(peer, address),
@@ -122,7 +122,7 @@ fn introduce(
 ) -> io::Result<(Connection, Hello)> {
     let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
     let timeout = || deadline.remaining().max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, timeout().min(CONNECTING))?;
+    let stream = TcpStream::connect_timeout(&address, timeout().min(CONNECT_TIMEOUT))?;
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(timeout()))?;
     let mut stream = Connection::new(stream);

@@ -6,7 +6,7 @@ use super::connection::Connection;
 use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE, MIN_HANDSHAKE, TAG, Tag, nonce};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, TAG, Tag, nonce};
 use crate::wire::handshake::{GroupSecret, Responder};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
@@ -31,7 +31,7 @@ pub(super) struct Pending {
 const _: () = assert!(size_of::<Pending>() + size_of::<Responder>() <= 1024);
 const _: () = assert!(size_of::<Pending>() + LONGEST_HELLO <= 4096 && HELLO_HEAD <= HELLO);
 
-/// What comes next.
+/// The next step of the handshake.
 enum Stage {
     /// The first TLS record, which comes before our messages. It is empty until its length is known.
     ClientHello(Tls, Vec<u8>),
@@ -66,7 +66,7 @@ impl HandshakeLimit {
         true
     }
 
-    /// Does a connection wait for a permit when none is free?
+    /// Whether a connection waits for a permit when none is free.
     fn is_exhausted(&self) -> bool {
         self.waiting > self.free
     }
@@ -90,17 +90,17 @@ impl Pending {
             secret: secret.clone(),
             bytes: [0; HELLO],
             filled: 0,
-            deadline: Deadline::after(HANDSHAKE),
+            deadline: Deadline::after(HANDSHAKE_TIMEOUT),
         }
     }
 
     /// Gives it more time, for tests whose thread may have to wait for a processor.
     #[cfg(test)]
     pub(super) fn give_time(&mut self) {
-        self.deadline = Deadline::after(HANDSHAKE * 30);
+        self.deadline = Deadline::after(HANDSHAKE_TIMEOUT * 30);
     }
 
-    /// Does it wait for a permit?
+    /// Whether it waits for a permit.
     pub(super) fn waits_for_tls(&self) -> bool {
         matches!(self.stage, Stage::WaitingForTls(..))
     }
@@ -183,9 +183,9 @@ impl Pending {
             let mut session = tls.server().map_err(|_| Progress::Dropped)?;
             session.begin_with(std::mem::take(record));
             self.stream.encrypt(session);
-            self.stage = Stage::Tls(Deadline::after(MIN_HANDSHAKE));
+            self.stage = Stage::Tls(Deadline::after(MIN_HANDSHAKE_TIMEOUT));
             // The time that others have taken does not count.
-            self.deadline = Deadline::after(HANDSHAKE);
+            self.deadline = Deadline::after(HANDSHAKE_TIMEOUT);
         }
         let Stage::Tls(droppable_at) = self.stage else { return Ok(()) };
         loop {

@@ -20,12 +20,12 @@ use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
 const KEY: &str = "mesh/failure";
 /// How often a rank that waits for others checks whether one of them has failed.
-pub(super) const LOOK: Duration = Duration::from_millis(500);
-/// A missing rank has died if it refuses this many connections, `LOOK` apart. One is not enough: its connections may be
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// A missing rank has died if it refuses this many connections, `POLL_INTERVAL` apart. One is not enough: its connections may be
 /// complete, while its accepting thread has not yet been scheduled to report this.
 const REFUSALS: u32 = 3;
 /// How long the store may take for this, even after the deadline: several round trips of a slow network, of which one may be lost.
-pub(super) const LAST_MESSAGE: Duration = Duration::from_secs(5);
+pub(super) const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
 pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error {
@@ -36,7 +36,7 @@ pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error
     let error = error.at(config.rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
     // Without the store the others time out at their deadlines.
-    let first = config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
+    let first = config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
     match first {
         Ok(first) if first != notice => reported(&first, host).unwrap_or(error),
         _ => error,
@@ -64,7 +64,7 @@ pub(super) fn check(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> 
 pub(crate) fn fail_start(store: &dyn Store, error: &Error) {
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(error))) else { return };
     // Without the store they time out.
-    let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE));
+    let _ = store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
 }
 
 fn reported(notice: &[u8], host: &str) -> Option<Error> {
@@ -87,12 +87,12 @@ pub(super) fn exchange(
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     let mut looked = Instant::now();
     let mut go_on = || {
-        if looked.elapsed() < LOOK {
+        if looked.elapsed() < POLL_INTERVAL {
             return Ok(());
         }
         looked = Instant::now();
         // One limit for all that is asked: the start's own ends on time, however slow the store is.
-        let until = deadline.at_most(LAST_MESSAGE);
+        let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
         there = count_there(config, &names, there, until);
         if let Some((rank, _)) = keys.get(there) {
@@ -104,7 +104,7 @@ pub(super) fn exchange(
     let outcome = config.store.set_and_get(pairs, &names, deadline, &mut go_on);
     match outcome {
         Err(error) if error.is_timeout() && deadline.has_passed() => {
-            let until = Deadline::after(LAST_MESSAGE);
+            let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
             let error = match keys.get(count_there(config, &names, there, until)) {
                 Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
@@ -180,12 +180,12 @@ pub(super) fn watch(
     deadline: Deadline,
 ) -> Result<()> {
     let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(config), Reminders::new());
-    while finished.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+    while finished.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
         for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
             pair.control.as_ref().map_or(Ok(()), |control| check_peer(peer, &address.host, control))?;
         }
-        let until = deadline.at_most(LAST_MESSAGE);
+        let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
         let peer = missing.load(Ordering::Relaxed);
         let Some(address) = addresses.get(peer) else { continue };
@@ -196,7 +196,7 @@ pub(super) fn watch(
         probe.check(Rank::new(peer as u32), until)?;
         // It listens until it is connected with this rank too. For it, this is a foreign connection that is closed
         // again.
-        let probe = TcpStream::connect_timeout(&address.socket, LOOK);
+        let probe = TcpStream::connect_timeout(&address.socket, POLL_INTERVAL);
         refused = match probe {
             Err(error) if error.kind() != ErrorKind::ConnectionRefused => refused,
             Ok(_) => (peer, 0),
@@ -250,11 +250,11 @@ mod tests {
                };
                let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
                for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
-                   store.set(name, b"x", Deadline::after(LAST_MESSAGE)).unwrap();
+                   store.set(name, b"x", Deadline::after(LAST_MESSAGE_TIMEOUT)).unwrap();
                }
                let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
                let names: Vec<&str> = names.iter().map(String::as_str).collect();
-               prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE)), first);
+               prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT)), first);
            }
        }
 
@@ -321,7 +321,7 @@ mod tests {
             _: Deadline,
             go_on: &mut dyn FnMut() -> Result<()>,
         ) -> Result<Vec<Vec<u8>>> {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
             go_on()?;
             Err(Error::aborted("it was asked once"))
         }
@@ -341,7 +341,7 @@ mod tests {
             number: None,
             tuning: 0,
         };
-        let deadline = Deadline::after(2 * LOOK);
+        let deadline = Deadline::after(2 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
         assert!(error.to_string().contains("asked once"), "{error}");
         let asked = store.0.into_inner();

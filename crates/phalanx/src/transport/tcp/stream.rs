@@ -17,7 +17,7 @@ pub(super) struct Sending<'a> {
     header: [u8; HEADER],
     payload: &'a [u8],
     sent: usize,
-    /// Have the bytes that the connection has accepted left this process?
+    /// Whether the bytes that the connection has accepted have left this process.
     is_out: bool,
 }
 

@@ -14,7 +14,7 @@ use crate::tls::Tls;
 use crate::tls::tests::certificates::Authority;
 use crate::tls::tests::raw_client::{self, RawClient};
 use crate::tls::tests::{good, unchecked};
-use crate::wire::auth::HANDSHAKE;
+use crate::wire::auth::HANDSHAKE_TIMEOUT;
 use crate::wire::tls::is_alert;
 
 fn soon() -> Deadline {
@@ -193,7 +193,7 @@ fn more_strangers_than_have_a_turn_hold_nobody_up() {
         let started = Instant::now();
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
-        assert!(started.elapsed() < HANDSHAKE * 10, "{:?}", started.elapsed());
+        assert!(started.elapsed() < HANDSHAKE_TIMEOUT * 10, "{:?}", started.elapsed());
         drop(strangers);
     });
 }
@@ -269,7 +269,7 @@ fn a_slow_handshake_ends_with_the_strangers_time() {
                     Err(error) => error.kind() != ErrorKind::WouldBlock,
                 }
         });
-        assert!(dropped && started.elapsed() < HANDSHAKE * 10, "{:?}", started.elapsed());
+        assert!(dropped && started.elapsed() < HANDSHAKE_TIMEOUT * 10, "{:?}", started.elapsed());
         join(&store, 1, 2, &credentials).unwrap();
         main.join().unwrap().unwrap();
     });

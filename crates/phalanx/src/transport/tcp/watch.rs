@@ -31,7 +31,7 @@ use crate::wire::control::{self, Control, Introduction, LongWait, MAX_BODY, PREF
 use crate::world_size::WorldSize;
 
 /// The time between the end of a process's connections and the end of the process.
-const ENDING: Duration = Duration::from_millis(100);
+const PROCESS_END_GRACE: Duration = Duration::from_millis(100);
 
 /// How many connections are read at once.
 const MAX_EVENTS: usize = 64;
@@ -305,10 +305,10 @@ impl<'a> Watch<'a> {
     /// What is seen of a peer whose connection has just ended. A process closes its connections a moment before it has
     /// ended.
     fn state_of_lost(&self, peer: Rank) -> ProcessState {
-        let until = Instant::now() + ENDING;
+        let until = Instant::now() + PROCESS_END_GRACE;
         loop {
             match self.state(peer) {
-                ProcessState::Alive if Instant::now() < until => std::thread::sleep(ENDING / 20),
+                ProcessState::Alive if Instant::now() < until => std::thread::sleep(PROCESS_END_GRACE / 20),
                 state => return state,
             }
         }

@@ -19,12 +19,12 @@ const GROUP: &str = "phalanx/none/0/0/group/";
 /// What a rank asks for first when all have come to the roll-call.
 pub const MESH: &[u8] = b"/group/mesh/job";
 /// How long a rank may take to answer a hello.
-const PATIENCE: Duration = Duration::from_millis(200);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
 
 pub fn connect(address: SocketAddr) -> Option<TcpStream> {
     let stream = TcpStream::connect_timeout(&address, super::LIMIT / 2).ok()?;
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
-    stream.set_write_timeout(Some(PATIENCE)).ok()?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT)).ok()?;
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT)).ok()?;
     Some(stream)
 }
 

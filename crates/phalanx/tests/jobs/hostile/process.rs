@@ -73,7 +73,7 @@ impl Process {
         Use { threads, descriptors, peak: kibibytes << 10 }
     }
 
-    /// Does it have a socket that waits for connections?
+    /// Whether it has a socket that waits for connections.
     pub fn listens(&self) -> bool {
         let sockets = fs::read_dir(self.path("fd")).unwrap().flatten();
         let sockets: HashSet<String> = sockets

@@ -16,7 +16,7 @@ pub struct Relay {
 struct State {
     /// What the clients have said.
     said: Vec<u8>,
-    /// Who says this is held up.
+    /// A client that sends this is held up.
     waits_at: Option<&'static [u8]>,
 }
 

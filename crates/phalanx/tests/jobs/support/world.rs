@@ -13,7 +13,8 @@ use socket2::{Domain, Socket, Type};
 /// Nothing takes longer, or it hangs.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
-/// A port that no other program is given while this is held: bound, but not listened at, which who asks for just this port may do.
+/// A port that no other program is given while this is held. It is bound, but nobody listens at it: a program that asks for
+/// just this port may do so.
 pub struct FreePort {
     pub number: u16,
     _socket: Socket,

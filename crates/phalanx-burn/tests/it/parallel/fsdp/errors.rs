@@ -230,7 +230,7 @@ fn after_a_failure_nothing_steps() {
                     cut();
                 }
                 let error = fsdp.backward(&loss).unwrap_err();
-                // Whatever gradients there are.
+                // With any gradients.
                 let before = floats(fsdp.model());
                 let step = fsdp.step(&mut optimizer, 0.1, sound).unwrap_err();
                 assert!(step.to_string().contains("the cable was cut"), "{step}");

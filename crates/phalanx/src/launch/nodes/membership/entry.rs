@@ -33,7 +33,7 @@ pub(crate) struct Node {
     pub(crate) workers: u32,
     /// The rank among the nodes that it was told to have (--node-rank).
     pub(crate) node_rank: Option<u32>,
-    /// Does it serve the store with the log? Then it is the first node, and the job ends with it. No node does if the
+    /// Whether it serves the store with the log. If so, it is the first node, and the job ends with it. No node does if the
     /// log is in etcd or a file.
     pub(crate) serves_store: bool,
     /// Its process, as others on its host can find it.

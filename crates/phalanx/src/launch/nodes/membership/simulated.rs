@@ -14,8 +14,8 @@ use super::*;
 use crate::log::{Liveness, Machine};
 
 const INTERVAL: Duration = Duration::from_secs(1);
-const SILENCE: Duration = Duration::from_secs(5);
-const LAST_CALL: Duration = Duration::from_secs(2);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
+const LAST_CALL_TIMEOUT: Duration = Duration::from_secs(2);
 /// How far the simulation goes at once, and when it ends.
 const STEP: u64 = 50;
 const END: u64 = 240_000;
@@ -35,7 +35,7 @@ struct Fault {
 enum Kind {
     /// The node and the store do not hear of each other; what was on its way comes afterwards.
     Parted,
-    /// The node stands still, and then goes on with what it knew. What it has sent arrives.
+    /// The node stands still, and then goes on with what it knew. Its earlier messages arrive.
     Frozen,
     /// A worker fails.
     Failure,
@@ -83,7 +83,7 @@ struct Job {
     /// Where the log has led to.
     state: MembershipState,
     beats: BTreeMap<NodeId, u64>,
-    /// Who is in which round, as the first who read of it has seen it.
+    /// The nodes in each round, as the first that read of it has seen them.
     rounds: BTreeMap<u64, Vec<NodeId>>,
 }
 
@@ -109,7 +109,7 @@ impl Job {
             done_with: None,
             outbox: VecDeque::from([Entry::Join { node, settings: self.settings }]),
             sent: None,
-            liveness: Liveness::new(INTERVAL, SILENCE),
+            liveness: Liveness::new(INTERVAL, SILENCE_TIMEOUT),
             beat_at: self.start,
             heard_at: self.start,
             enough_since: None,
@@ -154,7 +154,7 @@ impl Job {
         }
     }
 
-    /// What has been sent arrives, and now and then twice.
+    /// Delivers the messages that were sent, now and then one of them twice.
     fn deliver(&mut self, index: usize, now: u64) {
         let Some((_, entry)) = self.launchers[index].sent.take_if(|(at, _)| *at <= now) else { return };
         let times = 1 + usize::from(self.random(10) == 0);
@@ -172,7 +172,7 @@ impl Job {
         launcher.finish(now);
         if is_parted {
             // Its request to the store is answered by nobody: it gives up, and its workers end with it.
-            if clock.saturating_duration_since(launcher.heard_at) > SILENCE {
+            if clock.saturating_duration_since(launcher.heard_at) > SILENCE_TIMEOUT {
                 (launcher.is_there, launcher.working) = (false, None);
             }
             return;
@@ -281,7 +281,7 @@ impl Launcher {
         }
         match self.enough_since {
             Some((of, since)) if of == round => {
-                if clock.saturating_duration_since(since) > LAST_CALL {
+                if clock.saturating_duration_since(since) > LAST_CALL_TIMEOUT {
                     self.enough_since = Some((round, clock));
                     let nonce = self.read as u64;
                     self.outbox.push_back(Entry::LastCall { round, nonce });
@@ -341,7 +341,7 @@ proptest! {
         let settings = Settings { min_nodes: min.min(max_nodes), max_nodes, max_restarts };
         let job = run(&rates, settings, &faults, seed);
         let alive = job.launchers.iter().filter(|launcher| launcher.is_there).count();
-        // Who is left goes on, to the end; too few wait.
+        // The remaining nodes go on to the end; too few of them wait.
         let is_waiting = job.state.is_gathering() && alive < settings.min_nodes as usize;
         prop_assert!(job.state.job_end().is_some() || is_waiting || alive == 0, "{:?}", job.state);
         prop_assert!(job.state.restarts() <= max_restarts);

@@ -16,7 +16,7 @@ pub(crate) struct MembershipState {
     /// How many of these were caused by a failure.
     restarts: u32,
     phase: Phase,
-    /// Who has joined the next round, in order.
+    /// The nodes that have joined the next round, in order.
     waiting: Vec<Node>,
     last_cause: Option<Cause>,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Running {
     /// Where the first node serves this round's store.
     pub(crate) store: Option<(String, u16)>,
     causes: Vec<Cause>,
-    /// Must the workers end?
+    /// Whether the workers must end.
     pub(crate) ending: bool,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Member {
     pub(crate) node: Node,
     pub(crate) first_rank: u32,
     progress: Progress,
-    /// Does it not take part in the next round?
+    /// Whether it takes no part in the next round.
     gone: bool,
 }
 
@@ -284,7 +284,7 @@ impl MembershipState {
         self.phase = Phase::Running(Running { members, store: None, causes: Vec::new(), ending: false });
     }
 
-    /// May this round begin without waiting for other nodes?
+    /// Whether this round may begin without waiting for other nodes.
     pub(crate) fn has_enough(&self) -> bool {
         matches!(self.phase, Phase::Gathering)
             && self.settings.is_some_and(|settings| self.waiting.len() >= settings.min_nodes as usize)
@@ -316,7 +316,7 @@ impl MembershipState {
         self.present().find(is_earlier)
     }
 
-    /// Has an entry been applied?
+    /// Whether an entry has been applied.
     pub(crate) fn has_begun(&self) -> bool {
         self.settings.is_some()
     }
@@ -400,12 +400,12 @@ impl Running {
         self.members.iter().any(|member| member.node.id == id && member.progress == Progress::Working)
     }
 
-    /// Could a new node take part if all started again?
+    /// Whether a new node could take part if all started again.
     fn has_room(&self, settings: Settings) -> bool {
         !self.has_finished() && self.members.len() < settings.max_nodes as usize
     }
 
-    /// Has a node on which all workers have ended well?
+    /// Whether there is a node on which all workers have ended well.
     pub(crate) fn has_finished(&self) -> bool {
         self.members.iter().any(|member| member.progress == Progress::Succeeded)
     }
@@ -437,7 +437,7 @@ impl Running {
         root_cause(&self.causes, blamed).cloned()
     }
 
-    /// Is it about `rank`?
+    /// Whether it is about `rank`.
     fn concerns(&self, cause: &Cause, rank: u32) -> bool {
         match cause {
             Cause::Worker(failure) => failure.rank == rank,

@@ -94,7 +94,7 @@ fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left()
     ended(&mut state, 0, false);
     assert_eq!((state.round(), state.restarts(), state.running().is_some()), (1, 1, true));
     assert_eq!(state.last_cause(), Some(&Cause::Worker(failure(1, None))));
-    // What the former round still has to say is nobody's business.
+    // Late entries of the former round are ignored.
     state.apply(Entry::Failed { round: 0, node: NodeId(0), failure: failure(0, None) }).unwrap();
     assert!(!state.running().unwrap().ending);
 
@@ -392,7 +392,7 @@ proptest! {
                 prop_assert!(running.members.iter().filter(|member| member.node.serves_store).count() <= 1);
             }
             prop_assert!(state.restarts() <= restarts);
-            // Who is left goes on, whoever was lost, unless what is lost holds the log, or no restart is left.
+            // The remaining nodes go on, unless the lost node holds the log, or no restart is left.
             let is_lost = |cause: &Cause| matches!(cause, Cause::Node { why: Departure::Silent(_), .. });
             if let Some(JobEnd::Failed(cause)) = state.job_end() {
                 prop_assert!(is_served || !is_lost(cause) || state.restarts() == restarts);

@@ -30,7 +30,7 @@ const MAX_ANSWER: usize = 256 * 1024;
 const MAX_LAST_WORDS: usize = 1024;
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(200);
 /// How often to check whether the answer is still needed.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The thread that runs the script. When this is dropped, the thread and the script end.
 pub(super) struct Discovery {
@@ -84,7 +84,7 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
         }
         let _ = (&*wake).write_all(&[0]);
         while Instant::now() < next && !ends.load(Ordering::Relaxed) {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -151,7 +151,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
     loop {
         // Checked before reading its output: if it has ended, all its output is there.
         let is_over = has_ended(child).map_err(|error| error.to_string())?;
-        if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { LOOK })? {
+        if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { POLL_INTERVAL })? {
             let mut buffer = [0; 4096];
             match stdout.read(&mut buffer) {
                 Ok(0) => is_open = false,
@@ -172,7 +172,7 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
             return Err(format!("it has not ended within {} s", TIMEOUT.as_secs()));
         }
         if !is_open && !is_over {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -184,7 +184,7 @@ fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
     ready.map(|count| count > 0).map_err(|error| error.to_string())
 }
 
-/// Has it ended? It stays a zombie, which keeps its number.
+/// Whether it has ended. It stays a zombie, which keeps its number.
 fn has_ended(child: &Child) -> io::Result<bool> {
     use rustix::process::{WaitId, WaitIdOptions, waitid};
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -205,7 +205,7 @@ mod tests {
         // Another test's child may hold the file open for writing for a moment.
         loop {
             match answer(&path, &AtomicBool::new(false)) {
-                Err(why) if why.contains("Text file busy") => std::thread::sleep(LOOK),
+                Err(why) if why.contains("Text file busy") => std::thread::sleep(POLL_INTERVAL),
                 answer => return answer,
             }
         }
@@ -225,7 +225,7 @@ mod tests {
         assert!(missing.contains("exit status: 127") && missing.contains("not found"), "{missing}");
         let said = asked("echo first >&2; echo 'no such cloud' >&2; exit 3").unwrap_err();
         assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
-        // What it says beside its answer changes nothing, however much it is.
+        // Output beside its answer changes nothing, however long it is.
         assert_eq!(asked("head -c 300000 /dev/zero >&2; echo a").unwrap(), "a\n");
     }
 
@@ -269,7 +269,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(20);
         while !pid.exists() {
             assert!(Instant::now() < deadline);
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let started = Instant::now();
         drop(discovery);

@@ -30,11 +30,11 @@ use crate::world_size::WorldSize;
 /// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
 /// How long the system may take to look up the address at which the store is served.
-const LOOK_UP: Duration = Duration::from_secs(30);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(in crate::launch::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
-    /// Was its last answer unusable?
+    /// Whether its last answer was unusable.
     discovery_fails: bool,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
@@ -167,7 +167,9 @@ impl ElasticPlan {
         let port = job.master_port;
         let server = match job.bind {
             Some(address) => TcpStoreServer::bind_anywhere(SocketAddr::new(address, port), access)?,
-            None => TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(LOOK_UP))?,
+            None => {
+                TcpStoreServer::bind_to(&host_port(host, port), access, Deadline::after(RESOLVE_TIMEOUT))?
+            }
         };
         let mut publisher = Publisher::start(server.reachable_addr(), &credentials, &self.run_id)?;
         if self.workers > 0 {
@@ -365,7 +367,7 @@ impl Plan for ElasticPlan {
         self.trouble.get_or_insert(error);
     }
 
-    /// Is no worker left, and none expected?
+    /// Whether no worker is left, and none is expected.
     fn is_over(&self, launchers: &Launchers<'_>) -> bool {
         launchers.peers.is_empty() && (launchers.end.is_some() || self.host_manager.is_ending())
     }

@@ -40,9 +40,9 @@ const LISTEN: u8 = 10;
 /// The largest error number of Linux.
 const MAX_ERRNO: i32 = 4095;
 /// The kernel answers at once; this is an upper bound.
-const ANSWERED: Duration = Duration::from_secs(1);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Does the kernel answer such queries of this process? A container's or a service's rules may forbid them, and a
+/// Whether the kernel answers such queries of this process. A container's or a service's rules may forbid them, and a
 /// kernel may be built without them.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
@@ -62,7 +62,7 @@ pub(super) fn is_available() -> bool {
     *known
 }
 
-/// Is this a lack of resources or an interruption, and not a refusal?
+/// Whether this is a lack of resources or an interruption, and not a refusal.
 fn is_passing(error: &io::Error) -> bool {
     let passing = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::INTR, Errno::AGAIN];
     Errno::from_io_error(error).is_some_and(|errno| passing.contains(&errno))
@@ -87,7 +87,7 @@ fn ask(ends: Ends) -> io::Result<Option<Found>> {
     let socket = socket_with(AddressFamily::NETLINK, kind, SocketFlags::CLOEXEC, Some(netlink::SOCK_DIAG))?;
     // Accept only the kernel's answers.
     connect(&socket, &SocketAddrNetlink::new(0, 0))?;
-    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWERED))?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
     send(&socket, &request(ends), SendFlags::empty())?;
     let mut answer = [0; 512];
     let (count, _) = recv(&socket, &mut answer[..], RecvFlags::empty())?;

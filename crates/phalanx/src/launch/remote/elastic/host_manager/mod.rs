@@ -27,7 +27,7 @@ pub(super) struct Limits {
     pub(super) cool_down: (Duration, Duration),
     /// How long there may be too few workers, as long as hosts may come.
     pub(super) timeout: Duration,
-    /// May hosts be added that are not listed yet?
+    /// Whether hosts may be added that are not listed yet.
     pub(super) is_open: bool,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct HostManager {
     /// Replacements that were decided and not started, because a worker had succeeded meanwhile; they count as
     /// successful.
     not_needed: u32,
-    /// Has any host ever been up?
+    /// Whether any host has ever been up.
     begun: bool,
     few_since: Option<Instant>,
     expected: Option<u32>,
@@ -55,7 +55,7 @@ pub(super) struct HostManager {
 struct Host {
     name: String,
     slots: u32,
-    /// Is it listed now?
+    /// Whether it is listed now.
     is_listed: bool,
     state: HostState,
     /// The number of its first worker in its last start.
@@ -129,7 +129,7 @@ impl Host {
         first..first.saturating_add(count)
     }
 
-    /// Will its workers run soon? After a failure, only when its launcher has answered again.
+    /// Whether its workers will run soon. After a failure, only when its launcher has answered again.
     fn is_expected(&self) -> bool {
         matches!(self.state, HostState::Active { up, .. } if up.is_some() || self.failures == 0)
     }
@@ -266,7 +266,7 @@ impl HostManager {
         };
     }
 
-    /// Has a worker ended well? It does so only after all others have finished the work, so no further worker is
+    /// Whether a worker has ended well. It does so only after all others have finished the work, so no further worker is
     /// started.
     pub(super) fn is_ending(&self) -> bool {
         self.done > 0

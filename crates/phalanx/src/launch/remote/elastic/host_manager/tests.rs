@@ -6,12 +6,12 @@ use proptest::prelude::*;
 
 use super::*;
 
-const FIRST: Duration = Duration::from_secs(5);
-const MOST: Duration = Duration::from_secs(20);
+const FIRST_DELAY: Duration = Duration::from_secs(5);
+const MAX_DELAY: Duration = Duration::from_secs(20);
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 fn limits(min: u32, max: u32, max_restarts: u32) -> Limits {
-    Limits { min, max, max_restarts, cool_down: (FIRST, MOST), timeout: TIMEOUT, is_open: false }
+    Limits { min, max, max_restarts, cool_down: (FIRST_DELAY, MAX_DELAY), timeout: TIMEOUT, is_open: false }
 }
 
 fn manager_of(limits: Limits, hosts: &[(&str, u32)], now: Instant) -> HostManager {
@@ -39,12 +39,12 @@ fn hosts_fill_the_world_in_order_and_one_that_waits_takes_the_place_of_one_that_
     assert_eq!(manager.decide(now), [launch(0, 0, 2), launch(1, 2, 1), expect(3)]);
     (0..2).for_each(|host| manager.up(host, now));
     assert_eq!(manager.decide(now), []);
-    assert_eq!(manager.lost(0, now), Some(FIRST));
+    assert_eq!(manager.lost(0, now), Some(FIRST_DELAY));
     // The third has room now, and takes the numbers that are free; it is counted on at once, as it has not failed yet.
     assert_eq!(manager.decide(now), [launch(2, 0, 1), expect(2)]);
-    assert_eq!(manager.wake_at(), Some(now + FIRST));
+    assert_eq!(manager.wake_at(), Some(now + FIRST_DELAY));
     // Of two numbers one is taken. It is not counted on before it is up.
-    let now = now + FIRST;
+    let now = now + FIRST_DELAY;
     assert_eq!(manager.decide(now), [launch(0, 1, 1)]);
     manager.up(0, now);
     assert_eq!(manager.decide(now), [expect(3)]);
@@ -66,8 +66,8 @@ fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
     }
     assert_eq!(manager.restarts(), (3, 4));
     // To fail while it is tried again costs nothing; to have worked for long makes it good.
-    assert_eq!(manager.lost(1, now + MOST), Some(FIRST));
-    now += MOST + FIRST;
+    assert_eq!(manager.lost(1, now + MAX_DELAY), Some(FIRST_DELAY));
+    now += MAX_DELAY + FIRST_DELAY;
     manager.decide(now);
     assert_eq!((manager.lost(1, now), manager.restarts()), (Some(seconds(10)), (4, 4)));
     now += seconds(10);
@@ -89,11 +89,11 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
         now += seconds(pause);
         assert!(manager.decide(now).contains(&Action::Replace { host: 1, slot: 0 }));
     }
-    assert_eq!(manager.failed(1, 0, now), HostDecision::ExcludeHost { pause: FIRST });
+    assert_eq!(manager.failed(1, 0, now), HostDecision::ExcludeHost { pause: FIRST_DELAY });
     assert_eq!(manager.decide(now), [expect(2)]);
     manager.ended(1);
     assert_eq!(manager.decide(now), []);
-    assert_eq!(manager.decide(now + FIRST), [launch(1, 2, 2)]);
+    assert_eq!(manager.decide(now + FIRST_DELAY), [launch(1, 2, 2)]);
 }
 
 #[test]
@@ -281,7 +281,7 @@ impl World {
             Happens::Up(host) if self.up.contains_key(&host) => manager.up(host, *now),
             Happens::Lost(host) if self.up.remove(&host).is_some() => {
                 if let Some(pause) = manager.lost(host, *now) {
-                    assert!((FIRST..=MOST).contains(&pause));
+                    assert!((FIRST_DELAY..=MAX_DELAY).contains(&pause));
                     self.left_out.insert(host, *now + pause);
                 }
             }
