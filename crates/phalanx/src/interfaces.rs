@@ -12,8 +12,10 @@
 //! attribute length 2 | type 2 | value, padded to a multiple of 4
 //! ```
 
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::path::Path;
 use std::time::Duration;
 
 use rustix::net::netlink::SocketAddrNetlink;
@@ -164,6 +166,28 @@ pub(crate) fn is_own(address: IpAddr) -> bool {
     }
 }
 
+/// The addresses of this host's bridges that lead to no network card: those of container engines and virtual machines (`docker0`,
+/// `virbr0`), which have the same address on every host.
+pub(crate) fn inner_bridges() -> Vec<IpAddr> {
+    let Ok(own) = addresses() else { return Vec::new() };
+    let inner = own.into_iter().filter(|own| is_inner_bridge(Path::new("/sys/class/net"), &own.interface));
+    inner.map(|own| own.address).collect()
+}
+
+/// Whether `interface`, one of those in `folder`, is a bridge without a network card. A member of a bridge is one, or stands on one (a VLAN,
+/// a bond), if the kernel shows a device or a lower interface for it; the ends of containers have neither.
+fn is_inner_bridge(folder: &Path, interface: &str) -> bool {
+    let bridge = folder.join(interface);
+    let Ok(members) = bridge.join("brif").read_dir() else { return false };
+    let is_lower = |name: &OsStr| name.as_encoded_bytes().starts_with(b"lower_");
+    let leads_out = |member: OsString| {
+        let member = folder.join(member);
+        let mut lower = member.read_dir().into_iter().flatten().flatten();
+        member.join("device").exists() || lower.any(|entry| is_lower(&entry.file_name()))
+    };
+    !members.flatten().any(|member| leads_out(member.file_name()))
+}
+
 /// The address of this host from which packets to `target` go. Nothing is sent.
 fn way_to(target: IpAddr) -> Option<IpAddr> {
     let any: IpAddr =
@@ -307,6 +331,32 @@ mod tests {
         message.resize(HEAD, 0);
         message.extend(body);
         message
+    }
+
+    #[test]
+    fn a_bridge_without_a_network_card_is_an_inner_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let make = |path: &str| std::fs::create_dir_all(folder.path().join(path)).unwrap();
+        // A container engine's, with one container and without; a host's own, over a card, a VLAN and a bond.
+        for path in
+            ["docker0/brif/veth1", "veth1", "virbr0/brif", "br0/brif/eth0", "eth0/device", "br1/brif/eth0.7"]
+        {
+            make(path);
+        }
+        for path in ["eth0.7/lower_eth0", "br2/brif/bond0", "bond0/lower_eth0", "eth1/device"] {
+            make(path);
+        }
+        for (name, is_inner) in [
+            ("docker0", true),
+            ("virbr0", true),
+            ("br0", false),
+            ("br1", false),
+            ("br2", false),
+            ("eth1", false),
+            ("gone", false),
+        ] {
+            assert_eq!(is_inner_bridge(folder.path(), name), is_inner, "{name}");
+        }
     }
 
     #[test]

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
+use super::liveness::ALL;
 use crate::error::{Error, Result};
+use crate::world_size::WorldSize;
 
 /// How often a rank sends a heartbeat, and how long it waits for those of the others.
 ///
@@ -58,6 +60,19 @@ impl Heartbeat {
             interval,
             timeout: timeout_or(default.timeout),
             network_timeout: timeout_or(default.network_timeout),
+        }
+    }
+
+    /// Those of a group of this size. In a large one the heartbeats of an idle host would take a noticeable part of its processors, so
+    /// there are as few as the time-out allows: three in the time in which one must come.
+    pub(crate) fn among(self, world: WorldSize) -> Self {
+        let shortest =
+            [self.timeout, self.network_timeout].into_iter().filter(|timeout| !timeout.is_zero()).min();
+        match shortest {
+            Some(timeout) if world.get() > ALL && !self.interval.is_zero() => {
+                Self { interval: self.interval.max(timeout / 3), ..self }
+            }
+            _ => self,
         }
     }
 
@@ -155,6 +170,23 @@ mod tests {
         ] {
             assert!(bad.check().unwrap_err().is_invalid_argument(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_large_group_has_fewer_heartbeats_and_the_same_time_outs() {
+        let among = |heartbeat: Heartbeat, ranks| heartbeat.among(WorldSize::new(ranks).unwrap());
+        let default = Heartbeat::default();
+        assert_eq!(among(default, 32), default);
+        let fewer = among(default, 33);
+        assert_eq!(fewer.interval.as_millis(), 333);
+        assert_eq!(fewer, Heartbeat { interval: fewer.interval, ..default });
+        assert!(fewer.check().is_ok());
+        // What the user has set stays, if it is longer, or turns them off.
+        let slow = milliseconds(500, 1000, 10_000);
+        assert_eq!(among(slow, 128), slow);
+        assert_eq!(among(milliseconds(0, 1000, 1000), 128), milliseconds(0, 1000, 1000));
+        assert_eq!(among(milliseconds(100, 0, 0), 128), milliseconds(100, 0, 0));
+        assert_eq!(among(milliseconds(100, 0, 9000), 128), milliseconds(3000, 0, 9000));
     }
 
     #[test]

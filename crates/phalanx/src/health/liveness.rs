@@ -19,7 +19,7 @@ const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
-const ALL: u32 = 32;
+pub(super) const ALL: u32 = 32;
 /// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
 const NEIGHBOURS: u32 = 2;
 

@@ -26,7 +26,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 #[cfg(feature = "etcd")]
 use crate::interfaces::is_every_hosts;
-use crate::interfaces::is_own;
+use crate::interfaces::{inner_bridges, is_own};
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::launch::own_address::own_address;
 use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
@@ -381,7 +381,15 @@ impl OwnSince {
 fn decide(cluster: &Cluster, (host, hosting): (&str, Hosting), endpoint: &[SocketAddr]) -> Result<Role> {
     let endpoint: Vec<IpAddr> = endpoint.iter().map(SocketAddr::ip).collect();
     let (is_fixed, all_here) = (cluster.is_fixed(), cluster.is_all_here());
-    let facts = Facts { hosting, host, endpoint: &endpoint, bind: cluster.bind, is_fixed, all_here };
+    let facts = Facts {
+        hosting,
+        host,
+        endpoint: &endpoint,
+        bind: cluster.bind,
+        is_fixed,
+        all_here,
+        inner: &inner_bridges(),
+    };
     who_serves(&facts, is_own)
 }
 

@@ -8,6 +8,7 @@
 //!   store listens (`--bind`) says nothing about that: each host has an address of its own.
 //! * The loopback is every host's. It is a place to meet only if all launchers are on one host. If the number of nodes is fixed, a
 //!   launcher on another host finds too few nodes there, and fails. If it is not, the user must say so.
+//! * A bridge of a container engine has the same address on every host, and is no place either, unless the number of nodes is fixed.
 //! * A name that leads to several hosts, such as that of all pods of a service, is none of theirs.
 //! * On one host the first serves, whichever of the host's addresses it takes: see [`Claim`].
 //!
@@ -37,6 +38,8 @@ pub(super) struct Facts<'a> {
     pub is_fixed: bool,
     /// Whether the user says that all nodes are on this host: others reach it at the loopback.
     pub all_here: bool,
+    /// This host's addresses that other hosts may have too: those of inner bridges.
+    pub inner: &'a [IpAddr],
 }
 
 /// What this launcher does.
@@ -74,7 +77,7 @@ fn place(endpoint: &[IpAddr], is_own: impl Fn(IpAddr) -> bool) -> Place {
 
 /// Whether this launcher serves the store. An error where two launchers might, or where what was given contradicts itself.
 pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> Result<Role> {
-    let Facts { hosting, host, endpoint, bind, is_fixed, all_here } = *facts;
+    let Facts { hosting, host, endpoint, bind, is_fixed, all_here, inner } = *facts;
     let place = || place(endpoint, &is_own);
     match hosting {
         Hosting::Connect => Ok(Role::Connect),
@@ -85,6 +88,9 @@ pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> 
             (None, Place::Elsewhere) => Err(not_here(host, endpoint)),
         },
         Hosting::Serve | Hosting::ByAddress => match place() {
+            Place::Here(own) if inner.contains(&own) && !is_fixed && !all_here => {
+                Err(inner_bridge(host, own))
+            }
             Place::Here(own) => match bind {
                 Some(bind) if !bind.is_unspecified() && !leads_to(endpoint, bind) => {
                     Err(contradiction(host, bind, own))
@@ -152,6 +158,17 @@ fn every_host(host: &str, every: IpAddr) -> Error {
     )
 }
 
+fn inner_bridge(host: &str, own: IpAddr) -> Error {
+    let endpoint = meaning(host, own);
+    refusal(
+        format!(
+            "the end point {endpoint} is the address of a bridge within this host, such as docker0, which other hosts may have too: with \
+             --nnodes MIN:MAX a node on another host would train in a world of its own"
+        ),
+        "give every node an address of one host that all reach; if all nodes are on this host, give their exact number with --nnodes N",
+    )
+}
+
 fn not_here(host: &str, endpoint: &[IpAddr]) -> Error {
     refusal(
         format!(
@@ -213,7 +230,7 @@ mod tests {
     }
 
     fn facts<'a>(hosting: Hosting, host: &'a str, endpoint: &'a [IpAddr]) -> Facts<'a> {
-        Facts { hosting, host, endpoint, bind: None, is_fixed: false, all_here: false }
+        Facts { hosting, host, endpoint, bind: None, is_fixed: false, all_here: false, inner: &[] }
     }
 
     #[test]
@@ -276,6 +293,22 @@ mod tests {
             ..facts(Hosting::Serve, "localhost", &endpoint)
         };
         assert_eq!(role("10.0.0.1", &first).unwrap(), Role::Serve(address("10.0.0.1")));
+    }
+
+    #[test]
+    fn a_bridge_within_each_host_is_no_place_for_several() {
+        let endpoint = [address("172.17.0.1")];
+        for hosting in [Hosting::ByAddress, Hosting::Serve] {
+            let open = Facts { inner: &endpoint, ..facts(hosting, "172.17.0.1", &endpoint) };
+            let error = role("172.17.0.1", &open).unwrap_err();
+            assert!(error.to_string().contains("docker0"), "{error}");
+            assert!(error.remedy().unwrap().contains("--nnodes N"), "{error}");
+            let fixed = Facts { is_fixed: true, ..open.clone() };
+            assert_eq!(role("172.17.0.1", &fixed).unwrap(), Role::Serve(endpoint[0]));
+        }
+        // Seen from a container, it is the host's.
+        let inside = facts(Hosting::ByAddress, "172.17.0.1", &endpoint);
+        assert_eq!(role("172.17.0.2", &inside).unwrap(), Role::Connect);
     }
 
     #[test]

@@ -120,6 +120,7 @@ impl Monitor {
         heartbeat: Heartbeat,
         silent: Arc<SilentHosts>,
     ) -> Result<Self> {
+        let heartbeat = heartbeat.among(world);
         let failed = |error| Error::io("the control connections could not be watched", error);
         let (stop, stopped) = UnixStream::pair().map_err(failed)?;
         let mut control = connections.control.iter().flatten();
