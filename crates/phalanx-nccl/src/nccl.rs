@@ -49,14 +49,15 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// The defaults, but no call waits for other ranks.
-    pub(crate) fn non_blocking() -> Self {
+    /// The defaults. If `blocking` is not set, no call waits for other ranks. `NCCL_COMM_BLOCKING` and NCCL's own configuration files
+    /// go before it, so that nothing here relies on it.
+    pub(crate) fn new(blocking: bool) -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
             version: LAYOUT,
-            blocking: 0,
+            blocking: blocking.into(),
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,
@@ -204,7 +205,8 @@ mod tests {
     fn a_configuration_has_no_padding_that_nccl_would_read() {
         assert_eq!(size_of::<Config>(), 48);
         assert_eq!(std::mem::offset_of!(Config, traffic_class), 44);
-        assert_eq!(Config::non_blocking().traffic_class, c_int::MIN);
+        assert_eq!(Config::new(false).traffic_class, c_int::MIN);
+        assert_eq!([false, true].map(|blocking| Config::new(blocking).blocking), [0, 1]);
     }
 
     #[test]

@@ -59,11 +59,27 @@ pub struct Communicator {
     timeout: Duration,
 }
 
+/// How a [`Communicator`] works. Ranks need not choose the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommunicatorOptions {
+    /// Whether NCCL's functions may wait inside NCCL, as `blocking` of `ncclConfig_t` says, and as in PyTorch. `NCCL_COMM_BLOCKING` goes
+    /// before it.
+    ///
+    /// If not, which is the default, NCCL starts a thread for each launch of a communicator of more than one rank, and the caller waits
+    /// until that thread has queued it. If so, the caller queues it itself, which is faster.
+    ///
+    /// Deadlines and failures are the same. But NCCL's documentation promises that `ncclCommAbort` may be called at any point only for
+    /// communicators that are not blocking. The watchdog ends a launch that waits inside NCCL, such as the first call while ranks are connected,
+    /// by aborting a blocking communicator under it, as PyTorch's watchdog does.
+    pub blocking: bool,
+}
+
 /// Ends the communicator when the last handle is dropped.
 struct Owner {
     shared: Arc<Shared>,
     /// What barriers reduce.
     token: DeviceBuffer<f32>,
+    options: CommunicatorOptions,
     /// The watchdog and the poller.
     threads: Option<[JoinHandle<()>; 2]>,
 }
@@ -92,6 +108,11 @@ impl Communicator {
     /// The stream on which its calls are queued. What is queued on it besides delays them.
     pub fn stream(&self) -> &Stream {
         &self.owner.shared.stream
+    }
+
+    /// The options with which it was made.
+    pub fn options(&self) -> CommunicatorOptions {
+        self.owner.options
     }
 
     /// The version of NCCL, such as 22703 for 2.27.3.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use phalanx::{Deadline, Error, ProcessGroup, Result};
 
-use super::raw::{Context, Cuda};
+use super::raw::{CAPTURE_RELAXED, Context, Cuda, UUID_BYTES};
 use super::stream::Pause;
 
 /// A CUDA device with its primary context, which is the one that PyTorch, Burn and NCCL use. Clones are handles to the same.
@@ -76,12 +76,16 @@ impl Device {
         Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context })))
     }
 
-    /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank).
+    /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank). If this process sees only one, that one:
+    /// schedulers such as Slurm's `--gpus-per-task` show each task its own. Where ranks share a device by mistake, [`Communicator::new`] says
+    /// which.
+    ///
+    /// [`Communicator::new`]: crate::Communicator::new
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn of_local_rank(group: &ProcessGroup) -> Result<Self> {
-        Self::open(group.local_rank())
+        Self::open(ordinal_for(group.local_rank(), Self::count()?))
     }
 
     /// How many devices this process sees.
@@ -109,12 +113,32 @@ impl Device {
         &self.0.cuda
     }
 
+    /// What distinguishes it from every other device, of this host and of others.
+    pub(crate) fn uuid(&self) -> Result<[u8; UUID_BYTES]> {
+        let (cuda, mut handle, mut uuid) = (&self.0.cuda, 0, [0; UUID_BYTES]);
+        // SAFETY: it writes one number there.
+        cuda.check("cuDeviceGet", unsafe { (cuda.cuDeviceGet)(&mut handle, self.0.ordinal as i32) })?;
+        // SAFETY: it writes that many bytes.
+        cuda.check("cuDeviceGetUuid", unsafe { (cuda.cuDeviceGetUuid)(&mut uuid, handle) })?;
+        Ok(uuid)
+    }
+
     /// Makes it the calling thread's current device, until the guard is dropped.
+    ///
+    /// Meanwhile the thread's calls do not disturb the capture of a graph (`cuStreamBeginCapture`), which another thread, or a framework on this
+    /// one, may have begun: without that, a look at an event or a free here would invalidate it. Nothing that is called under this
+    /// guard belongs into such a graph.
     pub(crate) fn bind(&self) -> Result<Bound<'_>> {
         // SAFETY: the context is retained as long as this device exists.
         let code = unsafe { (self.0.cuda.cuCtxPushCurrent_v2)(self.0.context) };
         self.0.cuda.check("cuCtxPushCurrent", code)?;
-        Ok(Bound { device: self, _of_this_thread: PhantomData })
+        let mut bound = Bound { device: self, capture_mode: None, _of_this_thread: PhantomData };
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: it reads a mode there, and writes the one before.
+        let code = unsafe { (self.0.cuda.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        self.0.cuda.check("cuThreadExchangeStreamCaptureMode", code)?;
+        bound.capture_mode = Some(mode);
+        Ok(bound)
     }
 
     /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
@@ -215,15 +239,26 @@ impl Drop for DeviceInner {
 /// The current device of a thread.
 pub(crate) struct Bound<'a> {
     device: &'a Device,
+    /// The thread's mode before.
+    capture_mode: Option<i32>,
     _of_this_thread: PhantomData<*mut ()>,
 }
 
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
+        if let Some(mut mode) = self.capture_mode {
+            // SAFETY: it reads a mode there, and writes the one before.
+            unsafe { (self.device.0.cuda.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        }
         // SAFETY: this thread has pushed a context, and its guards are dropped in the reverse order.
         unsafe { (self.device.0.cuda.cuCtxPopCurrent_v2)(&mut popped) };
     }
+}
+
+/// The number of the device of a local rank, in a process that sees `visible` devices.
+fn ordinal_for(local_rank: u32, visible: u32) -> u32 {
+    if visible == 1 { 0 } else { local_rank }
 }
 
 /// The name of device `ordinal`, and the bytes of its memory.
@@ -239,4 +274,17 @@ pub(crate) fn describe(cuda: &Cuda, ordinal: u32) -> Result<(String, u64)> {
     cuda.check("cuDeviceTotalMem", unsafe { (cuda.cuDeviceTotalMem_v2)(&mut bytes, handle) })?;
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     Ok((String::from_utf8_lossy(&name[..end]).into_owned(), bytes as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_takes_the_device_of_its_number_or_the_only_one_that_it_sees() {
+        assert_eq!([0, 1, 3].map(|local_rank| ordinal_for(local_rank, 4)), [0, 1, 3]);
+        assert_eq!([0, 1, 3].map(|local_rank| ordinal_for(local_rank, 1)), [0, 0, 0]);
+        // Two devices for each of two tasks, or too few for four ranks: nobody guesses, and `open` says what is missing.
+        assert_eq!(ordinal_for(3, 2), 3);
+    }
 }

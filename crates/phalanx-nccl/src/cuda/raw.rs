@@ -18,6 +18,10 @@ pub(crate) type Code = c_int;
 pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
 pub(super) const OUT_OF_MEMORY: Code = 2;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(super) const CAPTURE_RELAXED: c_int = 2;
+/// The size of a `CUuuid`.
+pub(crate) const UUID_BYTES: usize = 16;
 
 /// The variable that names the library.
 const VARIABLE: &str = "PHALANX_CUDA_LIBRARY";
@@ -31,6 +35,7 @@ functions! {
         fn cuGetErrorString(Code, *mut *const c_char) -> Code;
         fn cuDeviceGetCount(*mut c_int) -> Code;
         fn cuDeviceGet(*mut c_int, c_int) -> Code;
+        fn cuDeviceGetUuid(*mut [u8; UUID_BYTES], c_int) -> Code;
         fn cuDeviceGetName(*mut c_char, c_int, c_int) -> Code;
         fn cuDeviceTotalMem_v2(*mut usize, c_int) -> Code;
         fn cuDevicePrimaryCtxRetain(*mut Context, c_int) -> Code;
@@ -39,6 +44,7 @@ functions! {
         fn cuCtxPopCurrent_v2(*mut Context) -> Code;
         fn cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int) -> Code;
         fn cuStreamCreateWithPriority(*mut Stream, c_uint, c_int) -> Code;
+        fn cuThreadExchangeStreamCaptureMode(*mut c_int) -> Code;
         fn cuStreamDestroy_v2(Stream) -> Code;
         fn cuStreamWaitEvent(Stream, Event, c_uint) -> Code;
         fn cuEventCreate(*mut Event, c_uint) -> Code;

@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 use phalanx::{Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, DType, Device, DeviceBuffer, DeviceGroup, Element};
+use phalanx_nccl::{Communicator, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup, Element};
 
-use crate::world::all_done;
+use crate::world::{all_done, launch_threads};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -13,6 +13,12 @@ pub const TESTS: &[Test] = &[
     ("every_call_on_every_type_of_three_ranks", 3, Needs::Nothing, || all_done("collectives::all", 3, &[])),
     ("launches_that_are_in_progress_are_waited_for", 2, Needs::StandIn, || {
         all_done("collectives::few", 2, &[("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
+    }),
+    ("launches_of_a_blocking_communicator_start_no_thread", 2, Needs::StandIn, || {
+        all_done("collectives::blocking", 2, &[]);
+    }),
+    ("a_variable_of_nccls_makes_communicators_block", 2, Needs::StandIn, || {
+        all_done("collectives::few", 2, &[("NCCL_COMM_BLOCKING", "1"), ("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
     }),
     ("misuse_is_refused_and_the_communicator_goes_on", 2, Needs::Nothing, || {
         all_done("collectives::misuse", 2, &[]);
@@ -28,8 +34,22 @@ pub const TESTS: &[Test] = &[
 pub fn play(role: &str) -> Result<()> {
     let group = phalanx::init()?;
     let device = Device::of_local_rank(&group)?;
+    let blocking = CommunicatorOptions { blocking: true };
     if role == "hybrid" {
-        return hybrid(DeviceGroup::new(group, &device)?);
+        // Which of the two a rank chooses is its own business.
+        let options = if group.rank().is_main() { blocking } else { CommunicatorOptions::default() };
+        let group = DeviceGroup::with_options(group, &device, options)?;
+        assert_eq!(group.device().options(), options);
+        return hybrid(group);
+    }
+    if role == "blocking" {
+        let nccl = Communicator::with_options(&group, &device, blocking)?;
+        every_call::<f32>(&nccl, 100)?;
+        assert_eq!(launch_threads(), 0);
+        let nccl = Communicator::new(&group, &device)?;
+        nccl.barrier()?;
+        assert_eq!(launch_threads(), 1);
+        return Ok(());
     }
     let nccl = Communicator::new(&group, &device)?;
     match role {
@@ -208,6 +228,7 @@ fn hybrid(group: DeviceGroup) -> Result<()> {
     let part = group.new_group(&pair)?;
     assert_eq!(part.is_some(), group.host().rank() != Rank::new(1));
     if let Some(part) = part {
+        assert_eq!(part.device().options(), group.device().options());
         assert_eq!(part.device().world_size().count(), pair.len());
         check_both(&part)?;
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use phalanx::{Deadline, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
-use crate::world::{all_done, blocks};
+use crate::world::{all_done, blocks, function};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -13,6 +13,9 @@ pub const TESTS: &[Test] = &[
     ("calls_in_flight_are_limited", 2, Needs::StandIn, || hold("overlap::many")),
     ("streams_wait_for_each_other_without_a_thread", 1, Needs::Nothing, || {
         all_done("overlap::ordered", 1, &[])
+    }),
+    ("captures_of_graphs_elsewhere_in_the_process_go_on", 1, Needs::Nothing, || {
+        all_done("overlap::capture", 1, &[]);
     }),
     ("streams_of_two_ranks_wait_for_each_other", 2, Needs::Nothing, || all_done("overlap::ordered", 2, &[])),
 ];
@@ -36,6 +39,7 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "held" => beside(&nccl, &compute),
         "many" => many(&nccl),
+        "capture" => capture(&nccl, &compute),
         _ => ordered(&nccl, &compute),
     }
 }
@@ -85,6 +89,42 @@ fn many(nccl: &Communicator) -> Result<()> {
     for work in works.into_iter().chain((0..300).map(|_| call(nccl).unwrap())) {
         assert_eq!(work.wait()?.to_vec(nccl.stream())?, [2]);
     }
+    Ok(())
+}
+
+/// A framework captures a graph, in the mode that forbids all other threads what could disturb it. Calls, and looks at what is in
+/// flight, and memory that is allocated and freed meanwhile, do not.
+fn capture(nccl: &Communicator, captured: &Stream) -> Result<()> {
+    const GLOBAL: i32 = 0;
+    type Begin = unsafe extern "C" fn(usize, i32) -> i32;
+    type End = unsafe extern "C" fn(usize, *mut usize) -> i32;
+    let variable = "PHALANX_CUDA_LIBRARY";
+    // SAFETY: a `CUstream` and a `CUgraph` are pointers.
+    let (begin, end) = unsafe {
+        (
+            function::<Begin>(variable, "libcuda.so.1", "cuStreamBeginCapture_v2"),
+            function::<End>(variable, "libcuda.so.1", "cuStreamEndCapture"),
+        )
+    };
+    let calls = |nccl: &Communicator| -> Result<()> {
+        for _ in 0..10 {
+            let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+            let work = nccl.all_reduce_async(data, ReduceOp::Sum)?;
+            // The poller looks at it meanwhile.
+            std::thread::sleep(Duration::from_millis(10));
+            drop(work.wait()?);
+            drop(nccl.all_reduce_async(DeviceBuffer::<f32>::zeroed(nccl.stream(), 10)?, ReduceOp::Sum)?);
+        }
+        Ok(())
+    };
+    calls(nccl)?;
+    let mut graph = 0;
+    // SAFETY: the stream is alive, and nothing is queued on it until the capture ends.
+    assert_eq!(unsafe { begin(captured.as_raw(), GLOBAL) }, 0);
+    calls(nccl)?; // on the thread that captures
+    std::thread::scope(|scope| scope.spawn(|| calls(nccl)).join().unwrap())?;
+    // SAFETY: as above; it writes a pointer there.
+    assert_eq!(unsafe { end(captured.as_raw(), &mut graph) }, 0, "the capture was disturbed");
     Ok(())
 }
 

@@ -11,7 +11,8 @@ typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600 };
+       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
 
 #define MOST_DEVICES 64
 #define DEPTH 16
@@ -37,11 +38,52 @@ static struct block *blocks;
 static int initialised;
 static __thread CUcontext current[DEPTH];
 static __thread int depth;
+/* The capture of a graph, of which there is at most one, and how this thread takes part in those of others. */
+static struct { int active, invalidated, mode; pthread_t owner; CUstream stream; } capture;
+static __thread int capture_mode = CAPTURE_GLOBAL;
 
 static int devices(void) {
     const char *text = getenv("STANDIN_CUDA_DEVICES");
     int count = text ? atoi(text) : 8;
     return count < MOST_DEVICES ? count : MOST_DEVICES;
+}
+
+/* For the stand-in of NCCL: the host's number of this process's first device. */
+int standin_first_device(void) {
+    const char *text = getenv("STANDIN_CUDA_FIRST");
+    return text ? atoi(text) : 0;
+}
+
+/* As the real one, it permits a call that may disturb a capture only on a thread that asked for it, and ends the capture else. */
+static int disturbs(void) {
+    pthread_mutex_lock(&lock);
+    int here = capture.active && pthread_equal(capture.owner, pthread_self());
+    int forbidden = capture.active && capture_mode != CAPTURE_RELAXED
+        && (here ? capture.mode != CAPTURE_RELAXED : capture_mode == CAPTURE_GLOBAL && capture.mode == CAPTURE_GLOBAL);
+    if (forbidden) capture.invalidated = 1;
+    pthread_mutex_unlock(&lock);
+    return forbidden;
+}
+CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return INVALID_VALUE;
+    int before = capture_mode;
+    capture_mode = *mode, *mode = before;
+    return SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
+    pthread_mutex_lock(&lock);
+    CUresult code = capture.active ? INVALID_VALUE : SUCCESS;
+    if (!code) capture.active = 1, capture.invalidated = 0, capture.mode = mode, capture.owner = pthread_self(), capture.stream = stream;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+CUresult cuStreamEndCapture(CUstream stream, void **graph) {
+    pthread_mutex_lock(&lock);
+    CUresult code = !capture.active || capture.stream != stream ? INVALID_VALUE : capture.invalidated ? CAPTURE_INVALIDATED : SUCCESS;
+    capture.active = 0;
+    pthread_mutex_unlock(&lock);
+    *graph = NULL;
+    return code;
 }
 
 /* For the stand-in of NCCL: the device of this thread, or -1. */
@@ -88,6 +130,8 @@ static const char *name_of(CUresult code) {
         case INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
         case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
         case NOT_READY: return "CUDA_ERROR_NOT_READY";
+        case CAPTURE_UNSUPPORTED: return "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+        case CAPTURE_INVALIDATED: return "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED";
         default: return NULL;
     }
 }
@@ -105,6 +149,12 @@ CUresult cuDeviceGet(int *device, int ordinal) {
 }
 CUresult cuDeviceGetName(char *name, int length, int device) {
     snprintf(name, length, "Stand-in, no GPU (%d)", device);
+    return SUCCESS;
+}
+/* Of the host's device with that number, whatever number the process has for it (STANDIN_CUDA_FIRST). */
+CUresult cuDeviceGetUuid(char *uuid, int device) {
+    memset(uuid, 0, 16);
+    uuid[0] = 1 + standin_first_device() + device;
     return SUCCESS;
 }
 CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = (size_t)1 << 30; return SUCCESS; }
@@ -267,6 +317,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 }
 CUresult cuEventQuery(CUevent event) {
     if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&event->lock);
     CUresult code = event->reached >= event->recorded ? SUCCESS : NOT_READY;
     pthread_mutex_unlock(&event->lock);
@@ -282,6 +333,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
 
 CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
     if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
     if (bytes > (size_t)1 << 30) return OUT_OF_MEMORY;
     struct block *block = malloc(sizeof *block);
@@ -297,6 +349,7 @@ CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
 /* As the real one, it waits for all that is queued on the device. */
 CUresult cuMemFree_v2(uint64_t pointer) {
     if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&lock);
     struct stream *list = streams;
     pthread_mutex_unlock(&lock);

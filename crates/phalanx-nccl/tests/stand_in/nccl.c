@@ -26,6 +26,7 @@ enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALI
        REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 
 int standin_current_device(void);
+int standin_first_device(void);
 int standin_has(const void *pointer, size_t bytes, int device);
 int cuLaunchHostFunc(cudaStream_t stream, void (*run)(void *), void *data);
 int cuCtxPushCurrent_v2(void *context);
@@ -41,7 +42,7 @@ struct shared {
     struct box box[MOST_RANKS][MOST_RANKS]; /* from, to */
 };
 struct comm {
-    int rank, ranks, device, launches, slow;
+    int rank, ranks, device, launches, slow, blocking;
     struct shared *shared;
     atomic_int state, aborted, pending;
 };
@@ -58,6 +59,7 @@ struct launch {
 };
 
 static char last_error[256];
+static atomic_int launch_threads;
 static __thread int group_depth, call_count;
 static __thread struct call calls[256];
 
@@ -77,6 +79,9 @@ static int faulty(const char *kind, int rank, int launch) {
     snprintf(wanted, sizeof wanted, "%s:%d:%d", kind, rank, launch);
     return fault && !strcmp(fault, wanted);
 }
+
+/* For tests: how many threads launches have started in this process. */
+int standin_launch_threads(void) { return atomic_load(&launch_threads); }
 
 ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22703); return SUCCESS; }
 const char *ncclGetErrorString(ncclResult_t code) {
@@ -105,7 +110,7 @@ static void *meet(void *argument) {
         goto over;
     }
     while (faulty("init_hang", rank, 0) && !comm->aborted) nap(500);
-    shared->device[rank] = comm->device;
+    shared->device[rank] = standin_first_device() + comm->device;
     shared->pid[rank] = getpid();
     atomic_store(&shared->arrived[rank], 1);
     for (int other = 0; other < comm->ranks; other++)
@@ -116,7 +121,8 @@ static void *meet(void *argument) {
         for (int b = 0; b < a; b++)
             if (shared->device[a] == shared->device[b]) {
                 char text[128];
-                snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", b, a, (int)shared->device[a]);
+                snprintf(text, sizeof text, "%s : rank %d and rank %d both on CUDA device %d", 
+                         number("STANDIN_NCCL_VERSION", 22703) < 23000 ? "Duplicate GPU detected" : "Two ranks on one GPU", b, a, (int)shared->device[a]);
                 state = fail(INVALID_USAGE, text);
             }
     atomic_store(&comm->state, state);
@@ -132,8 +138,15 @@ static int beside(void *(*run)(void *), ncclComm_t comm) {
     return !pthread_detach(thread);
 }
 
+/* The same on the caller's thread, which waits: what a blocking communicator does. */
+static ncclResult_t alone(void *(*run)(void *), ncclComm_t comm) {
+    atomic_fetch_add(&comm->pending, 1);
+    run(comm);
+    return comm->aborted ? fail(INTERNAL_ERROR, "the communicator was aborted") : atomic_load(&comm->state);
+}
+
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || config->blocking != 0)
+    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || (config->blocking & ~1))
         return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
     if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
     if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
@@ -144,9 +157,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     close(file);
     made->rank = rank, made->ranks = ranks, made->device = standin_current_device();
     made->slow = number("STANDIN_NCCL_SLOW_LAUNCH", 0);
+    /* As in the real one the variable goes before the configuration. */
+    made->blocking = number("NCCL_COMM_BLOCKING", config->blocking) == 1;
     atomic_store(&made->state, IN_PROGRESS);
     *comm = made;
-    return beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
+    return made->blocking ? alone(meet, made) : beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
@@ -311,7 +326,7 @@ static ncclResult_t queue(struct launch *launch) {
     return cuLaunchHostFunc(launch->stream, run, launch) ? fail(CUDA_ERROR, "the stream does not belong to the device") : SUCCESS;
 }
 
-/* Queues a launch later, as the real one does while it connects ranks. */
+/* Queues a launch beside the caller; later, as the real one does while it connects ranks. */
 static void *queue_later(void *argument) {
     struct launch *launch = argument;
     ncclComm_t comm = launch->comm;
@@ -343,8 +358,13 @@ ncclResult_t ncclGroupEnd(void) {
     *launch = (struct launch){comm, calls[0].stream, NULL, NULL, faulty("hang", comm->rank, number), faulty("error", comm->rank, number)};
     for (int i = 0; i < call_count; i++) plan(launch, &calls[i]);
     atomic_fetch_add(&comm->pending, 1);
-    if (!comm->slow) return queue(launch);
+    if (comm->blocking || comm->ranks == 1) {
+        for (int i = 0; i < comm->slow && !comm->aborted; i++) nap(1000);
+        return queue(launch);
+    }
+    /* As the real one does for a communicator that is not blocking, unless it has one rank. */
     pthread_t thread;
+    atomic_fetch_add(&launch_threads, 1);
     atomic_store(&comm->state, IN_PROGRESS);
     atomic_fetch_add(&comm->pending, 1);
     if (pthread_create(&thread, NULL, queue_later, launch)) return fail(SYSTEM_ERROR, "no thread");
@@ -406,6 +426,7 @@ static void *finalize(void *argument) {
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     if (atomic_load(&comm->state)) return comm->state;
     atomic_store(&comm->state, IN_PROGRESS);
+    if (comm->blocking) return alone(finalize, comm);
     return beside(finalize, comm) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
