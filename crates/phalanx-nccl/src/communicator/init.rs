@@ -229,7 +229,7 @@ fn abandon(nccl: Nccl, device: Device, raw: Comm) {
         let Handle(raw) = { handle };
         if watchdog::stop_raw(&nccl, &device, raw) {
             device.settled();
-            device.free_deferred();
+            device.free_dropped();
         }
     });
 }

@@ -2,8 +2,7 @@
 //! that the driver could hold up. The poller asks the driver which calls are done, and drops their memory.
 //!
 //! Only the watchdog aborts a communicator that is in use. A communicator may be used by one thread at a time, so it
-//! waits 5 s for a thread that is inside NCCL, and then aborts all the same. Memory is freed only while no call is in
-//! flight on its device (`cuda::device`).
+//! waits 5 s for a thread that is inside NCCL, and then aborts all the same. When memory is freed, `cuda::freeing` says.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -44,7 +43,7 @@ fn look(shared: &Shared) {
     if let Err(error) = shared.look() {
         shared.fail(shared.group.fail_unless_explained(error));
     }
-    shared.stream.device().free_deferred();
+    shared.stream.device().free_dropped();
 }
 
 /// Says so when a thread is done, however it ends.

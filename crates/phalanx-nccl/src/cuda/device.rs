@@ -4,13 +4,14 @@ use std::ffi::c_char;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
-use phalanx::{Deadline, Error, ProcessGroup, Result};
+use phalanx::{Error, ProcessGroup, Result};
 
-use super::raw::{CAPTURE_RELAXED, Context, Cuda, UUID_BYTES};
-use super::stream::Pause;
+use super::raw::{
+    CAPTURE_RELAXED, Context, Cuda, MEMORY_POOLS_SUPPORTED, SUCCESS, Stream as RawStream, UUID_BYTES,
+};
+use super::stream::NON_BLOCKING;
 
 /// A CUDA device with its primary context, which is the one that PyTorch, Burn and NCCL use. Clones are handles to the same.
 ///
@@ -22,30 +23,11 @@ struct DeviceInner {
     cuda: Cuda,
     ordinal: u32,
     context: Context,
+    /// Whether it allocates and frees memory in the order of a stream (`cuMemAllocAsync`).
+    has_pools: bool,
+    /// The stream in whose order memory is freed.
+    freeing: OnceLock<RawStream>,
 }
-
-/// What keeps memory of a device from being freed. `cuMemFree` waits for all that is queued on the device, so that it would hang behind a
-/// collective that never ends.
-struct Memory {
-    /// Calls of communicators in flight.
-    calls: usize,
-    /// Communicators that have failed, and whose kernels may still touch memory.
-    aborting: usize,
-    /// What was dropped meanwhile, and how much of it is being freed.
-    deferred: Vec<(Device, u64)>,
-    freeing: usize,
-}
-
-impl Memory {
-    fn is_in_use(&self) -> bool {
-        self.calls > 0 || self.aborting > 0
-    }
-}
-
-/// By number, because all handles of this process are to the same device. Devices that are this far apart share a place, which only
-/// keeps memory longer.
-static MEMORY: [Mutex<Memory>; 64] =
-    [const { Mutex::new(Memory { calls: 0, aborting: 0, deferred: Vec::new(), freeing: 0 }) }; 64];
 
 // SAFETY: a context may be used by any thread; it is a handle, and no memory of this process is behind it.
 unsafe impl Send for DeviceInner {}
@@ -73,7 +55,11 @@ impl Device {
         cuda.check("cuDevicePrimaryCtxRetain", unsafe {
             (cuda.cuDevicePrimaryCtxRetain)(&mut context, handle)
         })?;
-        Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context })))
+        let mut pools = 0;
+        // SAFETY: it writes one number there.
+        let code = unsafe { (cuda.cuDeviceGetAttribute)(&mut pools, MEMORY_POOLS_SUPPORTED, handle) };
+        let has_pools = code == SUCCESS && pools != 0;
+        Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context, has_pools, freeing: OnceLock::new() })))
     }
 
     /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank). If this process sees only one, that one:
@@ -113,6 +99,26 @@ impl Device {
         &self.0.cuda
     }
 
+    pub(super) fn has_pools(&self) -> bool {
+        self.0.has_pools
+    }
+
+    /// The stream in whose order memory is freed, while the device is bound. Nothing else is queued on it.
+    pub(super) fn freeing_stream(&self) -> Result<RawStream> {
+        if let Some(stream) = self.0.freeing.get() {
+            return Ok(*stream);
+        }
+        let mut made = ptr::null_mut();
+        // SAFETY: it writes one pointer there.
+        let code = unsafe { (self.cuda().cuStreamCreateWithPriority)(&mut made, NON_BLOCKING, 0) };
+        self.cuda().check("cuStreamCreateWithPriority", code)?;
+        if self.0.freeing.set(made).is_err() {
+            // SAFETY: another thread was faster, and nobody has this one.
+            unsafe { (self.cuda().cuStreamDestroy_v2)(made) };
+        }
+        Ok(*self.0.freeing.get().unwrap_or(&made))
+    }
+
     /// What distinguishes it from every other device, of this host and of others.
     pub(crate) fn uuid(&self) -> Result<[u8; UUID_BYTES]> {
         let (cuda, mut handle, mut uuid) = (&self.0.cuda, 0, [0; UUID_BYTES]);
@@ -140,75 +146,6 @@ impl Device {
         bound.capture_mode = Some(mode);
         Ok(bound)
     }
-
-    /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
-    pub(crate) fn unsettled(&self) {
-        self.memory().lock().aborting += 1;
-    }
-
-    pub(crate) fn settled(&self) {
-        self.memory().lock().aborting -= 1;
-    }
-
-    /// A call is in flight on it until [`landed`](Self::landed).
-    pub(crate) fn launched(&self) {
-        self.memory().lock().calls += 1;
-    }
-
-    pub(crate) fn landed(&self) {
-        self.memory().lock().calls -= 1;
-    }
-
-    /// Frees the memory at `pointer`, or, while calls are in flight, notes it for [`free_deferred`](Self::free_deferred).
-    pub(super) fn free(&self, pointer: u64) {
-        let mut memory = self.memory().lock();
-        if memory.is_in_use() {
-            memory.deferred.push((self.clone(), pointer));
-        } else {
-            drop(memory);
-            self.free_now(pointer);
-        }
-    }
-
-    /// Frees what was dropped while calls were in flight, if none is any more.
-    pub(crate) fn free_deferred(&self) {
-        let mut memory = self.memory().lock();
-        if memory.is_in_use() {
-            return;
-        }
-        let deferred = std::mem::take(&mut memory.deferred);
-        let count = deferred.len();
-        memory.freeing += count;
-        drop(memory);
-        deferred.into_iter().for_each(|(device, pointer)| device.free_now(pointer));
-        self.memory().lock().freeing -= count;
-    }
-
-    /// Waits until what was dropped is freed. Was there anything?
-    pub(super) fn await_deferred(&self, deadline: Deadline) -> bool {
-        let mut pause = Pause::default();
-        let is_left = || {
-            let memory = self.memory().lock();
-            memory.freeing > 0 || !memory.deferred.is_empty()
-        };
-        let some = is_left();
-        while is_left() && !deadline.has_passed() {
-            self.free_deferred();
-            pause.pause();
-        }
-        some
-    }
-
-    fn free_now(&self, pointer: u64) {
-        if let Ok(_bound) = self.bind() {
-            // SAFETY: whoever has dropped it was its only owner. The driver waits for all that is queued on the device.
-            unsafe { (self.cuda().cuMemFree_v2)(pointer) };
-        }
-    }
-
-    fn memory(&self) -> &'static Mutex<Memory> {
-        &MEMORY[self.0.ordinal as usize % MEMORY.len()]
-    }
 }
 
 impl PartialEq for Device {
@@ -227,9 +164,18 @@ impl fmt::Debug for Device {
 
 impl Drop for DeviceInner {
     fn drop(&mut self) {
-        let mut handle = 0;
+        let (mut handle, mut popped) = (0, ptr::null_mut());
+        if let Some(stream) = self.freeing.take()
+            // SAFETY: the context is retained until below.
+            && unsafe { (self.cuda.cuCtxPushCurrent_v2)(self.context) } == SUCCESS
+        {
+            // SAFETY: it is this value's own. The driver frees it when what is queued on it is done.
+            unsafe { (self.cuda.cuStreamDestroy_v2)(stream) };
+            // SAFETY: it was pushed above.
+            unsafe { (self.cuda.cuCtxPopCurrent_v2)(&mut popped) };
+        }
         // SAFETY: it was a device before, and it writes one number.
-        if unsafe { (self.cuda.cuDeviceGet)(&mut handle, self.ordinal as i32) } == super::raw::SUCCESS {
+        if unsafe { (self.cuda.cuDeviceGet)(&mut handle, self.ordinal as i32) } == SUCCESS {
             // SAFETY: it releases what `open` has retained.
             unsafe { (self.cuda.cuDevicePrimaryCtxRelease_v2)(handle) };
         }

@@ -10,6 +10,8 @@ use super::stream::Stream;
 
 /// Without the time, which makes it cheaper.
 const DISABLE_TIMING: u32 = 2;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+const NOT_CAPTURING: i32 = 0;
 
 /// A point in a stream, which is reached when all that was queued before it is done.
 pub(crate) struct Event {
@@ -25,7 +27,25 @@ unsafe impl Sync for Event {}
 impl Event {
     /// The end of what has been queued on `stream` so far.
     pub(crate) fn at_end_of(stream: &Stream) -> Result<Self> {
-        let (device, mut raw) = (stream.device().clone(), ptr::null_mut());
+        Self::at_end_of_raw(stream.device(), stream.raw())
+    }
+
+    /// The same of a stream that is alive. None if that cannot be asked for, as while a graph is captured from it: the event would belong to the
+    /// graph.
+    pub(super) fn unless_capturing(device: &Device, stream: raw::Stream) -> Option<Self> {
+        let bound = device.bind().ok()?;
+        let mut status = 0;
+        // SAFETY: the stream is alive, and it writes one number.
+        let code = unsafe { (device.cuda().cuStreamIsCapturing)(stream, &mut status) };
+        drop(bound);
+        if code != SUCCESS || status != NOT_CAPTURING {
+            return None;
+        }
+        Self::at_end_of_raw(device, stream).ok()
+    }
+
+    fn at_end_of_raw(device: &Device, stream: raw::Stream) -> Result<Self> {
+        let (device, mut raw) = (device.clone(), ptr::null_mut());
         let bound = device.bind()?;
         let cuda = device.cuda();
         // SAFETY: it writes one pointer there.
@@ -34,7 +54,7 @@ impl Event {
         let event = Self { device, raw };
         let bound = event.device.bind()?;
         // SAFETY: both are alive, and of the same context.
-        let code = unsafe { (event.device.cuda().cuEventRecord)(raw, stream.raw()) };
+        let code = unsafe { (event.device.cuda().cuEventRecord)(raw, stream) };
         event.device.cuda().check("cuEventRecord", code)?;
         drop(bound);
         Ok(event)

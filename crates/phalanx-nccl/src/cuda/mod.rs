@@ -3,6 +3,7 @@
 mod buffer;
 mod device;
 mod event;
+mod freeing;
 mod memory;
 mod raw;
 mod stream;

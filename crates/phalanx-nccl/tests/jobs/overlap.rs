@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use phalanx::{Deadline, ReduceOp, Result};
+use phalanx::{Deadline, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
 use crate::world::{all_done, blocks, function};
@@ -11,6 +11,12 @@ use crate::{Needs, Test};
 pub const TESTS: &[Test] = &[
     ("a_collective_in_flight_holds_up_no_other_stream", 2, Needs::StandIn, held),
     ("calls_in_flight_are_limited", 2, Needs::StandIn, || hold("overlap::many")),
+    ("memory_is_freed_though_there_is_always_a_call_in_flight", 2, Needs::StandIn, || {
+        all_done("overlap::pipeline", 2, &[]);
+    }),
+    ("without_memory_pools_memory_is_freed_when_no_call_is_in_flight", 2, Needs::StandIn, || {
+        all_done("overlap::no_pools", 2, &[("STANDIN_CUDA_POOLS", "0")]);
+    }),
     ("streams_wait_for_each_other_without_a_thread", 1, Needs::Nothing, || {
         all_done("overlap::ordered", 1, &[])
     }),
@@ -39,6 +45,8 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "held" => beside(&nccl, &compute),
         "many" => many(&nccl),
+        "pipeline" => pipeline(&nccl, &compute, true),
+        "no_pools" => pipeline(&nccl, &compute, false),
         "capture" => capture(&nccl, &compute),
         _ => ordered(&nccl, &compute),
     }
@@ -72,6 +80,67 @@ pub fn await_blocks(count: i32) {
         assert!(!deadline.has_passed(), "{} pieces are left, not {count}", blocks());
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Rank 1 sends what rank 0 receives, but only when rank 0 has called the next receive: rank 0 always has a call in flight, as a
+/// pipeline has. What is dropped behind each is freed all the same, if the device has memory pools.
+fn pipeline(nccl: &Communicator, compute: &Stream, frees: bool) -> Result<()> {
+    const LEN: usize = 1000;
+    let (is_receiver, group) = (nccl.rank().is_main(), nccl.group());
+    let peer = Rank::new(1 - nccl.rank().get());
+    let recv = || nccl.recv_async(DeviceBuffer::<i32>::zeroed(compute, LEN)?, peer);
+    let send = |number: i32| {
+        let mut data = DeviceBuffer::from_slice(compute, &[number; LEN])?;
+        nccl.send(&mut data, peer)
+    };
+    // A stream that is late: each copy of what was received comes behind others.
+    let slow = Stream::new(nccl.device())?;
+    let (source, mut sink) =
+        (DeviceBuffer::<f32>::zeroed(&slow, 1 << 22)?, DeviceBuffer::zeroed(&slow, 1 << 22)?);
+    let mut copies: Vec<DeviceBuffer<i32>> = Vec::new();
+    let before = blocks();
+    let mut waiting = if is_receiver { Some(recv()?) } else { None };
+    let deadline = Deadline::after(Duration::from_secs(60));
+    for round in 0.. {
+        let next = if is_receiver { Some(recv()?) } else { None };
+        // After thirty rounds it goes on until a few are left: those in flight, and those that were dropped just now.
+        let left = blocks() - before - copies.len() as i32;
+        assert!(!frees || !deadline.has_passed(), "{left} pieces are left after {round} rounds");
+        let enough = round >= 30 && (!frees || left < 10);
+        let mut goes_on = [i32::from(is_receiver && !enough)];
+        group.all_reduce(&mut goes_on[..], ReduceOp::Sum)?;
+        if let Some(work) = std::mem::replace(&mut waiting, next) {
+            assert!(frees || left > round, "{left} pieces are left after {round} rounds");
+            let received = work.wait()?;
+            if round < 30 {
+                for _ in 0..5 {
+                    sink.copy_from(&slow, &source)?;
+                }
+                let mut copy = DeviceBuffer::zeroed(compute, LEN)?;
+                copy.copy_from(&slow, &received)?;
+                copies.push(copy);
+            }
+            // It is dropped before it is copied.
+            drop(received);
+        } else {
+            send(round)?;
+        }
+        if goes_on == [0] {
+            if waiting.is_none() {
+                send(round + 1)?;
+            }
+            break;
+        }
+    }
+    if let Some(work) = waiting {
+        drop(work.wait()?);
+    }
+    for (round, copy) in (0..).zip(&copies) {
+        assert_eq!(copy.to_vec(&slow)?, [round; LEN]);
+    }
+    drop(copies);
+    await_blocks(before);
+    Ok(())
 }
 
 /// No more calls are in flight than the driver takes: the next one waits, no longer than its time-out.

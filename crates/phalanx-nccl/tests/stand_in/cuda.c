@@ -11,7 +11,7 @@ typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
 
 #define MOST_DEVICES 64
@@ -265,6 +265,14 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     return SUCCESS;
 }
 
+CUresult cuStreamIsCapturing(CUstream stream, int *status) {
+    if (!(stream = resolve(stream))) return INVALID_HANDLE;
+    pthread_mutex_lock(&lock);
+    *status = capture.active && capture.stream == stream ? 1 + capture.invalidated : 0;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
 CUresult cuLaunchHostFunc(CUstream stream, void (*run)(void *), void *data) { return enqueue(stream, run, data); }
 
 CUresult cuEventCreate(CUevent *event, unsigned flags) {
@@ -310,6 +318,11 @@ static void await(void *data) {
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     if (!resolve(stream)) return INVALID_HANDLE;
+    if (capture.active && capture.stream == stream) {
+        /* In the real one it becomes a part of the graph: nothing here means that. */
+        capture.invalidated = 1;
+        return CAPTURE_UNSUPPORTED;
+    }
     pthread_mutex_lock(&event->lock);
     struct mark *end = mark(event, ++event->recorded);
     pthread_mutex_unlock(&event->lock);
@@ -331,7 +344,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     return enqueue(stream, await, until);
 }
 
-CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
+static CUresult allocate(uint64_t *pointer, size_t bytes) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
@@ -346,15 +359,8 @@ CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
     *pointer = (uintptr_t)block->start;
     return SUCCESS;
 }
-/* As the real one, it waits for all that is queued on the device. */
-CUresult cuMemFree_v2(uint64_t pointer) {
-    if (!depth) return INVALID_CONTEXT;
-    if (disturbs()) return CAPTURE_UNSUPPORTED;
-    pthread_mutex_lock(&lock);
-    struct stream *list = streams;
-    pthread_mutex_unlock(&lock);
-    for (; list; list = list->next)
-        if (list->device == standin_current_device()) await_idle(list);
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes); }
+static CUresult free_block(uintptr_t pointer) {
     pthread_mutex_lock(&lock);
     struct block **at = &blocks, *found = NULL;
     while (*at && (uintptr_t)(*at)->start != pointer) at = &(*at)->next;
@@ -366,6 +372,34 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     free(found);
     return SUCCESS;
 }
+/* As the real one, it waits for all that is queued on the device. */
+CUresult cuMemFree_v2(uint64_t pointer) {
+    if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    struct stream *list = streams;
+    pthread_mutex_unlock(&lock);
+    for (; list; list = list->next)
+        if (list->device == standin_current_device()) await_idle(list);
+    return free_block(pointer);
+}
+
+/* Pools: allocated at once, freed in the order of the stream. STANDIN_CUDA_POOLS=0: there are none. */
+CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *text = getenv("STANDIN_CUDA_POOLS");
+    (void)device;
+    if (attribute != 115) return INVALID_VALUE;
+    *value = !text || strcmp(text, "0");
+    return SUCCESS;
+}
+CUresult cuMemAllocAsync(uint64_t *pointer, size_t bytes, CUstream stream) {
+    int pools;
+    cuDeviceGetAttribute(&pools, 115, 0);
+    if (!pools) return NOT_SUPPORTED;
+    return resolve(stream) ? allocate(pointer, bytes) : INVALID_HANDLE;
+}
+static void free_later(void *data) { free_block((uintptr_t)data); }
+CUresult cuMemFreeAsync(uint64_t pointer, CUstream stream) { return enqueue(stream, free_later, (void *)(uintptr_t)pointer); }
 
 struct copy { void *to; const void *from; size_t bytes; int value; };
 static void copy(void *data) {
