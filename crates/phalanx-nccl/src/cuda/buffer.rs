@@ -146,10 +146,12 @@ impl<T: Element> DeviceBuffer<T> {
         if bytes > 0 {
             let _bound = device.bind()?;
             let mut allocate = || {
-                // SAFETY: the stream is alive and of this device. It writes one address there.
-                match device.has_pools() {
-                    true => unsafe { (device.cuda().cuMemAllocAsync)(&mut pointer, bytes, stream.raw()) },
-                    false => unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) },
+                if device.has_pools() {
+                    // SAFETY: the stream is alive and of this device. It writes one address there.
+                    unsafe { (device.cuda().cuMemAllocAsync)(&mut pointer, bytes, stream.raw()) }
+                } else {
+                    // SAFETY: it writes one address there.
+                    unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) }
                 }
             };
             let mut code = allocate();
