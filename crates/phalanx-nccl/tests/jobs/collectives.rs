@@ -55,6 +55,10 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "all" => {
             types(&nccl)?;
+            factors::<f16>(&nccl)?;
+            factors::<bf16>(&nccl)?;
+            factors::<f32>(&nccl)?;
+            factors::<f64>(&nccl)?;
             sizes(&nccl)?;
             kept(&nccl)
         }
@@ -93,6 +97,31 @@ fn types(nccl: &Communicator) -> Result<()> {
     every_call::<bf16>(nccl, 5)?;
     every_call::<f64>(nccl, 5)?;
     every_call::<f32>(nccl, 5)
+}
+
+/// Rank r's elements count r + 2 times, more often than there are operations at one time.
+fn factors<T: Small>(nccl: &Communicator) -> Result<()> {
+    let (stream, me, world) = (nccl.stream(), nccl.rank().get(), nccl.world_size().get());
+    let op = ReduceOp::PreMulSum(f64::from(me + 2));
+    let own = |len: u32| -> Vec<T> { (0..len).map(|index| T::small(number(me, index as usize))).collect() };
+    let total = |index: usize| T::small((0..world).map(|rank| (rank + 2) * number(rank, index)).sum());
+    for _ in 0..10 {
+        let mut data = DeviceBuffer::from_slice(stream, &own(7))?;
+        nccl.all_reduce(&mut data, op)?;
+        assert_eq!(data.to_vec(stream)?, (0..7).map(total).collect::<Vec<_>>());
+        let mut data = DeviceBuffer::from_slice(stream, &own(7))?;
+        nccl.reduce(&mut data, Rank::MAIN, op)?;
+        if me == 0 {
+            assert_eq!(data.to_vec(stream)?, (0..7).map(total).collect::<Vec<_>>());
+        }
+        let input = DeviceBuffer::from_slice(stream, &own(2 * world))?;
+        let output = DeviceBuffer::zeroed(stream, 2)?;
+        let (input, output) = nccl.reduce_scatter_async(input, output, op)?.wait()?;
+        let place = 2 * me as usize;
+        assert_eq!(output.to_vec(stream)?, [total(place), total(place + 1)]);
+        assert_eq!(input.to_vec(stream)?, own(2 * world));
+    }
+    Ok(())
 }
 
 fn sizes(nccl: &Communicator) -> Result<()> {
@@ -159,6 +188,19 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
     let (mut input, mut output) = (buffer(len * world.count())?, zeros(len * world.count())?);
     nccl.all_to_all(&mut input, &mut output)?;
     expect(&output, "all_to_all", &|index| number((index / len) as u32, me as usize * len + index % len))?;
+    // Rank r has 2 r + 1 of the elements, but rank 1 none.
+    let counts: Vec<usize> = all().map(|rank| if rank == 1 { 0 } else { 2 * rank as usize + 1 }).collect();
+    let (own_count, total) = (counts[me as usize], counts.iter().sum::<usize>());
+    let start = counts[..me as usize].iter().sum::<usize>();
+    let (input, output) = (buffer(own_count)?, zeros(total)?);
+    let (_, output) = nccl.all_gather_v_async(input, output, &counts)?.wait()?;
+    let places: Vec<(u32, usize)> =
+        all().flat_map(|rank| (0..counts[rank as usize]).map(move |at| (rank, at))).collect();
+    expect(&output, "all_gather_v", &|index| number(places[index].0, places[index].1))?;
+    let (mut input, mut output) = (buffer(total)?, zeros(own_count)?);
+    nccl.reduce_scatter_v(&mut input, &mut output, &counts, ReduceOp::Sum)?;
+    expect(&output, "reduce_scatter_v", &|index| sum(start + index))?;
+    expect(&input, "the input of reduce_scatter_v", &|index| number(me, index))?;
     nccl.barrier()?;
 
     // Around the ring, and back.
@@ -199,6 +241,8 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     let mut short = DeviceBuffer::<f32>::zeroed(stream, 7)?;
     let refused = [
         nccl.all_reduce(&mut data, ReduceOp::BXor),
+        nccl.all_reduce(&mut DeviceBuffer::from_slice(stream, &[1u8])?, ReduceOp::PreMulSum(2.0)),
+        nccl.all_gather_v(&mut data, &mut short, &[4, 4]),
         nccl.all_gather(&mut data, &mut short),
         nccl.broadcast(&mut data, Rank::new(2)),
         nccl.send(&mut data, nccl.rank()),
