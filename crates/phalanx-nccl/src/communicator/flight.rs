@@ -3,11 +3,13 @@
 use std::any::Any;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use phalanx::{Deadline, Error, Rank, Result, Sequence};
 
 use super::call::Call;
+use super::record::{CallRecord, CallState};
 use crate::cuda::{Device, Event};
 
 /// What is said of a call, once and for all: either it was done, and every wait for it succeeds, or it was given up, and the communicator fails. Between
@@ -40,6 +42,9 @@ pub(super) struct Flight {
     pub deadline: Deadline,
     calls: Vec<Call>,
     device: Device,
+    /// When it was made, and when it was seen to be done.
+    made: Instant,
+    ended: OnceLock<Instant>,
     /// Set when it is queued.
     pub end: OnceLock<Event>,
     verdict: Verdict,
@@ -63,6 +68,8 @@ impl Flight {
             deadline,
             calls: calls.to_vec(),
             device: device.clone(),
+            made: Instant::now(),
+            ended: OnceLock::new(),
             end: OnceLock::new(),
             verdict: Verdict::default(),
             landed: AtomicBool::new(false),
@@ -76,6 +83,17 @@ impl Flight {
             error
         } else {
             error.in_operation(self.name.as_str(), Some(self.sequence))
+        }
+    }
+
+    /// How far it is.
+    pub(super) fn record(&self) -> CallRecord {
+        let ended = self.ended.get().map(|ended| ended.duration_since(self.made));
+        CallRecord {
+            sequence: self.sequence,
+            name: self.name.clone(),
+            age: self.made.elapsed(),
+            state: CallState::new(self.end.get().is_some(), self.verdict.is(GIVEN_UP), ended),
         }
     }
 
@@ -119,6 +137,7 @@ impl Flight {
         if !self.verdict.becomes(DONE) {
             return Ok(false);
         }
+        let _ = self.ended.set(Instant::now());
         self.land();
         Ok(true)
     }

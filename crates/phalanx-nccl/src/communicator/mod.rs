@@ -11,6 +11,7 @@ mod group_calls;
 mod init;
 mod launch;
 mod operations;
+mod record;
 mod shared;
 mod watchdog;
 mod work;
@@ -23,6 +24,7 @@ use std::time::Duration;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 pub use self::group_calls::GroupCalls;
+pub use self::record::{CallRecord, CallState};
 use self::shared::Shared;
 pub use self::work::Work;
 use crate::cuda::{Device, DeviceBuffer, Stream};
@@ -149,6 +151,14 @@ impl Communicator {
     /// The cause of the failure, if it has failed.
     pub fn failure(&self) -> Option<Error> {
         self.owner.shared.failure().or_else(|| self.group().failure())
+    }
+
+    /// The last 64 calls that are done, and those in flight, oldest first. After a failure they show, beside those of the other ranks, which rank has not
+    /// made a call. `PHALANX_NCCL_RECORD` names a file to which each process adds them then, with its rank at the end of
+    /// the name.
+    #[doc(alias("flight recorder", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"))]
+    pub fn calls(&self) -> Vec<CallRecord> {
+        self.owner.shared.calls()
     }
 
     /// Has it failed, and may the device still use the memory of its calls? NCCL needs a moment to stop its kernels. Calls that

@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use phalanx::{Deadline, Error, ProcessGroup, Result, Sequence};
 
 use super::flight::Flight;
+use super::record::{CallRecord, REMEMBERED};
 use crate::cuda::{Pause, Stream};
 use crate::nccl::{Comm, Nccl};
 
@@ -49,6 +50,8 @@ struct State {
     flights: VecDeque<Arc<Flight>>,
     /// Those that are over, for the poller to drop.
     over: Vec<Arc<Flight>>,
+    /// The last ones that are done, and when they were forgotten.
+    remembered: VecDeque<(CallRecord, Instant)>,
     failure: Option<(Error, Instant)>,
     is_aborting: bool,
     closed: bool,
@@ -284,11 +287,27 @@ impl Shared {
         let mut state = self.state.lock();
         while state.flights.front().is_some_and(|flight| flight.is_known_done()) {
             let done = state.flights.pop_front();
+            if let Some(done) = &done {
+                if state.remembered.len() == REMEMBERED {
+                    state.remembered.pop_front();
+                }
+                state.remembered.push_back((done.record(), Instant::now()));
+            }
             state.over.extend(done);
         }
         if state.closed && state.flights.is_empty() {
             self.changed.notify_all();
         }
+    }
+
+    /// The last calls that are done, and those in flight, oldest first.
+    pub(super) fn calls(&self) -> Vec<CallRecord> {
+        let state = self.state.lock();
+        let remembered = state.remembered.iter().map(|(call, noted)| {
+            let age = call.age + noted.elapsed();
+            CallRecord { age, ..call.clone() }
+        });
+        remembered.chain(state.flights.iter().map(|flight| flight.record())).collect()
     }
 
     /// For the watchdog: has the poller ask the device once more, if the driver answers. What is done is done, whatever fails afterwards.

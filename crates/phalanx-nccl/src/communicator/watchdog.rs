@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::{Deadline, Error};
 
+use super::record;
 use super::shared::{SETTLING, Shared};
 use crate::cuda::Pause;
 use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, SUCCESS};
@@ -79,8 +80,18 @@ fn look_after(shared: &Arc<Shared>) {
     end(shared);
 }
 
-/// Aborts: NCCL stops its kernels, and frees what it has.
+/// Aborts, and writes the record of the calls.
 fn abort(shared: &Shared) {
+    let dump = shared.failure().and_then(|cause| {
+        let (rank, world) = (shared.group.rank(), shared.group.world_size());
+        record::dump(format!("rank {rank} of {world}"), &cause, shared.calls())
+    });
+    stop(shared);
+    record::await_dump(dump, Instant::now() + ENDING);
+}
+
+/// Aborts: NCCL stops its kernels, and frees what it has.
+fn stop(shared: &Shared) {
     // A thread that is in a call of NCCL sees the failure when that returns, and uses the communicator no more. If it does not return, only the
     // abort can end it: NCCL permits that from another thread.
     drop(shared.calling.try_lock_for(SETTLING));
@@ -120,7 +131,7 @@ fn end(shared: &Arc<Shared>) {
         unsafe { (shared.nccl.ncclCommDestroy)(raw) };
     } else {
         shared.fail(shared.group.failure().unwrap_or_else(|| Error::aborted("the communicator has ended")));
-        abort(shared);
+        stop(shared);
     }
     // It has a handle of the group. After the abort it returns from NCCL, unless the abort does not do its work.
     let deadline = Deadline::after(ENDING);

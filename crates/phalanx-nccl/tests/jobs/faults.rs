@@ -323,7 +323,18 @@ fn late() {
 }
 
 fn late_with(variables: &[(&str, &str)]) {
-    let outputs = World::start("faults::late", 2, variables, &[]).outputs();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("record");
+    let record = [("PHALANX_NCCL_RECORD", path.to_str().unwrap())];
+    let outputs = World::start("faults::late", 2, &[&record, variables].concat(), &[]).outputs();
+    // The records show who has made which call. Rank 1 has made none after the one that both have.
+    let records = [0, 1].map(|rank| std::fs::read_to_string(path.with_extension(rank.to_string())).unwrap());
+    check(&records, &[0], &["rank 0 of 2 has failed: ", "the device has not ended it in time"]);
+    check(&records, &[0, 1], &["#2 cuda all_reduce(avg, 1000 x f32): made", "done after"]);
+    let last = records.each_ref().map(|record| record.lines().last().unwrap().trim());
+    assert!(last[0].starts_with("#3 cuda all_reduce(sum, 1000 x f32): made"), "{last:?}");
+    assert!(last[0].ends_with("s before, given up"), "{last:?}");
+    assert!(last[1].starts_with("#2 cuda all_reduce(avg"), "{last:?}");
     check(&outputs[..1], &[0], &[CALL, "timeout true", "the device has not ended it in time"]);
     check(&outputs, &[1], &["rank 0 (", "cuda all_reduce(sum, 1000 x f32) #3"]);
 }
