@@ -6,6 +6,7 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
+use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Result};
 
 use super::raw::{
@@ -27,6 +28,8 @@ struct DeviceInner {
     has_pools: bool,
     /// The stream in whose order memory is freed.
     freeing: OnceLock<RawStream>,
+    /// Events that nobody uses, by address.
+    spare_events: Mutex<Vec<usize>>,
 }
 
 // SAFETY: a context may be used by any thread; it is a handle, and no memory of this process is behind it.
@@ -59,7 +62,14 @@ impl Device {
         // SAFETY: it writes one number there.
         let code = unsafe { (cuda.cuDeviceGetAttribute)(&mut pools, MEMORY_POOLS_SUPPORTED, handle) };
         let has_pools = code == SUCCESS && pools != 0;
-        Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context, has_pools, freeing: OnceLock::new() })))
+        Ok(Self(Arc::new(DeviceInner {
+            cuda,
+            ordinal,
+            context,
+            has_pools,
+            freeing: OnceLock::new(),
+            spare_events: Mutex::default(),
+        })))
     }
 
     /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank). If this process sees only one, that one:
@@ -97,6 +107,10 @@ impl Device {
 
     pub(crate) fn cuda(&self) -> &Cuda {
         &self.0.cuda
+    }
+
+    pub(super) fn spare_events(&self) -> &Mutex<Vec<usize>> {
+        &self.0.spare_events
     }
 
     pub(super) fn has_pools(&self) -> bool {
@@ -165,12 +179,16 @@ impl fmt::Debug for Device {
 impl Drop for DeviceInner {
     fn drop(&mut self) {
         let (mut handle, mut popped) = (0, ptr::null_mut());
-        if let Some(stream) = self.freeing.take()
-            // SAFETY: the context is retained until below.
-            && unsafe { (self.cuda.cuCtxPushCurrent_v2)(self.context) } == SUCCESS
-        {
-            // SAFETY: it is this value's own. The driver frees it when what is queued on it is done.
-            unsafe { (self.cuda.cuStreamDestroy_v2)(stream) };
+        // SAFETY: the context is retained until below.
+        if unsafe { (self.cuda.cuCtxPushCurrent_v2)(self.context) } == SUCCESS {
+            if let Some(stream) = self.freeing.take() {
+                // SAFETY: it is this value's own. The driver frees it when what is queued on it is done.
+                unsafe { (self.cuda.cuStreamDestroy_v2)(stream) };
+            }
+            for event in std::mem::take(self.spare_events.get_mut()) {
+                // SAFETY: it is this value's own, as above.
+                unsafe { (self.cuda.cuEventDestroy_v2)(ptr::with_exposed_provenance_mut(event)) };
+            }
             // SAFETY: it was pushed above.
             unsafe { (self.cuda.cuCtxPopCurrent_v2)(&mut popped) };
         }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use phalanx::{Deadline, Error, Result};
 
 use super::device::Device;
-use super::event::Event;
+use super::event::{self, Event};
 use super::raw;
 
 /// Does not wait for the default stream.
@@ -81,6 +81,17 @@ impl Stream {
     #[doc(alias("wait_stream", "cudaStreamWaitEvent"))]
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.wait_for_event(&Event::at_end_of(other)?)
+    }
+
+    /// An error if a graph is captured from it: a collective that waits for it, or for which it waits, would become a part of the graph.
+    pub(crate) fn check_not_captured(&self) -> Result<()> {
+        if event::is_capturing(&self.device, self.raw)? {
+            let cause = format!("a graph is captured from {self:?}, and collectives cannot be captured");
+            return Err(
+                Error::invalid_argument(cause).with_remedy("call them before the capture, or after it")
+            );
+        }
+        Ok(())
     }
 
     pub(crate) fn wait_for_event(&self, event: &Event) -> Result<()> {

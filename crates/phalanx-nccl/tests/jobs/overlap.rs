@@ -5,7 +5,7 @@ use std::time::Duration;
 use phalanx::{Deadline, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
-use crate::world::{all_done, blocks, function};
+use crate::world::{all_done, blocks, events_made, function};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -16,6 +16,9 @@ pub const TESTS: &[Test] = &[
     }),
     ("without_memory_pools_memory_is_freed_when_no_call_is_in_flight", 2, Needs::StandIn, || {
         all_done("overlap::no_pools", 2, &[("STANDIN_CUDA_POOLS", "0")]);
+    }),
+    ("calls_use_the_events_of_earlier_ones_again", 2, Needs::StandIn, || {
+        all_done("overlap::events", 2, &[]);
     }),
     ("streams_wait_for_each_other_without_a_thread", 1, Needs::Nothing, || {
         all_done("overlap::ordered", 1, &[])
@@ -45,6 +48,7 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "held" => beside(&nccl, &compute),
         "many" => many(&nccl),
+        "events" => events(&nccl),
         "pipeline" => pipeline(&nccl, &compute, true),
         "no_pools" => pipeline(&nccl, &compute, false),
         "capture" => capture(&nccl, &compute),
@@ -143,6 +147,22 @@ fn pipeline(nccl: &Communicator, compute: &Stream, frees: bool) -> Result<()> {
     Ok(())
 }
 
+/// What was made for the first calls does for all that follow.
+fn events(nccl: &Communicator) -> Result<()> {
+    let mut data = DeviceBuffer::from_slice(nccl.stream(), &[0i32; 10])?;
+    let mut calls = |count: usize| (0..count).try_for_each(|_| nccl.all_reduce(&mut data, ReduceOp::Sum));
+    // An event is free when the poller has forgotten its call, which on a busy machine is late.
+    for _ in 0..100 {
+        let before = events_made();
+        calls(200)?;
+        let needed_none = [u8::from(events_made() == before)];
+        if nccl.group().all_gather_object(&needed_none)?.iter().all(|rank| *rank == [1]) {
+            return Ok(());
+        }
+    }
+    panic!("every 200 calls need events of their own: {}", events_made());
+}
+
 /// No more calls are in flight than the driver takes: the next one waits, no longer than its time-out.
 fn many(nccl: &Communicator) -> Result<()> {
     let call = |nccl: &Communicator| {
@@ -191,6 +211,11 @@ fn capture(nccl: &Communicator, captured: &Stream) -> Result<()> {
     // SAFETY: the stream is alive, and nothing is queued on it until the capture ends.
     assert_eq!(unsafe { begin(captured.as_raw(), GLOBAL) }, 0);
     calls(nccl)?; // on the thread that captures
+    let refused = nccl.after(captured).unwrap_err();
+    assert!(refused.to_string().contains("collectives cannot be captured"), "{refused}");
+    let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 10])?;
+    let refused = nccl.all_reduce_async(data, ReduceOp::Sum)?.order(captured).unwrap_err();
+    assert!(refused.is_invalid_argument(), "{refused}");
     std::thread::scope(|scope| scope.spawn(|| calls(nccl)).join().unwrap())?;
     // SAFETY: as above; it writes a pointer there.
     assert_eq!(unsafe { end(captured.as_raw(), &mut graph) }, 0, "the capture was disturbed");

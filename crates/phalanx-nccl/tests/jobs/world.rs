@@ -97,6 +97,14 @@ pub fn blocks() -> i32 {
     }
 }
 
+/// How many events of the stand-in's devices this process has made.
+pub fn events_made() -> i32 {
+    // SAFETY: the function takes nothing.
+    unsafe {
+        function::<unsafe extern "C" fn() -> i32>("PHALANX_CUDA_LIBRARY", "libcuda.so.1", "standin_events")()
+    }
+}
+
 /// How many threads launches of the stand-in have started in this process.
 pub fn launch_threads() -> i32 {
     let (variable, library) = ("PHALANX_NCCL_LIBRARY", "libnccl.so.2");

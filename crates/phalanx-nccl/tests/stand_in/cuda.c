@@ -1,6 +1,7 @@
 /* A stand-in for libcuda.so.1 that executes on the host: see README.md. It is no GPU. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -275,9 +276,13 @@ CUresult cuStreamIsCapturing(CUstream stream, int *status) {
 
 CUresult cuLaunchHostFunc(CUstream stream, void (*run)(void *), void *data) { return enqueue(stream, run, data); }
 
+static atomic_int events;
+/* For tests: how many events were made. */
+int standin_events(void) { return atomic_load(&events); }
 CUresult cuEventCreate(CUevent *event, unsigned flags) {
     (void)flags;
     if (!depth) return INVALID_CONTEXT;
+    atomic_fetch_add(&events, 1);
     *event = calloc(1, sizeof **event);
     pthread_mutex_init(&(*event)->lock, NULL);
     pthread_cond_init(&(*event)->changed, NULL);
