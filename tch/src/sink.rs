@@ -229,7 +229,8 @@ impl Deliveries {
             }
             Delivery::Ignore => {
                 if self.is_awaited {
-                    if shim::OfDdp::is_marked() { &mut self.foreign } else { &mut self.missed }.get_or_insert(index);
+                    if shim::OfDdp::is_marked() { &mut self.foreign } else { &mut self.missed }
+                        .get_or_insert(index);
                 }
                 Ok(())
             }
@@ -407,7 +408,8 @@ mod tests {
             _ => backward(depth - 1, innermost.clone()),
         };
         shim::hook(&leaf, ready).unwrap();
-        leaf.sum(Kind::Float).backward();
+        // Within a backward pass nothing is recorded, unless one asks for it.
+        tch::with_grad(|| leaf.sum(Kind::Float)).backward();
         shim::unhook(&leaf);
     }
 
@@ -415,7 +417,8 @@ mod tests {
     fn hooked(depth: u32, of_ddp: bool) -> (ThreadId, bool) {
         let seen = Arc::new(Mutex::new(None));
         let noted = seen.clone();
-        let innermost = Arc::new(move || *noted.lock().unwrap() = Some((current().id(), shim::OfDdp::is_marked())));
+        let innermost =
+            Arc::new(move || *noted.lock().unwrap() = Some((current().id(), shim::OfDdp::is_marked())));
         if of_ddp {
             run(|| Ok(backward(depth, innermost))).unwrap();
         } else {
