@@ -419,14 +419,13 @@ mod tests {
         let noted = seen.clone();
         let innermost =
             Arc::new(move || *noted.lock().unwrap() = Some((current().id(), shim::OfDdp::is_marked())));
-        if of_ddp {
-            run(|| Ok(backward(depth, innermost))).unwrap();
-        } else {
+        let backward = || {
             backward(depth, innermost);
-        }
+            Ok(())
+        };
+        if of_ddp { run(backward) } else { backward() }.unwrap();
         assert!(!shim::OfDdp::is_marked());
-        let seen = seen.lock().unwrap().unwrap();
-        seen
+        seen.lock().unwrap().unwrap()
     }
 
     #[test]
