@@ -70,9 +70,9 @@ private:
     const std::unique_ptr<Owned> target;
 };
 
-// What a thread has while it takes part in a backward pass that a `Ddp` runs: the thread that runs it, and those of libtorch, such as a device's, on which
-// a part of it runs. libtorch gives them the state of the thread that began the pass (at::ThreadLocalState), and a variable of a
-// thread it does not.
+// What a thread has while it takes part in a backward pass that a `Ddp` runs: the thread that runs it, and those of libtorch, such as a
+// device's, on which a part of it runs. libtorch gives them the state of the thread that began the pass (at::ThreadLocalState), but not
+// a thread-local variable of the program.
 constexpr std::string_view of_ddp_name = "PHALANX_DDP_BACKWARD";
 const c10::DebugInfoKind of_ddp(&of_ddp_name);
 

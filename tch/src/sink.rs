@@ -399,8 +399,8 @@ mod tests {
 
     use super::*;
 
-    /// Runs a backward pass within `depth` others, and `innermost` in the hook of its parameter. Within 60 others libtorch runs it on a thread of
-    /// its own, as it does for nodes on a device.
+    /// Runs a backward pass within `depth` others, and `innermost` in the hook of its parameter. Within more than 60 others libtorch runs it
+    /// on a thread of its own, as it does for nodes on a device.
     fn backward(depth: u32, innermost: Arc<dyn Fn() + Send + Sync>) {
         let leaf = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         let ready = move || match depth {

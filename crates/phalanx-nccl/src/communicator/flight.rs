@@ -12,9 +12,9 @@ use super::call::Call;
 use super::record::{CallRecord, CallState};
 use crate::cuda::{Device, Event};
 
-/// What is said of a call, once and for all: either it was done, and every wait for it succeeds, or it was given up, and the communicator fails. Between
-/// the end of a call's time and the failure a second goes by, in which another cause is waited for; a call that ends meanwhile must
-/// not be both.
+/// What is said of a call, once and for all: either it was done, and every wait for it succeeds, or it was given up, and the communicator
+/// fails. Between the end of a call's time and the failure a second goes by, in which another cause is waited for; a call that ends
+/// meanwhile must not be both.
 #[derive(Default)]
 struct Verdict(AtomicU8);
 

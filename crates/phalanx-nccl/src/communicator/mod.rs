@@ -154,9 +154,9 @@ impl Communicator {
         self.owner.shared.failure().or_else(|| self.group().failure())
     }
 
-    /// The last 64 calls that are done, and those in flight, oldest first. After a failure they show, beside those of the other ranks, which rank has not
-    /// made a call. `PHALANX_NCCL_RECORD` names a file to which each process adds them then, with its rank at the end of
-    /// the name.
+    /// The last 64 calls that are done, and those in flight, oldest first. After a failure they show, beside those of the other ranks, which
+    /// rank has not made a call. `PHALANX_NCCL_RECORD` names a file to which each process adds them then, with its rank at the
+    /// end of the name.
     #[doc(alias("flight recorder", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"))]
     pub fn calls(&self) -> Vec<CallRecord> {
         self.owner.shared.calls()

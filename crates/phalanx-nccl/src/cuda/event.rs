@@ -95,7 +95,8 @@ impl Drop for Event {
     }
 }
 
-/// Whether a graph is captured from the stream, which is alive. An error if the driver does not say, as of the default stream during some captures.
+/// Whether a graph is captured from the stream, which is alive. An error if the driver does not say, as of the default stream during
+/// some captures.
 pub(super) fn is_capturing(device: &Device, stream: raw::Stream) -> Result<bool> {
     let _bound = device.bind()?;
     let mut status = NOT_CAPTURING;
