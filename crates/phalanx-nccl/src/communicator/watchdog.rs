@@ -103,6 +103,11 @@ fn stop(shared: &Shared) {
 
 /// Ends the communicator together with the other ranks, or without them if they do not come.
 fn end(shared: &Arc<Shared>) {
+    // The program may have dropped the communicator before this thread has seen the failure.
+    if let Some(cause) = shared.group.failure() {
+        shared.fail(cause);
+        return abort(shared);
+    }
     let raw = shared.raw();
     let (deadline, mut pause) = (Deadline::after(ENDING), Pause::default());
     let returned = Arc::new(OnceLock::new());
@@ -129,8 +134,12 @@ fn end(shared: &Arc<Shared>) {
     if state == SUCCESS {
         // SAFETY: it is finalized, and nobody uses it after this.
         unsafe { (shared.nccl.ncclCommDestroy)(raw) };
+    } else if let Some(cause) = shared.group.failure() {
+        shared.fail(cause);
+        abort(shared);
     } else {
-        shared.fail(shared.group.failure().unwrap_or_else(|| Error::aborted("the communicator has ended")));
+        // The other ranks have not come, which is no failure of the program's calls.
+        shared.fail(Error::aborted("the communicator has ended"));
         stop(shared);
     }
     // It has a handle of the group. After the abort it returns from NCCL, unless the abort does not do its work.
