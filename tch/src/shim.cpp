@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -67,6 +69,12 @@ private:
     void (*const ready)(void *);
     const std::unique_ptr<Owned> target;
 };
+
+// What a thread has while it takes part in a backward pass that a `Ddp` runs: the thread that runs it, and those of libtorch, such as a
+// device's, on which a part of it runs. libtorch gives them the state of the thread that began the pass (at::ThreadLocalState), but not
+// a thread-local variable of the program.
+constexpr std::string_view of_ddp_name = "PHALANX_DDP_BACKWARD";
+const c10::DebugInfoKind of_ddp(&of_ddp_name);
 
 // Sums doubles over the ranks, in place.
 struct Exchange final : torch::CustomClassHolder {
@@ -162,6 +170,15 @@ char *phx_hook(const at::Tensor *leaf, void (*ready)(void *), void *context, voi
         torch::autograd::impl::set_post_acc_grad_hooks(*leaf, std::move(hook));
     });
 }
+
+// Marks the backward passes that this thread begins as those of a `Ddp`, until phx_unmark on this thread, in reverse order.
+char *phx_mark(c10::DebugInfoGuard **mark) {
+    return guarded([&] { *mark = new c10::DebugInfoGuard(of_ddp, std::make_shared<c10::DebugInfoBase>()); });
+}
+
+void phx_unmark(c10::DebugInfoGuard *mark) noexcept { delete mark; }
+
+bool phx_is_marked() noexcept { return c10::ThreadLocalDebugInfo::get(of_ddp) != nullptr; }
 
 char *phx_unhook(const at::Tensor *leaf) {
     return guarded([&] { torch::autograd::impl::set_post_acc_grad_hooks(*leaf, nullptr); });

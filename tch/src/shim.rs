@@ -32,6 +32,9 @@ unsafe extern "C" {
         context: *mut c_void,
         drop: DropFn,
     ) -> *mut c_char;
+    fn phx_mark(mark: *mut *mut c_void) -> *mut c_char;
+    fn phx_unmark(mark: *mut c_void);
+    fn phx_is_marked() -> bool;
     fn phx_unhook(leaf: *const C_tensor) -> *mut c_char;
     fn phx_set_gradient(leaf: *const C_tensor, gradient: *const C_tensor) -> *mut c_char;
     fn phx_view(
@@ -110,7 +113,7 @@ pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     tensor.defined() && unsafe { phx_is_plain(tensor.as_ptr()) }
 }
 
-/// Calls `ready` whenever backward has finished the gradient of `leaf`, on the thread that runs backward, until
+/// Calls `ready` whenever backward has finished the gradient of `leaf`, on the thread that runs backward or on another one of libtorch's, until
 /// [`unhook`]. A panic of it ends the process: it cannot pass through libtorch.
 pub(crate) fn hook(leaf: &Tensor, ready: impl Fn() + Send + Sync + 'static) -> Result<()> {
     unsafe extern "C" fn call<F: Fn()>(ready: *mut c_void) {
@@ -124,6 +127,34 @@ pub(crate) fn hook(leaf: &Tensor, ready: impl Fn() + Send + Sync + 'static) -> R
     let (context, drop) = lend(ready);
     // SAFETY: a live handle; the shim takes the context, and calls `call` with nothing else.
     outcome(unsafe { phx_hook(leaf.as_ptr(), call, context, drop) })
+}
+
+/// Marks the backward passes that this thread begins while it lives as those of a `Ddp`.
+pub(crate) struct OfDdp {
+    mark: *mut c_void,
+}
+
+impl OfDdp {
+    pub(crate) fn new() -> Result<Self> {
+        let mut mark = ptr::null_mut();
+        // SAFETY: it writes a pointer there.
+        outcome(unsafe { phx_mark(&mut mark) })?;
+        Ok(Self { mark })
+    }
+
+    /// Whether this thread takes part in a backward pass of a `Ddp`; also on a thread of libtorch's, as in a hook.
+    pub(crate) fn is_marked() -> bool {
+        // SAFETY: it has no conditions.
+        unsafe { phx_is_marked() }
+    }
+}
+
+impl Drop for OfDdp {
+    fn drop(&mut self) {
+        // SAFETY: of `phx_mark`, once, and on the same thread, because a pointer is not `Send`. Marks are dropped in reverse order: they are
+        // only kept by `sink::run`, while it runs.
+        unsafe { phx_unmark(self.mark) }
+    }
 }
 
 /// No longer reports the gradients of `leaf`.

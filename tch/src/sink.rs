@@ -1,7 +1,6 @@
 //! The receiver of hooks' gradients: they go to the reducer, or stay in `.grad` until the next synchronised backward pass.
 
 use std::any::Any;
-use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
@@ -47,11 +46,6 @@ struct Deliveries {
     missed: Option<usize>,
     /// A parameter whose gradient came meanwhile from the backward pass of another `Ddp`.
     foreign: Option<usize>,
-}
-
-thread_local! {
-    /// Whether a `Ddp` runs backward on this thread.
-    static RUNS: Cell<bool> = const { Cell::new(false) };
 }
 
 impl Sink {
@@ -235,7 +229,8 @@ impl Deliveries {
             }
             Delivery::Ignore => {
                 if self.is_awaited {
-                    if RUNS.get() { &mut self.foreign } else { &mut self.missed }.get_or_insert(index);
+                    if shim::OfDdp::is_marked() { &mut self.foreign } else { &mut self.missed }
+                        .get_or_insert(index);
                 }
                 Ok(())
             }
@@ -347,11 +342,9 @@ impl Deliveries {
 }
 
 /// Runs a backward pass of a `Ddp`.
-fn run<T>(backward: impl FnOnce() -> T) -> T {
-    let before = RUNS.replace(true);
-    let outcome = backward();
-    RUNS.set(before);
-    outcome
+fn run(backward: impl FnOnce() -> Result<()>) -> Result<()> {
+    let _mark = shim::OfDdp::new()?;
+    backward()
 }
 
 /// The error for a panic of a communicator's or a hook's, which must not reach libtorch.
@@ -395,4 +388,57 @@ fn write(gradient: &Tensor, memory: &mut [u8]) -> Result<()> {
 
 fn is_at(tensor: &Tensor, place: *const u8) -> bool {
     tensor.defined() && tensor.data_ptr().cast_const().cast::<u8>() == place
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::thread::{Builder, ThreadId, current};
+
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    /// Runs a backward pass within `depth` others, and `innermost` in the hook of its parameter. Within more than 60 others libtorch runs it
+    /// on a thread of its own, as it does for nodes on a device.
+    fn backward(depth: u32, innermost: Arc<dyn Fn() + Send + Sync>) {
+        let leaf = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let ready = move || match depth {
+            0 => innermost(),
+            _ => backward(depth - 1, innermost.clone()),
+        };
+        shim::hook(&leaf, ready).unwrap();
+        // Within a backward pass nothing is recorded, unless one asks for it.
+        tch::with_grad(|| leaf.sum(Kind::Float)).backward();
+        shim::unhook(&leaf);
+    }
+
+    /// The thread on which the hook of a backward pass runs that many passes deep, and whether it takes it for one of a `Ddp`.
+    fn hooked(depth: u32, of_ddp: bool) -> (ThreadId, bool) {
+        let seen = Arc::new(Mutex::new(None));
+        let noted = seen.clone();
+        let innermost =
+            Arc::new(move || *noted.lock().unwrap() = Some((current().id(), shim::OfDdp::is_marked())));
+        let backward = || {
+            backward(depth, innermost);
+            Ok(())
+        };
+        if of_ddp { run(backward) } else { backward() }.unwrap();
+        assert!(!shim::OfDdp::is_marked());
+        seen.lock().unwrap().unwrap()
+    }
+
+    #[test]
+    fn hooks_know_the_backward_pass_of_a_ddp_on_every_thread() {
+        let test = || {
+            for of_ddp in [true, false, true] {
+                assert_eq!(hooked(0, of_ddp), (current().id(), of_ddp));
+                let (thread, found) = hooked(62, of_ddp);
+                assert_ne!(thread, current().id(), "libtorch has not taken another thread");
+                assert_eq!(found, of_ddp);
+            }
+        };
+        // Sixty passes within each other.
+        Builder::new().stack_size(64 << 20).spawn(test).unwrap().join().unwrap();
+    }
 }

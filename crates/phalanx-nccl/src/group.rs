@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, CommunicatorOptions};
 use crate::cuda::{Device, DeviceMemory};
 
 /// A [`ProcessGroup`] for the memory of hosts and a [`Communicator`] for that of devices, as PyTorch's backend `cpu:gloo,cuda:nccl`:
@@ -120,7 +120,15 @@ impl DeviceGroup {
     /// # Errors
     /// As [`Communicator::new`].
     pub fn new(host: ProcessGroup, device: &Device) -> Result<Self> {
-        let device = Communicator::new(&host, device)?;
+        Self::with_options(host, device, CommunicatorOptions::default())
+    }
+
+    /// As [`new`](Self::new), with options for this communicator and for those of its parts.
+    ///
+    /// # Errors
+    /// As [`Communicator::new`].
+    pub fn with_options(host: ProcessGroup, device: &Device, options: CommunicatorOptions) -> Result<Self> {
+        let device = Communicator::with_options(&host, device, options)?;
         Ok(Self { host, device })
     }
 
@@ -183,8 +191,7 @@ impl DeviceGroup {
     /// # Errors
     /// As [`ProcessGroup::new_group`] and [`Communicator::new`].
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
-        let device = self.device.device();
-        self.host.new_group(ranks)?.map(|host| Self::new(host, device)).transpose()
+        self.host.new_group(ranks)?.map(|host| self.part(host)).transpose()
     }
 
     /// Splits the group by `color`, as [`ProcessGroup::split`], with a communicator for each part.
@@ -193,8 +200,11 @@ impl DeviceGroup {
     /// As [`ProcessGroup::split`] and [`Communicator::new`].
     #[doc(alias = "ncclCommSplit")]
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
-        let device = self.device.device();
-        self.host.split(color, key)?.map(|host| Self::new(host, device)).transpose()
+        self.host.split(color, key)?.map(|host| self.part(host)).transpose()
+    }
+
+    fn part(&self, host: ProcessGroup) -> Result<Self> {
+        Self::with_options(host, self.device.device(), self.device.options())
     }
 }
 

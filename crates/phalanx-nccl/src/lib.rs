@@ -22,7 +22,7 @@ mod group;
 mod library;
 mod nccl;
 
-pub use communicator::{Communicator, GroupCalls, Work};
+pub use communicator::{CallRecord, CallState, Communicator, CommunicatorOptions, GroupCalls, Work};
 pub use cuda::{Device, DeviceBuffer, DeviceMemory, DeviceSlice, Stream};
 pub use element::{DType, Element};
 pub use found::{FoundCuda, FoundNccl, find_cuda, find_nccl};

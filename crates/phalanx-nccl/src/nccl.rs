@@ -4,9 +4,11 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use half::{bf16, f16};
 use phalanx::{Error, ReduceOp, Result};
 
 use crate::cuda::RawStream;
+use crate::element::DType;
 use crate::library::{self, functions};
 
 /// `ncclComm_t`.
@@ -49,14 +51,15 @@ pub(crate) struct Config {
 }
 
 impl Config {
-    /// The defaults, but no call waits for other ranks.
-    pub(crate) fn non_blocking() -> Self {
+    /// The defaults. If `blocking` is not set, no call waits for other ranks. `NCCL_COMM_BLOCKING` and NCCL's own configuration files
+    /// go before it, so that nothing here relies on it.
+    pub(crate) fn new(blocking: bool) -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
             version: LAYOUT,
-            blocking: 0,
+            blocking: blocking.into(),
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,
@@ -79,6 +82,8 @@ functions! {
         fn ncclCommFinalize(Comm) -> Code;
         fn ncclCommDestroy(Comm) -> Code;
         fn ncclCommAbort(Comm) -> Code;
+        fn ncclRedOpCreatePreMulSum(*mut c_int, *mut c_void, c_int, c_int, Comm) -> Code;
+        fn ncclRedOpDestroy(c_int, Comm) -> Code;
         fn ncclGroupStart() -> Code;
         fn ncclGroupEnd() -> Code;
         fn ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Comm, RawStream) -> Code;
@@ -145,6 +150,41 @@ impl Nccl {
         }
     }
 
+    /// Makes `call` with the operation's number. One with a factor exists only for this call: NCCL permits to destroy it when the function that
+    /// was given it has returned.
+    ///
+    /// # Safety
+    /// `comm` is alive, and no other thread is in a call of NCCL with it.
+    pub(crate) unsafe fn with_op(
+        &self,
+        op: ReduceOp,
+        dtype: DType,
+        comm: Comm,
+        call: impl FnOnce(c_int) -> Code,
+    ) -> Result<Code> {
+        /// `ncclScalarHostImmediate`: the factor is read before the function returns.
+        const HOST_IMMEDIATE: c_int = 1;
+        let mut factor = match op_for(op, dtype)? {
+            Operation::Code(code) => return Ok(call(code)),
+            Operation::PreMulSum(factor) => factor,
+        };
+        let mut made = 0;
+        // SAFETY: the factor is one element of the type. It writes one number.
+        let code = unsafe {
+            let factor = factor.as_mut_ptr().cast::<c_void>();
+            (self.ncclRedOpCreatePreMulSum)(&mut made, factor, dtype.code(), HOST_IMMEDIATE, comm)
+        };
+        if code != SUCCESS {
+            return Err(self.error("ncclRedOpCreatePreMulSum", code));
+        }
+        let outcome = call(made);
+        // SAFETY: it was made above, and the function that was given it has returned.
+        match unsafe { (self.ncclRedOpDestroy)(made, comm) } {
+            SUCCESS => Ok(outcome),
+            code => Err(self.error("ncclRedOpDestroy", code)),
+        }
+    }
+
     /// What NCCL says about `code`, and about the last error of this process.
     pub(crate) fn error(&self, function: &str, code: Code) -> Error {
         // SAFETY: the text of each code is a constant, and of other numbers too. Without a communicator the last error is that of
@@ -176,17 +216,40 @@ pub(crate) fn dotted(version: i32) -> String {
     }
 }
 
-/// `ncclRedOp_t`.
-pub(crate) fn op_code(op: ReduceOp) -> Result<c_int> {
+/// An operation, as NCCL has it.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Operation {
+    /// `ncclRedOp_t`.
+    Code(c_int),
+    /// The bytes of the factor, in the elements' type; NCCL reads only as many as that has.
+    PreMulSum([u8; 8]),
+}
+
+/// The operation for elements of this type, or an error that says what there is.
+pub(crate) fn op_for(op: ReduceOp, dtype: DType) -> Result<Operation> {
     match op {
-        ReduceOp::Sum => Ok(0),
-        ReduceOp::Product => Ok(1),
-        ReduceOp::Max => Ok(2),
-        ReduceOp::Min => Ok(3),
-        ReduceOp::Avg => Ok(4),
-        ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor | ReduceOp::PreMulSum(_) => {
+        ReduceOp::Sum => Ok(Operation::Code(0)),
+        ReduceOp::Product => Ok(Operation::Code(1)),
+        ReduceOp::Max => Ok(Operation::Code(2)),
+        ReduceOp::Min => Ok(Operation::Code(3)),
+        ReduceOp::Avg => Ok(Operation::Code(4)),
+        ReduceOp::PreMulSum(factor) => {
+            let mut bytes = [0; 8];
+            match dtype {
+                DType::F16 => bytes[..2].copy_from_slice(&f16::from_f64(factor).to_ne_bytes()),
+                DType::BF16 => bytes[..2].copy_from_slice(&bf16::from_f64(factor).to_ne_bytes()),
+                DType::F32 => bytes[..4].copy_from_slice(&(factor as f32).to_ne_bytes()),
+                DType::F64 => bytes = factor.to_ne_bytes(),
+                DType::I8 | DType::U8 | DType::I32 | DType::U32 | DType::I64 | DType::U64 => {
+                    return Err(Error::invalid_argument(format!("{op} is not defined for {dtype}"))
+                        .with_remedy("premul_sum is for f16, bf16, f32 and f64"));
+                }
+            }
+            Ok(Operation::PreMulSum(bytes))
+        }
+        ReduceOp::BAnd | ReduceOp::BOr | ReduceOp::BXor => {
             Err(Error::invalid_argument(format!("{op} is not an operation of this transport"))
-                .with_remedy("on devices there are sum, avg, product, min and max"))
+                .with_remedy("on devices there are sum, avg, product, min, max and premul_sum"))
         }
     }
 }
@@ -204,13 +267,29 @@ mod tests {
     fn a_configuration_has_no_padding_that_nccl_would_read() {
         assert_eq!(size_of::<Config>(), 48);
         assert_eq!(std::mem::offset_of!(Config, traffic_class), 44);
-        assert_eq!(Config::non_blocking().traffic_class, c_int::MIN);
+        assert_eq!(Config::new(false).traffic_class, c_int::MIN);
+        assert_eq!([false, true].map(|blocking| Config::new(blocking).blocking), [0, 1]);
     }
 
     #[test]
     fn what_nccl_cannot_do_is_refused_with_what_it_can() {
-        assert_eq!(op_code(ReduceOp::Avg).unwrap(), 4);
-        let error = op_code(ReduceOp::BXor).unwrap_err();
+        assert_eq!(op_for(ReduceOp::Avg, DType::I32).unwrap(), Operation::Code(4));
+        let error = op_for(ReduceOp::BXor, DType::U8).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("sum, avg, product"), "{error}");
+        let error = op_for(ReduceOp::PreMulSum(0.5), DType::I32).unwrap_err();
+        assert!(error.to_string().contains("premul_sum is for f16"), "{error}");
+    }
+
+    #[test]
+    fn a_factor_has_the_bits_of_the_elements_type() {
+        let bytes = |dtype| match op_for(ReduceOp::PreMulSum(0.25), dtype).unwrap() {
+            Operation::PreMulSum(bytes) => u64::from_le_bytes(bytes),
+            Operation::Code(code) => panic!("{code}"),
+        };
+        // One sign bit, then 5, 8, 8 and 11 of the exponent, which is 2 less than its bias.
+        assert_eq!(bytes(DType::F16), 13 << 10);
+        assert_eq!(bytes(DType::BF16), 125 << 7);
+        assert_eq!(bytes(DType::F32), 125 << 23);
+        assert_eq!(bytes(DType::F64), 1021 << 52);
     }
 }

@@ -3,42 +3,87 @@
 use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::ptr::{with_exposed_provenance as address, with_exposed_provenance_mut as address_mut};
+use std::sync::Arc;
 
 use phalanx::{Error, Rank, ReduceOp, Result, WorldSize};
 
 use crate::cuda::{RawStream, Span};
-use crate::nccl::{Comm, Nccl, SUCCESS, op_code};
+use crate::nccl::{Comm, Nccl, SUCCESS, op_for};
 
 /// One call, with the memory that it reads and writes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Call {
-    AllReduce { memory: Span, op: ReduceOp },
-    Broadcast { memory: Span, root: Rank },
-    Reduce { memory: Span, op: ReduceOp, root: Rank },
-    AllGather { input: Span, output: Span },
-    ReduceScatter { input: Span, output: Span, op: ReduceOp },
-    AllToAll { input: Span, output: Span },
-    Send { memory: Span, peer: Rank },
-    Recv { memory: Span, peer: Rank },
-    Barrier { memory: Span },
+    AllReduce {
+        memory: Span,
+        op: ReduceOp,
+    },
+    Broadcast {
+        memory: Span,
+        root: Rank,
+    },
+    Reduce {
+        memory: Span,
+        op: ReduceOp,
+        root: Rank,
+    },
+    AllGather {
+        input: Span,
+        output: Span,
+    },
+    ReduceScatter {
+        input: Span,
+        output: Span,
+        op: ReduceOp,
+    },
+    AllToAll {
+        input: Span,
+        output: Span,
+    },
+    /// Rank r's part has `counts[r]` elements.
+    AllGatherV {
+        input: Span,
+        output: Span,
+        counts: Arc<[usize]>,
+    },
+    ReduceScatterV {
+        input: Span,
+        output: Span,
+        counts: Arc<[usize]>,
+        op: ReduceOp,
+    },
+    Send {
+        memory: Span,
+        peer: Rank,
+    },
+    Recv {
+        memory: Span,
+        peer: Rank,
+    },
+    Barrier {
+        memory: Span,
+    },
 }
 
 impl Call {
-    /// An error if the memory is on another device, the sizes do not fit, or a rank is not in the world.
-    pub(super) fn check(&self, world: WorldSize, device: u32) -> Result<()> {
+    /// An error if the memory is on another device, the sizes do not fit, or a rank is not in the world. `rank` makes the call.
+    pub(super) fn check(&self, world: WorldSize, rank: Rank, device: u32) -> Result<()> {
         let (Self::AllReduce { memory, .. }
         | Self::Broadcast { memory, .. }
         | Self::Reduce { memory, .. }
         | Self::AllGather { input: memory, .. }
         | Self::ReduceScatter { input: memory, .. }
         | Self::AllToAll { input: memory, .. }
+        | Self::AllGatherV { input: memory, .. }
+        | Self::ReduceScatterV { input: memory, .. }
         | Self::Send { memory, .. }
         | Self::Recv { memory, .. }
         | Self::Barrier { memory }) = *self;
         let output = match *self {
             Self::AllGather { output, .. }
             | Self::ReduceScatter { output, .. }
-            | Self::AllToAll { output, .. } => output,
+            | Self::AllToAll { output, .. }
+            | Self::AllGatherV { output, .. }
+            | Self::ReduceScatterV { output, .. } => output,
             Self::AllReduce { .. }
             | Self::Broadcast { .. }
             | Self::Reduce { .. }
@@ -57,6 +102,8 @@ impl Call {
             Self::AllGather { .. } => from.checked_mul(ranks) == Some(to),
             Self::ReduceScatter { .. } => to.checked_mul(ranks) == Some(from),
             Self::AllToAll { .. } => from == to && from.is_multiple_of(ranks),
+            Self::AllGatherV { counts, .. } => fits_parts(counts, ranks, rank, from, to),
+            Self::ReduceScatterV { counts, .. } => fits_parts(counts, ranks, rank, to, from),
             Self::AllReduce { .. }
             | Self::Broadcast { .. }
             | Self::Reduce { .. }
@@ -70,12 +117,16 @@ impl Call {
             )));
         }
         match self {
-            Self::AllReduce { op, .. } | Self::Reduce { op, .. } | Self::ReduceScatter { op, .. } => {
-                op_code(*op)?;
+            Self::AllReduce { op, .. }
+            | Self::Reduce { op, .. }
+            | Self::ReduceScatter { op, .. }
+            | Self::ReduceScatterV { op, .. } => {
+                op_for(*op, memory.dtype)?;
             }
             Self::Broadcast { .. }
             | Self::AllGather { .. }
             | Self::AllToAll { .. }
+            | Self::AllGatherV { .. }
             | Self::Send { .. }
             | Self::Recv { .. }
             | Self::Barrier { .. } => {}
@@ -100,6 +151,8 @@ impl Call {
             | Self::AllGather { .. }
             | Self::ReduceScatter { .. }
             | Self::AllToAll { .. }
+            | Self::AllGatherV { .. }
+            | Self::ReduceScatterV { .. }
             | Self::Barrier { .. } => true,
         }
     }
@@ -114,6 +167,7 @@ impl Call {
         comm: Comm,
         stream: RawStream,
         world: usize,
+        me: Rank,
     ) -> Result<()> {
         // The addresses are the device's: this process never reads them.
         let read = |span: Span| address::<c_void>(span.pointer as usize);
@@ -122,11 +176,12 @@ impl Call {
         // SAFETY: for each call: the caller promises that handles and memory are alive, and `check` has compared the counts with
         // the memory's sizes.
         let (function, code) = unsafe {
-            match *self {
+            match self.clone() {
                 Self::AllReduce { memory, op } => {
-                    let (count, dtype, op) = (memory.len, memory.dtype.code(), op_code(op)?);
-                    let code =
-                        (nccl.ncclAllReduce)(read(memory), write(memory), count, dtype, op, comm, stream);
+                    let (count, dtype) = (memory.len, memory.dtype.code());
+                    let code = nccl.with_op(op, memory.dtype, comm, |op| {
+                        (nccl.ncclAllReduce)(read(memory), write(memory), count, dtype, op, comm, stream)
+                    })?;
                     ("ncclAllReduce", code)
                 }
                 Self::Barrier { memory } => {
@@ -142,10 +197,10 @@ impl Call {
                     ("ncclBroadcast", code)
                 }
                 Self::Reduce { memory, op, root } => {
-                    let (count, dtype, op, root) =
-                        (memory.len, memory.dtype.code(), op_code(op)?, number(root));
-                    let code =
-                        (nccl.ncclReduce)(read(memory), write(memory), count, dtype, op, root, comm, stream);
+                    let (count, dtype, root) = (memory.len, memory.dtype.code(), number(root));
+                    let code = nccl.with_op(op, memory.dtype, comm, |op| {
+                        (nccl.ncclReduce)(read(memory), write(memory), count, dtype, op, root, comm, stream)
+                    })?;
                     ("ncclReduce", code)
                 }
                 Self::AllGather { input, output } => {
@@ -156,9 +211,10 @@ impl Call {
                     )
                 }
                 Self::ReduceScatter { input, output, op } => {
-                    let (count, dtype, op) = (output.len, output.dtype.code(), op_code(op)?);
-                    let code =
-                        (nccl.ncclReduceScatter)(read(input), write(output), count, dtype, op, comm, stream);
+                    let (count, dtype) = (output.len, output.dtype.code());
+                    let code = nccl.with_op(op, input.dtype, comm, |op| {
+                        (nccl.ncclReduceScatter)(read(input), write(output), count, dtype, op, comm, stream)
+                    })?;
                     ("ncclReduceScatter", code)
                 }
                 Self::Send { memory, peer } => {
@@ -175,10 +231,45 @@ impl Call {
                     for rank in 0..world {
                         let peer = Rank::new(rank as u32);
                         let (from, to) = (input.part(rank * each, each), output.part(rank * each, each));
-                        Self::Send { memory: from, peer }.launch(nccl, comm, stream, world)?;
-                        Self::Recv { memory: to, peer }.launch(nccl, comm, stream, world)?;
+                        Self::Send { memory: from, peer }.launch(nccl, comm, stream, world, me)?;
+                        Self::Recv { memory: to, peer }.launch(nccl, comm, stream, world, me)?;
                     }
                     ("ncclSend", SUCCESS)
+                }
+                // For parts of different sizes NCCL has no function. Every rank is the root of its own part, and reads or writes its own
+                // memory there; the other ranks give an address that is not used.
+                Self::AllGatherV { input, output, counts } => {
+                    let mut code = SUCCESS;
+                    for (root, start, count) in parts(&counts) {
+                        let part = output.part(start, count);
+                        let (from, dtype) = (if root == me { input } else { part }, part.dtype.code());
+                        if code == SUCCESS {
+                            code = (nccl.ncclBroadcast)(
+                                read(from),
+                                write(part),
+                                count,
+                                dtype,
+                                number(root),
+                                comm,
+                                stream,
+                            );
+                        }
+                    }
+                    ("ncclBroadcast", code)
+                }
+                Self::ReduceScatterV { input, output, counts, op } => {
+                    let mut code = SUCCESS;
+                    for (root, start, count) in parts(&counts) {
+                        let part = input.part(start, count);
+                        let (to, dtype) = (if root == me { output } else { part }, part.dtype.code());
+                        if code == SUCCESS {
+                            code = nccl.with_op(op, part.dtype, comm, |op| {
+                                let root = number(root);
+                                (nccl.ncclReduce)(read(part), write(to), count, dtype, op, root, comm, stream)
+                            })?;
+                        }
+                    }
+                    ("ncclReduce", code)
                 }
             }
         };
@@ -202,11 +293,34 @@ impl fmt::Display for Call {
             Self::AllGather { input, .. } => write!(f, "cuda all_gather({})", size(input)),
             Self::ReduceScatter { input, op, .. } => write!(f, "cuda reduce_scatter({op}, {})", size(input)),
             Self::AllToAll { input, .. } => write!(f, "cuda all_to_all({})", size(input)),
+            Self::AllGatherV { output, .. } => write!(f, "cuda all_gather_v(to {})", size(output)),
+            Self::ReduceScatterV { input, op, .. } => {
+                write!(f, "cuda reduce_scatter_v({op}, {})", size(input))
+            }
             Self::Send { memory, peer } => write!(f, "cuda send(to rank {peer}, {})", size(memory)),
             Self::Recv { memory, peer } => write!(f, "cuda recv(from rank {peer}, {})", size(memory)),
             Self::Barrier { .. } => f.write_str("cuda barrier"),
         }
     }
+}
+
+/// Whether there is a part for each rank, this rank's has `own` elements, and all together `all`.
+fn fits_parts(counts: &[usize], ranks: usize, rank: Rank, own: usize, all: usize) -> bool {
+    let total = counts.iter().try_fold(0usize, |total, count| total.checked_add(*count));
+    counts.len() == ranks && counts.get(rank.index()) == Some(&own) && total == Some(all)
+}
+
+/// The parts that have elements: whose it is, where it starts, and how many it has.
+fn parts(counts: &[usize]) -> impl Iterator<Item = (Rank, usize, usize)> {
+    let starts = counts.iter().scan(0, |next, count| {
+        *next += count;
+        Some(*next - count)
+    });
+    let ranks = (0..).map(Rank::new);
+    ranks
+        .zip(starts.zip(counts))
+        .filter(|(_, (_, count))| **count > 0)
+        .map(|(rank, (start, count))| (rank, start, *count))
 }
 
 /// What errors call several calls that are launched as one.
@@ -230,16 +344,35 @@ mod tests {
     #[test]
     fn sizes_devices_and_ranks_are_checked_before_anything_is_launched() {
         let world = WorldSize::new(3).unwrap();
-        let check = |call: Call| call.check(world, 0).map_err(|error| error.to_string());
+        let check = |call: Call| call.check(world, Rank::new(1), 0).map_err(|error| error.to_string());
         assert_eq!(check(Call::AllGather { input: span(2), output: span(6) }), Ok(()));
         let error = check(Call::AllGather { input: span(2), output: span(5) }).unwrap_err();
         assert_eq!(error, "cuda all_gather(2 x f32): 2 elements cannot become 5 among 3 ranks");
         assert!(check(Call::ReduceScatter { input: span(6), output: span(3), op: ReduceOp::Sum }).is_err());
         assert!(check(Call::AllToAll { input: span(4), output: span(4) }).is_err());
+        // Rank 1 has three of six elements, or of seven.
+        let counts: Arc<[usize]> = [1, 3, 2].into();
+        let gather = |input, output, counts: &Arc<[usize]>| {
+            check(Call::AllGatherV { input: span(input), output: span(output), counts: counts.clone() })
+        };
+        assert_eq!(gather(3, 6, &counts), Ok(()));
+        let error = gather(3, 7, &counts).unwrap_err();
+        assert_eq!(error, "cuda all_gather_v(to 7 x f32): 3 elements cannot become 7 among 3 ranks");
+        assert!(gather(2, 6, &counts).is_err());
+        assert!(gather(3, 6, &[1, 3, 2, 0].into()).is_err());
+        assert!(gather(usize::MAX, 2, &[usize::MAX, usize::MAX, 4].into()).is_err());
+        let scatter = Call::ReduceScatterV { input: span(6), output: span(3), counts, op: ReduceOp::Sum };
+        assert_eq!(check(scatter), Ok(()));
         assert!(check(Call::Send { memory: span(1), peer: Rank::new(3) }).is_err());
         assert!(check(Call::AllReduce { memory: span(1), op: ReduceOp::BAnd }).is_err());
         let elsewhere = Span { device: 1, ..span(1) };
         let error = check(Call::Broadcast { memory: elsewhere, root: Rank::MAIN }).unwrap_err();
         assert_eq!(error, "the memory is on device 1, and the communicator on device 0");
+    }
+
+    #[test]
+    fn parts_without_elements_are_left_out() {
+        let found: Vec<_> = parts(&[2, 0, 3]).collect();
+        assert_eq!(found, [(Rank::new(0), 0, 2), (Rank::new(2), 2, 3)]);
     }
 }

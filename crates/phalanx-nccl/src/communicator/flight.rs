@@ -2,13 +2,38 @@
 
 use std::any::Any;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use phalanx::{Deadline, Error, Rank, Result, Sequence};
 
 use super::call::Call;
+use super::record::{CallRecord, CallState};
 use crate::cuda::{Device, Event};
+
+/// What is said of a call, once and for all: either it was done, and every wait for it succeeds, or it was given up, and the communicator
+/// fails. Between the end of a call's time and the failure a second goes by, in which another cause is waited for; a call that ends
+/// meanwhile must not be both.
+#[derive(Default)]
+struct Verdict(AtomicU8);
+
+const DONE: u8 = 1;
+const GIVEN_UP: u8 = 2;
+
+impl Verdict {
+    fn is(&self, verdict: u8) -> bool {
+        self.0.load(Ordering::Acquire) == verdict
+    }
+
+    /// Whether it is this now: the first verdict stays.
+    fn becomes(&self, verdict: u8) -> bool {
+        match self.0.compare_exchange(0, verdict, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => true,
+            Err(before) => before == verdict,
+        }
+    }
+}
 
 /// A call from the moment when NCCL gets it until it is done, or the communicator has been aborted. The device frees no memory meanwhile.
 pub(super) struct Flight {
@@ -17,10 +42,12 @@ pub(super) struct Flight {
     pub deadline: Deadline,
     calls: Vec<Call>,
     device: Device,
+    /// When it was made, and when it was seen to be done.
+    made: Instant,
+    ended: OnceLock<Instant>,
     /// Set when it is queued.
     pub end: OnceLock<Event>,
-    /// It was done before any failure.
-    done: AtomicBool,
+    verdict: Verdict,
     landed: AtomicBool,
     /// The memory of a call whose handle was dropped.
     kept: Mutex<Option<Box<dyn Any + Send>>>,
@@ -41,8 +68,10 @@ impl Flight {
             deadline,
             calls: calls.to_vec(),
             device: device.clone(),
+            made: Instant::now(),
+            ended: OnceLock::new(),
             end: OnceLock::new(),
-            done: AtomicBool::new(false),
+            verdict: Verdict::default(),
             landed: AtomicBool::new(false),
             kept: Mutex::new(None),
         }
@@ -54,6 +83,17 @@ impl Flight {
             error
         } else {
             error.in_operation(self.name.as_str(), Some(self.sequence))
+        }
+    }
+
+    /// How far it is.
+    pub(super) fn record(&self) -> CallRecord {
+        let ended = self.ended.get().map(|ended| ended.duration_since(self.made));
+        CallRecord {
+            sequence: self.sequence,
+            name: self.name.clone(),
+            age: self.made.elapsed(),
+            state: CallState::new(self.end.get().is_some(), self.verdict.is(GIVEN_UP), ended),
         }
     }
 
@@ -76,7 +116,12 @@ impl Flight {
 
     /// Is it known that it was done before any failure?
     pub(super) fn is_known_done(&self) -> bool {
-        self.done.load(Ordering::Acquire)
+        self.verdict.is(DONE)
+    }
+
+    /// Gives it up: the communicator fails because of it. False if it is known to be done, so that it is no reason for that.
+    pub(super) fn give_up(&self) -> bool {
+        self.verdict.becomes(GIVEN_UP)
     }
 
     /// Was it done before any failure? Asks the device only if it is not known.
@@ -89,7 +134,10 @@ impl Flight {
         if !end.is_reached()? || failed.load(Ordering::Acquire) {
             return Ok(false);
         }
-        self.done.store(true, Ordering::Release);
+        if !self.verdict.becomes(DONE) {
+            return Ok(false);
+        }
+        let _ = self.ended.set(Instant::now());
         self.land();
         Ok(true)
     }
@@ -99,5 +147,20 @@ impl Flight {
         if !self.landed.swap(true, Ordering::AcqRel) {
             self.device.landed();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_is_done_or_given_up_and_never_both() {
+        let verdict = Verdict::default();
+        assert!(!verdict.is(DONE) && !verdict.is(GIVEN_UP));
+        assert!(verdict.becomes(GIVEN_UP) && verdict.becomes(GIVEN_UP));
+        assert!(!verdict.becomes(DONE) && !verdict.is(DONE));
+        let verdict = Verdict::default();
+        assert!(verdict.becomes(DONE) && !verdict.becomes(GIVEN_UP) && verdict.is(DONE));
     }
 }

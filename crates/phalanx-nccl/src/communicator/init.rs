@@ -1,19 +1,21 @@
 //! From a group to a communicator.
 
 use std::ptr;
+use std::sync::Arc;
 
-use phalanx::{Caller, Deadline, Error, ProcessGroup, Result, Sequence};
+use parking_lot::Mutex;
+use phalanx::{Caller, Deadline, Error, ProcessGroup, Rank, Result, Sequence};
 
 use super::shared::{Handle, Shared};
-use super::{Communicator, Owner, watchdog};
-use crate::cuda::{Device, DeviceBuffer, Pause, Stream};
-use crate::nccl::{Comm, Config, IN_PROGRESS, Nccl, SUCCESS, UNIQUE_ID_BYTES, UniqueId, dotted};
+use super::{Communicator, CommunicatorOptions, Owner, watchdog};
+use crate::cuda::{Device, DeviceBuffer, Pause, Stream, UUID_BYTES};
+use crate::nccl::{Code, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, UNIQUE_ID_BYTES, UniqueId, dotted};
 
 /// What errors call it.
 const NAME: &str = "Communicator::new";
 
-/// What a rank brings: the version of its library and, on rank 0, the identity; or why it cannot take part.
-type Brought = std::result::Result<(i32, Vec<u8>), String>;
+/// What a rank brings: the version of its library, its device and, on rank 0, the identity; or why it cannot take part.
+type Brought = std::result::Result<(i32, [u8; UUID_BYTES], Vec<u8>), String>;
 
 impl Communicator {
     /// A communicator of all ranks of `group`, with `device` for this one. Every rank must call it, in the same order as the
@@ -28,11 +30,19 @@ impl Communicator {
     /// have told only some of the ranks. If the group fails.
     #[doc(alias("ncclCommInitRankConfig", "init_process_group"))]
     pub fn new(group: &ProcessGroup, device: &Device) -> Result<Self> {
-        let opened = Nccl::open();
-        let (nccl, id) = agree(group, opened)?;
+        Self::with_options(group, device, CommunicatorOptions::default())
+    }
+
+    /// As [`new`](Self::new), with `options`, which may differ between ranks.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_options(group: &ProcessGroup, device: &Device, options: CommunicatorOptions) -> Result<Self> {
+        let opened = Nccl::open().and_then(|nccl| Ok((nccl, device.uuid()?)));
+        let (nccl, id, sharing) = agree(group, opened)?;
         let made = Stream::with_priority(device, true).and_then(|stream| {
             let token = DeviceBuffer::zeroed(&stream, 1)?;
-            Ok((connect(group, &nccl, device, id)?, stream, token))
+            Ok((connect(group, &nccl, device, (id, sharing), options)?, stream, token))
         });
         let (raw, stream, token) = made.map_err(|error| {
             let failed = group.fail_unless_explained(error.in_operation(NAME, None));
@@ -41,33 +51,60 @@ impl Communicator {
         let shared = Shared::new(group.clone(), nccl, stream, raw);
         let threads = watchdog::start(&shared)
             .map_err(|error| group.fail_unless_explained(Error::other(error).in_operation(NAME, None)))?;
-        let owner = Owner { shared, token, threads: Some(threads) };
-        Ok(Self { owner: std::sync::Arc::new(owner), timeout: group.timeout() })
+        let owner = Owner { shared, token, options, threads: Some(threads) };
+        Ok(Self { owner: Arc::new(owner), timeout: group.timeout() })
     }
 }
 
-/// The library and rank 0's identity, if every rank has a library of the same version.
-fn agree(group: &ProcessGroup, opened: Result<Nccl>) -> Result<(Nccl, UniqueId)> {
+/// Two ranks with one device. Whether NCCL connects them, and what it says if it does not, differs between its versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Sharing(Rank, Rank);
+
+impl Sharing {
+    /// The first two ranks with one device, if there are any.
+    fn find(devices: &[[u8; UUID_BYTES]]) -> Option<Self> {
+        let rank = |index: usize| Rank::new(index as u32);
+        devices.iter().enumerate().find_map(|(index, device)| {
+            let first = devices[..index].iter().position(|earlier| earlier == device)?;
+            Some(Self(rank(first), rank(index)))
+        })
+    }
+
+    fn explain(self, error: Error) -> Error {
+        let Self(first, second) = self;
+        error.with_remedy(format!(
+            "ranks {first} and {second} use the same device: give each rank one of its own, by starting as many ranks on a host as it has \
+             devices, or by CUDA_VISIBLE_DEVICES"
+        ))
+    }
+}
+
+/// The library and rank 0's identity, if every rank has a library of the same version; and two ranks with one device.
+fn agree(
+    group: &ProcessGroup,
+    opened: Result<(Nccl, [u8; UUID_BYTES])>,
+) -> Result<(Nccl, UniqueId, Option<Sharing>)> {
     let is_main = group.rank().is_main();
-    let own = opened.and_then(|nccl| {
+    let own = opened.and_then(|(nccl, device)| {
         let id = if is_main { nccl.unique_id()?.0.to_vec() } else { Vec::new() };
-        Ok((nccl, id))
+        Ok((nccl, device, id))
     });
     let brought: Brought = match &own {
-        Ok((nccl, id)) => Ok((nccl.version(), id.clone())),
+        Ok((nccl, device, id)) => Ok((nccl.version(), *device, id.clone())),
         Err(error) => Err(error.to_string()),
     };
     let all: Vec<Brought> = group.in_call(Caller::CommunicatorNew).all_gather_object(&brought)?;
     // Who cannot take part says so in its own words.
-    let (nccl, _) = own?;
+    let (nccl, ..) = own?;
     let ranks = group.world_size().ranks();
-    let mut first = None;
+    let (mut first, mut devices) = (None, Vec::new());
     for (rank, brought) in ranks.zip(all) {
-        let (version, id) = brought.map_err(|cause| {
+        let (version, device, id) = brought.map_err(|cause| {
             Error::aborted(format!("rank {rank} cannot take part: {cause}"))
                 .with_peer(rank)
                 .in_operation(NAME, None)
         })?;
+        devices.push(device);
         let (expected, _) = *first.get_or_insert((version, id_of(&id)));
         if version != expected {
             let (theirs, expected) = (dotted(version), dotted(expected));
@@ -78,7 +115,7 @@ fn agree(group: &ProcessGroup, opened: Result<Nccl>) -> Result<(Nccl, UniqueId)>
         }
     }
     match first {
-        Some((_, Some(id))) => Ok((nccl, id)),
+        Some((_, Some(id))) => Ok((nccl, id, Sharing::find(&devices))),
         _ => Err(Error::mismatch("rank 0 has sent no identity").in_operation(NAME, None)),
     }
 }
@@ -87,40 +124,100 @@ fn id_of(bytes: &[u8]) -> Option<UniqueId> {
     <[u8; UNIQUE_ID_BYTES]>::try_from(bytes).ok().map(UniqueId)
 }
 
+/// Where the thread is that calls `ncclCommInitRankConfig`.
+enum Connecting {
+    InNccl,
+    /// What NCCL has returned.
+    Returned(Result<(Handle, Code)>),
+    /// That has been taken, or nobody waits for it any more.
+    Over,
+}
+
 /// NCCL's communicator, when all ranks are connected.
-fn connect(group: &ProcessGroup, nccl: &Nccl, device: &Device, id: UniqueId) -> Result<Comm> {
+///
+/// A communicator that blocks, by its options or by `NCCL_COMM_BLOCKING`, waits for the other ranks inside NCCL, where no deadline reaches
+/// it. So a thread of its own makes that call. If NCCL does not return, that thread stays until the process ends.
+fn connect(
+    group: &ProcessGroup,
+    nccl: &Nccl,
+    device: &Device,
+    (id, sharing): (UniqueId, Option<Sharing>),
+    options: CommunicatorOptions,
+) -> Result<Comm> {
     let deadline = Deadline::after(group.timeout());
-    let (world, rank) = (group.world_size().get() as i32, group.rank().get() as i32);
-    let (mut config, mut raw): (_, Comm) = (Config::non_blocking(), ptr::null_mut());
-    let bound = device.bind()?;
-    // SAFETY: it reads the configuration, whose size is in it, and writes one pointer.
-    let mut state = unsafe { (nccl.ncclCommInitRankConfig)(&mut raw, world, id, rank, &mut config) };
-    let mut function = "ncclCommInitRankConfig";
+    let late = || {
+        Error::timeout("the ranks were not connected by NCCL in time")
+            .with_remedy("NCCL_DEBUG=INFO shows how far it is; see NCCL_SOCKET_IFNAME for its interface")
+    };
+    let interrupted = || group.failure().or_else(|| deadline.has_passed().then(late));
+    let connecting = start_connecting(group, nccl, device, id, options.blocking)?;
     let mut pause = Pause::default();
-    let mut interrupted = None;
-    while state == IN_PROGRESS && interrupted.is_none() {
+    let (raw, mut state) = loop {
+        let mut now = connecting.lock();
+        match std::mem::replace(&mut *now, Connecting::Over) {
+            Connecting::Returned(returned) => {
+                let (Handle(raw), code) = returned?;
+                break (raw, code);
+            }
+            Connecting::InNccl | Connecting::Over => {}
+        }
+        // It stays over: the thread then ends what it has made.
+        interrupted().map_or(Ok(()), Err)?;
+        *now = Connecting::InNccl;
+        drop(now);
         pause.pause();
-        // SAFETY: in progress, it has written a handle, which no other thread has.
+    };
+    let mut function = "ncclCommInitRankConfig";
+    let mut failed = None;
+    while state == IN_PROGRESS && failed.is_none() {
+        pause.pause();
+        // SAFETY: in progress, NCCL has written a handle, which no other thread has.
         let code = unsafe { (nccl.ncclCommGetAsyncError)(raw, &mut state) };
         if code != SUCCESS {
             (function, state) = ("ncclCommGetAsyncError", code);
         }
-        let late = || {
-            let cause = "the ranks were not connected by NCCL in time";
-            Error::timeout(cause)
-                .with_remedy("NCCL_DEBUG=INFO shows how far it is; see NCCL_SOCKET_IFNAME for its interface")
-        };
-        interrupted = group.failure().or_else(|| deadline.has_passed().then(late));
+        failed = interrupted();
     }
-    drop(bound);
-    if state == SUCCESS && interrupted.is_none() {
+    if state == SUCCESS && failed.is_none() {
         return Ok(raw);
     }
-    let error = interrupted.unwrap_or_else(|| nccl.error(function, state));
+    let error = failed.unwrap_or_else(|| {
+        let error = nccl.error(function, state);
+        sharing.map_or(error.clone(), |sharing| sharing.explain(error))
+    });
     if !raw.is_null() {
         abandon(nccl.clone(), device.clone(), raw);
     }
     Err(error)
+}
+
+fn start_connecting(
+    group: &ProcessGroup,
+    nccl: &Nccl,
+    device: &Device,
+    id: UniqueId,
+    blocking: bool,
+) -> Result<Arc<Mutex<Connecting>>> {
+    let (world, rank) = (group.world_size().get() as i32, group.rank().get() as i32);
+    let connecting = Arc::new(Mutex::new(Connecting::InNccl));
+    let (nccl, device, told) = (nccl.clone(), device.clone(), connecting.clone());
+    let call = move || {
+        let (mut config, mut raw): (_, Comm) = (Config::new(blocking), ptr::null_mut());
+        let returned = device.bind().map(|_bound| {
+            // SAFETY: it reads the configuration, whose size is in it, and writes one pointer.
+            let code = unsafe { (nccl.ncclCommInitRankConfig)(&mut raw, world, id, rank, &mut config) };
+            (Handle(raw), code)
+        });
+        let mut now = told.lock();
+        match *now {
+            Connecting::Over if !raw.is_null() => abandon(nccl, device, raw),
+            Connecting::Over => {}
+            Connecting::InNccl | Connecting::Returned(_) => *now = Connecting::Returned(returned),
+        }
+    };
+    let builder = std::thread::Builder::new().name(format!("phalanx-nccl-init-{rank}"));
+    builder.spawn(call).map_err(Error::other)?;
+    Ok(connecting)
 }
 
 /// Aborts a communicator that was never ready, beside this thread: nothing waits for it.
@@ -132,7 +229,26 @@ fn abandon(nccl: Nccl, device: Device, raw: Comm) {
         let Handle(raw) = { handle };
         if watchdog::stop_raw(&nccl, &device, raw) {
             device.settled();
-            device.free_deferred();
+            device.free_dropped();
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_two_ranks_with_one_device_are_found() {
+        let device = |number: u8| [number; UUID_BYTES];
+        assert_eq!(Sharing::find(&[0, 1, 2].map(device)), None);
+        let sharing = Sharing::find(&[0, 1, 2, 1, 0].map(device)).unwrap();
+        assert_eq!(sharing, Sharing(Rank::new(1), Rank::new(3)));
+        // Whatever NCCL's words are.
+        let error = sharing.explain(Error::other("invalid usage")).to_string();
+        assert!(
+            error.contains("invalid usage") && error.contains("ranks 1 and 3 use the same device"),
+            "{error}"
+        );
+    }
 }

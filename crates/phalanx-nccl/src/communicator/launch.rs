@@ -27,7 +27,7 @@ impl Shared {
         timeout: Duration,
     ) -> Result<(Arc<Flight>, Result<()>)> {
         let (world, device) = (self.group.world_size(), self.stream.device());
-        calls.iter().try_for_each(|call| call.check(world, device.ordinal()))?;
+        calls.iter().try_for_each(|call| call.check(world, self.group.rank(), device.ordinal()))?;
         let (deadline, name) = (Deadline::after(timeout), call::name(calls));
         if let [Call::Send { peer, .. } | Call::Recv { peer, .. }] = calls
             && *peer == self.group.rank()
@@ -101,7 +101,7 @@ impl Shared {
         }
         let noted = calls.iter().try_for_each(|call| {
             // SAFETY: the caller says so.
-            unsafe { call.launch(&self.nccl, raw, self.stream.raw(), world) }
+            unsafe { call.launch(&self.nccl, raw, self.stream.raw(), world, self.group.rank()) }
         });
         // SAFETY: a group has been started on this thread. It is ended whatever a call has returned.
         let code = unsafe { (self.nccl.ncclGroupEnd)() };

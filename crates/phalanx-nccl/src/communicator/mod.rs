@@ -11,6 +11,7 @@ mod group_calls;
 mod init;
 mod launch;
 mod operations;
+mod record;
 mod shared;
 mod watchdog;
 mod work;
@@ -23,6 +24,7 @@ use std::time::Duration;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 pub use self::group_calls::GroupCalls;
+pub use self::record::{CallRecord, CallState};
 use self::shared::Shared;
 pub use self::work::Work;
 use crate::cuda::{Device, DeviceBuffer, Stream};
@@ -59,11 +61,27 @@ pub struct Communicator {
     timeout: Duration,
 }
 
+/// How a [`Communicator`] works. Ranks need not choose the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommunicatorOptions {
+    /// Whether NCCL's functions may wait inside NCCL, as `blocking` of `ncclConfig_t` says, and as in PyTorch. `NCCL_COMM_BLOCKING` goes
+    /// before it.
+    ///
+    /// If not, which is the default, NCCL starts a thread for each launch of a communicator of more than one rank, and the caller waits
+    /// until that thread has queued it. If so, the caller queues it itself, which is faster.
+    ///
+    /// Deadlines and failures are the same. But NCCL's documentation promises that `ncclCommAbort` may be called at any point only for
+    /// communicators that are not blocking. The watchdog ends a launch that waits inside NCCL, such as the first call while ranks are connected,
+    /// by aborting a blocking communicator under it, as PyTorch's watchdog does.
+    pub blocking: bool,
+}
+
 /// Ends the communicator when the last handle is dropped.
 struct Owner {
     shared: Arc<Shared>,
     /// What barriers reduce.
     token: DeviceBuffer<f32>,
+    options: CommunicatorOptions,
     /// The watchdog and the poller.
     threads: Option<[JoinHandle<()>; 2]>,
 }
@@ -94,6 +112,11 @@ impl Communicator {
         &self.owner.shared.stream
     }
 
+    /// The options with which it was made.
+    pub fn options(&self) -> CommunicatorOptions {
+        self.owner.options
+    }
+
     /// The version of NCCL, such as 22703 for 2.27.3.
     pub fn nccl_version(&self) -> i32 {
         self.owner.shared.nccl.version()
@@ -113,8 +136,9 @@ impl Communicator {
     /// No thread waits.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If the driver refuses, or a graph is captured from the stream.
     pub fn after(&self, stream: &Stream) -> Result<&Self> {
+        stream.check_not_captured()?;
         self.stream().wait_for(stream)?;
         Ok(self)
     }
@@ -128,6 +152,14 @@ impl Communicator {
     /// The cause of the failure, if it has failed.
     pub fn failure(&self) -> Option<Error> {
         self.owner.shared.failure().or_else(|| self.group().failure())
+    }
+
+    /// The last 64 calls that are done, and those in flight, oldest first. After a failure they show, beside those of the other ranks, which
+    /// rank has not made a call. `PHALANX_NCCL_RECORD` names a file to which each process adds them then, with its rank at the
+    /// end of the name.
+    #[doc(alias("flight recorder", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"))]
+    pub fn calls(&self) -> Vec<CallRecord> {
+        self.owner.shared.calls()
     }
 
     /// Has it failed, and may the device still use the memory of its calls? NCCL needs a moment to stop its kernels. Calls that

@@ -8,7 +8,8 @@ use crate::cuda::{DeviceMemory, Span};
 
 /// # Calls
 /// Each one is queued on the communicator's [stream](Communicator::stream). With `_async` it takes the memory, and gives it back with
-/// the [`Work`]; else this thread waits. Operations are sum, avg, product, min and max; integers may be averaged, rounded as NCCL does.
+/// the [`Work`]; else this thread waits. Operations are sum, avg, product, min and max, and for floats sums of products with a rank's own factor
+/// ([`ReduceOp::PreMulSum`]); integers may be averaged, rounded as NCCL does.
 ///
 /// All of them fail if the sizes do not fit, the memory is on another device, or the communicator has failed.
 impl Communicator {
@@ -87,6 +88,37 @@ impl Communicator {
         self.start(&[call], (input, output))
     }
 
+    /// As [`all_gather`](Self::all_gather), but rank r brings `counts[r]` elements. Every rank gives the same counts.
+    ///
+    /// NCCL has no function for it: this is one broadcast for each rank that has elements, launched as one.
+    ///
+    /// # Errors
+    /// As all [calls](Self#calls).
+    #[doc(alias = "allgatherv")]
+    pub fn all_gather_v<I, O>(&self, input: &mut I, output: &mut O, counts: &[usize]) -> Result<()>
+    where
+        I: DeviceMemory,
+        O: DeviceMemory<Element = I::Element>,
+    {
+        let call =
+            Call::AllGatherV { input: Span::of(input), output: Span::of(output), counts: counts.into() };
+        self.run(&[call], &mut (input, output))
+    }
+
+    /// As [`all_gather_v`](Self::all_gather_v), without waiting.
+    ///
+    /// # Errors
+    /// As all [calls](Self#calls).
+    pub fn all_gather_v_async<I, O>(&self, input: I, output: O, counts: &[usize]) -> Result<Work<(I, O)>>
+    where
+        I: DeviceMemory,
+        O: DeviceMemory<Element = I::Element>,
+    {
+        let call =
+            Call::AllGatherV { input: Span::of(&input), output: Span::of(&output), counts: counts.into() };
+        self.start(&[call], (input, output))
+    }
+
     /// Combines the ranks' `input`s, and gives rank r the r-th part of the result.
     ///
     /// # Errors
@@ -111,6 +143,48 @@ impl Communicator {
         O: DeviceMemory<Element = I::Element>,
     {
         let call = Call::ReduceScatter { input: Span::of(&input), output: Span::of(&output), op };
+        self.start(&[call], (input, output))
+    }
+
+    /// As [`reduce_scatter`](Self::reduce_scatter), but rank r's part has `counts[r]` elements. Every rank gives the same counts.
+    ///
+    /// NCCL has no function for it: this is one reduce for each rank that has elements, launched as one.
+    ///
+    /// # Errors
+    /// As all [calls](Self#calls).
+    pub fn reduce_scatter_v<I, O>(
+        &self,
+        input: &mut I,
+        output: &mut O,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()>
+    where
+        I: DeviceMemory,
+        O: DeviceMemory<Element = I::Element>,
+    {
+        let (input_span, output_span, counts) = (Span::of(input), Span::of(output), counts.into());
+        let call = Call::ReduceScatterV { input: input_span, output: output_span, counts, op };
+        self.run(&[call], &mut (input, output))
+    }
+
+    /// As [`reduce_scatter_v`](Self::reduce_scatter_v), without waiting.
+    ///
+    /// # Errors
+    /// As all [calls](Self#calls).
+    pub fn reduce_scatter_v_async<I, O>(
+        &self,
+        input: I,
+        output: O,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<Work<(I, O)>>
+    where
+        I: DeviceMemory,
+        O: DeviceMemory<Element = I::Element>,
+    {
+        let (input_span, output_span, counts) = (Span::of(&input), Span::of(&output), counts.into());
+        let call = Call::ReduceScatterV { input: input_span, output: output_span, counts, op };
         self.start(&[call], (input, output))
     }
 

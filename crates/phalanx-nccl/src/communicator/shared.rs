@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use phalanx::{Deadline, Error, ProcessGroup, Result, Sequence};
 
 use super::flight::Flight;
+use super::record::{CallRecord, REMEMBERED};
 use crate::cuda::{Pause, Stream};
 use crate::nccl::{Comm, Nccl};
 
@@ -49,6 +50,8 @@ struct State {
     flights: VecDeque<Arc<Flight>>,
     /// Those that are over, for the poller to drop.
     over: Vec<Arc<Flight>>,
+    /// The last ones that are done, and when they were forgotten.
+    remembered: VecDeque<(CallRecord, Instant)>,
     failure: Option<(Error, Instant)>,
     is_aborting: bool,
     closed: bool,
@@ -284,11 +287,27 @@ impl Shared {
         let mut state = self.state.lock();
         while state.flights.front().is_some_and(|flight| flight.is_known_done()) {
             let done = state.flights.pop_front();
+            if let Some(done) = &done {
+                if state.remembered.len() == REMEMBERED {
+                    state.remembered.pop_front();
+                }
+                state.remembered.push_back((done.record(), Instant::now()));
+            }
             state.over.extend(done);
         }
         if state.closed && state.flights.is_empty() {
             self.changed.notify_all();
         }
+    }
+
+    /// The last calls that are done, and those in flight, oldest first.
+    pub(super) fn calls(&self) -> Vec<CallRecord> {
+        let state = self.state.lock();
+        let remembered = state.remembered.iter().map(|(call, noted)| {
+            let age = call.age + noted.elapsed();
+            CallRecord { age, ..call.clone() }
+        });
+        remembered.chain(state.flights.iter().map(|flight| flight.record())).collect()
     }
 
     /// For the watchdog: has the poller ask the device once more, if the driver answers. What is done is done, whatever fails afterwards.
@@ -301,12 +320,19 @@ impl Shared {
         while state.looked < wanted && !self.changed.wait_until(&mut state, until).timed_out() {}
     }
 
-    /// The error of the first call that can no longer be done in time. It asks only the clock.
+    /// Has the time of a call passed that is not known to be done? It asks only the clock.
+    pub(super) fn is_late(&self) -> bool {
+        let state = self.state.lock();
+        state.flights.iter().any(|flight| flight.deadline.has_passed() && !flight.is_known_done())
+    }
+
+    /// Gives up the first call that can no longer be done in time, and says so. It asks only the clock.
     pub(super) fn look_at_clock(&self) -> Result<()> {
         let state = self.state.lock();
         // A later call may have the earlier deadline.
         let mut waiting = state.flights.iter().filter(|flight| !flight.is_known_done());
-        let Some(late) = waiting.clone().find(|flight| flight.deadline.has_passed()) else { return Ok(()) };
+        let late = waiting.clone().find(|flight| flight.deadline.has_passed() && flight.give_up());
+        let Some(late) = late else { return Ok(()) };
         let behind = match waiting.next() {
             Some(oldest) if oldest.sequence != late.sequence => {
                 format!("; it is behind {} {}", oldest.name, oldest.sequence)
@@ -321,24 +347,22 @@ impl Shared {
         ))
     }
 
-    /// The error of a call that waits for a rank that has left. `since` is when that was first seen.
+    /// Gives up a call that waits for a rank that has left, and says so. `since` is when that was first seen.
     pub(super) fn look_for_leavers(&self, since: &mut Option<Instant>) -> Result<()> {
         let waits = {
             let state = self.state.lock();
             let mut waiting = state.flights.iter().filter(|flight| !flight.is_known_done());
             waiting.find_map(|flight| {
                 let left = self.group.left_by(|rank| flight.needs(rank))?;
-                Some(flight.says(left))
+                Some((flight.clone(), flight.says(left)))
             })
         };
-        let Some(error) = waits else {
+        let Some((flight, error)) = waits else {
             *since = None;
             return Ok(());
         };
-        match since.get_or_insert_with(Instant::now).elapsed() {
-            lasted if lasted > LEAVING => Err(error),
-            _ => Ok(()),
-        }
+        let lasted = since.get_or_insert_with(Instant::now).elapsed();
+        if lasted > LEAVING && flight.give_up() { Err(error) } else { Ok(()) }
     }
 
     /// NCCL's own error, if it has one, as the oldest call reports it. While another thread calls NCCL, that one looks.

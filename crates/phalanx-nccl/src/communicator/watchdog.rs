@@ -2,17 +2,18 @@
 //! that the driver could hold up. The poller asks the driver which calls are done, and drops their memory.
 //!
 //! Only the watchdog aborts a communicator that is in use. A communicator may be used by one thread at a time, so it
-//! waits 5 s for a thread that is inside NCCL, and then aborts all the same. Memory is freed only while no call is in
-//! flight on its device (`cuda::device`).
+//! waits 5 s for a thread that is inside NCCL, and then aborts all the same. When memory is freed, `cuda::freeing` says.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use phalanx::{Deadline, Error};
 
+use super::record;
 use super::shared::{SETTLING, Shared};
 use crate::cuda::Pause;
-use crate::nccl::{Comm, IN_PROGRESS, Nccl, SUCCESS};
+use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, SUCCESS};
 
 /// How often they look while calls are in flight, and while none is.
 const BUSY: Duration = Duration::from_millis(5);
@@ -21,7 +22,7 @@ const IDLE: Duration = Duration::from_millis(50);
 pub(super) const ENDING: Duration = Duration::from_secs(3);
 
 /// Watches until the communicator has ended.
-pub(super) fn watch(shared: &Shared) {
+pub(super) fn watch(shared: &Arc<Shared>) {
     let _done = Done(|| shared.ended());
     // Once, and before anything is in flight.
     match shared.stream.device().bind() {
@@ -31,7 +32,7 @@ pub(super) fn watch(shared: &Shared) {
 }
 
 /// Polls until the watchdog has ended.
-pub(super) fn poll(shared: &Shared) {
+pub(super) fn poll(shared: &Arc<Shared>) {
     let _done = Done(|| shared.polled());
     while shared.rest_of_poller(BUSY, IDLE) {
         look(shared);
@@ -43,7 +44,7 @@ fn look(shared: &Shared) {
     if let Err(error) = shared.look() {
         shared.fail(shared.group.fail_unless_explained(error));
     }
-    shared.stream.device().free_deferred();
+    shared.stream.device().free_dropped();
 }
 
 /// Says so when a thread is done, however it ends.
@@ -55,13 +56,13 @@ impl<F: Fn()> Drop for Done<F> {
     }
 }
 
-fn look_after(shared: &Shared) {
+fn look_after(shared: &Arc<Shared>) {
     let mut left_since: Option<Instant> = None;
     while shared.rest(BUSY, IDLE) {
         if shared.failure().is_some() {
             return abort(shared);
         }
-        if shared.group.failure().is_some() || shared.look_at_clock().is_err() {
+        if shared.group.failure().is_some() || shared.is_late() {
             shared.await_look();
         }
         let cause = shared.failure().or_else(|| shared.group.failure()).or_else(|| {
@@ -79,8 +80,18 @@ fn look_after(shared: &Shared) {
     end(shared);
 }
 
-/// Aborts: NCCL stops its kernels, and frees what it has.
+/// Aborts, and writes the record of the calls.
 fn abort(shared: &Shared) {
+    let dump = shared.failure().and_then(|cause| {
+        let (rank, world) = (shared.group.rank(), shared.group.world_size());
+        record::dump(format!("rank {rank} of {world}"), &cause, shared.calls())
+    });
+    stop(shared);
+    record::await_dump(dump, Instant::now() + ENDING);
+}
+
+/// Aborts: NCCL stops its kernels, and frees what it has.
+fn stop(shared: &Shared) {
     // A thread that is in a call of NCCL sees the failure when that returns, and uses the communicator no more. If it does not return, only the
     // abort can end it: NCCL permits that from another thread.
     drop(shared.calling.try_lock_for(SETTLING));
@@ -91,24 +102,71 @@ fn abort(shared: &Shared) {
 }
 
 /// Ends the communicator together with the other ranks, or without them if they do not come.
-fn end(shared: &Shared) {
+fn end(shared: &Arc<Shared>) {
+    // The program may have dropped the communicator before this thread has seen the failure.
+    if let Some(cause) = shared.group.failure() {
+        shared.fail(cause);
+        return abort(shared);
+    }
     let raw = shared.raw();
-    // SAFETY: no call will come, and all are done.
-    let mut state = unsafe { (shared.nccl.ncclCommFinalize)(raw) };
     let (deadline, mut pause) = (Deadline::after(ENDING), Pause::default());
-    while state == IN_PROGRESS && !deadline.has_passed() && shared.group.failure().is_none() {
-        pause.pause();
-        // SAFETY: as above.
-        let code = unsafe { (shared.nccl.ncclCommGetAsyncError)(raw, &mut state) };
-        state = if code == SUCCESS { state } else { code };
+    let returned = Arc::new(OnceLock::new());
+    let finalizing = finalize(shared, &returned);
+    let mut state = IN_PROGRESS;
+    while state == IN_PROGRESS
+        && finalizing.is_ok()
+        && !deadline.has_passed()
+        && shared.group.failure().is_none()
+    {
+        match returned.get() {
+            None => {}
+            Some(&IN_PROGRESS) => {
+                // SAFETY: no call will come, all are done, and the other thread has returned from NCCL.
+                let code = unsafe { (shared.nccl.ncclCommGetAsyncError)(raw, &mut state) };
+                state = if code == SUCCESS { state } else { code };
+            }
+            Some(&code) => state = code,
+        }
+        if state == IN_PROGRESS {
+            pause.pause();
+        }
     }
     if state == SUCCESS {
         // SAFETY: it is finalized, and nobody uses it after this.
         unsafe { (shared.nccl.ncclCommDestroy)(raw) };
-        return;
+    } else if let Some(cause) = shared.group.failure() {
+        shared.fail(cause);
+        abort(shared);
+    } else {
+        // The other ranks have not come, which is no failure of the program's calls.
+        shared.fail(Error::aborted("the communicator has ended"));
+        stop(shared);
     }
-    shared.fail(shared.group.failure().unwrap_or_else(|| Error::aborted("the communicator has ended")));
-    abort(shared);
+    // It has a handle of the group. After the abort it returns from NCCL, unless the abort does not do its work.
+    let deadline = Deadline::after(ENDING);
+    if let Ok(thread) = finalizing {
+        while !thread.is_finished() && !deadline.has_passed() {
+            pause.pause();
+        }
+        if thread.is_finished() {
+            drop(thread.join());
+        }
+    }
+}
+
+/// Calls `ncclCommFinalize` on a thread of its own: with a communicator that blocks, it waits for the other ranks, and only an abort can end it.
+fn finalize(shared: &Arc<Shared>, returned: &Arc<OnceLock<Code>>) -> std::io::Result<JoinHandle<()>> {
+    let (shared, returned) = (shared.clone(), returned.clone());
+    let name = format!("phalanx-nccl-end-{}", shared.group.rank());
+    std::thread::Builder::new().name(name).spawn(move || {
+        let _calling = shared.calling.lock();
+        // An error if the watchdog has not waited for this thread.
+        let Ok(raw) = shared.alive() else { return };
+        if let Ok(_bound) = shared.stream.device().bind() {
+            // SAFETY: no call will come, and all are done. It is alive, or is aborted while it is stuck in this.
+            let _ = returned.set(unsafe { (shared.nccl.ncclCommFinalize)(raw) });
+        }
+    })
 }
 
 /// `ncclCommAbort`. Was it done?
@@ -128,9 +186,9 @@ pub(super) fn stop_raw(nccl: &Nccl, device: &crate::cuda::Device, raw: Comm) -> 
 }
 
 /// Starts both. If that fails, the communicator is ended.
-pub(super) fn start(shared: &Arc<Shared>) -> std::io::Result<[std::thread::JoinHandle<()>; 2]> {
+pub(super) fn start(shared: &Arc<Shared>) -> std::io::Result<[JoinHandle<()>; 2]> {
     let rank = shared.group.rank();
-    let thread = |name: &str, work: fn(&Shared)| {
+    let thread = |name: &str, work: fn(&Arc<Shared>)| {
         let shared = shared.clone();
         let builder = std::thread::Builder::new().name(format!("phalanx-nccl-{name}{rank}"));
         builder.spawn(move || work(&shared))

@@ -52,8 +52,10 @@ impl<M: Send + 'static> Work<M> {
     /// [`Communicator::failure`](super::Communicator::failure), says so.
     ///
     /// # Errors
-    /// If the communicator has failed, or the driver refuses.
+    /// If the communicator has failed, the driver refuses, or a graph is captured from the stream; the memory is then dropped when the call is
+    /// done.
     pub fn order(self, stream: &Stream) -> Result<M> {
+        stream.check_not_captured()?;
         if self.shared.failure().is_some() {
             return self.wait();
         }

@@ -12,8 +12,9 @@ use super::raw::OUT_OF_MEMORY;
 use super::stream::Stream;
 use crate::element::Element;
 
-/// Elements in the memory of a device, which are freed with this value; while calls of communicators are in flight on the device, when they
-/// are done.
+/// Elements in the memory of a device, which are freed with this value; while calls of communicators are in flight on the device, when all is
+/// done that was queued before on any [`Stream`]. Other work with them, on a stream for which there is no [`Stream`], is done before
+/// they are dropped.
 ///
 /// Copies are queued on a stream, and waited for. What other streams do with the buffer must be ordered before, by
 /// [`Stream::wait_for`] or [`Work::wait`](crate::Work::wait).
@@ -30,7 +31,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// # Errors
     /// If there is too little memory.
     pub fn zeroed(stream: &Stream, len: usize) -> Result<Self> {
-        let buffer = Self::unspecified(stream.device(), len)?;
+        let buffer = Self::unspecified(stream, len)?;
         if len > 0 {
             let _bound = stream.device().bind()?;
             let cuda = stream.device().cuda();
@@ -46,7 +47,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// # Errors
     /// If there is too little memory, or the stream does not get to the copy.
     pub fn from_slice(stream: &Stream, elements: &[T]) -> Result<Self> {
-        let mut buffer = Self::unspecified(stream.device(), elements.len())?;
+        let mut buffer = Self::unspecified(stream, elements.len())?;
         let written = buffer.write(stream, elements);
         buffer.when(written)
     }
@@ -120,7 +121,7 @@ impl<T: Element> DeviceBuffer<T> {
         }
         let _bound = stream.device().bind()?;
         let cuda = stream.device().cuda();
-        // SAFETY: both have as many bytes on this device. `cuMemFree` waits for the copy, if one is dropped before.
+        // SAFETY: both have as many bytes on this device. Neither is freed before the copy is done.
         let code =
             unsafe { (cuda.cuMemcpyDtoDAsync_v2)(self.pointer, other.pointer, self.bytes(), stream.raw()) };
         cuda.check("cuMemcpyDtoDAsync", code)
@@ -136,19 +137,29 @@ impl<T: Element> DeviceBuffer<T> {
         self.len == 0
     }
 
-    fn unspecified(device: &Device, len: usize) -> Result<Self> {
+    /// For what is queued on `stream` from now on, and for all when that is waited for.
+    fn unspecified(stream: &Stream, len: usize) -> Result<Self> {
+        let device = stream.device();
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::out_of_memory(format!("{len} elements")))?;
         let mut pointer = 0;
         if bytes > 0 {
             let _bound = device.bind()?;
-            // SAFETY: it writes one address there.
-            let mut code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
-            if code == OUT_OF_MEMORY && device.await_deferred(Deadline::after(FREEING)) {
-                // SAFETY: as above.
-                code = unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) };
+            let mut allocate = || {
+                if device.has_pools() {
+                    // SAFETY: the stream is alive and of this device. It writes one address there.
+                    unsafe { (device.cuda().cuMemAllocAsync)(&mut pointer, bytes, stream.raw()) }
+                } else {
+                    // SAFETY: it writes one address there.
+                    unsafe { (device.cuda().cuMemAlloc_v2)(&mut pointer, bytes) }
+                }
+            };
+            let mut code = allocate();
+            if code == OUT_OF_MEMORY && device.await_dropped(Deadline::after(FREEING)) {
+                code = allocate();
             }
-            device.cuda().check("cuMemAlloc", code)?;
+            let function = if device.has_pools() { "cuMemAllocAsync" } else { "cuMemAlloc" };
+            device.cuda().check(function, code)?;
         }
         Ok(Self { device: device.clone(), pointer, len, _elements: PhantomData })
     }

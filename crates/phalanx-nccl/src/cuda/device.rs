@@ -4,13 +4,15 @@ use std::ffi::c_char;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use phalanx::{Deadline, Error, ProcessGroup, Result};
+use phalanx::{Error, ProcessGroup, Result};
 
-use super::raw::{Context, Cuda};
-use super::stream::Pause;
+use super::raw::{
+    CAPTURE_RELAXED, Context, Cuda, MEMORY_POOLS_SUPPORTED, SUCCESS, Stream as RawStream, UUID_BYTES,
+};
+use super::stream::NON_BLOCKING;
 
 /// A CUDA device with its primary context, which is the one that PyTorch, Burn and NCCL use. Clones are handles to the same.
 ///
@@ -22,30 +24,13 @@ struct DeviceInner {
     cuda: Cuda,
     ordinal: u32,
     context: Context,
+    /// Whether it allocates and frees memory in the order of a stream (`cuMemAllocAsync`).
+    has_pools: bool,
+    /// The stream in whose order memory is freed.
+    freeing: OnceLock<RawStream>,
+    /// Events that nobody uses, by address.
+    spare_events: Mutex<Vec<usize>>,
 }
-
-/// What keeps memory of a device from being freed. `cuMemFree` waits for all that is queued on the device, so that it would hang behind a
-/// collective that never ends.
-struct Memory {
-    /// Calls of communicators in flight.
-    calls: usize,
-    /// Communicators that have failed, and whose kernels may still touch memory.
-    aborting: usize,
-    /// What was dropped meanwhile, and how much of it is being freed.
-    deferred: Vec<(Device, u64)>,
-    freeing: usize,
-}
-
-impl Memory {
-    fn is_in_use(&self) -> bool {
-        self.calls > 0 || self.aborting > 0
-    }
-}
-
-/// By number, because all handles of this process are to the same device. Devices that are this far apart share a place, which only
-/// keeps memory longer.
-static MEMORY: [Mutex<Memory>; 64] =
-    [const { Mutex::new(Memory { calls: 0, aborting: 0, deferred: Vec::new(), freeing: 0 }) }; 64];
 
 // SAFETY: a context may be used by any thread; it is a handle, and no memory of this process is behind it.
 unsafe impl Send for DeviceInner {}
@@ -73,15 +58,30 @@ impl Device {
         cuda.check("cuDevicePrimaryCtxRetain", unsafe {
             (cuda.cuDevicePrimaryCtxRetain)(&mut context, handle)
         })?;
-        Ok(Self(Arc::new(DeviceInner { cuda, ordinal, context })))
+        let mut pools = 0;
+        // SAFETY: it writes one number there.
+        let code = unsafe { (cuda.cuDeviceGetAttribute)(&mut pools, MEMORY_POOLS_SUPPORTED, handle) };
+        let has_pools = code == SUCCESS && pools != 0;
+        Ok(Self(Arc::new(DeviceInner {
+            cuda,
+            ordinal,
+            context,
+            has_pools,
+            freeing: OnceLock::new(),
+            spare_events: Mutex::default(),
+        })))
     }
 
-    /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank).
+    /// The device for this rank: the one with the number of its [local rank](ProcessGroup::local_rank). If this process sees only one, that one:
+    /// schedulers such as Slurm's `--gpus-per-task` show each task its own. Where ranks share a device by mistake, [`Communicator::new`] says
+    /// which.
+    ///
+    /// [`Communicator::new`]: crate::Communicator::new
     ///
     /// # Errors
     /// As [`open`](Self::open).
     pub fn of_local_rank(group: &ProcessGroup) -> Result<Self> {
-        Self::open(group.local_rank())
+        Self::open(ordinal_for(group.local_rank(), Self::count()?))
     }
 
     /// How many devices this process sees.
@@ -109,81 +109,56 @@ impl Device {
         &self.0.cuda
     }
 
+    pub(super) fn spare_events(&self) -> &Mutex<Vec<usize>> {
+        &self.0.spare_events
+    }
+
+    pub(super) fn has_pools(&self) -> bool {
+        self.0.has_pools
+    }
+
+    /// The stream in whose order memory is freed, while the device is bound. Nothing else is queued on it.
+    pub(super) fn freeing_stream(&self) -> Result<RawStream> {
+        if let Some(stream) = self.0.freeing.get() {
+            return Ok(*stream);
+        }
+        let mut made = ptr::null_mut();
+        // SAFETY: it writes one pointer there.
+        let code = unsafe { (self.cuda().cuStreamCreateWithPriority)(&mut made, NON_BLOCKING, 0) };
+        self.cuda().check("cuStreamCreateWithPriority", code)?;
+        if self.0.freeing.set(made).is_err() {
+            // SAFETY: another thread was faster, and nobody has this one.
+            unsafe { (self.cuda().cuStreamDestroy_v2)(made) };
+        }
+        Ok(*self.0.freeing.get().unwrap_or(&made))
+    }
+
+    /// What distinguishes it from every other device, of this host and of others.
+    pub(crate) fn uuid(&self) -> Result<[u8; UUID_BYTES]> {
+        let (cuda, mut handle, mut uuid) = (&self.0.cuda, 0, [0; UUID_BYTES]);
+        // SAFETY: it writes one number there.
+        cuda.check("cuDeviceGet", unsafe { (cuda.cuDeviceGet)(&mut handle, self.0.ordinal as i32) })?;
+        // SAFETY: it writes that many bytes.
+        cuda.check("cuDeviceGetUuid", unsafe { (cuda.cuDeviceGetUuid)(&mut uuid, handle) })?;
+        Ok(uuid)
+    }
+
     /// Makes it the calling thread's current device, until the guard is dropped.
+    ///
+    /// Meanwhile the thread's calls do not disturb the capture of a graph (`cuStreamBeginCapture`), which another thread, or a framework on this
+    /// one, may have begun: without that, a look at an event or a free here would invalidate it. Nothing that is called under this
+    /// guard belongs into such a graph.
     pub(crate) fn bind(&self) -> Result<Bound<'_>> {
         // SAFETY: the context is retained as long as this device exists.
         let code = unsafe { (self.0.cuda.cuCtxPushCurrent_v2)(self.0.context) };
         self.0.cuda.check("cuCtxPushCurrent", code)?;
-        Ok(Bound { device: self, _of_this_thread: PhantomData })
-    }
-
-    /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
-    pub(crate) fn unsettled(&self) {
-        self.memory().lock().aborting += 1;
-    }
-
-    pub(crate) fn settled(&self) {
-        self.memory().lock().aborting -= 1;
-    }
-
-    /// A call is in flight on it until [`landed`](Self::landed).
-    pub(crate) fn launched(&self) {
-        self.memory().lock().calls += 1;
-    }
-
-    pub(crate) fn landed(&self) {
-        self.memory().lock().calls -= 1;
-    }
-
-    /// Frees the memory at `pointer`, or, while calls are in flight, notes it for [`free_deferred`](Self::free_deferred).
-    pub(super) fn free(&self, pointer: u64) {
-        let mut memory = self.memory().lock();
-        if memory.is_in_use() {
-            memory.deferred.push((self.clone(), pointer));
-        } else {
-            drop(memory);
-            self.free_now(pointer);
-        }
-    }
-
-    /// Frees what was dropped while calls were in flight, if none is any more.
-    pub(crate) fn free_deferred(&self) {
-        let mut memory = self.memory().lock();
-        if memory.is_in_use() {
-            return;
-        }
-        let deferred = std::mem::take(&mut memory.deferred);
-        let count = deferred.len();
-        memory.freeing += count;
-        drop(memory);
-        deferred.into_iter().for_each(|(device, pointer)| device.free_now(pointer));
-        self.memory().lock().freeing -= count;
-    }
-
-    /// Waits until what was dropped is freed. Was there anything?
-    pub(super) fn await_deferred(&self, deadline: Deadline) -> bool {
-        let mut pause = Pause::default();
-        let is_left = || {
-            let memory = self.memory().lock();
-            memory.freeing > 0 || !memory.deferred.is_empty()
-        };
-        let some = is_left();
-        while is_left() && !deadline.has_passed() {
-            self.free_deferred();
-            pause.pause();
-        }
-        some
-    }
-
-    fn free_now(&self, pointer: u64) {
-        if let Ok(_bound) = self.bind() {
-            // SAFETY: whoever has dropped it was its only owner. The driver waits for all that is queued on the device.
-            unsafe { (self.cuda().cuMemFree_v2)(pointer) };
-        }
-    }
-
-    fn memory(&self) -> &'static Mutex<Memory> {
-        &MEMORY[self.0.ordinal as usize % MEMORY.len()]
+        let mut bound = Bound { device: self, capture_mode: None, _of_this_thread: PhantomData };
+        let mut mode = CAPTURE_RELAXED;
+        // SAFETY: it reads a mode there, and writes the one before.
+        let code = unsafe { (self.0.cuda.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        self.0.cuda.check("cuThreadExchangeStreamCaptureMode", code)?;
+        bound.capture_mode = Some(mode);
+        Ok(bound)
     }
 }
 
@@ -203,9 +178,22 @@ impl fmt::Debug for Device {
 
 impl Drop for DeviceInner {
     fn drop(&mut self) {
-        let mut handle = 0;
+        let (mut handle, mut popped) = (0, ptr::null_mut());
+        // SAFETY: the context is retained until below.
+        if unsafe { (self.cuda.cuCtxPushCurrent_v2)(self.context) } == SUCCESS {
+            if let Some(stream) = self.freeing.take() {
+                // SAFETY: it is this value's own. The driver frees it when what is queued on it is done.
+                unsafe { (self.cuda.cuStreamDestroy_v2)(stream) };
+            }
+            for event in std::mem::take(self.spare_events.get_mut()) {
+                // SAFETY: it is this value's own, as above.
+                unsafe { (self.cuda.cuEventDestroy_v2)(ptr::with_exposed_provenance_mut(event)) };
+            }
+            // SAFETY: it was pushed above.
+            unsafe { (self.cuda.cuCtxPopCurrent_v2)(&mut popped) };
+        }
         // SAFETY: it was a device before, and it writes one number.
-        if unsafe { (self.cuda.cuDeviceGet)(&mut handle, self.ordinal as i32) } == super::raw::SUCCESS {
+        if unsafe { (self.cuda.cuDeviceGet)(&mut handle, self.ordinal as i32) } == SUCCESS {
             // SAFETY: it releases what `open` has retained.
             unsafe { (self.cuda.cuDevicePrimaryCtxRelease_v2)(handle) };
         }
@@ -215,15 +203,26 @@ impl Drop for DeviceInner {
 /// The current device of a thread.
 pub(crate) struct Bound<'a> {
     device: &'a Device,
+    /// The thread's mode before.
+    capture_mode: Option<i32>,
     _of_this_thread: PhantomData<*mut ()>,
 }
 
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
+        if let Some(mut mode) = self.capture_mode {
+            // SAFETY: it reads a mode there, and writes the one before.
+            unsafe { (self.device.0.cuda.cuThreadExchangeStreamCaptureMode)(&mut mode) };
+        }
         // SAFETY: this thread has pushed a context, and its guards are dropped in the reverse order.
         unsafe { (self.device.0.cuda.cuCtxPopCurrent_v2)(&mut popped) };
     }
+}
+
+/// The number of the device of a local rank, in a process that sees `visible` devices.
+fn ordinal_for(local_rank: u32, visible: u32) -> u32 {
+    if visible == 1 { 0 } else { local_rank }
 }
 
 /// The name of device `ordinal`, and the bytes of its memory.
@@ -239,4 +238,17 @@ pub(crate) fn describe(cuda: &Cuda, ordinal: u32) -> Result<(String, u64)> {
     cuda.check("cuDeviceTotalMem", unsafe { (cuda.cuDeviceTotalMem_v2)(&mut bytes, handle) })?;
     let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
     Ok((String::from_utf8_lossy(&name[..end]).into_owned(), bytes as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_takes_the_device_of_its_number_or_the_only_one_that_it_sees() {
+        assert_eq!([0, 1, 3].map(|local_rank| ordinal_for(local_rank, 4)), [0, 1, 3]);
+        assert_eq!([0, 1, 3].map(|local_rank| ordinal_for(local_rank, 1)), [0, 0, 0]);
+        // Two devices for each of two tasks, or too few for four ranks: nobody guesses, and `open` says what is missing.
+        assert_eq!(ordinal_for(3, 2), 3);
+    }
 }

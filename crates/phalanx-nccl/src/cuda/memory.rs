@@ -14,8 +14,8 @@ use crate::element::{DType, Element};
 /// collective has this value, nothing else uses the elements, except on a stream that waits for the collective.
 ///
 /// [`Work::order`](crate::Work::order) gives the value back while the collective is in flight: a drop then must not let the memory be
-/// used again before the stream that waits for the collective gets to it. [`DeviceBuffer`](crate::DeviceBuffer) is freed only when no
-/// collective of the device is in flight; a caching allocator reuses memory in the order of that stream.
+/// used again before the stream that waits for the collective gets to it. [`DeviceBuffer`](crate::DeviceBuffer) is freed only when all is
+/// done that was queued before; a caching allocator reuses memory in the order of that stream.
 ///
 /// If [`Work::wait`](crate::Work::wait) returns an error that [`Communicator::is_aborting`](crate::Communicator::is_aborting)
 /// follows, the device may still use the memory: then a drop must not free it.

@@ -3,6 +3,7 @@
 mod buffer;
 mod device;
 mod event;
+mod freeing;
 mod memory;
 mod raw;
 mod stream;
@@ -13,6 +14,6 @@ pub(crate) use self::device::describe;
 pub(crate) use self::event::Event;
 pub(crate) use self::memory::Span;
 pub use self::memory::{DeviceMemory, DeviceSlice};
-pub(crate) use self::raw::{Cuda, Stream as RawStream};
+pub(crate) use self::raw::{Cuda, Stream as RawStream, UUID_BYTES};
 pub(crate) use self::stream::Pause;
 pub use self::stream::Stream;

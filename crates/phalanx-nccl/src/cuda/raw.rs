@@ -18,12 +18,18 @@ pub(crate) type Code = c_int;
 pub(super) const SUCCESS: Code = 0;
 pub(super) const NOT_READY: Code = 600;
 pub(super) const OUT_OF_MEMORY: Code = 2;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+pub(super) const CAPTURE_RELAXED: c_int = 2;
+/// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`.
+pub(super) const MEMORY_POOLS_SUPPORTED: c_int = 115;
+/// The size of a `CUuuid`.
+pub(crate) const UUID_BYTES: usize = 16;
 
 /// The variable that names the library.
 const VARIABLE: &str = "PHALANX_CUDA_LIBRARY";
 
 functions! {
-    /// The functions of libcuda.so.1, of CUDA 11 and later.
+    /// The functions of libcuda.so.1, of CUDA 11.2 and later.
     Functions {
         fn cuInit(c_uint) -> Code;
         fn cuDriverGetVersion(*mut c_int) -> Code;
@@ -31,7 +37,9 @@ functions! {
         fn cuGetErrorString(Code, *mut *const c_char) -> Code;
         fn cuDeviceGetCount(*mut c_int) -> Code;
         fn cuDeviceGet(*mut c_int, c_int) -> Code;
+        fn cuDeviceGetUuid(*mut [u8; UUID_BYTES], c_int) -> Code;
         fn cuDeviceGetName(*mut c_char, c_int, c_int) -> Code;
+        fn cuDeviceGetAttribute(*mut c_int, c_int, c_int) -> Code;
         fn cuDeviceTotalMem_v2(*mut usize, c_int) -> Code;
         fn cuDevicePrimaryCtxRetain(*mut Context, c_int) -> Code;
         fn cuDevicePrimaryCtxRelease_v2(c_int) -> Code;
@@ -39,7 +47,9 @@ functions! {
         fn cuCtxPopCurrent_v2(*mut Context) -> Code;
         fn cuCtxGetStreamPriorityRange(*mut c_int, *mut c_int) -> Code;
         fn cuStreamCreateWithPriority(*mut Stream, c_uint, c_int) -> Code;
+        fn cuThreadExchangeStreamCaptureMode(*mut c_int) -> Code;
         fn cuStreamDestroy_v2(Stream) -> Code;
+        fn cuStreamIsCapturing(Stream, *mut c_int) -> Code;
         fn cuStreamWaitEvent(Stream, Event, c_uint) -> Code;
         fn cuEventCreate(*mut Event, c_uint) -> Code;
         fn cuEventDestroy_v2(Event) -> Code;
@@ -47,6 +57,8 @@ functions! {
         fn cuEventQuery(Event) -> Code;
         fn cuMemAlloc_v2(*mut u64, usize) -> Code;
         fn cuMemFree_v2(u64) -> Code;
+        fn cuMemAllocAsync(*mut u64, usize, Stream) -> Code;
+        fn cuMemFreeAsync(u64, Stream) -> Code;
         fn cuMemsetD8Async(u64, u8, usize, Stream) -> Code;
         fn cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, Stream) -> Code;
         fn cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, Stream) -> Code;

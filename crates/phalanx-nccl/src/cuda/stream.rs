@@ -7,11 +7,11 @@ use std::time::Duration;
 use phalanx::{Deadline, Error, Result};
 
 use super::device::Device;
-use super::event::Event;
+use super::event::{self, Event};
 use super::raw;
 
 /// Does not wait for the default stream.
-const NON_BLOCKING: u32 = 1;
+pub(super) const NON_BLOCKING: u32 = 1;
 /// How often a wait looks, at first without a pause.
 const BUSY: u32 = 200;
 const PAUSE: Duration = Duration::from_micros(50);
@@ -49,6 +49,7 @@ impl Stream {
         // SAFETY: it writes one pointer there.
         let code = unsafe { (cuda.cuStreamCreateWithPriority)(&mut raw, NON_BLOCKING, priority) };
         cuda.check("cuStreamCreateWithPriority", code)?;
+        device.know(raw);
         Ok(Self { device: device.clone(), raw, owned: true })
     }
 
@@ -58,7 +59,9 @@ impl Stream {
     /// # Safety
     /// It is a stream of the device's primary context, and lives as long as this value.
     pub unsafe fn from_raw(device: &Device, raw: usize) -> Self {
-        Self { device: device.clone(), raw: ptr::without_provenance_mut(raw), owned: false }
+        let raw = ptr::without_provenance_mut(raw);
+        device.know(raw);
+        Self { device: device.clone(), raw, owned: false }
     }
 
     /// The `CUstream`, for other libraries. It is valid as long as this value.
@@ -78,6 +81,17 @@ impl Stream {
     #[doc(alias("wait_stream", "cudaStreamWaitEvent"))]
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.wait_for_event(&Event::at_end_of(other)?)
+    }
+
+    /// An error if a graph is captured from it: a collective that waits for it, or for which it waits, would become a part of the graph.
+    pub(crate) fn check_not_captured(&self) -> Result<()> {
+        if event::is_capturing(&self.device, self.raw)? {
+            let cause = format!("a graph is captured from {self:?}, and collectives cannot be captured");
+            return Err(
+                Error::invalid_argument(cause).with_remedy("call them before the capture, or after it")
+            );
+        }
+        Ok(())
     }
 
     pub(crate) fn wait_for_event(&self, event: &Event) -> Result<()> {
@@ -136,6 +150,7 @@ impl fmt::Debug for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        self.device.forget(self.raw);
         if self.owned
             && let Ok(_bound) = self.device.bind()
         {

@@ -2,9 +2,9 @@
 
 use half::{bf16, f16};
 use phalanx::{Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, DType, Device, DeviceBuffer, DeviceGroup, Element};
+use phalanx_nccl::{Communicator, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup, Element};
 
-use crate::world::all_done;
+use crate::world::{all_done, launch_threads};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -13,6 +13,12 @@ pub const TESTS: &[Test] = &[
     ("every_call_on_every_type_of_three_ranks", 3, Needs::Nothing, || all_done("collectives::all", 3, &[])),
     ("launches_that_are_in_progress_are_waited_for", 2, Needs::StandIn, || {
         all_done("collectives::few", 2, &[("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
+    }),
+    ("launches_of_a_blocking_communicator_start_no_thread", 2, Needs::StandIn, || {
+        all_done("collectives::blocking", 2, &[]);
+    }),
+    ("a_variable_of_nccls_makes_communicators_block", 2, Needs::StandIn, || {
+        all_done("collectives::few", 2, &[("NCCL_COMM_BLOCKING", "1"), ("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
     }),
     ("misuse_is_refused_and_the_communicator_goes_on", 2, Needs::Nothing, || {
         all_done("collectives::misuse", 2, &[]);
@@ -28,13 +34,31 @@ pub const TESTS: &[Test] = &[
 pub fn play(role: &str) -> Result<()> {
     let group = phalanx::init()?;
     let device = Device::of_local_rank(&group)?;
+    let blocking = CommunicatorOptions { blocking: true };
     if role == "hybrid" {
-        return hybrid(DeviceGroup::new(group, &device)?);
+        // Which of the two a rank chooses is its own business.
+        let options = if group.rank().is_main() { blocking } else { CommunicatorOptions::default() };
+        let group = DeviceGroup::with_options(group, &device, options)?;
+        assert_eq!(group.device().options(), options);
+        return hybrid(group);
+    }
+    if role == "blocking" {
+        let nccl = Communicator::with_options(&group, &device, blocking)?;
+        every_call::<f32>(&nccl, 100)?;
+        assert_eq!(launch_threads(), 0);
+        let nccl = Communicator::new(&group, &device)?;
+        nccl.barrier()?;
+        assert_eq!(launch_threads(), 1);
+        return Ok(());
     }
     let nccl = Communicator::new(&group, &device)?;
     match role {
         "all" => {
             types(&nccl)?;
+            factors::<f16>(&nccl)?;
+            factors::<bf16>(&nccl)?;
+            factors::<f32>(&nccl)?;
+            factors::<f64>(&nccl)?;
             sizes(&nccl)?;
             kept(&nccl)
         }
@@ -73,6 +97,31 @@ fn types(nccl: &Communicator) -> Result<()> {
     every_call::<bf16>(nccl, 5)?;
     every_call::<f64>(nccl, 5)?;
     every_call::<f32>(nccl, 5)
+}
+
+/// Rank r's elements count r + 2 times, more often than there are operations at one time.
+fn factors<T: Small>(nccl: &Communicator) -> Result<()> {
+    let (stream, me, world) = (nccl.stream(), nccl.rank().get(), nccl.world_size().get());
+    let op = ReduceOp::PreMulSum(f64::from(me + 2));
+    let own = |len: u32| -> Vec<T> { (0..len).map(|index| T::small(number(me, index as usize))).collect() };
+    let total = |index: usize| T::small((0..world).map(|rank| (rank + 2) * number(rank, index)).sum());
+    for _ in 0..10 {
+        let mut data = DeviceBuffer::from_slice(stream, &own(7))?;
+        nccl.all_reduce(&mut data, op)?;
+        assert_eq!(data.to_vec(stream)?, (0..7).map(total).collect::<Vec<_>>());
+        let mut data = DeviceBuffer::from_slice(stream, &own(7))?;
+        nccl.reduce(&mut data, Rank::MAIN, op)?;
+        if me == 0 {
+            assert_eq!(data.to_vec(stream)?, (0..7).map(total).collect::<Vec<_>>());
+        }
+        let input = DeviceBuffer::from_slice(stream, &own(2 * world))?;
+        let output = DeviceBuffer::zeroed(stream, 2)?;
+        let (input, output) = nccl.reduce_scatter_async(input, output, op)?.wait()?;
+        let place = 2 * me as usize;
+        assert_eq!(output.to_vec(stream)?, [total(place), total(place + 1)]);
+        assert_eq!(input.to_vec(stream)?, own(2 * world));
+    }
+    Ok(())
 }
 
 fn sizes(nccl: &Communicator) -> Result<()> {
@@ -139,6 +188,19 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
     let (mut input, mut output) = (buffer(len * world.count())?, zeros(len * world.count())?);
     nccl.all_to_all(&mut input, &mut output)?;
     expect(&output, "all_to_all", &|index| number((index / len) as u32, me as usize * len + index % len))?;
+    // Rank r has 2 r + 1 of the elements, but rank 1 none.
+    let counts: Vec<usize> = all().map(|rank| if rank == 1 { 0 } else { 2 * rank as usize + 1 }).collect();
+    let (own_count, total) = (counts[me as usize], counts.iter().sum::<usize>());
+    let start = counts[..me as usize].iter().sum::<usize>();
+    let (input, output) = (buffer(own_count)?, zeros(total)?);
+    let (_, output) = nccl.all_gather_v_async(input, output, &counts)?.wait()?;
+    let places: Vec<(u32, usize)> =
+        all().flat_map(|rank| (0..counts[rank as usize]).map(move |at| (rank, at))).collect();
+    expect(&output, "all_gather_v", &|index| number(places[index].0, places[index].1))?;
+    let (mut input, mut output) = (buffer(total)?, zeros(own_count)?);
+    nccl.reduce_scatter_v(&mut input, &mut output, &counts, ReduceOp::Sum)?;
+    expect(&output, "reduce_scatter_v", &|index| sum(start + index))?;
+    expect(&input, "the input of reduce_scatter_v", &|index| number(me, index))?;
     nccl.barrier()?;
 
     // Around the ring, and back.
@@ -179,6 +241,8 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     let mut short = DeviceBuffer::<f32>::zeroed(stream, 7)?;
     let refused = [
         nccl.all_reduce(&mut data, ReduceOp::BXor),
+        nccl.all_reduce(&mut DeviceBuffer::from_slice(stream, &[1u8])?, ReduceOp::PreMulSum(2.0)),
+        nccl.all_gather_v(&mut data, &mut short, &[4, 4]),
         nccl.all_gather(&mut data, &mut short),
         nccl.broadcast(&mut data, Rank::new(2)),
         nccl.send(&mut data, nccl.rank()),
@@ -208,6 +272,7 @@ fn hybrid(group: DeviceGroup) -> Result<()> {
     let part = group.new_group(&pair)?;
     assert_eq!(part.is_some(), group.host().rank() != Rank::new(1));
     if let Some(part) = part {
+        assert_eq!(part.device().options(), group.device().options());
         assert_eq!(part.device().world_size().count(), pair.len());
         check_both(&part)?;
     }

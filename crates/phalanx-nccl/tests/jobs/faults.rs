@@ -25,6 +25,9 @@ pub const TESTS: &[Test] = &[
     ("memory_dropped_during_an_abort_is_freed_after_it", 2, Needs::StandIn, abort_slow),
     ("memory_of_a_launch_that_failed_stays_while_the_abort_lasts", 2, Needs::StandIn, refused_and_kept),
     ("a_call_behind_other_work_of_the_device_ends_with_its_time_out", 1, Needs::StandIn, behind),
+    ("a_blocking_communicator_fails_as_another_does", 3, Needs::StandIn, blocking),
+    ("the_end_of_a_communicator_waits_for_no_other_rank", 2, Needs::Nothing, ends_alone),
+    ("a_call_that_ends_after_its_time_out_succeeds_or_fails_and_not_both", 1, Needs::StandIn, tardy),
     ("the_program_ends_it_alone", 1, Needs::Nothing, aborts_alone),
     ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
     ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
@@ -40,8 +43,11 @@ pub fn play(role: &str) -> Result<()> {
     let me = group.rank().get();
     let device = Device::of_local_rank(&group)?;
     let first = Communicator::new(&group, &device)?;
-    if role == "behind" {
-        return wait_behind(&first);
+    match role {
+        "behind" => return wait_behind(&first),
+        "tardy" => return end_late(&first),
+        "ends_alone" => return end_alone(&group, first),
+        _ => {}
     }
     let mut data = DeviceBuffer::from_slice(first.stream(), &[1.0f32; 1000])?;
     let spare = DeviceBuffer::from_slice(first.stream(), &[1.0f32; 1000])?;
@@ -214,6 +220,44 @@ fn wait_behind(nccl: &Communicator) -> Result<()> {
     Err(error)
 }
 
+/// The call ends in the second after its time-out, in which the watchdog waits for another cause.
+fn end_late(nccl: &Communicator) -> Result<()> {
+    let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+    let (limit, hasty) = (Duration::from_secs(1), nccl.with_timeout(Duration::from_secs(1)));
+    let work = hasty.all_reduce_async(data, ReduceOp::Sum)?;
+    std::thread::sleep(limit + Duration::from_millis(300));
+    std::fs::write(std::env::var("STANDIN_NCCL_HOLD").unwrap(), "").unwrap();
+    let outcome = work.wait().map(drop);
+    // Either may be, on a busy machine; both may not.
+    let until = Instant::now() + Duration::from_secs(3);
+    while nccl.failure().is_none() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(outcome.is_ok(), nccl.failure().is_none(), "{outcome:?} and {:?}", nccl.failure());
+    Ok(())
+}
+
+/// Rank 1 keeps its communicator until rank 0 has dropped its own, of which nothing may be left.
+fn end_alone(group: &ProcessGroup, nccl: Communicator) -> Result<()> {
+    nccl.barrier()?;
+    if group.rank().is_main() {
+        drop(nccl);
+        let until = Instant::now() + Duration::from_secs(60);
+        while threads().iter().any(|name| name.starts_with("phalanx-nccl")) {
+            assert!(Instant::now() < until, "{:?}", threads());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        return meet(group);
+    }
+    meet(group)
+}
+
+/// The names of this process's threads.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect()
+}
+
 /// The call that fails, as an error names it.
 const CALL: &str = "in Some(\"cuda all_reduce(sum, 1000 x f32)\") Some(Sequence(3))";
 
@@ -226,8 +270,37 @@ fn check(outputs: &[String], ranks: &[usize], parts: &[&str]) {
 }
 
 fn dies() {
-    let outputs = World::start("faults::dies", 3, &[], &[]).outputs();
+    dies_with(&[]);
+}
+
+fn dies_with(variables: &[(&str, &str)]) {
+    let outputs = World::start("faults::dies", 3, variables, &[]).outputs();
     check(&outputs, &[0, 2], &["blames 1", CALL, "rank 1 (", "died"]);
+}
+
+fn blocking() {
+    let blocking = ("NCCL_COMM_BLOCKING", "1");
+    dies_with(&[blocking]);
+    late_with(&[blocking]);
+    launch_hangs_with(&[blocking]);
+    ends_alone_with(&[blocking]);
+}
+
+fn ends_alone() {
+    ends_alone_with(&[]);
+}
+
+fn ends_alone_with(variables: &[(&str, &str)]) {
+    let outputs = World::start("faults::ends_alone", 2, variables, &[]).outputs();
+    check(&outputs, &[0], &["done"]);
+}
+
+fn tardy() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("go");
+    let outputs =
+        World::start("faults::tardy", 1, &[("STANDIN_NCCL_HOLD", path.to_str().unwrap())], &[]).outputs();
+    check(&outputs, &[0], &["done"]);
 }
 
 fn dies_with_remote_error() {
@@ -246,7 +319,22 @@ fn stopped() {
 }
 
 fn late() {
-    let outputs = World::start("faults::late", 2, &[], &[]).outputs();
+    late_with(&[]);
+}
+
+fn late_with(variables: &[(&str, &str)]) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("record");
+    let record = [("PHALANX_NCCL_RECORD", path.to_str().unwrap())];
+    let outputs = World::start("faults::late", 2, &[&record, variables].concat(), &[]).outputs();
+    // The records show who has made which call. Rank 1 has made none after the one that both have.
+    let records = [0, 1].map(|rank| std::fs::read_to_string(path.with_extension(rank.to_string())).unwrap());
+    check(&records, &[0], &["rank 0 of 2 has failed: ", "the device has not ended it in time"]);
+    check(&records, &[0, 1], &["#2 cuda all_reduce(avg, 1000 x f32): made", "done after"]);
+    let last = records.each_ref().map(|record| record.lines().last().unwrap().trim());
+    assert!(last[0].starts_with("#3 cuda all_reduce(sum, 1000 x f32): made"), "{last:?}");
+    assert!(last[0].ends_with("s before, given up"), "{last:?}");
+    assert!(last[1].starts_with("#2 cuda all_reduce(avg"), "{last:?}");
     check(&outputs[..1], &[0], &[CALL, "timeout true", "the device has not ended it in time"]);
     check(&outputs, &[1], &["rank 0 (", "cuda all_reduce(sum, 1000 x f32) #3"]);
 }
@@ -320,8 +408,12 @@ fn detached() {
 }
 
 fn launch_hangs() {
-    let fault = [("STANDIN_NCCL_FAULT", "launch_hang:1:3")];
-    let outputs = World::start("faults::launch_hangs", 2, &fault, &[]).outputs();
+    launch_hangs_with(&[]);
+}
+
+fn launch_hangs_with(variables: &[(&str, &str)]) {
+    let variables = [&[("STANDIN_NCCL_FAULT", "launch_hang:1:3")], variables].concat();
+    let outputs = World::start("faults::launch_hangs", 2, &variables, &[]).outputs();
     check(&outputs, &[0, 1], &[CALL, "timeout true"]);
 }
 

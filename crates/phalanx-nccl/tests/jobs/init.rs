@@ -10,6 +10,8 @@ use crate::{Needs, Test, is_real};
 
 pub const TESTS: &[Test] = &[
     ("two_ranks_on_one_device_get_what_nccl_says", 1, Needs::Nothing, one_device),
+    ("ranks_that_see_one_device_each_take_it", 2, Needs::StandIn, own_device),
+    ("ranks_that_share_a_device_are_named_whatever_nccl_says", 2, Needs::StandIn, shared_device),
     ("a_library_that_one_rank_lacks_is_told_to_all_and_the_group_goes_on", 1, Needs::Nothing, missing),
     ("an_old_library_is_refused", 2, Needs::StandIn, old),
     ("different_versions_are_named", 2, Needs::StandIn, different),
@@ -20,7 +22,11 @@ pub const TESTS: &[Test] = &[
 
 pub fn play(role: &str) -> Result<()> {
     let group = phalanx::init()?.with_timeout(Duration::from_secs(if role == "hang" { 8 } else { 60 }));
-    let device = Device::open(if role == "one_device" { 0 } else { group.local_rank() % Device::count()? })?;
+    let device = match role {
+        "one_device" => Device::open(0)?,
+        "local_rank" => Device::of_local_rank(&group)?,
+        _ => Device::open(group.local_rank() % Device::count()?)?,
+    };
     if role == "death" && group.rank().get() == 1 {
         // The other rank is in `Communicator::new` and waits for this one, which NCCL never connects.
         std::thread::spawn(|| {
@@ -45,9 +51,26 @@ fn errors(role: &str, variables: &[(&str, &str)], of_rank: &[(u32, &str, &str)])
 fn one_device() {
     for (rank, error) in errors("one_device", &[], &[]).into_iter().enumerate() {
         println!("rank {rank}: {error}");
-        // A later NCCL may permit it.
-        let says_so = error.contains("Duplicate GPU detected") && error.contains("Communicator::new");
+        // A later NCCL may permit it, or say it in other words.
+        let says_so =
+            error.contains("ranks 0 and 1 use the same device") && error.contains("Communicator::new");
         assert!(says_so || (is_real() && error.trim() == "done"), "rank {rank}: {error}");
+    }
+}
+
+/// As with Slurm's `--gpus-per-task`: every task has a device 0, and each is another one.
+fn own_device() {
+    let first = [(0, "STANDIN_CUDA_FIRST", "0"), (1, "STANDIN_CUDA_FIRST", "1")];
+    for output in errors("local_rank", &[("STANDIN_CUDA_DEVICES", "1")], &first) {
+        assert_eq!(output.trim(), "done");
+    }
+}
+
+fn shared_device() {
+    let variables = [("STANDIN_CUDA_DEVICES", "1"), ("STANDIN_NCCL_VERSION", "23004")];
+    for error in errors("local_rank", &variables, &[]) {
+        assert!(error.contains("Two ranks on one GPU"), "{error}");
+        assert!(error.contains("ranks 0 and 1 use the same device"), "{error}");
     }
 }
 
@@ -76,13 +99,21 @@ fn error() {
     }
 }
 
+/// The variable goes before the configuration: NCCL's functions then wait for the other ranks.
+const BLOCKING: [[(&str, &str); 1]; 2] = [[("NCCL_COMM_BLOCKING", "0")], [("NCCL_COMM_BLOCKING", "1")]];
+
 fn hang() {
-    for error in errors("hang", &[("STANDIN_NCCL_FAULT", "init_hang:1:0")], &[]) {
-        assert!(error.contains("the ranks were not connected by NCCL in time"), "{error}");
+    for blocking in BLOCKING {
+        for error in errors("hang", &[[("STANDIN_NCCL_FAULT", "init_hang:1:0")], blocking].concat(), &[]) {
+            assert!(error.contains("the ranks were not connected by NCCL in time"), "{error}");
+        }
     }
 }
 
 fn death() {
-    let errors = errors("death", &[("STANDIN_NCCL_FAULT", "init_hang:1:0")], &[]);
-    assert!(errors[0].contains("rank 1 (") && errors[0].contains("died"), "{}", errors[0]);
+    for blocking in BLOCKING {
+        let fault = [("STANDIN_NCCL_FAULT", "init_hang:1:0")];
+        let errors = errors("death", &[fault, blocking].concat(), &[]);
+        assert!(errors[0].contains("rank 1 (") && errors[0].contains("died"), "{}", errors[0]);
+    }
 }

@@ -2,17 +2,29 @@
 
 use std::time::Duration;
 
-use phalanx::{Deadline, ReduceOp, Result};
+use phalanx::{Deadline, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
-use crate::world::{all_done, blocks};
+use crate::world::{all_done, blocks, events_made, function};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
     ("a_collective_in_flight_holds_up_no_other_stream", 2, Needs::StandIn, held),
     ("calls_in_flight_are_limited", 2, Needs::StandIn, || hold("overlap::many")),
+    ("memory_is_freed_though_there_is_always_a_call_in_flight", 2, Needs::StandIn, || {
+        all_done("overlap::pipeline", 2, &[]);
+    }),
+    ("without_memory_pools_memory_is_freed_when_no_call_is_in_flight", 2, Needs::StandIn, || {
+        all_done("overlap::no_pools", 2, &[("STANDIN_CUDA_POOLS", "0")]);
+    }),
+    ("calls_use_the_events_of_earlier_ones_again", 2, Needs::StandIn, || {
+        all_done("overlap::events", 2, &[]);
+    }),
     ("streams_wait_for_each_other_without_a_thread", 1, Needs::Nothing, || {
         all_done("overlap::ordered", 1, &[])
+    }),
+    ("captures_of_graphs_elsewhere_in_the_process_go_on", 1, Needs::Nothing, || {
+        all_done("overlap::capture", 1, &[]);
     }),
     ("streams_of_two_ranks_wait_for_each_other", 2, Needs::Nothing, || all_done("overlap::ordered", 2, &[])),
 ];
@@ -36,6 +48,10 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "held" => beside(&nccl, &compute),
         "many" => many(&nccl),
+        "events" => events(&nccl),
+        "pipeline" => pipeline(&nccl, &compute, true),
+        "no_pools" => pipeline(&nccl, &compute, false),
+        "capture" => capture(&nccl, &compute),
         _ => ordered(&nccl, &compute),
     }
 }
@@ -70,6 +86,83 @@ pub fn await_blocks(count: i32) {
     }
 }
 
+/// Rank 1 sends what rank 0 receives, but only when rank 0 has called the next receive: rank 0 always has a call in flight, as a
+/// pipeline has. What is dropped behind each is freed all the same, if the device has memory pools.
+fn pipeline(nccl: &Communicator, compute: &Stream, frees: bool) -> Result<()> {
+    const LEN: usize = 1000;
+    let (is_receiver, group) = (nccl.rank().is_main(), nccl.group());
+    let peer = Rank::new(1 - nccl.rank().get());
+    let recv = || nccl.recv_async(DeviceBuffer::<i32>::zeroed(compute, LEN)?, peer);
+    let send = |number: i32| {
+        let mut data = DeviceBuffer::from_slice(compute, &[number; LEN])?;
+        nccl.send(&mut data, peer)
+    };
+    // A stream that is late: each copy of what was received comes behind others.
+    let slow = Stream::new(nccl.device())?;
+    let (source, mut sink) =
+        (DeviceBuffer::<f32>::zeroed(&slow, 1 << 22)?, DeviceBuffer::zeroed(&slow, 1 << 22)?);
+    let mut copies: Vec<DeviceBuffer<i32>> = Vec::new();
+    let before = blocks();
+    let mut waiting = if is_receiver { Some(recv()?) } else { None };
+    let deadline = Deadline::after(Duration::from_secs(60));
+    for round in 0.. {
+        let next = if is_receiver { Some(recv()?) } else { None };
+        // After thirty rounds it goes on until a few are left: those in flight, and those that were dropped just now.
+        let left = blocks() - before - copies.len() as i32;
+        assert!(!frees || !deadline.has_passed(), "{left} pieces are left after {round} rounds");
+        let enough = round >= 30 && (!frees || left < 10);
+        let mut goes_on = [i32::from(is_receiver && !enough)];
+        group.all_reduce(&mut goes_on[..], ReduceOp::Sum)?;
+        if let Some(work) = std::mem::replace(&mut waiting, next) {
+            assert!(frees || left > round, "{left} pieces are left after {round} rounds");
+            let received = work.wait()?;
+            if round < 30 {
+                for _ in 0..5 {
+                    sink.copy_from(&slow, &source)?;
+                }
+                let mut copy = DeviceBuffer::zeroed(compute, LEN)?;
+                copy.copy_from(&slow, &received)?;
+                copies.push(copy);
+            }
+            // It is dropped before it is copied.
+            drop(received);
+        } else {
+            send(round)?;
+        }
+        if goes_on == [0] {
+            if waiting.is_none() {
+                send(round + 1)?;
+            }
+            break;
+        }
+    }
+    if let Some(work) = waiting {
+        drop(work.wait()?);
+    }
+    for (round, copy) in (0..).zip(&copies) {
+        assert_eq!(copy.to_vec(&slow)?, [round; LEN]);
+    }
+    drop(copies);
+    await_blocks(before);
+    Ok(())
+}
+
+/// What was made for the first calls does for all that follow.
+fn events(nccl: &Communicator) -> Result<()> {
+    let mut data = DeviceBuffer::from_slice(nccl.stream(), &[0i32; 10])?;
+    let mut calls = |count: usize| (0..count).try_for_each(|_| nccl.all_reduce(&mut data, ReduceOp::Sum));
+    // An event is free when the poller has forgotten its call, which on a busy machine is late.
+    for _ in 0..100 {
+        let before = events_made();
+        calls(200)?;
+        let needed_none = [u8::from(events_made() == before)];
+        if nccl.group().all_gather_object(&needed_none)?.iter().all(|rank| *rank == [1]) {
+            return Ok(());
+        }
+    }
+    panic!("every 200 calls need events of their own: {}", events_made());
+}
+
 /// No more calls are in flight than the driver takes: the next one waits, no longer than its time-out.
 fn many(nccl: &Communicator) -> Result<()> {
     let call = |nccl: &Communicator| {
@@ -85,6 +178,47 @@ fn many(nccl: &Communicator) -> Result<()> {
     for work in works.into_iter().chain((0..300).map(|_| call(nccl).unwrap())) {
         assert_eq!(work.wait()?.to_vec(nccl.stream())?, [2]);
     }
+    Ok(())
+}
+
+/// A framework captures a graph, in the mode that forbids all other threads what could disturb it. Calls, and looks at what is in
+/// flight, and memory that is allocated and freed meanwhile, do not.
+fn capture(nccl: &Communicator, captured: &Stream) -> Result<()> {
+    const GLOBAL: i32 = 0;
+    type Begin = unsafe extern "C" fn(usize, i32) -> i32;
+    type End = unsafe extern "C" fn(usize, *mut usize) -> i32;
+    let variable = "PHALANX_CUDA_LIBRARY";
+    // SAFETY: a `CUstream` and a `CUgraph` are pointers.
+    let (begin, end) = unsafe {
+        (
+            function::<Begin>(variable, "libcuda.so.1", "cuStreamBeginCapture_v2"),
+            function::<End>(variable, "libcuda.so.1", "cuStreamEndCapture"),
+        )
+    };
+    let calls = |nccl: &Communicator| -> Result<()> {
+        for _ in 0..10 {
+            let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1000])?;
+            let work = nccl.all_reduce_async(data, ReduceOp::Sum)?;
+            // The poller looks at it meanwhile.
+            std::thread::sleep(Duration::from_millis(10));
+            drop(work.wait()?);
+            drop(nccl.all_reduce_async(DeviceBuffer::<f32>::zeroed(nccl.stream(), 10)?, ReduceOp::Sum)?);
+        }
+        Ok(())
+    };
+    calls(nccl)?;
+    let mut graph = 0;
+    // SAFETY: the stream is alive, and nothing is queued on it until the capture ends.
+    assert_eq!(unsafe { begin(captured.as_raw(), GLOBAL) }, 0);
+    calls(nccl)?; // on the thread that captures
+    let refused = nccl.after(captured).unwrap_err();
+    assert!(refused.to_string().contains("collectives cannot be captured"), "{refused}");
+    let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 10])?;
+    let refused = nccl.all_reduce_async(data, ReduceOp::Sum)?.order(captured).unwrap_err();
+    assert!(refused.is_invalid_argument(), "{refused}");
+    std::thread::scope(|scope| scope.spawn(|| calls(nccl)).join().unwrap())?;
+    // SAFETY: as above; it writes a pointer there.
+    assert_eq!(unsafe { end(captured.as_raw(), &mut graph) }, 0, "the capture was disturbed");
     Ok(())
 }
 

@@ -91,9 +91,33 @@ pub fn all_done(role: &str, ranks: u32, variables: &[(&str, &str)]) {
 
 /// How many pieces of memory of the stand-in's devices this process has allocated and not freed.
 pub fn blocks() -> i32 {
-    // SAFETY: it is loaded already, and the function takes nothing.
+    // SAFETY: the function takes nothing.
     unsafe {
-        let library = libloading::Library::new(std::env::var_os("PHALANX_CUDA_LIBRARY").unwrap()).unwrap();
-        library.get::<unsafe extern "C" fn() -> i32>(b"standin_blocks").unwrap()()
+        function::<unsafe extern "C" fn() -> i32>("PHALANX_CUDA_LIBRARY", "libcuda.so.1", "standin_blocks")()
     }
+}
+
+/// How many events of the stand-in's devices this process has made.
+pub fn events_made() -> i32 {
+    // SAFETY: the function takes nothing.
+    unsafe {
+        function::<unsafe extern "C" fn() -> i32>("PHALANX_CUDA_LIBRARY", "libcuda.so.1", "standin_events")()
+    }
+}
+
+/// How many threads launches of the stand-in have started in this process.
+pub fn launch_threads() -> i32 {
+    let (variable, library) = ("PHALANX_NCCL_LIBRARY", "libnccl.so.2");
+    // SAFETY: the function takes nothing.
+    unsafe { function::<unsafe extern "C" fn() -> i32>(variable, library, "standin_launch_threads")() }
+}
+
+/// A function of the library that `variable` names, else of the system's, which is loaded already.
+///
+/// # Safety
+/// `F` is its type.
+pub unsafe fn function<F: Copy>(variable: &str, library: &str, name: &str) -> F {
+    let path = std::env::var_os(variable).unwrap_or_else(|| library.into());
+    // SAFETY: it is loaded already, and stays. The caller answers for the type.
+    unsafe { *libloading::Library::new(path).unwrap().get::<F>(name.as_bytes()).unwrap() }
 }

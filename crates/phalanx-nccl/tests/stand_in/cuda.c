@@ -1,6 +1,7 @@
 /* A stand-in for libcuda.so.1 that executes on the host: see README.md. It is no GPU. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,7 +12,8 @@ typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600 };
+       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
 
 #define MOST_DEVICES 64
 #define DEPTH 16
@@ -37,11 +39,52 @@ static struct block *blocks;
 static int initialised;
 static __thread CUcontext current[DEPTH];
 static __thread int depth;
+/* The capture of a graph, of which there is at most one, and how this thread takes part in those of others. */
+static struct { int active, invalidated, mode; pthread_t owner; CUstream stream; } capture;
+static __thread int capture_mode = CAPTURE_GLOBAL;
 
 static int devices(void) {
     const char *text = getenv("STANDIN_CUDA_DEVICES");
     int count = text ? atoi(text) : 8;
     return count < MOST_DEVICES ? count : MOST_DEVICES;
+}
+
+/* For the stand-in of NCCL: the host's number of this process's first device. */
+int standin_first_device(void) {
+    const char *text = getenv("STANDIN_CUDA_FIRST");
+    return text ? atoi(text) : 0;
+}
+
+/* As the real one, it permits a call that may disturb a capture only on a thread that asked for it, and ends the capture else. */
+static int disturbs(void) {
+    pthread_mutex_lock(&lock);
+    int here = capture.active && pthread_equal(capture.owner, pthread_self());
+    int forbidden = capture.active && capture_mode != CAPTURE_RELAXED
+        && (here ? capture.mode != CAPTURE_RELAXED : capture_mode == CAPTURE_GLOBAL && capture.mode == CAPTURE_GLOBAL);
+    if (forbidden) capture.invalidated = 1;
+    pthread_mutex_unlock(&lock);
+    return forbidden;
+}
+CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return INVALID_VALUE;
+    int before = capture_mode;
+    capture_mode = *mode, *mode = before;
+    return SUCCESS;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, int mode) {
+    pthread_mutex_lock(&lock);
+    CUresult code = capture.active ? INVALID_VALUE : SUCCESS;
+    if (!code) capture.active = 1, capture.invalidated = 0, capture.mode = mode, capture.owner = pthread_self(), capture.stream = stream;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+CUresult cuStreamEndCapture(CUstream stream, void **graph) {
+    pthread_mutex_lock(&lock);
+    CUresult code = !capture.active || capture.stream != stream ? INVALID_VALUE : capture.invalidated ? CAPTURE_INVALIDATED : SUCCESS;
+    capture.active = 0;
+    pthread_mutex_unlock(&lock);
+    *graph = NULL;
+    return code;
 }
 
 /* For the stand-in of NCCL: the device of this thread, or -1. */
@@ -88,6 +131,8 @@ static const char *name_of(CUresult code) {
         case INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
         case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
         case NOT_READY: return "CUDA_ERROR_NOT_READY";
+        case CAPTURE_UNSUPPORTED: return "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
+        case CAPTURE_INVALIDATED: return "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED";
         default: return NULL;
     }
 }
@@ -105,6 +150,12 @@ CUresult cuDeviceGet(int *device, int ordinal) {
 }
 CUresult cuDeviceGetName(char *name, int length, int device) {
     snprintf(name, length, "Stand-in, no GPU (%d)", device);
+    return SUCCESS;
+}
+/* Of the host's device with that number, whatever number the process has for it (STANDIN_CUDA_FIRST). */
+CUresult cuDeviceGetUuid(char *uuid, int device) {
+    memset(uuid, 0, 16);
+    uuid[0] = 1 + standin_first_device() + device;
     return SUCCESS;
 }
 CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = (size_t)1 << 30; return SUCCESS; }
@@ -215,11 +266,23 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
     return SUCCESS;
 }
 
+CUresult cuStreamIsCapturing(CUstream stream, int *status) {
+    if (!(stream = resolve(stream))) return INVALID_HANDLE;
+    pthread_mutex_lock(&lock);
+    *status = capture.active && capture.stream == stream ? 1 + capture.invalidated : 0;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
 CUresult cuLaunchHostFunc(CUstream stream, void (*run)(void *), void *data) { return enqueue(stream, run, data); }
 
+static atomic_int events;
+/* For tests: how many events were made. */
+int standin_events(void) { return atomic_load(&events); }
 CUresult cuEventCreate(CUevent *event, unsigned flags) {
     (void)flags;
     if (!depth) return INVALID_CONTEXT;
+    atomic_fetch_add(&events, 1);
     *event = calloc(1, sizeof **event);
     pthread_mutex_init(&(*event)->lock, NULL);
     pthread_cond_init(&(*event)->changed, NULL);
@@ -260,6 +323,11 @@ static void await(void *data) {
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     if (!resolve(stream)) return INVALID_HANDLE;
+    if (capture.active && capture.stream == stream) {
+        /* In the real one it becomes a part of the graph: nothing here means that. */
+        capture.invalidated = 1;
+        return CAPTURE_UNSUPPORTED;
+    }
     pthread_mutex_lock(&event->lock);
     struct mark *end = mark(event, ++event->recorded);
     pthread_mutex_unlock(&event->lock);
@@ -267,6 +335,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 }
 CUresult cuEventQuery(CUevent event) {
     if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&event->lock);
     CUresult code = event->reached >= event->recorded ? SUCCESS : NOT_READY;
     pthread_mutex_unlock(&event->lock);
@@ -280,8 +349,9 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     return enqueue(stream, await, until);
 }
 
-CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
+static CUresult allocate(uint64_t *pointer, size_t bytes) {
     if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
     if (bytes > (size_t)1 << 30) return OUT_OF_MEMORY;
     struct block *block = malloc(sizeof *block);
@@ -294,14 +364,8 @@ CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) {
     *pointer = (uintptr_t)block->start;
     return SUCCESS;
 }
-/* As the real one, it waits for all that is queued on the device. */
-CUresult cuMemFree_v2(uint64_t pointer) {
-    if (!depth) return INVALID_CONTEXT;
-    pthread_mutex_lock(&lock);
-    struct stream *list = streams;
-    pthread_mutex_unlock(&lock);
-    for (; list; list = list->next)
-        if (list->device == standin_current_device()) await_idle(list);
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes); }
+static CUresult free_block(uintptr_t pointer) {
     pthread_mutex_lock(&lock);
     struct block **at = &blocks, *found = NULL;
     while (*at && (uintptr_t)(*at)->start != pointer) at = &(*at)->next;
@@ -313,6 +377,34 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     free(found);
     return SUCCESS;
 }
+/* As the real one, it waits for all that is queued on the device. */
+CUresult cuMemFree_v2(uint64_t pointer) {
+    if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    struct stream *list = streams;
+    pthread_mutex_unlock(&lock);
+    for (; list; list = list->next)
+        if (list->device == standin_current_device()) await_idle(list);
+    return free_block(pointer);
+}
+
+/* Pools: allocated at once, freed in the order of the stream. STANDIN_CUDA_POOLS=0: there are none. */
+CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
+    const char *text = getenv("STANDIN_CUDA_POOLS");
+    (void)device;
+    if (attribute != 115) return INVALID_VALUE;
+    *value = !text || strcmp(text, "0");
+    return SUCCESS;
+}
+CUresult cuMemAllocAsync(uint64_t *pointer, size_t bytes, CUstream stream) {
+    int pools;
+    cuDeviceGetAttribute(&pools, 115, 0);
+    if (!pools) return NOT_SUPPORTED;
+    return resolve(stream) ? allocate(pointer, bytes) : INVALID_HANDLE;
+}
+static void free_later(void *data) { free_block((uintptr_t)data); }
+CUresult cuMemFreeAsync(uint64_t pointer, CUstream stream) { return enqueue(stream, free_later, (void *)(uintptr_t)pointer); }
 
 struct copy { void *to; const void *from; size_t bytes; int value; };
 static void copy(void *data) {

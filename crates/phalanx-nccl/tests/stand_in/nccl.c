@@ -26,6 +26,7 @@ enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALI
        REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 
 int standin_current_device(void);
+int standin_first_device(void);
 int standin_has(const void *pointer, size_t bytes, int device);
 int cuLaunchHostFunc(cudaStream_t stream, void (*run)(void *), void *data);
 int cuCtxPushCurrent_v2(void *context);
@@ -40,24 +41,30 @@ struct shared {
     atomic_int arrived[MOST_RANKS], finalized[MOST_RANKS], device[MOST_RANKS], pid[MOST_RANKS];
     struct box box[MOST_RANKS][MOST_RANKS]; /* from, to */
 };
+#define MOST_OPS 8
+#define FIRST_OP 5
 struct comm {
-    int rank, ranks, device, launches, slow;
+    struct { int used; double factor; } ops[MOST_OPS];
+    int rank, ranks, device, launches, slow, blocking;
     struct shared *shared;
     atomic_int state, aborted, pending;
 };
 enum kind { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
-struct call { enum kind kind; const char *from; char *to; size_t count; int type, op, peer; ncclComm_t comm; cudaStream_t stream; };
+struct call { enum kind kind; const char *from; char *to; size_t count; int type, op, peer; ncclComm_t comm; cudaStream_t stream; int scales; double factor; };
 struct message { char *data; size_t bytes, done; int peer, sends; struct message *next; };
 struct reduction { char *parts, *to; size_t count; int type, op, ranks; struct reduction *next; };
+struct scaling { const char *from; char *to; size_t count; int type; double factor; struct scaling *next; };
 struct launch {
     ncclComm_t comm;
     cudaStream_t stream;
     struct message *messages;
     struct reduction *reductions;
+    struct scaling *scalings;
     int never, fails;
 };
 
 static char last_error[256];
+static atomic_int launch_threads;
 static __thread int group_depth, call_count;
 static __thread struct call calls[256];
 
@@ -77,6 +84,9 @@ static int faulty(const char *kind, int rank, int launch) {
     snprintf(wanted, sizeof wanted, "%s:%d:%d", kind, rank, launch);
     return fault && !strcmp(fault, wanted);
 }
+
+/* For tests: how many threads launches have started in this process. */
+int standin_launch_threads(void) { return atomic_load(&launch_threads); }
 
 ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22703); return SUCCESS; }
 const char *ncclGetErrorString(ncclResult_t code) {
@@ -105,7 +115,7 @@ static void *meet(void *argument) {
         goto over;
     }
     while (faulty("init_hang", rank, 0) && !comm->aborted) nap(500);
-    shared->device[rank] = comm->device;
+    shared->device[rank] = standin_first_device() + comm->device;
     shared->pid[rank] = getpid();
     atomic_store(&shared->arrived[rank], 1);
     for (int other = 0; other < comm->ranks; other++)
@@ -116,7 +126,8 @@ static void *meet(void *argument) {
         for (int b = 0; b < a; b++)
             if (shared->device[a] == shared->device[b]) {
                 char text[128];
-                snprintf(text, sizeof text, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %d", b, a, (int)shared->device[a]);
+                snprintf(text, sizeof text, "%s : rank %d and rank %d both on CUDA device %d", 
+                         number("STANDIN_NCCL_VERSION", 22703) < 23000 ? "Duplicate GPU detected" : "Two ranks on one GPU", b, a, (int)shared->device[a]);
                 state = fail(INVALID_USAGE, text);
             }
     atomic_store(&comm->state, state);
@@ -132,8 +143,15 @@ static int beside(void *(*run)(void *), ncclComm_t comm) {
     return !pthread_detach(thread);
 }
 
+/* The same on the caller's thread, which waits: what a blocking communicator does. */
+static ncclResult_t alone(void *(*run)(void *), ncclComm_t comm) {
+    atomic_fetch_add(&comm->pending, 1);
+    run(comm);
+    return comm->aborted ? fail(INTERNAL_ERROR, "the communicator was aborted") : atomic_load(&comm->state);
+}
+
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || config->blocking != 0)
+    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || (config->blocking & ~1))
         return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
     if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
     if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
@@ -144,9 +162,11 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     close(file);
     made->rank = rank, made->ranks = ranks, made->device = standin_current_device();
     made->slow = number("STANDIN_NCCL_SLOW_LAUNCH", 0);
+    /* As in the real one the variable goes before the configuration. */
+    made->blocking = number("NCCL_COMM_BLOCKING", config->blocking) == 1;
     atomic_store(&made->state, IN_PROGRESS);
     *comm = made;
-    return beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
+    return made->blocking ? alone(meet, made) : beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *state) {
@@ -216,6 +236,17 @@ static void reduce(struct reduction *r) {
     }
 }
 
+/* Each product is rounded to the type. */
+static void scale(struct scaling *s) {
+    for (size_t i = 0; i < s->count; i++)
+        switch (s->type) {
+            case 6: ((uint16_t *)s->to)[i] = to_f16(from_f16(((uint16_t *)s->from)[i]) * (float)s->factor); break;
+            case 7: ((float *)s->to)[i] = ((float *)s->from)[i] * (float)s->factor; break;
+            case 8: ((double *)s->to)[i] = ((double *)s->from)[i] * s->factor; break;
+            case 9: ((uint16_t *)s->to)[i] = to_bf16(from_bf16(((uint16_t *)s->from)[i]) * (float)s->factor); break;
+        }
+}
+
 /* Advances each pair's oldest message in each direction. Is anything left? */
 static int advance(struct launch *launch) {
     struct shared *shared = launch->comm->shared;
@@ -249,6 +280,7 @@ static void run(void *data) {
     ncclComm_t comm = launch->comm;
     const char *hold = getenv("STANDIN_NCCL_HOLD");
     while (hold && access(hold, F_OK) && !comm->aborted) nap(500);
+    for (struct scaling *s = launch->scalings; s; s = s->next) scale(s);
     if (launch->fails) {
         fail(0, "the stand-in was told to fail");
         atomic_store(&comm->state, INTERNAL_ERROR);
@@ -268,6 +300,7 @@ static void run(void *data) {
         free(r);
     }
     for (struct message *m = launch->messages, *next; m; m = next) { next = m->next; free(m); }
+    for (struct scaling *s = launch->scalings, *next; s; s = next) { next = s->next; free(s->to); free(s); }
     atomic_fetch_sub(&comm->pending, 1);
     free(launch);
 }
@@ -291,6 +324,13 @@ static void collect(struct launch *launch, char *to, size_t count, int type, int
 static void plan(struct launch *launch, struct call *call) {
     size_t bytes = call->count * size_of(call->type);
     int me = launch->comm->rank, ranks = launch->comm->ranks;
+    if (call->scales) { /* The products are made when the stream gets there. */
+        struct scaling *s = malloc(sizeof *s);
+        size_t count = call->count * (call->kind == REDUCE_SCATTER ? ranks : 1);
+        *s = (struct scaling){call->from, malloc(count * size_of(call->type) + 1), count, call->type, call->factor, launch->scalings};
+        launch->scalings = s;
+        call->from = s->to;
+    }
     for (int rank = 0; rank < ranks; rank++) {
         switch (call->kind) {
             case ALL_REDUCE: case ALL_GATHER: post(launch, 1, call->from, bytes, rank); break;
@@ -311,7 +351,7 @@ static ncclResult_t queue(struct launch *launch) {
     return cuLaunchHostFunc(launch->stream, run, launch) ? fail(CUDA_ERROR, "the stream does not belong to the device") : SUCCESS;
 }
 
-/* Queues a launch later, as the real one does while it connects ranks. */
+/* Queues a launch beside the caller; later, as the real one does while it connects ranks. */
 static void *queue_later(void *argument) {
     struct launch *launch = argument;
     ncclComm_t comm = launch->comm;
@@ -324,6 +364,25 @@ static void *queue_later(void *argument) {
     atomic_store(&comm->state, code);
     atomic_fetch_sub(&comm->pending, 1);
     return NULL;
+}
+
+ncclResult_t ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, ncclComm_t comm) {
+    if (atomic_load(&comm->state)) return fail(INVALID_ARGUMENT, "the communicator is in progress, or has failed");
+    if (residence != 1 || type < 6 || type > 9) return fail(INVALID_ARGUMENT, "a factor that the stand-in does not know");
+    for (int i = 0; i < MOST_OPS; i++) {
+        if (comm->ops[i].used) continue;
+        comm->ops[i].used = 1;
+        comm->ops[i].factor = type == 6 ? from_f16(*(uint16_t *)scalar) : type == 9 ? from_bf16(*(uint16_t *)scalar)
+            : type == 7 ? *(float *)scalar : *(double *)scalar;
+        *op = FIRST_OP + i;
+        return SUCCESS;
+    }
+    return fail(INVALID_USAGE, "more operations than the stand-in has: were they destroyed?");
+}
+ncclResult_t ncclRedOpDestroy(int op, ncclComm_t comm) {
+    if (op < FIRST_OP || op >= FIRST_OP + MOST_OPS || !comm->ops[op - FIRST_OP].used) return fail(INVALID_ARGUMENT, "no operation");
+    comm->ops[op - FIRST_OP].used = 0;
+    return SUCCESS;
 }
 
 ncclResult_t ncclGroupStart(void) { if (!group_depth++) call_count = 0; return SUCCESS; }
@@ -340,11 +399,16 @@ ncclResult_t ncclGroupEnd(void) {
         return fail(INTERNAL_ERROR, "the launch was aborted");
     }
     struct launch *launch = calloc(1, sizeof *launch);
-    *launch = (struct launch){comm, calls[0].stream, NULL, NULL, faulty("hang", comm->rank, number), faulty("error", comm->rank, number)};
+    *launch = (struct launch){comm, calls[0].stream, NULL, NULL, NULL, faulty("hang", comm->rank, number), faulty("error", comm->rank, number)};
     for (int i = 0; i < call_count; i++) plan(launch, &calls[i]);
     atomic_fetch_add(&comm->pending, 1);
-    if (!comm->slow) return queue(launch);
+    if (comm->blocking || comm->ranks == 1) {
+        for (int i = 0; i < comm->slow && !comm->aborted; i++) nap(1000);
+        return queue(launch);
+    }
+    /* As the real one does for a communicator that is not blocking, unless it has one rank. */
     pthread_t thread;
+    atomic_fetch_add(&launch_threads, 1);
     atomic_store(&comm->state, IN_PROGRESS);
     atomic_fetch_add(&comm->pending, 1);
     if (pthread_create(&thread, NULL, queue_later, launch)) return fail(SYSTEM_ERROR, "no thread");
@@ -360,6 +424,10 @@ static ncclResult_t note(struct call call) {
     if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
     if (call_count == 256 || (call_count && (calls[0].comm != comm || calls[0].stream != call.stream)))
         return fail(INVALID_USAGE, "more than the stand-in can do in a group");
+    if (call.op >= FIRST_OP && call.op < FIRST_OP + MOST_OPS && comm->ops[call.op - FIRST_OP].used) {
+        if (call.type < 6) return fail(INVALID_ARGUMENT, "a factor for integers");
+        call.scales = 1, call.factor = comm->ops[call.op - FIRST_OP].factor, call.op = 0;
+    }
     if (call.type < 0 || call.type > 9 || call.op < 0 || call.op > 4 || call.peer < 0 || call.peer >= comm->ranks)
         return fail(INVALID_ARGUMENT, "a type, operation or rank that is none");
     size_t bytes = call.count * size_of(call.type);
@@ -371,25 +439,25 @@ static ncclResult_t note(struct call call) {
 }
 
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, int type, int op, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){ALL_REDUCE, from, to, count, type, op, 0, comm, stream});
+    return note((struct call){ALL_REDUCE, from, to, count, type, op, 0, comm, stream, 0, 0});
 }
 ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, int type, int root, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){BROADCAST, from, to, count, type, 0, root, comm, stream});
+    return note((struct call){BROADCAST, from, to, count, type, 0, root, comm, stream, 0, 0});
 }
 ncclResult_t ncclReduce(const void *from, void *to, size_t count, int type, int op, int root, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){REDUCE, from, to, count, type, op, root, comm, stream});
+    return note((struct call){REDUCE, from, to, count, type, op, root, comm, stream, 0, 0});
 }
 ncclResult_t ncclAllGather(const void *from, void *to, size_t count, int type, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){ALL_GATHER, from, to, count, type, 0, 0, comm, stream});
+    return note((struct call){ALL_GATHER, from, to, count, type, 0, 0, comm, stream, 0, 0});
 }
 ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){REDUCE_SCATTER, from, to, count, type, op, 0, comm, stream});
+    return note((struct call){REDUCE_SCATTER, from, to, count, type, op, 0, comm, stream, 0, 0});
 }
 ncclResult_t ncclSend(const void *from, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){SEND, from, NULL, count, type, 0, peer, comm, stream});
+    return note((struct call){SEND, from, NULL, count, type, 0, peer, comm, stream, 0, 0});
 }
 ncclResult_t ncclRecv(void *to, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    return note((struct call){RECV, NULL, to, count, type, 0, peer, comm, stream});
+    return note((struct call){RECV, NULL, to, count, type, 0, peer, comm, stream, 0, 0});
 }
 
 /* Waits until all ranks have come here, beside the caller. */
@@ -406,6 +474,7 @@ static void *finalize(void *argument) {
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     if (atomic_load(&comm->state)) return comm->state;
     atomic_store(&comm->state, IN_PROGRESS);
+    if (comm->blocking) return alone(finalize, comm);
     return beside(finalize, comm) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {

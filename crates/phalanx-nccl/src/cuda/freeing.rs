@@ -1,0 +1,218 @@
+//! When the memory of a device is freed.
+//!
+//! `cuMemFree` waits for all that is queued on the device. While calls of communicators are in flight it would wait for other ranks, and
+//! behind a collective that never ends it would hang. So while there are none, dropped memory is freed with it at once. Else
+//! it is kept until all that was queued on the device's streams before is done, which the poller of a communicator asks, and is
+//! then freed in the order of a stream of its own (`cuMemFreeAsync`), which waits for nothing. A program that always has a call in flight
+//! would otherwise never free anything. A device without memory pools frees only when no call is in flight.
+//!
+//! After a failure nothing is freed until the abort is over: kernels that it ends, and NCCL's threads, may touch memory until then.
+//!
+//! Two locks: `MEMORY` is only held for a moment, because the watchdog takes it; `QUEUED` also while the driver is asked.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use phalanx::Deadline;
+
+use super::device::Device;
+use super::event::Event;
+use super::raw;
+use super::stream::Pause;
+
+/// Places by number, because all handles of this process are to the same device. Devices that are this far apart share a place, which
+/// only keeps memory longer.
+const PLACES: usize = 64;
+
+/// What keeps memory of a device from being freed.
+struct Memory {
+    /// Calls of communicators in flight.
+    calls: usize,
+    /// Communicators that have failed, and whose kernels may still touch memory.
+    aborting: usize,
+    /// What was dropped meanwhile, since the last look.
+    dropped: Vec<Block>,
+    /// How much has ever been dropped meanwhile, and how much of it has been freed.
+    all_dropped: u64,
+    all_freed: u64,
+}
+
+type Block = (Device, u64);
+
+impl Memory {
+    fn is_in_use(&self) -> bool {
+        self.calls > 0 || self.aborting > 0
+    }
+}
+
+/// What is queued on a device, and what waits for that.
+struct Queued {
+    /// The streams that this crate knows, by address. Several values may be for one stream of another library's.
+    streams: Vec<(Device, usize)>,
+    /// The ends of streams that are no longer known.
+    ends: Vec<Arc<Event>>,
+    /// Whether a stream is no longer known that had no end that could be asked for: from then on memory is freed only when no call is in
+    /// flight.
+    is_unknown: bool,
+    /// Memory, and the events after which nothing uses it; in the order in which it was dropped.
+    batches: Vec<(Vec<Block>, Vec<Arc<Event>>)>,
+}
+
+static MEMORY: [Mutex<Memory>; PLACES] = [const {
+    Mutex::new(Memory { calls: 0, aborting: 0, dropped: Vec::new(), all_dropped: 0, all_freed: 0 })
+}; PLACES];
+
+static QUEUED: [Mutex<Queued>; PLACES] = [const {
+    Mutex::new(Queued { streams: Vec::new(), ends: Vec::new(), is_unknown: false, batches: Vec::new() })
+}; PLACES];
+
+impl Device {
+    /// A communicator on it has failed: its kernels may touch memory until [`settled`](Self::settled).
+    pub(crate) fn unsettled(&self) {
+        self.memory().lock().aborting += 1;
+    }
+
+    pub(crate) fn settled(&self) {
+        self.memory().lock().aborting -= 1;
+    }
+
+    /// A call is in flight on it until [`landed`](Self::landed).
+    pub(crate) fn launched(&self) {
+        self.memory().lock().calls += 1;
+    }
+
+    pub(crate) fn landed(&self) {
+        self.memory().lock().calls -= 1;
+    }
+
+    /// Work may be queued on the stream until [`forget`](Self::forget).
+    pub(super) fn know(&self, stream: raw::Stream) {
+        self.queued().lock().streams.push((self.clone(), stream.addr()));
+    }
+
+    /// Nothing more is queued on the stream by this value, which is alive until this returns.
+    pub(super) fn forget(&self, stream: raw::Stream) {
+        let mut queued = self.queued().lock();
+        let known = queued.streams.iter().position(|known| known.1 == stream.addr() && known.0 == *self);
+        known.map(|at| queued.streams.swap_remove(at));
+        match Event::unless_capturing(self, stream) {
+            Some(end) => {
+                queued.ends.push(Arc::new(end));
+                queued.prune();
+            }
+            None => queued.is_unknown = true,
+        }
+    }
+
+    /// Frees the memory at `pointer`, or, while calls are in flight, notes it for [`free_dropped`](Self::free_dropped).
+    pub(super) fn free(&self, pointer: u64) {
+        let mut memory = self.memory().lock();
+        if memory.is_in_use() {
+            memory.dropped.push((self.clone(), pointer));
+            memory.all_dropped += 1;
+        } else {
+            drop(memory);
+            self.free_now(pointer);
+        }
+    }
+
+    /// Frees what was dropped while calls were in flight and is used by nothing any more.
+    pub(crate) fn free_dropped(&self) {
+        let mut queued = self.queued().lock();
+        let (dropped, is_in_use, is_aborting) = {
+            let mut memory = self.memory().lock();
+            // What is kept until no call is in flight stays there.
+            let takes = !memory.is_in_use() || self.has_pools() && memory.aborting == 0;
+            let dropped = if takes { std::mem::take(&mut memory.dropped) } else { Vec::new() };
+            (dropped, memory.is_in_use(), memory.aborting > 0)
+        };
+        let mut freed = Vec::new();
+        if !is_in_use {
+            freed = dropped;
+            freed.extend(std::mem::take(&mut queued.batches).into_iter().flat_map(|(blocks, _)| blocks));
+        } else if !is_aborting && self.has_pools() {
+            if !dropped.is_empty() {
+                match queued.all_ends() {
+                    Some(ends) => queued.batches.push((dropped, ends)),
+                    // The next look tries again.
+                    None => self.memory().lock().dropped.extend(dropped),
+                }
+            }
+            let is_reached = |end: &Arc<Event>| end.is_reached().unwrap_or(false);
+            while queued.batches.first().is_some_and(|(_, ends)| ends.iter().all(is_reached)) {
+                freed.extend(queued.batches.remove(0).0);
+            }
+        }
+        queued.prune();
+        drop(queued);
+        let count = freed.len() as u64;
+        for (device, pointer) in freed {
+            if is_in_use { device.free_in_order(pointer) } else { device.free_now(pointer) }
+        }
+        self.memory().lock().all_freed += count;
+    }
+
+    /// Waits until what has been dropped so far is freed. Was there anything?
+    pub(super) fn await_dropped(&self, deadline: Deadline) -> bool {
+        let mut pause = Pause::default();
+        let (until, freed) = {
+            let memory = self.memory().lock();
+            (memory.all_dropped, memory.all_freed)
+        };
+        while self.memory().lock().all_freed < until && !deadline.has_passed() {
+            self.free_dropped();
+            pause.pause();
+        }
+        freed < until
+    }
+
+    fn free_now(&self, pointer: u64) {
+        if let Ok(_bound) = self.bind() {
+            // SAFETY: whoever has dropped it was its only owner. The driver waits for all that is queued on the device.
+            unsafe { (self.cuda().cuMemFree_v2)(pointer) };
+        }
+    }
+
+    /// Frees memory that nothing uses any more, without waiting for what is queued on the device.
+    fn free_in_order(&self, pointer: u64) {
+        if let Ok(_bound) = self.bind()
+            && let Ok(stream) = self.freeing_stream()
+        {
+            // SAFETY: whoever has dropped it was its only owner, and all that was queued before is done. It is of a pool, as all
+            // memory of a device that has pools.
+            unsafe { (self.cuda().cuMemFreeAsync)(pointer, stream) };
+        }
+    }
+
+    fn memory(&self) -> &'static Mutex<Memory> {
+        &MEMORY[self.ordinal() as usize % PLACES]
+    }
+
+    fn queued(&self) -> &'static Mutex<Queued> {
+        &QUEUED[self.ordinal() as usize % PLACES]
+    }
+}
+
+impl Queued {
+    /// The ends of all that is queued now; none if a part of it has no end that could be asked for, such as a stream that is captured.
+    fn all_ends(&mut self) -> Option<Vec<Arc<Event>>> {
+        if self.is_unknown {
+            return None;
+        }
+        let mut known: Vec<(&Device, usize)> =
+            self.streams.iter().map(|(device, stream)| (device, *stream)).collect();
+        known.sort_by_key(|(device, stream)| (device.ordinal(), *stream));
+        known.dedup();
+        let ends = known.into_iter().map(|(device, stream)| {
+            let stream = std::ptr::without_provenance_mut(stream);
+            Event::unless_capturing(device, stream).map(Arc::new)
+        });
+        let mut ends: Vec<_> = ends.collect::<Option<_>>()?;
+        ends.extend(self.ends.iter().cloned());
+        Some(ends)
+    }
+
+    fn prune(&mut self) {
+        self.ends.retain(|end| !end.is_reached().unwrap_or(false));
+    }
+}
