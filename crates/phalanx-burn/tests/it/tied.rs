@@ -586,11 +586,10 @@ mod pipeline {
 /// One process gives the gradient of both to the first of them in the first step, and trains them apart from then on.
 #[test]
 fn one_tensor_with_two_ids_is_refused_with_both_names() {
-    let weights: [fn(&Param<Tensor<2>>) -> Param<Tensor<2>>; 2] =
-        [|weight| Param::from_tensor(weight.val()), |weight| Param::from_tensor(weight.val().detach())];
-    let [shared, own] = weights.map(|weight| {
+    let [shared, own] = [false, true].map(|is_own| {
         let mut model = Tied::new();
-        model.second.weight = weight(&model.first.weight);
+        let weight = model.first.weight.val();
+        model.second.weight = Param::from_tensor(if is_own { weight.detach() } else { weight });
         model
     });
     let zeros = Tensor::<1>::zeros([8], &device());

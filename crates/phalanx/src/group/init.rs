@@ -233,7 +233,7 @@ mod tests {
         world: WorldSize,
         tuning: Tuning,
     ) -> Result<ProcessGroup> {
-        let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO).unwrap();
+        let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO)?;
         let (local_rank, local_world_size) = (rank.get(), world.get());
         let store = store.clone();
         let rendezvous = Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
@@ -242,14 +242,17 @@ mod tests {
     }
 
     /// Calls `rank` on all ranks of a world of three.
-    fn on_three_ranks(rank: impl Fn(&Arc<crate::store::MemoryStore>, crate::Rank, WorldSize) + Sync) {
-        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
+    fn on_three_ranks(
+        rank: impl Fn(&Arc<crate::store::MemoryStore>, crate::Rank, WorldSize) + Sync,
+    ) -> Result<()> {
+        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3)?);
         std::thread::scope(|scope| {
             for number in world.ranks() {
                 let (rank, store) = (&rank, &store);
                 scope.spawn(move || rank(store, number, world));
             }
         });
+        Ok(())
     }
 
     #[test]
@@ -258,7 +261,8 @@ mod tests {
             let tuning = if rank.get() == 1 { small() } else { Tuning::default() };
             let error = join(store, rank, world, tuning).unwrap_err();
             assert!(error.is_mismatch() && error.to_string().contains("different tuning tables"), "{error}");
-        });
+        })
+        .unwrap();
     }
 
     #[test]
@@ -274,7 +278,8 @@ mod tests {
                 _ => assert!(pair.unwrap_err().to_string().contains("different tuning tables")),
             }
             group.barrier().unwrap();
-        });
+        })
+        .unwrap();
     }
 
     #[test]
