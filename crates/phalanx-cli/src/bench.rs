@@ -45,8 +45,8 @@ fn replace_by(command: &mut Command) -> ExitCode {
         return ExitCode::from(126);
     }
     eprintln!(
-        "phalanx: {PROGRAM} is neither beside this program nor in PATH; \
-         install it with: cargo install --path crates/phalanx-bench"
+        "phalanx: {PROGRAM} is neither beside this program nor in PATH; install it with `cargo install {PROGRAM}`, or from a checkout \
+         with `cargo install --path crates/{PROGRAM}`"
     );
     ExitCode::from(127)
 }

@@ -18,7 +18,9 @@ use crate::doctor::Doctor;
 use crate::elastic::ElasticOptions;
 use crate::horovodrun::Horovodrun;
 use crate::hosts::HostOptions;
+use crate::init::Init;
 use crate::launch::{Launch, python};
+use crate::manual::{Completions, Man};
 use crate::node::Node;
 use crate::nodes::NodeOptions;
 use crate::plan::Plan;
@@ -51,7 +53,7 @@ pub(crate) enum Command {
     Keygen(Keygen),
     #[cfg(feature = "tls")]
     Certgen(Certgen),
-    /// Time collectives, faults and starts, with the program phalanx-bench
+    /// Time collectives, faults and starts, with a program of its own: `cargo install phalanx-bench`
     #[command(disable_help_flag = true)]
     Bench(Arguments),
     /// Draw what `phalanx bench --json` has measured, with the same program
@@ -59,6 +61,9 @@ pub(crate) enum Command {
     Plot(Arguments),
     Plan(Plan),
     Doctor(Doctor),
+    Init(Init),
+    Completions(Completions),
+    Man(Man),
 }
 
 const RUN: &str = "\

@@ -9,8 +9,10 @@ mod doctor;
 mod elastic;
 mod horovodrun;
 mod hosts;
+mod init;
 mod json;
 mod launch;
+mod manual;
 mod node;
 mod nodes;
 mod output;
@@ -40,5 +42,8 @@ fn main() -> ExitCode {
         cli::Command::Plot(arguments) => bench::plot(&arguments),
         cli::Command::Plan(options) => plan::run(&options),
         cli::Command::Doctor(options) => doctor::run(&options),
+        cli::Command::Init(options) => init::run(&options),
+        cli::Command::Completions(options) => manual::completions(&options),
+        cli::Command::Man(options) => manual::man(&options),
     }
 }

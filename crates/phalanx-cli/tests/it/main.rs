@@ -10,6 +10,7 @@ mod elastic;
 mod frozen;
 mod hosts;
 mod keys;
+mod manual;
 mod nodes;
 mod rendezvous;
 mod restarts;

@@ -1,0 +1,213 @@
+//! `phalanx init`.
+
+use std::fs;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+
+/// Make a small crate that trains a model of Burn in two processes
+///
+/// It is a folder with the name of the crate: the manifest, a program, a test that two ranks learn, and a README. `cargo run
+/// --release` trains there.
+#[derive(Args, Debug)]
+pub(crate) struct Init {
+    /// The name of the crate, and of the folder, which is made here; it must not exist, or be empty
+    #[arg(value_name = "NAME")]
+    name: String,
+
+    /// Depend on Phalanx in this checkout of it, instead of the published packages of this command's version
+    #[arg(long, value_name = "CHECKOUT")]
+    path: Option<PathBuf>,
+}
+
+/// What the crate has, and where.
+const FILES: [(&str, &str); 5] = [
+    ("Cargo.toml", include_str!("../templates/init/Cargo.toml.in")),
+    ("src/main.rs", include_str!("../templates/init/main.rs")),
+    ("tests/train.rs", include_str!("../templates/init/test.rs")),
+    ("README.md", include_str!("../templates/init/README.md")),
+    (".gitignore", include_str!("../templates/init/gitignore")),
+];
+
+/// Rust's keywords, which Cargo accepts as no name.
+const KEYWORDS: &str = "Self abstract as async await become box break const continue crate do dyn else enum extern false final fn \
+    for gen if impl in let loop macro match mod move mut override priv pub ref return self static struct super trait true try type \
+    typeof unsafe unsized use virtual where while yield";
+
+/// Names that the crate's dependencies have, or Rust and Cargo themselves.
+const TAKEN: [&str; 10] =
+    ["burn", "phalanx", "phalanx-burn", "alloc", "core", "proc_macro", "std", "test", "deps", "build"];
+
+/// The longest name that crates.io takes.
+const LENGTH_LIMIT: usize = 64;
+
+pub(crate) fn run(options: &Init) -> ExitCode {
+    let said = make(Path::new(""), options).and_then(|()| {
+        let Init { name, .. } = options;
+        writeln!(io::stdout(), "made {name}: `cd {name} && cargo run --release` trains in two processes, and `cargo test` checks it")
+            .map_err(|error| error.to_string())
+    });
+    match said {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            let _ = writeln!(io::stderr(), "phalanx: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Makes the crate in `place`.
+fn make(place: &Path, options: &Init) -> Result<(), String> {
+    let Init { name, path } = options;
+    check_name(name)?;
+    let [phalanx, burn] = ["phalanx", "phalanx-burn"].map(|package| dependency(package, path.as_deref()));
+    let (phalanx, burn) = (phalanx?, burn?);
+    let folder = place.join(name);
+    check_folder(name, &folder)?;
+    FILES.iter().try_for_each(|(file, template)| {
+        let text = template
+            .replace("{{name}}", name)
+            .replace("{{rust}}", env!("CARGO_PKG_RUST_VERSION"))
+            .replace("{{phalanx}}", &phalanx)
+            .replace("{{phalanx-burn}}", &burn);
+        let file = folder.join(file);
+        let written = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, text));
+        written.map_err(|error| format!("{} cannot be written: {error}", file.display()))
+    })
+}
+
+fn check_name(name: &str) -> Result<(), String> {
+    let letters = |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
+    let why = if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
+        "it must begin with a letter"
+    } else if !name.chars().all(letters) {
+        "only letters, digits, - and _ of ASCII may be in it"
+    } else if name.len() > LENGTH_LIMIT {
+        "it is longer than 64 letters"
+    } else if KEYWORDS.split(' ').any(|keyword| keyword == name) {
+        "it is a keyword of Rust"
+    } else if TAKEN.iter().any(|taken| taken.replace('-', "_") == name.replace('-', "_")) {
+        "Rust, Cargo or a dependency of the crate has it"
+    } else {
+        return Ok(());
+    };
+    Err(format!("{name:?} is no name for this crate: {why}; give another, such as my-training"))
+}
+
+fn check_folder(name: &str, folder: &Path) -> Result<(), String> {
+    match fs::read_dir(folder).map(|mut files| files.next().is_none()) {
+        Ok(true) => Ok(()),
+        Ok(false) => {
+            Err(format!("the folder {name} has files already: give another name, or empty it first"))
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            Err(format!("{name} exists and is no folder: give another name"))
+        }
+        Err(error) => Err(format!("the folder {name} cannot be read: {error}")),
+    }
+}
+
+/// What the manifest says of a package of ours.
+fn dependency(package: &str, checkout: Option<&Path>) -> Result<String, String> {
+    let Some(checkout) = checkout else {
+        return Ok(format!("{:?}", env!("CARGO_PKG_VERSION")));
+    };
+    let folder = checkout.join("crates").join(package);
+    let found = folder.join("Cargo.toml").is_file().then(|| folder.canonicalize().ok()).flatten();
+    let folder = found.ok_or_else(|| {
+        format!(
+            "{} is no checkout of Phalanx: it has no crates/{package}; give the folder with its README.md",
+            checkout.display()
+        )
+    })?;
+    // A literal string of TOML, in which nothing has a meaning but its end.
+    match folder.to_str().filter(|path| !path.contains(|letter: char| letter == '\'' || letter.is_control()))
+    {
+        Some(path) => Ok(format!("{{ path = '{path}' }}")),
+        None => Err(format!(
+            "{folder:?} cannot be written into a manifest: move the checkout to a folder with a simpler name"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn init(name: &str, path: Option<&Path>) -> Init {
+        Init { name: name.to_owned(), path: path.map(Path::to_owned) }
+    }
+
+    #[test]
+    fn what_is_no_name_of_a_crate_is_refused_with_the_reason() {
+        for name in ["digits", "my-training", "a1_b"] {
+            assert_eq!(check_name(name), Ok(()));
+        }
+        let long = "a".repeat(65);
+        for (name, why) in [
+            ("", "begin with a letter"),
+            ("1st", "begin with a letter"),
+            ("-x", "begin with a letter"),
+            ("../up", "begin with a letter"),
+            ("a/b", "only letters"),
+            ("zoë", "only letters"),
+            ("a b", "only letters"),
+            (&long, "longer than 64"),
+            ("async", "keyword"),
+            ("phalanx_burn", "a dependency"),
+            ("test", "Cargo"),
+        ] {
+            let error = check_name(name).unwrap_err();
+            assert!(error.contains(why) && error.contains("give another"), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_crate_depends_on_the_published_version_or_on_a_checkout() {
+        let place = tempfile::tempdir().unwrap();
+        make(place.path(), &init("digits", None)).unwrap();
+        let manifest = fs::read_to_string(place.path().join("digits/Cargo.toml")).unwrap();
+        let version = env!("CARGO_PKG_VERSION");
+        for line in [format!("phalanx = \"{version}\""), format!("phalanx-burn = \"{version}\"")] {
+            assert!(manifest.lines().any(|found| found == line), "{manifest}");
+        }
+
+        let error = make(place.path(), &init("other", Some(place.path()))).unwrap_err();
+        assert!(error.contains("is no checkout of Phalanx"), "{error}");
+        assert!(!place.path().join("other").exists());
+        let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        make(place.path(), &init("other", Some(&checkout))).unwrap();
+        let manifest = fs::read_to_string(place.path().join("other/Cargo.toml")).unwrap();
+        let folder = checkout.canonicalize().unwrap().join("crates/phalanx-burn");
+        assert!(
+            manifest.contains(&format!("phalanx-burn = {{ path = '{}' }}", folder.display())),
+            "{manifest}"
+        );
+    }
+
+    #[test]
+    fn nothing_is_left_to_fill_in_and_nothing_is_overwritten() {
+        let place = tempfile::tempdir().unwrap();
+        fs::create_dir(place.path().join("digits")).unwrap(); // empty: accepted
+        make(place.path(), &init("digits", None)).unwrap();
+        for (file, _) in FILES {
+            let text = fs::read_to_string(place.path().join("digits").join(file)).unwrap();
+            assert!(!text.contains("{{"), "{file}: {text}");
+        }
+        let error = make(place.path(), &init("digits", None)).unwrap_err();
+        assert_eq!(error, "the folder digits has files already: give another name, or empty it first");
+        fs::write(place.path().join("file"), "").unwrap();
+        let error = make(place.path(), &init("file", None)).unwrap_err();
+        assert_eq!(error, "file exists and is no folder: give another name");
+    }
+
+    #[test]
+    fn burn_is_what_the_first_page_asks_for() {
+        let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+        let line = FILES[0].1.lines().find(|line| line.starts_with("burn = ")).unwrap();
+        assert!(page.contains(line), "{line}");
+    }
+}

@@ -1,0 +1,42 @@
+//! What shells complete, and the manual pages.
+
+use std::fs;
+use std::process::{Command, Output};
+
+use crate::support::text;
+
+fn phalanx(words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_phalanx")).args(words).output().unwrap()
+}
+
+#[test]
+fn shells_complete_subcommands_and_options() {
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let output = phalanx(&["completions", shell]);
+        let script = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        assert!(script.contains("horovodrun") && script.contains("nproc-per-node"), "{shell}: {script}");
+    }
+    let output = phalanx(&["completions", "none"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("bash, elvish, fish"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn each_visible_subcommand_has_a_page_under_its_whole_name() {
+    assert!(text(&phalanx(&["man"]).stdout).contains(".TH phalanx 1"));
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("man1");
+    let output = phalanx(&["man", pages.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(fs::read_to_string(pages.join("phalanx.1")).unwrap().contains("doctor"));
+    let run = fs::read_to_string(pages.join("phalanx-run.1")).unwrap();
+    assert!(run.contains(".TH phalanx-run 1") && run.contains("nproc"), "{run}");
+    for (part, exists) in [("init", true), ("bench", true), ("node", false), ("help", false)] {
+        assert_eq!(pages.join(format!("phalanx-{part}.1")).exists(), exists, "{part}");
+    }
+    fs::write(folder.path().join("file"), "").unwrap();
+    let output = phalanx(&["man", folder.path().join("file").to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("cannot be made"), "{}", text(&output.stderr));
+}
