@@ -305,17 +305,17 @@ class ProcessGroup(dist.ProcessGroup):
             staged,
         )
 
-    def reduce(self, tensors, opts=None, op=None, timeout=None):
+    def reduce(self, tensors, opts=None, op=None, timeout=None, *, root=None):
         if isinstance(tensors, torch.Tensor):
-            root, tensors, opts = opts, [tensors], c10d.ReduceOptions()
+            root, tensors, opts = opts if root is None else root, [tensors], c10d.ReduceOptions()
             opts.rootRank = root
             _set(opts, op, timeout)
         tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
-    def broadcast(self, tensors, opts=None, timeout=None):
+    def broadcast(self, tensors, opts=None, timeout=None, *, root=None):
         if isinstance(tensors, torch.Tensor):
-            root, tensors, opts = opts, [tensors], c10d.BroadcastOptions()
+            root, tensors, opts = opts if root is None else root, [tensors], c10d.BroadcastOptions()
             opts.rootRank = root
             _set(opts, None, timeout)
         tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
@@ -369,9 +369,9 @@ class ProcessGroup(dist.ProcessGroup):
         works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
         return self._all(works, output_lists)
 
-    def gather(self, output_tensors, input_tensors, opts=None, timeout=None):
+    def gather(self, output_tensors, input_tensors, opts=None, timeout=None, *, root=None):
         if isinstance(input_tensors, torch.Tensor):
-            root, opts = opts, c10d.GatherOptions()
+            root, opts = opts if root is None else root, c10d.GatherOptions()
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
@@ -398,9 +398,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     gather_into_tensor = gather_single
 
-    def scatter(self, output_tensors, input_tensors, opts=None, timeout=None):
+    def scatter(self, output_tensors, input_tensors, opts=None, timeout=None, *, root=None):
         if isinstance(output_tensors, torch.Tensor):
-            root, opts = opts, c10d.ScatterOptions()
+            root, opts = opts if root is None else root, c10d.ScatterOptions()
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
@@ -613,6 +613,8 @@ def _overload(tensors, opts, timeout, op, options):
 
 def _counts(what, tensor, splits, size):
     """The numbers of elements that belong to each rank; empty if all have the same."""
+    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
+    splits = [] if splits is None else [int(split) for split in splits]
     if not splits:
         return []
     if len(splits) != size:

@@ -4,6 +4,7 @@ import datetime
 import os
 import threading
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,3 +158,26 @@ def test_options_are_refused(tmp_path):
 
 def test_the_error_is_that_of_pytorch():
     assert issubclass(phalanx_torch.Error, dist.DistBackendError)
+
+
+def by_keyword(rank):
+    group, mine = dist.group.WORLD, torch.tensor([float(rank + 1)])
+    tensor = mine.clone()
+    group.broadcast(tensor, root=1).wait()
+    assert tensor.tolist() == [2.0]
+    tensor = mine.clone()
+    group.reduce(tensor, root=1).wait()
+    assert rank != 1 or tensor.tolist() == [3.0]
+    lists = [torch.zeros(1), torch.zeros(1)] if rank == 1 else []
+    group.gather(lists, mine, root=1).wait()
+    assert [one.item() for one in lists] == ([1.0, 2.0] if rank == 1 else [])
+    tensor = torch.zeros(1)
+    group.scatter(tensor, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 1 else [], root=1).wait()
+    assert tensor.tolist() == [5.0 + rank]
+    output = torch.zeros(2)
+    dist.all_to_all_single(output, torch.tensor([10.0, 11.0]) + 10 * rank, numpy.array([1, 1]), numpy.array([1, 1]))
+    assert output.tolist() == [10.0 + rank, 20.0 + rank]
+
+
+def test_roots_by_keyword_and_split_sizes_of_numpy(ranks):
+    ranks(2, by_keyword)
