@@ -17,7 +17,7 @@ use super::soon;
 /// Where in the store ranks find each other.
 const GROUP: &str = "phalanx/none/0/0/group/";
 /// What a rank asks for first when all have come to the roll-call.
-pub const MESH: &[u8] = b"/group/mesh/job";
+pub const MESH: &[u8] = b"/group/mesh/address";
 /// How long a rank may take to answer a hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(200);
 
@@ -79,7 +79,8 @@ impl Insider {
         let digits = text.trim().as_bytes().chunks(2);
         let key: Vec<u8> =
             digits.map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap()).collect();
-        let number = store.get(&format!("{GROUP}mesh/job"), soon()).unwrap();
+        let verdict = store.get("phalanx/none/0/0/verdict", soon()).unwrap();
+        let number = verdict.strip_prefix(b"ok ").unwrap();
         let address = |rank: u32| {
             // A socket's address of 4 bytes as postcard writes it: which kind, the address, the port.
             let bytes = store.get(&format!("{GROUP}mesh/address/{rank}"), soon()).unwrap();
@@ -89,7 +90,7 @@ impl Insider {
             SocketAddr::from((Ipv4Addr::LOCALHOST, u16::try_from(port).unwrap()))
         };
         Self {
-            secret: tag(&key, "phalanx mesh 2", &[&number]),
+            secret: tag(&key, "phalanx mesh 2", &[number]),
             ranks: [address(0), address(1)],
             answered: AtomicUsize::new(0),
         }
