@@ -93,7 +93,8 @@ impl ModuleMapper for Hooker {
     }
 }
 
-/// The leaf of the graph that `tensor` is; None on a device without a graph. Clones of a tensor are the same leaf.
+/// The leaf of the graph that `tensor` is; None on a device without a graph. Clones of a tensor are the same leaf, also if each of them was
+/// made to need a gradient.
 pub(crate) fn leaf(tensor: DispatchTensor) -> Option<NodeId> {
     let leaf = Leaf::default();
     drop(Dispatch::note_leaf(tensor, leaf.clone()));

@@ -30,6 +30,8 @@ macro_rules! callers {
 }
 
 callers! {
+    /// [`init`](crate::init()), and [`ProcessGroup::join`](crate::ProcessGroup::join).
+    Init = 1, "init";
     /// [`ProcessGroup::new_group`](crate::ProcessGroup::new_group).
     NewGroup = 2, "new_group";
     /// [`ProcessGroup::split`](crate::ProcessGroup::split).

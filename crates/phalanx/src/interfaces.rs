@@ -174,16 +174,19 @@ pub(crate) fn inner_bridges() -> Vec<IpAddr> {
     inner.map(|own| own.address).collect()
 }
 
-/// Whether `interface`, one of those in `folder`, is a bridge without a network card. A member of a bridge is one, or stands on one (a VLAN,
-/// a bond), if the kernel shows a device or a lower interface for it; the ends of containers have neither.
+/// Whether `interface`, one of those in `folder`, is a bridge that leads to no other host. A member leads there if the kernel shows a device
+/// (a network card), a lower interface (a VLAN, a bond) or a kind (a tunnel such as VXLAN) for it, or if it is a tap, which may be a
+/// tunnel's, but not libvirt's `vnet*`. The ends of containers have none of these.
 fn is_inner_bridge(folder: &Path, interface: &str) -> bool {
     let bridge = folder.join(interface);
     let Ok(members) = bridge.join("brif").read_dir() else { return false };
     let is_lower = |name: &OsStr| name.as_encoded_bytes().starts_with(b"lower_");
-    let leads_out = |member: OsString| {
-        let member = folder.join(member);
+    let leads_out = |name: OsString| {
+        let member = folder.join(&name);
         let mut lower = member.read_dir().into_iter().flatten().flatten();
-        member.join("device").exists() || lower.any(|entry| is_lower(&entry.file_name()))
+        let is_tap = member.join("tun_flags").exists() && !name.as_encoded_bytes().starts_with(b"vnet");
+        let kind = std::fs::read_to_string(member.join("uevent")).is_ok_and(|text| text.contains("DEVTYPE="));
+        member.join("device").exists() || is_tap || kind || lower.any(|entry| is_lower(&entry.file_name()))
     };
     !members.flatten().any(|member| leads_out(member.file_name()))
 }
@@ -346,12 +349,27 @@ mod tests {
         for path in ["eth0.7/lower_eth0", "br2/brif/bond0", "bond0/lower_eth0", "eth1/device"] {
             make(path);
         }
+        for path in [
+            "br3/brif/vxlan0",
+            "vxlan0",
+            "br4/brif/tap0",
+            "tap0/tun_flags",
+            "virbr1/brif/vnet0",
+            "vnet0/tun_flags",
+        ] {
+            make(path);
+        }
+        std::fs::write(folder.path().join("vxlan0/uevent"), "DEVTYPE=vxlan\nINTERFACE=vxlan0\n").unwrap();
+        std::fs::write(folder.path().join("veth1/uevent"), "INTERFACE=veth1\n").unwrap();
         for (name, is_inner) in [
             ("docker0", true),
             ("virbr0", true),
             ("br0", false),
             ("br1", false),
             ("br2", false),
+            ("br3", false),
+            ("br4", false),
+            ("virbr1", true),
             ("eth1", false),
             ("gone", false),
         ] {

@@ -45,9 +45,10 @@ impl<M: Module> Replicas<M> {
             return Err(Error::invalid_argument(format!("{plain:?} is a device without autodiff"))
                 .with_remedy("give device.autodiff()"));
         }
+        // Before each parameter gets a tensor of its own.
+        let ties = Ties::of(&model)?;
         let model = model.fork(main);
         model.visit(&mut Initialiser);
-        let ties = Ties::of(&model)?;
         let model = Some(ties.retie(model));
         let scope: Scope = Box::new(|_, work| work());
         Ok(Self {

@@ -1,6 +1,8 @@
 //! Workers that train by themselves for a while, and then move towards each other: the arithmetic over slices, and the
 //! collectives and messages of a group.
 
+use std::mem::discriminant;
+
 use serde::{Deserialize, Serialize};
 
 use super::optimizer::{Sgd, UpdateRule};
@@ -8,13 +10,13 @@ use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{P2pOp, ProcessGroup};
+use crate::group::{P2pOp, ProcessGroup, Work};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::sampler::random_permutation;
 
 /// How workers come together.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum LocalMethod {
     /// Local SGD: all workers take the mean of their parameters.
     ///
@@ -99,14 +101,13 @@ impl LocalMethod {
 #[derive(Debug)]
 pub struct LocalUpdates {
     group: ProcessGroup,
-    method: LocalMethod,
     state: LocalState,
     /// The elements that are sent.
     scratch: Vec<f32>,
 }
 
 /// What [`LocalUpdates`] keeps from step to step: the numbers of steps, and the centre or the velocity of an outer optimizer. It is
-/// the same on every rank.
+/// the same on every rank, but for the bytes that the rank has given to the group.
 ///
 /// ```
 /// use phalanx::ProcessGroup;
@@ -122,9 +123,9 @@ pub struct LocalUpdates {
 /// assert_eq!(resumed.state(), local.state());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LocalState {
-    method: String,
+    method: LocalMethod,
     every: u64,
     elements: usize,
     steps: u64,
@@ -142,7 +143,7 @@ impl LocalState {
     /// Checks that all ranks have the same settings and states, and that none of them has a `check` that failed. An error on
     /// every rank.
     fn agree(&self, group: &ProcessGroup, check: Result<()>) -> Result<()> {
-        let settings = (fnv1a(self.method.bytes()), self.every, self.elements as u64);
+        let settings = (fnv1a(format!("{:?}", self.method).bytes()), self.every, self.elements as u64);
         let reached = (self.steps, self.rounds, bits(&self.center), bits(&self.velocity));
         let failure = check.err();
         let own = (settings, reached, failure.as_ref().map(ToString::to_string));
@@ -183,10 +184,11 @@ impl LocalState {
 
     /// Checks that this state is one of these settings, and whole.
     fn fits(&self, method: LocalMethod, every: u64, elements: usize) -> Result<()> {
-        let named = format!("{method:?}");
-        if (&self.method, self.every, self.elements) != (&named, every, elements) {
+        let is_of_kind =
+            discriminant(&self.method) == discriminant(&method) && self.method.keeps() == method.keeps();
+        if !is_of_kind || (self.every, self.elements) != (every, elements) {
             return Err(Error::invalid_argument(format!(
-                "the state is of {} every {} steps, with {} parameters, and not of {named} every {every} steps, with {elements}",
+                "the state is of {:?} every {} steps, with {} parameters, and not of {method:?} every {every} steps, with {elements}",
                 self.method, self.every, self.elements
             ))
             .with_remedy("name the method, the interval and the model with which it was saved"));
@@ -220,22 +222,26 @@ impl LocalUpdates {
     ) -> Result<Self> {
         let (has_center, has_velocity) = method.keeps();
         let mut state = LocalState {
-            method: format!("{method:?}"),
+            method,
             every,
             elements: parameters.len(),
+            steps: 0,
+            rounds: 0,
+            bytes: 0,
+            center: Vec::new(),
             velocity: vec![0.0; if has_velocity { parameters.len() } else { 0 }],
-            ..LocalState::default()
         };
         state.agree(group, Ok(()))?;
         group.broadcast(parameters, Rank::MAIN)?;
         if has_center {
             state.center = parameters.to_vec();
         }
-        Ok(Self { group: group.clone(), method, state, scratch: Vec::new() })
+        Ok(Self { group: group.clone(), state, scratch: Vec::new() })
     }
 
     /// Workers that go on from where they were when each saved its parameters and its [`state`](Self::state). The rank's
-    /// parameters stay as they are. All ranks must call it. The world size may be another, if each rank has a state.
+    /// parameters stay as they are. All ranks must call it. The world size may be another, if each rank has a state, and so may the
+    /// rates of the method, but not what kind it is.
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
@@ -248,8 +254,9 @@ impl LocalUpdates {
         state: LocalState,
     ) -> Result<Self> {
         let fits = state.fits(method, every, parameters.len());
+        let state = LocalState { method, ..state };
         state.agree(group, fits)?;
-        Ok(Self { group: group.clone(), method, state, scratch: Vec::new() })
+        Ok(Self { group: group.clone(), state, scratch: Vec::new() })
     }
 
     /// What later steps depend on besides the parameters, to be saved with them.
@@ -261,7 +268,8 @@ impl LocalUpdates {
     /// returns the bytes that this rank has given to the group; otherwise None.
     ///
     /// # Errors
-    /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`].
+    /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`]. After an error the step
+    /// is not done, and parameters and state are what they were before it.
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
         if self.state.elements != parameters.len() {
             return Err(Error::invalid_argument(format!(
@@ -270,15 +278,16 @@ impl LocalUpdates {
                 parameters.len()
             )));
         }
-        self.state.steps += 1;
-        if !self.state.steps.is_multiple_of(self.state.every) {
-            return Ok(None);
-        }
-        self.state.rounds += 1;
-        let copies = self.come_together(parameters)?;
-        let bytes = copies * size_of_val(parameters) as u64;
-        self.state.bytes += bytes;
-        Ok(Some(bytes))
+        let steps = self.state.steps + 1;
+        let bytes = match steps.is_multiple_of(self.state.every) {
+            true => Some(self.come_together(parameters)? * size_of_val(parameters) as u64),
+            false => None,
+        };
+        // A meeting that has failed is none: a run that goes on from the state repeats it.
+        self.state.steps = steps;
+        self.state.rounds += u64::from(bytes.is_some());
+        self.state.bytes += bytes.unwrap_or(0);
+        Ok(bytes)
     }
 
     /// The bytes that this rank has given to the group, by steps.
@@ -286,59 +295,61 @@ impl LocalUpdates {
         if self.state.steps == 0 { 0.0 } else { self.state.bytes as f64 / self.state.steps as f64 }
     }
 
-    /// Returns how often this rank has given its parameters to the group.
+    /// Returns how often this rank has given its parameters to the group. After an error nothing has changed.
     fn come_together(&mut self, parameters: &mut [f32]) -> Result<u64> {
-        let world = self.group.world_size().get();
+        let Self { group, state, scratch } = self;
+        let LocalState { method, rounds, center, velocity, .. } = state;
+        let (world, round) = (group.world_size().get(), *rounds + 1);
         let is_alone = world == 1;
-        match self.method {
+        scratch.clear();
+        match *method {
             LocalMethod::Average => {
-                self.group.all_reduce(parameters, ReduceOp::Avg)?;
+                scratch.extend_from_slice(parameters);
+                group.all_reduce(scratch, ReduceOp::Avg)?;
+                parameters.copy_from_slice(scratch);
                 Ok(u64::from(!is_alone))
             }
             LocalMethod::Elastic { moving_rate } => {
-                self.scratch.clear();
-                self.scratch.extend(stretch(parameters, &self.state.center, moving_rate));
-                parameters.iter_mut().zip(&self.scratch).for_each(|(p, pull)| *p -= pull);
-                self.group.all_reduce(&mut self.scratch, ReduceOp::Sum)?;
-                self.state.center.iter_mut().zip(&self.scratch).for_each(|(c, pull)| *c += pull);
+                scratch.extend(stretch(parameters, center, moving_rate));
+                group.all_reduce(scratch, ReduceOp::Sum)?;
+                let pulls = parameters.iter_mut().zip(center).zip(&*scratch);
+                pulls.for_each(|((p, c), sum)| {
+                    *p -= (*p - *c) * moving_rate;
+                    *c += sum;
+                });
                 Ok(u64::from(!is_alone))
             }
             LocalMethod::Outer(rule) => {
-                self.scratch.clear();
-                self.scratch.extend(stretch(&self.state.center, parameters, 1.0));
-                self.group.all_reduce(&mut self.scratch, ReduceOp::Avg)?;
-                let mut states = [self.state.velocity.as_mut_slice()];
+                scratch.extend(stretch(center, parameters, 1.0));
+                group.all_reduce(scratch, ReduceOp::Avg)?;
+                let mut states = [velocity.as_mut_slice()];
                 let states = &mut states[..rule.states()];
-                rule.update(self.state.rounds, 1.0, &mut self.state.center, &self.scratch, states);
-                parameters.copy_from_slice(&self.state.center);
+                rule.update(round, 1.0, center, scratch, states);
+                parameters.copy_from_slice(center);
                 Ok(u64::from(!is_alone))
             }
-            LocalMethod::Ring => self.gossip(parameters, &neighbours(self.group.rank(), world)),
+            LocalMethod::Ring => gossip(group, parameters, &neighbours(group.rank(), world)),
             LocalMethod::RandomPairs { seed } => {
-                let partner = partner(self.group.rank(), world, seed, self.state.rounds);
-                self.gossip(parameters, partner.as_slice())
+                let partner = partner(group.rank(), world, seed, round);
+                gossip(group, parameters, partner.as_slice())
             }
         }
     }
+}
 
-    /// Takes the mean of this rank's parameters and those of `peers`, which do the same with this one.
-    fn gossip(&self, parameters: &mut [f32], peers: &[Rank]) -> Result<u64> {
-        let receive =
-            peers.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::F32, parameters.len()), *peer));
-        let send = peers.iter().map(|peer| P2pOp::send(Buffer::from_slice(parameters), *peer));
-        let mut works = self.group.batch_isend_irecv(receive.chain(send).collect())?;
-        let sent = works.split_off(peers.len());
-        let share = 1.0 / (peers.len() + 1) as f32;
-        parameters.iter_mut().for_each(|p| *p *= share);
-        for work in works {
-            let theirs = work.wait()?;
-            parameters.iter_mut().zip(theirs.as_slice::<f32>()?).for_each(|(p, theirs)| *p += theirs * share);
-        }
-        for work in sent {
-            work.wait()?;
-        }
-        Ok(peers.len() as u64)
+/// Takes the mean of this rank's parameters and those of `peers`, which do the same with this one.
+fn gossip(group: &ProcessGroup, parameters: &mut [f32], peers: &[Rank]) -> Result<u64> {
+    let receive = peers.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::F32, parameters.len()), *peer));
+    let send = peers.iter().map(|peer| P2pOp::send(Buffer::from_slice(parameters), *peer));
+    let works = group.batch_isend_irecv(receive.chain(send).collect())?;
+    let done = works.into_iter().map(Work::wait).collect::<Result<Vec<Buffer>>>()?;
+    let theirs = done.iter().take(peers.len()).map(Buffer::as_slice::<f32>).collect::<Result<Vec<_>>>()?;
+    let share = 1.0 / (peers.len() + 1) as f32;
+    parameters.iter_mut().for_each(|p| *p *= share);
+    for theirs in theirs {
+        parameters.iter_mut().zip(theirs).for_each(|(p, theirs)| *p += theirs * share);
     }
+    Ok(peers.len() as u64)
 }
 
 /// How far `from` is beyond `to`, times `rate`.

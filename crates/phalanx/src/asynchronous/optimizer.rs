@@ -4,6 +4,7 @@
 //! roundings. These follow PyTorch's, and know no tensors. Only four loops could be shared.
 
 use pulp::Arch;
+use serde::{Deserialize, Serialize};
 
 use crate::hash::fnv1a;
 
@@ -31,7 +32,7 @@ pub trait UpdateRule: Send + Sync {
 }
 
 /// Stochastic gradient descent, as PyTorch's `SGD`.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sgd {
     /// The learning rate.
     pub learning_rate: f32,

@@ -34,7 +34,6 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),
                         number: None,
-                        tuning: 0,
                     };
                     connect(
                         &config,

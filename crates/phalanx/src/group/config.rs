@@ -162,7 +162,6 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                     number: None,
-                    tuning: self.tuning.choice(world).fingerprint,
                 };
                 connect_among(&mesh, self.members.clone(), options, deadline)
             }

@@ -91,10 +91,14 @@ impl Engine {
         self.health.clone()
     }
 
-    /// Chooses algorithms by `tuning` from now on. Ranks with different tables could wait for each other for ever, so they compare
-    /// these when they connect; each frame carries the fingerprint as well.
-    pub(super) fn tune(&mut self, tuning: &Tuning) {
+    /// Chooses algorithms by `tuning` from now on. Ranks with different tables could wait for each other for ever, so
+    /// the tables are compared at once: in the barrier `call` each rank gets a frame from its neighbour, whatever the
+    /// table.
+    pub(super) fn tune(&mut self, tuning: &Tuning, call: Call, deadline: Deadline) -> Result<()> {
         self.choice = tuning.choice(self.world);
+        let call = Call { tuning: self.choice.fingerprint, ..call };
+        let plan = collective::dissemination(self.rank, self.world);
+        self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
     }
 
     /// The sizes by which algorithms are chosen.

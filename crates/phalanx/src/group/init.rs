@@ -6,14 +6,17 @@ use std::time::Duration;
 
 use super::connect::{TransportOptions, connect};
 use super::{Backend, DEFAULT_TIMEOUT, GroupConfig, Identity, LocalRank, ProcessGroup};
+use crate::caller::Caller;
 use crate::collective::{Tuning, TuningRow};
 use crate::deadline::Deadline;
+use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rendezvous::{self, Rendezvous};
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
+use crate::wire::frame::Operation;
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
@@ -146,7 +149,6 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
             number: group_number,
-            tuning: tuning.choice(world_size).fingerprint,
         };
         let silent_hosts = Arc::default();
         let options = TransportOptions {
@@ -165,12 +167,14 @@ impl ProcessGroup {
             ..GroupConfig::new(backend, local, generation)
         };
         let identity = Identity { rank, world: world_size, trace, config };
-        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning)
+        Self::new(identity, connected)?.with_timeout(timeout).tuned(&tuning, Caller::Init)
     }
 
-    /// Before the first call: chooses algorithms by `tuning`, on every rank. The ranks have compared their tables when they connected.
-    pub(crate) fn tuned(self, tuning: &Tuning) -> Result<Self> {
-        self.inner.queue.run(&self.operation_timeout(), |engine| engine.tune(tuning))?;
+    /// Before the first call: chooses algorithms by `tuning`, on every rank.
+    pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
+        let timeout = self.operation_timeout();
+        let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
+        self.inner.queue.run(&timeout, |engine| engine.tune(tuning, call, timeout.deadline()))??;
         Ok(self)
     }
 
@@ -210,7 +214,7 @@ mod tests {
             std::thread::scope(|scope| {
                 for group in groups(world, Fabric::Tcp).unwrap() {
                     scope.spawn(move || {
-                        let group = group.tuned(&small()).unwrap();
+                        let group = group.tuned(&small(), Caller::Init).unwrap();
                         for length in [1usize, 4, 7, 50, 101, 1000] {
                             let mut data = vec![i64::from(group.rank().get()); length];
                             group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
@@ -226,60 +230,51 @@ mod tests {
         }
     }
 
-    /// Joins a world over `store` as `rank` of `world`, with `tuning`.
-    fn join(
-        store: &Arc<crate::store::MemoryStore>,
-        rank: crate::Rank,
-        world: WorldSize,
-        tuning: Tuning,
-    ) -> Result<ProcessGroup> {
-        let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO)?;
-        let (local_rank, local_world_size) = (rank.get(), world.get());
-        let store = store.clone();
-        let rendezvous = Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
-        let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));
-        ProcessGroup::join(rendezvous, GroupOptions { timeout, transport, tuning, ..GroupOptions::default() })
-    }
-
-    /// Calls `rank` on all ranks of a world of three.
-    fn on_three_ranks(
-        rank: impl Fn(&Arc<crate::store::MemoryStore>, crate::Rank, WorldSize) + Sync,
-    ) -> Result<()> {
-        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3)?);
-        std::thread::scope(|scope| {
-            for number in world.ranks() {
-                let (rank, store) = (&rank, &store);
-                scope.spawn(move || rank(store, number, world));
-            }
-        });
-        Ok(())
-    }
-
     #[test]
     fn ranks_with_different_tables_are_told_at_once() {
-        on_three_ranks(|store, rank, world| {
-            let tuning = if rank.get() == 1 { small() } else { Tuning::default() };
-            let error = join(store, rank, world, tuning).unwrap_err();
-            assert!(error.is_mismatch() && error.to_string().contains("different tuning tables"), "{error}");
-        })
-        .unwrap();
+        std::thread::scope(|scope| {
+            for group in groups(3, Fabric::Tcp).unwrap() {
+                scope.spawn(move || {
+                    let tuning = if group.rank().get() == 1 { small() } else { Tuning::default() };
+                    // A rank that was done before gets the error later.
+                    let outcome = group.tuned(&tuning, Caller::Init).and_then(|group| {
+                        std::iter::repeat_with(|| group.barrier()).find(Result::is_err).unwrap_or(Ok(()))
+                    });
+                    let error = outcome.unwrap_err();
+                    assert!(error.to_string().contains("different tuning tables"), "{error}");
+                });
+            }
+        });
     }
 
     #[test]
     fn sub_groups_choose_by_the_same_table_and_compare_their_own_row() {
-        on_three_ranks(|store, rank, world| {
+        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
+        let rank = |rank: crate::Rank| {
+            let alone = rendezvous::from_url("env://", None, Some(WorldSize::ONE), Duration::ZERO).unwrap();
+            let (local_rank, local_world_size) = (rank.get(), world.get());
+            let store = store.clone();
+            let rendezvous =
+                Rendezvous { store, rank, world_size: world, local_rank, local_world_size, ..alone };
             // The row for three ranks is the same; the row for two is not.
             let mut tuning = Tuning::default();
             tuning.rows[0].doubling_max += rank.index();
-            let group = join(store, rank, world, tuning).unwrap();
+            let (timeout, transport) = (Duration::from_secs(20), Some(TransportKind::Tcp));
+            let options = GroupOptions { timeout, transport, tuning, ..GroupOptions::default() };
+            let group = ProcessGroup::join(rendezvous, options).unwrap();
             let pair = group.new_group(&[crate::Rank::MAIN, crate::Rank::new(2)]);
             match rank.get() {
                 1 => assert!(pair.unwrap().is_none()),
                 _ => assert!(pair.unwrap_err().to_string().contains("different tuning tables")),
             }
             group.barrier().unwrap();
-        })
-        .unwrap();
+        };
+        std::thread::scope(|scope| {
+            for number in world.ranks() {
+                let rank = &rank;
+                scope.spawn(move || rank(number));
+            }
+        });
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl ProcessGroup {
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         let ranks = self.checked(ranks)?;
         let name = self.agree_on(&ranks)?;
-        self.join_part(&name, &ranks)
+        self.join_part(&name, &ranks, Caller::NewGroup)
     }
 
     /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
@@ -75,7 +75,7 @@ impl ProcessGroup {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;
         let config = self.inner.config.subgroup(&name, &members).aside();
-        self.connect_part(config, self.rank(), self.world_size(), trace)
+        self.connect_part(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
     }
 
     /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are
@@ -123,7 +123,7 @@ impl ProcessGroup {
             .collect();
         members.sort_unstable();
         let members: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
-        self.join_part(&name, &members)
+        self.join_part(&name, &members, Caller::Split)
     }
 
     /// A group of all ranks of this one, for this crate's own threads. Calls in it do not count as the program's, and
@@ -150,7 +150,7 @@ impl ProcessGroup {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let config = self.inner.config.subgroup(&name, members).aside();
         let world = WorldSize::new(members.len() as u32)?;
-        let group = self.connect_part(config, Rank::new(rank as u32), world, self.trace())?;
+        let group = self.connect_part(config, Rank::new(rank as u32), world, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
@@ -229,16 +229,23 @@ impl ProcessGroup {
     }
 
     /// Connects the sub-group `name`, if this rank is a member.
-    fn join_part(&self, name: &str, members: &[Rank]) -> Result<Option<Self>> {
+    fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
         let config = self.inner.config.subgroup(name, members);
-        self.connect_part(config, rank, world, self.trace()).map(Some)
+        self.connect_part(config, rank, world, self.trace(), caller).map(Some)
     }
 
     /// Connects this rank with the sub-group.
-    fn connect_part(&self, config: GroupConfig, rank: Rank, world: WorldSize, trace: Trace) -> Result<Self> {
+    fn connect_part(
+        &self,
+        config: GroupConfig,
+        rank: Rank,
+        world: WorldSize,
+        trace: Trace,
+        caller: Caller,
+    ) -> Result<Self> {
         let connected = config.connect(rank, world, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
@@ -246,7 +253,9 @@ impl ProcessGroup {
             _ => error,
         })?;
         let identity = Identity { rank, world, trace, config };
-        Self::new(identity, connected)?.with_timeout(self.timeout).tuned(&self.inner.config.tuning)
+        let group = Self::new(identity, connected)?.with_timeout(self.timeout);
+        // A world of another size may use another row of the table, which has not been compared yet.
+        group.tuned(&self.inner.config.tuning, caller)
     }
 }
 

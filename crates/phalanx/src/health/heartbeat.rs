@@ -30,6 +30,8 @@ pub struct Heartbeat {
 
 /// The largest interval and time-out.
 const TIMEOUT_LIMIT: Duration = Duration::from_secs(24 * 3600);
+/// How often a rank of a large group sends a heartbeat, unless the interval is longer, or a time-out shorter than by default.
+const LARGE_GROUP_INTERVAL: Duration = Duration::from_millis(400);
 /// How many heartbeats of a process in a store may be missing at least.
 const STORE_BEATS: u32 = 5;
 /// How many more may be missing than fit into the time-out of ranks.
@@ -42,16 +44,18 @@ impl Heartbeat {
 
     /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL`, `PHALANX_HEARTBEAT_TIMEOUT` and `PHALANX_NETWORK_TIMEOUT`, in seconds.
     pub(crate) fn from_env() -> Result<Self> {
-        let interval = seconds("PHALANX_HEARTBEAT_INTERVAL")?;
-        let heartbeat = Self::with(interval, seconds("PHALANX_HEARTBEAT_TIMEOUT")?);
-        Ok(match seconds("PHALANX_NETWORK_TIMEOUT")? {
-            Some(network_timeout) => Self { network_timeout, ..heartbeat },
-            None => heartbeat,
-        })
+        let (interval, timeout) =
+            (seconds("PHALANX_HEARTBEAT_INTERVAL")?, seconds("PHALANX_HEARTBEAT_TIMEOUT")?);
+        Ok(Self::with(interval, timeout, seconds("PHALANX_NETWORK_TIMEOUT")?))
     }
 
-    /// The defaults with what the user has set for all ranks, wherever they are.
-    fn with(interval: Option<Duration>, timeout: Option<Duration>) -> Self {
+    /// The defaults with what the user has set: a time-out for all ranks, wherever they are, and one for those on other hosts. Of the
+    /// two, a zero turns both off, as for a debugger.
+    fn with(
+        interval: Option<Duration>,
+        timeout: Option<Duration>,
+        network_timeout: Option<Duration>,
+    ) -> Self {
         let default = Self::default();
         let interval = interval.unwrap_or(default.interval);
         // A longer interval alone must not make the settings invalid.
@@ -59,18 +63,22 @@ impl Heartbeat {
         Self {
             interval,
             timeout: timeout_or(default.timeout),
-            network_timeout: timeout_or(default.network_timeout),
+            network_timeout: network_timeout
+                .filter(|_| timeout != Some(Duration::ZERO))
+                .unwrap_or_else(|| timeout_or(default.network_timeout)),
         }
     }
 
     /// Those of a group of this size. In a large one the heartbeats of an idle host would take a noticeable part of its processors, so
-    /// there are as few as the time-out allows: three in the time in which one must come.
+    /// there are fewer.
     pub(crate) fn among(self, world: WorldSize) -> Self {
         let shortest =
             [self.timeout, self.network_timeout].into_iter().filter(|timeout| !timeout.is_zero()).min();
         match shortest {
             Some(timeout) if world.get() > ALL && !self.interval.is_zero() => {
-                Self { interval: self.interval.max(timeout / 3), ..self }
+                // Two looks of the thread that watches.
+                let longer = LARGE_GROUP_INTERVAL.min(timeout * 2 / 5);
+                Self { interval: self.interval.max(longer), ..self }
             }
             _ => self,
         }
@@ -89,7 +97,10 @@ impl Heartbeat {
                 return Err(Error::invalid_argument(format!(
                     "heartbeats every {interval:?} with a time-out of {timeout:?}: a single late heartbeat would count as a failure"
                 ))
-                .with_remedy("the time-out must be twice the interval at least; ten times is the default"));
+                .with_remedy(
+                    "a time-out (PHALANX_HEARTBEAT_TIMEOUT, PHALANX_NETWORK_TIMEOUT) must be twice PHALANX_HEARTBEAT_INTERVAL at least; \
+                     ten times is the default",
+                ));
             }
         }
         Ok(())
@@ -178,25 +189,28 @@ mod tests {
         let default = Heartbeat::default();
         assert_eq!(among(default, 32), default);
         let fewer = among(default, 33);
-        assert_eq!(fewer.interval.as_millis(), 333);
-        assert_eq!(fewer, Heartbeat { interval: fewer.interval, ..default });
+        assert_eq!(fewer, Heartbeat { interval: Duration::from_millis(400), ..default });
         assert!(fewer.check().is_ok());
-        // What the user has set stays, if it is longer, or turns them off.
+        // What the user has set stays, if it is longer, or turns them off. A time-out of one rank does not keep it silent for long.
         let slow = milliseconds(500, 1000, 10_000);
         assert_eq!(among(slow, 128), slow);
         assert_eq!(among(milliseconds(0, 1000, 1000), 128), milliseconds(0, 1000, 1000));
         assert_eq!(among(milliseconds(100, 0, 0), 128), milliseconds(100, 0, 0));
-        assert_eq!(among(milliseconds(100, 0, 9000), 128), milliseconds(3000, 0, 9000));
+        assert_eq!(among(milliseconds(100, 0, 60_000), 128), milliseconds(400, 0, 60_000));
+        assert_eq!(among(milliseconds(10, 50, 50), 128), milliseconds(20, 50, 50));
     }
 
     #[test]
     fn a_network_may_be_silent_for_longer_than_a_process_unless_the_user_says_otherwise() {
         let seconds = |seconds| Some(Duration::from_secs(seconds));
-        assert_eq!(Heartbeat::with(None, None), milliseconds(100, 1000, 10_000));
-        assert_eq!(Heartbeat::with(None, seconds(15)), milliseconds(100, 15_000, 15_000));
-        assert_eq!(Heartbeat::with(None, seconds(0)), milliseconds(100, 0, 0));
-        assert_eq!(Heartbeat::with(seconds(1), None), milliseconds(1000, 10_000, 10_000));
-        assert_eq!(Heartbeat::with(seconds(2), None), milliseconds(2000, 20_000, 20_000));
+        assert_eq!(Heartbeat::with(None, None, None), milliseconds(100, 1000, 10_000));
+        assert_eq!(Heartbeat::with(None, None, seconds(60)), milliseconds(100, 1000, 60_000));
+        assert_eq!(Heartbeat::with(None, seconds(3), seconds(60)), milliseconds(100, 3000, 60_000));
+        assert_eq!(Heartbeat::with(None, seconds(0), seconds(60)), milliseconds(100, 0, 0));
+        assert_eq!(Heartbeat::with(None, seconds(15), None), milliseconds(100, 15_000, 15_000));
+        assert_eq!(Heartbeat::with(None, seconds(0), None), milliseconds(100, 0, 0));
+        assert_eq!(Heartbeat::with(seconds(1), None, None), milliseconds(1000, 10_000, 10_000));
+        assert_eq!(Heartbeat::with(seconds(2), None, None), milliseconds(2000, 20_000, 20_000));
         let default = Heartbeat::default();
         assert_eq!([true, false].map(|near| default.timeout_of(near).as_secs()), [1, 10]);
     }
@@ -205,7 +219,7 @@ mod tests {
     fn heartbeats_in_a_store_may_be_as_late_as_those_between_ranks() {
         let (second, default) = (Duration::from_secs(1), Heartbeat::default());
         assert_eq!([true, false].map(|near| default.missing_in_store(second, near)), [5, 12]);
-        let of = |timeout| Heartbeat::with(None, Some(Duration::from_secs(timeout)));
+        let of = |timeout| Heartbeat::with(None, Some(Duration::from_secs(timeout)), None);
         assert_eq!([true, false].map(|near| of(15).missing_in_store(second, near)), [17, 17]);
         assert_eq!([true, false].map(|near| of(2).missing_in_store(second, near)), [5, 5]);
         // A process that a debugger has stopped is a worker. A launcher that is silent is gone.

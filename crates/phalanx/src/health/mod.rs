@@ -335,7 +335,7 @@ impl Health {
             (_, Network::Works) => (
                 network.to_string(),
                 "is it stopped (`kill -CONT` lets it go on), or its host out of memory? If it is only slow, raise \
-                 PHALANX_HEARTBEAT_TIMEOUT; if a debugger stops it, set that to 0 for every rank",
+                 PHALANX_NETWORK_TIMEOUT; if a debugger stops it, set PHALANX_HEARTBEAT_TIMEOUT to 0 for every rank",
             ),
             (_, Network::Silent(_)) => (
                 network.to_string(),
@@ -345,7 +345,7 @@ impl Health {
             (_, Network::Unknown) => (
                 String::new(),
                 "do its host and the network between still work? If it is only slow, raise \
-                 PHALANX_HEARTBEAT_TIMEOUT",
+                 PHALANX_HEARTBEAT_TIMEOUT, or between hosts PHALANX_NETWORK_TIMEOUT",
             ),
         };
         let seconds = lasted.as_secs_f64();

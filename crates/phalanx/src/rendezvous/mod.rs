@@ -52,7 +52,8 @@ pub struct Rendezvous {
     /// The credentials with which its processes authenticate each other, if the job has them.
     pub credentials: Credentials,
     /// The random number that distinguishes the first group's connections from those of all other groups, if the ranks have agreed
-    /// on one while they met. None: rank 0 draws it when the group is made, which takes one round trip more.
+    /// on one while they met. None: rank 0 draws it when the group is made, which takes one round trip more. Each
+    /// group needs its own: set None in a copy with another store.
     pub group_number: Option<[u8; 16]>,
     /// Keeps the store's server, or the connection to it, alive. Keep it as long as the store is in use.
     pub keep_alive: KeepAlive,

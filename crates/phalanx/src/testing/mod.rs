@@ -136,7 +136,6 @@ fn join(
         credentials,
         heartbeat,
         number: None,
-        tuning: 0,
     };
     let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;
     let (transport, host_id) = (options.kind, options.host.map(str::to_owned));

@@ -185,6 +185,42 @@ fn a_run_that_goes_on_has_the_bits_of_one_that_was_never_interrupted() {
 }
 
 #[test]
+fn a_meeting_that_fails_changes_nothing() {
+    let methods = [
+        LocalMethod::Average,
+        LocalMethod::Elastic { moving_rate: 0.3 },
+        LocalMethod::Ring,
+        LocalMethod::diloco(),
+    ];
+    for method in methods {
+        run(2, Fabric::InProcess, move |group| {
+            let mut parameters = initial();
+            let mut local = LocalUpdates::new(&group, method, 2, &mut parameters).unwrap();
+            descend(&mut parameters, group.rank().index(), 1);
+            local.step(&mut parameters).unwrap();
+            let before = (parameters.clone(), local.state().clone());
+            group.abort(phalanx::Error::aborted("a worker has died"));
+            assert!(local.step(&mut parameters).is_err());
+            assert_eq!((parameters, local.state().clone()), before, "{method:?}");
+        });
+    }
+}
+
+#[test]
+fn rates_may_change_where_a_run_goes_on() {
+    run(2, Fabric::InProcess, |group| {
+        let mut parameters = initial();
+        let local = LocalUpdates::new(&group, LocalMethod::diloco(), 2, &mut parameters).unwrap();
+        let slower = LocalMethod::Outer(Sgd { nesterov: true, ..Sgd::new(0.3).with_momentum(0.9) });
+        LocalUpdates::resume(&group, slower, 2, &parameters, local.state().clone()).unwrap();
+        // One without momentum keeps no velocity.
+        let plain = LocalMethod::slow_momentum(1.0, 0.0);
+        let error = LocalUpdates::resume(&group, plain, 2, &parameters, local.state().clone()).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+    });
+}
+
+#[test]
 fn a_state_of_another_step_or_method_is_refused_on_every_rank() {
     run(2, Fabric::InProcess, |group| {
         let mut parameters = initial();

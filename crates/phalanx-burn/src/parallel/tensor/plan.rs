@@ -97,6 +97,8 @@ impl TensorPlan {
             .with_peer(Rank::new(other as u32))
             .with_remedy("divide with the same TensorPlan on every rank"));
         }
+        // One tensor with two ids is found while it is one.
+        Ties::of(&module)?;
         let module = group.replicate(module)?;
         let matched = vec![false; self.rules.len()];
         let mut dividing = Dividing { plan: self, group, path: Vec::new(), matched, outcome: Ok(()) };

@@ -78,6 +78,10 @@ fn place(endpoint: &[IpAddr], is_own: impl Fn(IpAddr) -> bool) -> Place {
 /// Whether this launcher serves the store. An error where two launchers might, or where what was given contradicts itself.
 pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> Result<Role> {
     let Facts { hosting, host, endpoint, bind, is_fixed, all_here, inner } = *facts;
+    // An address that other hosts may have too is none to meet at, where another will do.
+    let is_open = !is_fixed && !all_here;
+    let outer: Vec<IpAddr> = endpoint.iter().copied().filter(|address| !inner.contains(address)).collect();
+    let endpoint = if is_open && !outer.is_empty() { &outer[..] } else { endpoint };
     let place = || place(endpoint, &is_own);
     match hosting {
         Hosting::Connect => Ok(Role::Connect),
@@ -88,9 +92,7 @@ pub(super) fn who_serves(facts: &Facts<'_>, is_own: impl Fn(IpAddr) -> bool) -> 
             (None, Place::Elsewhere) => Err(not_here(host, endpoint)),
         },
         Hosting::Serve | Hosting::ByAddress => match place() {
-            Place::Here(own) if inner.contains(&own) && !is_fixed && !all_here => {
-                Err(inner_bridge(host, own))
-            }
+            Place::Here(own) if is_open && inner.contains(&own) => Err(inner_bridge(host, own)),
             Place::Here(own) => match bind {
                 Some(bind) if !bind.is_unspecified() && !leads_to(endpoint, bind) => {
                     Err(contradiction(host, bind, own))
@@ -306,6 +308,10 @@ mod tests {
             let fixed = Facts { is_fixed: true, ..open.clone() };
             assert_eq!(role("172.17.0.1", &fixed).unwrap(), Role::Serve(endpoint[0]));
         }
+        // A name may lead to the host's own address as well.
+        let both = [endpoint[0], address("192.168.1.5")];
+        let named = Facts { inner: &endpoint, ..facts(Hosting::ByAddress, "node0", &both) };
+        assert_eq!(role("192.168.1.5", &named).unwrap(), Role::Serve(both[1]));
         // Seen from a container, it is the host's.
         let inside = facts(Hosting::ByAddress, "172.17.0.1", &endpoint);
         assert_eq!(role("172.17.0.2", &inside).unwrap(), Role::Connect);

@@ -138,7 +138,8 @@ impl TcpStore {
             self.put_back(link);
             return Ok(None);
         }
-        // It has no answer: on a slow network a start would wait for it.
+        // It has no answer: on a slow network a start would wait for it. A server of an earlier build, which does not know it, is
+        // refused by the next call on another connection.
         let request = Frame::new(Op::SetAtEnd).key(key).value(value).into_bytes();
         link.send(&request).map_err(|error| call.failed(error))?;
         Ok(Some(AtEnd { _link: link }))

@@ -40,9 +40,6 @@ pub(crate) struct Mesh {
 pub(super) struct Address {
     pub socket: SocketAddr,
     pub host: String,
-    /// The fingerprint of its tuning table: compared here, where every rank sees those of all, because ranks with different tables
-    /// could wait for each other for ever.
-    pub tuning: u32,
 }
 
 /// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
@@ -223,31 +220,17 @@ fn exchange_addresses(
     let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
     let malformed =
         |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
-    let address = Address { socket, host: host.to_owned(), tuning: config.tuning };
-    let own = postcard::to_stdvec(&address).map_err(malformed)?;
+    let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
     let values = start_failure::exchange(config, host, &[(&key(config.rank), &own)], &keys, deadline)?;
     let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
-    config
-        .world
-        .ranks()
-        .zip(addresses)
-        .map(|(rank, address)| {
+    addresses
+        .map(|address| {
             let mut address = address?;
-            if address.tuning != config.tuning {
-                return Err(other_table(config.rank, rank));
-            }
             address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
             Ok(address)
         })
         .collect()
-}
-
-/// The error for a rank that chooses algorithms by another table.
-fn other_table(own: Rank, other: Rank) -> Error {
-    Error::mismatch(format!("ranks {own} and {other} choose algorithms by different tuning tables"))
-        .with_peer(other)
-        .with_remedy("give every rank the same table, in PHALANX_TUNING or GroupOptions::tuning")
 }
 
 pub(super) fn key(rank: Rank) -> String {

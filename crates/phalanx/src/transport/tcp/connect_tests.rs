@@ -53,14 +53,13 @@ fn config_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
         credentials,
         heartbeat,
         number: None,
-        tuning: 0,
     }
 }
 
 /// Publishes the address of a rank that has died since: one at which no other test listens.
 fn bury(store: &MemoryStore, rank: u32) {
     let socket = listen(Ipv4Addr::new(127, 0, 6, 2).into()).unwrap().local_addr().unwrap();
-    let own = postcard::to_stdvec(&Address { socket, host: "gone".into(), tuning: 0 }).unwrap();
+    let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
     store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
 }
 
@@ -267,7 +266,7 @@ fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
     let store = MemoryStore::new();
     // Its kernel accepts connections, but the process does not.
     let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
-    let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into(), tuning: 0 };
+    let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
     let within = Deadline::after(Duration::from_secs(1));
     store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
     let started = Instant::now();
@@ -327,7 +326,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         main.join().unwrap().unwrap();
         // A rank that is connected to answers with this.
         let old = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
-        let address = Address { socket: old.local_addr().unwrap(), host: "node7".into(), tuning: 0 };
+        let address = Address { socket: old.local_addr().unwrap(), host: "node7".into() };
         old.set_nonblocking(false).unwrap();
         scope.spawn(move || {
             let (mut stream, _) = old.accept().unwrap();

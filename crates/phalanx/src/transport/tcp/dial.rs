@@ -103,7 +103,7 @@ pub(super) fn dial(
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
 fn no_answer(peer: Rank, address: &Address, answering: Duration) -> Error {
-    let Address { host, socket, .. } = address;
+    let Address { host, socket } = address;
     let cause = format!("rank {peer} ({host}) has not answered at {socket} for {} s", answering.as_secs());
     Error::new(Kind::PeerFailed, cause)
         .with_peer(peer)

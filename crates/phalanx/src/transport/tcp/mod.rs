@@ -76,8 +76,6 @@ pub(crate) struct MeshConfig<'a> {
     pub heartbeat: Heartbeat,
     /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
     pub number: Option<JobId>,
-    /// The fingerprint of the table by which the ranks choose algorithms. All must have the same.
-    pub tuning: u32,
 }
 
 /// One rank's connections to all others.

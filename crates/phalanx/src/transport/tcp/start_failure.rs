@@ -212,7 +212,7 @@ pub(super) fn watch(
 
 /// The error for a rank that no longer listens at its address.
 pub(super) fn gone(peer: Rank, address: &Address) -> Error {
-    let Address { host, socket, .. } = address;
+    let Address { host, socket } = address;
     Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: it no longer listens at {socket}"))
         .with_peer(peer)
         .with_remedy(format!("see rank {peer}'s own output for its reason"))
@@ -246,7 +246,6 @@ mod tests {
                    credentials: Credentials::none(),
                    heartbeat: Heartbeat::default(),
     number: None,
-    tuning: 0,
                };
                let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
                for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
@@ -339,7 +338,6 @@ mod tests {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
-            tuning: 0,
         };
         let deadline = Deadline::after(2 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();

@@ -40,7 +40,6 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
             credentials,
             heartbeat,
             number: None,
-            tuning: 0,
         },
         soon(),
     )
