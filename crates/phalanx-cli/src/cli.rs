@@ -36,7 +36,7 @@ const STYLES: Styles = Styles::styled()
 
 /// Distributed data-parallel training: starts and watches the workers of a job.
 #[derive(Debug, Parser)]
-#[command(version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "phalanx", version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
 #[command(after_help = "`phalanx run --help` is the launcher's manual.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
