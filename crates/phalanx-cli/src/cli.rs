@@ -431,6 +431,12 @@ mod tests {
     }
 
     #[test]
+    fn the_version_is_shown_under_the_command_s_name() {
+        let version = format!("phalanx {}\n", env!("CARGO_PKG_VERSION"));
+        assert_eq!(Cli::command().render_version(), version);
+    }
+
+    #[test]
     fn arguments_of_the_program_are_not_ours() {
         let command = Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
         let Command::Run(run) = command else { unreachable!() };
