@@ -217,11 +217,13 @@ pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
 pub use zero::ZeroRedundancyOptimizer;
 
-/// The programs of the README and of the guide compile.
+/// The programs of both READMEs and of the guide compile.
 #[cfg(doctest)]
 mod guide {
     #[doc = include_str!("../../../README.md")]
     struct Readme;
+    #[doc = include_str!("../README.md")]
+    struct ReadmeOfTheCrate;
     #[doc = include_str!("../../../docs/guide/from-one-process-to-many.md")]
     struct FromOneProcessToMany;
     #[doc = include_str!("../../../docs/guide/unused-parameters.md")]

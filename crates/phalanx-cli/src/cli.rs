@@ -36,7 +36,7 @@ const STYLES: Styles = Styles::styled()
 
 /// Distributed data-parallel training: starts and watches the workers of a job.
 #[derive(Debug, Parser)]
-#[command(version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "phalanx", version, styles = STYLES, max_term_width = 100, arg_required_else_help = true)]
 #[command(after_help = "`phalanx run --help` is the launcher's manual.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -428,6 +428,12 @@ mod tests {
     fn the_command_line_is_consistent() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_version_is_shown_under_the_command_s_name() {
+        let version = format!("phalanx {}\n", env!("CARGO_PKG_VERSION"));
+        assert_eq!(Cli::command().render_version(), version);
     }
 
     #[test]

@@ -43,14 +43,14 @@ pub(crate) fn completions(options: &Completions) -> ExitCode {
 
 pub(crate) fn man(options: &Man) -> ExitCode {
     end(match &options.folder {
-        None => page(Cli::command().name(NAME)).and_then(|page| print(&page)),
+        None => page(Cli::command()).and_then(|page| print(&page)),
         Some(folder) => write_pages(folder),
     })
 }
 
 fn write_pages(folder: &Path) -> Result<(), String> {
     fs::create_dir_all(folder).map_err(|error| format!("{} cannot be made: {error}", folder.display()))?;
-    let mut all = Cli::command().name(NAME).disable_help_subcommand(true);
+    let mut all = Cli::command().disable_help_subcommand(true);
     // Gives each subcommand its whole name.
     all.build();
     let parts: Vec<Command> = all.get_subcommands().filter(|part| !part.is_hide_set()).cloned().collect();

@@ -61,9 +61,11 @@ pub use sampler::{Sampler, Sampling, from_fn};
 pub use stream::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamLoaderBuilder, StreamPosition};
 pub use worker::{WorkerInfo, worker_info};
 
-/// The guide's programs must compile.
+/// The programs of the README and of the guide must compile.
 #[cfg(all(doctest, feature = "json", feature = "lmdb"))]
 mod guide {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
     #[doc = include_str!("../../../docs/guide/loading-data.md")]
     struct LoadingData;
     #[doc = include_str!("../../../docs/guide/lmdb.md")]

@@ -28,7 +28,11 @@ pub use element::{DType, Element};
 pub use found::{FoundCuda, FoundNccl, find_cuda, find_nccl};
 pub use group::{DeviceGroup, Place};
 
-/// The guide's programs must compile.
+/// The programs of the README and of the guide must compile.
 #[cfg(doctest)]
-#[doc = include_str!("../../../docs/guide/nccl.md")]
-struct Guide;
+mod guide {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/guide/nccl.md")]
+    struct Nccl;
+}

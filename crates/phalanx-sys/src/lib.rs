@@ -37,3 +37,8 @@ mod sync;
 #[cfg(not(loom))]
 pub mod tcp;
 mod worker;
+
+/// The README's program must work.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

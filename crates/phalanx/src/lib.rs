@@ -109,9 +109,11 @@ pub use tls::Tls;
 pub use transport::TransportKind;
 pub use world_size::{MAX_WORLD_SIZE, WorldSize};
 
-/// The guide's programs must compile.
+/// The programs of the README and of the guide must compile.
 #[cfg(doctest)]
 mod guide {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
     #[doc = include_str!("../../../docs/guide/checkpoints.md")]
     struct Checkpoints;
     #[doc = include_str!("../../../docs/guide/collectives.md")]
