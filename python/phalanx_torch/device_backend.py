@@ -19,6 +19,7 @@ _SAME = (
     "broadcast",
     "end_coalescing",
     "gather",
+    "get_error",
     "recv",
     "recv_anysource",
     "reduce",

@@ -167,13 +167,15 @@ class ProcessGroup(dist.ProcessGroup):
         return self
 
     get_backend = _get_backend
-    supports_coalescing = False
+    # What else PyTorch asks of the form `supports_...` is answered below the class.
     supports_splitting = True
-    supports_shrinking = False
-    _supports_time_estimate = False
+    use_pg_for_symm_mem_rendezvous = False
 
-    def supports_tensor_alloc(self, device):
-        return False
+    def eager_connect_single_device(self, device=None):
+        """Nothing: the ranks are connected when the group has been made. PyTorch calls it if the group is bound to a device."""
+
+    def perform_nocolor_split(self, device=None):
+        """Nothing: ranks that are not in a new group have no part in making it."""
 
     def _has_hooks(self):
         return False
@@ -231,7 +233,17 @@ class ProcessGroup(dist.ProcessGroup):
         self._native.abort(f"rank {self.rank()} called abort")
 
     def get_error(self):
-        """The cause of the group's failure, or None."""
+        """The state of the group as PyTorch's ``ErrorType``; :meth:`failure` has the cause."""
+        failure = self.failure()
+        if failure is None:
+            return c10d.ErrorType.SUCCESS
+        if failure.kind == "timeout":
+            return c10d.ErrorType.TIMEOUT
+        is_of_a_peer = failure.peer is not None and failure.peer != self.rank()
+        return c10d.ErrorType.REMOTE_ERROR if is_of_a_peer else c10d.ErrorType.COMM_ERROR
+
+    def failure(self):
+        """The :class:`phalanx_torch.Error` for which the group refuses work, or None."""
         return self._native.failure()
 
     # The collectives.
@@ -310,6 +322,8 @@ class ProcessGroup(dist.ProcessGroup):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.ReduceOptions()
             opts.rootRank = root
             _set(opts, op, timeout)
+        else:
+            _only_options("reduce", root=root, op=op, timeout=timeout)
         tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
@@ -318,6 +332,8 @@ class ProcessGroup(dist.ProcessGroup):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.BroadcastOptions()
             opts.rootRank = root
             _set(opts, None, timeout)
+        else:
+            _only_options("broadcast", root=root, timeout=timeout)
         tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
         staged, root = _Staged(), opts.rootRank
         lent = staged.lend(tensor)
@@ -329,6 +345,8 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _timeout(c10d.AllgatherOptions(), timeout or opts)
+        else:
+            _only_options("all_gather", timeout=timeout)
         opts = opts or c10d.AllgatherOptions()
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
         staged = _Staged()
@@ -375,6 +393,8 @@ class ProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
+        else:
+            _only_options("gather", root=root, timeout=timeout)
         input, root = self._one("gather", input_tensors), opts.rootRank
         is_root = self.rank() == root
         if len(output_tensors) != int(is_root):
@@ -404,6 +424,8 @@ class ProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
+        else:
+            _only_options("scatter", root=root, timeout=timeout)
         output, root = self._one("scatter", output_tensors), opts.rootRank
         is_root = self.rank() == root
         if len(input_tensors) != int(is_root):
@@ -424,6 +446,8 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _set(c10d.ReduceScatterOptions(), opts if op is None else op, timeout)
+        else:
+            _only_options("reduce_scatter", op=op, timeout=timeout)
         opts = opts or c10d.ReduceScatterOptions()
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
@@ -586,8 +610,22 @@ class ProcessGroup(dist.ProcessGroup):
     splitGroup = split_group
 
 
+# This group is its own backend. What PyTorch asks of backends, and this one has not, it does not support, in later versions, too.
+for _name in dir(c10d.Backend):
+    if _name.lstrip("_").startswith("supports_") and _name not in vars(ProcessGroup):
+        _is_call = callable(getattr(c10d.Backend, _name))
+        setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
+
+
 def _is_time(value):
     return isinstance(value, datetime.timedelta)
+
+
+def _only_options(operation, **given):
+    """Refuses what would be ignored beside lists of tensors, or beside options."""
+    for name, value in given.items():
+        if value is not None:
+            raise TypeError(f"{operation}: {name}= is for a call with tensors and no options; set it in the options of the call")
 
 
 def _timeout(options, timeout):
@@ -607,6 +645,7 @@ def _overload(tensors, opts, timeout, op, options):
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if isinstance(opts, options):
+        _only_options("all_reduce", op=op, timeout=timeout)
         return tensors, opts
     return tensors, _set(options(), op if op is not None else opts, timeout)
 
