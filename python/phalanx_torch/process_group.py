@@ -2,13 +2,15 @@
 
 import datetime
 import re
+import sys
 
 import torch
 import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _exit, _native, device_backend
+from phalanx_torch import _exit, _native, _uncompiled, device_backend, sparse
+from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Work, Works, ended
@@ -22,15 +24,8 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
 
-def register():
-    """Registers the backend; importing the package does."""
-    if "PHALANX" not in dist.Backend._plugins:
-        dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
-        # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("phalanx")
-
-
-def _create(options, backend_options):
+def create(options, backend_options):
+    """Makes the group that PyTorch asks for."""
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
     group = ProcessGroup(
@@ -134,6 +129,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._store = store
         self._name = str(name)
         self._description = "undefined"
+        self._backend_name = "phalanx"
         self._sequence = 0
         self._coalesced = None
         self._timeout = timeout
@@ -144,13 +140,17 @@ class ProcessGroup(dist.ProcessGroup):
     # What it is.
 
     def getBackendName(self):
+        # PyTorch's C++ asks for this, and uses what answers "gloo" as its own class of that name.
         return "phalanx"
 
     def name(self):
-        return "phalanx"
+        return self._backend_name
 
-    def _get_backend_name(self):
-        return "phalanx"
+    _get_backend_name = name
+
+    def take_name(self, name):
+        """Lets the group, and groups split from it, answer in Python that their backend is ``name``."""
+        self._backend_name = name
 
     @property
     def transport(self):
@@ -603,6 +603,7 @@ class ProcessGroup(dist.ProcessGroup):
         group = ProcessGroup(
             store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name
         )
+        group.take_name(self._backend_name)
         if group_desc is not None:
             group.setGroupDesc(group_desc)
         return group
@@ -664,3 +665,7 @@ def _counts(what, tensor, splits, size):
         )
     row = tensor.numel() // tensor.size(0) if tensor.size(0) else 0
     return [split * row for split in splits]
+
+
+# Also the functions of this module, now that they are all there.
+_uncompiled.skip(device_backend, sys.modules[__name__], sparse, works)
