@@ -1,8 +1,11 @@
 """The backend ``phalanx`` of ``torch.distributed``."""
 
+import atexit
 import datetime
 import re
 import sys
+import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -121,6 +124,36 @@ def _widened(tensor, op, inputs=()):
     return (_WIDER_FOR_AVG if op[0] == _AVG else _WIDER).get(dtype)
 
 
+# The groups of this process.
+_groups = weakref.WeakSet()
+_have_groups_moved_data = False
+
+
+def _warn_if_unused(group):
+    """Says once, on rank 0, that the ranks of a job have done nothing together. Other groups than the job's are often unused."""
+    global _have_groups_moved_data
+    _have_groups_moved_data |= any(other.has_moved_data() for other in _groups)
+    if _have_groups_moved_data or group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1:
+        return
+    # A group that has failed has another reason.
+    if group._native.is_open() and group.failure() is None:
+        _have_groups_moved_data = True
+        warnings.warn(
+            f"phalanx: the {group.size()} ranks of this job end without having exchanged any data: if they trained, then each alone; for "
+            "a library that averages only over backends whose names it knows, as pytorch-ignite does, call phalanx_torch.as_gloo() or "
+            'set PHALANX_AS_GLOO=1, and ask for "gloo"',
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@atexit.register
+def _warn_at_exit():
+    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+        for group in list(_groups):
+            _warn_if_unused(group)
+
+
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of a group; ``torch.distributed`` makes it and calls it."""
 
@@ -131,11 +164,14 @@ class ProcessGroup(dist.ProcessGroup):
         self._description = "undefined"
         self._backend_name = "phalanx"
         self._sequence = 0
+        self._barriers = 0
+        self._has_moved_data = False
         self._coalesced = None
         self._timeout = timeout
         _exit.check_not_forked()
         self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
         _exit.remember(self._native)
+        _groups.add(self)
 
     # What it is.
 
@@ -214,7 +250,12 @@ class ProcessGroup(dist.ProcessGroup):
         return self._sequence
 
     def _set_sequence_number_for_group(self):
-        self._sequence = 0
+        self._has_moved_data = self.has_moved_data()
+        self._sequence = self._barriers = 0
+
+    def has_moved_data(self):
+        """Whether there has been any call but barriers."""
+        return self._has_moved_data or self._sequence > self._barriers
 
     def set_timeout(self, timeout):
         self._timeout = timeout
@@ -226,6 +267,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self):
         """Waits for what has been called, and leaves the group."""
+        _warn_if_unused(self)
         self._native.close()
 
     def abort(self):
@@ -528,6 +570,7 @@ class ProcessGroup(dist.ProcessGroup):
         if _is_time(opts):
             opts, timeout = None, opts
         opts = _timeout(opts or c10d.BarrierOptions(), timeout)
+        self._barriers += 1
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
@@ -537,6 +580,7 @@ class ProcessGroup(dist.ProcessGroup):
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
         self._sequence += 1
+        self._barriers += 1
         try:
             self._native.monitored_barrier(seconds)
         except Error as error:

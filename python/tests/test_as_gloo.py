@@ -191,3 +191,43 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
     monkeypatch.setenv("PHALANX_AS_GLOO", "yes")
     with pytest.raises(ValueError, match="PHALANX_AS_GLOO is 'yes'; give 1"):
         _registration.register()
+
+
+UNUSED = """
+import sys, torch, torch.distributed as dist, phalanx_torch
+case, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+dist.init_process_group("phalanx", f"file://{folder}/store", rank=rank, world_size=2)
+dist.barrier()
+# Such groups are common, and no sign of anything.
+other = dist.new_group()
+if case == "used":
+    dist.all_reduce(torch.ones(1))
+if case == "other used":
+    dist.all_reduce(torch.ones(1), group=other)
+if case == "aborted":
+    dist.group.WORLD.abort()
+if case != "exit":
+    dist.destroy_process_group(other)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("case", ["destroyed", "exit", "used", "other used", "aborted"])
+def test_a_job_that_has_exchanged_nothing_is_warned_once(tmp_path, case):
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNUSED, case, str(tmp_path), str(rank)], env=variables, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    warned = [error.count("the 2 ranks of this job end without having exchanged any data") for error in errors]
+    assert warned == ([1, 0] if case in ("destroyed", "exit") else [0, 0]), errors
+    assert case == "aborted" or [process.returncode for process in started] == [0, 0], errors
+    if sum(warned):
+        assert "phalanx_torch.as_gloo()" in errors[0]
