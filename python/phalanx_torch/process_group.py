@@ -2,6 +2,7 @@
 
 import atexit
 import datetime
+import os
 import re
 import sys
 import warnings
@@ -31,11 +32,29 @@ def create(options, backend_options):
     """Makes the group that PyTorch asks for."""
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
+    store = _of_this_attempt(options.store, os.environ)
     group = ProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+        store, options.group_rank, options.group_size, options.timeout, options.group_id
     )
     # PyTorch takes a `ProcessGroup` for all devices.
     return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
+
+
+def _of_this_attempt(store, variables):
+    """``store``, and when torchrun has restarted the workers, a part of it without the keys of those before, whom it served, too.
+
+    Only torchrun on one node counts the same for all workers: of several, each counts its own failures.
+    """
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_torchruns = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and variables.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not is_torchruns:
+        return store
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, dist.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
+        return store
+    return dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 def _how(options):

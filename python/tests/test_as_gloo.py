@@ -193,6 +193,46 @@ def test_another_value_of_the_variable_is_refused(monkeypatch):
         _registration.register()
 
 
+def with_ignite(rank, port):
+    import ignite.distributed as idist
+
+    environment(rank, WORLD, port)
+    os.environ["LOCAL_RANK"] = str(rank)
+    phalanx_torch.as_gloo()
+    idist.initialize("gloo")
+    model = idist.auto_model(torch.nn.Linear(1, 1, bias=False))
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    model(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert model.module.weight.grad.item() == 1.5
+    assert idist.backend() == "gloo" and isinstance(dist.group.WORLD, phalanx_torch.ProcessGroup)
+    idist.finalize()
+
+
+def test_ignite_averages():
+    pytest.importorskip("ignite", reason="pytorch-ignite is not installed")
+    processes(WORLD, with_ignite, free_port())
+
+
+def with_accelerate(rank, port):
+    environment(rank, WORLD, port)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD))
+    phalanx_torch.as_gloo()
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == WORLD and isinstance(dist.group.WORLD, phalanx_torch.ProcessGroup)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    accelerator.backward(model(torch.full((1, 1), rank + 1.0)).sum())
+    assert model.module.weight.grad.item() == 1.5
+    assert accelerator.gather(torch.tensor([float(rank)])).tolist() == [0.0, 1.0]
+    dist.destroy_process_group()
+
+
+def test_accelerate_makes_the_group():
+    pytest.importorskip("accelerate")
+    processes(WORLD, with_accelerate, free_port())
+
+
 UNUSED = """
 import sys, torch, torch.distributed as dist, phalanx_torch
 case, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
