@@ -19,6 +19,11 @@ python=$environment/bin/python3
 "$python" -m pip install -q --no-deps target/wheels/phalanx_torch-*.whl
 cd target
 "$python" -c 'import phalanx_torch; print("phalanx_torch from", phalanx_torch.__path__[0])'
+# The installed package needs no import line.
+PHALANX_AS_GLOO=1 "$python" -c 'import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print("gloo is", type(dist.group.WORLD).__module__)
+assert type(dist.group.WORLD).__module__.startswith("phalanx_torch")'
 "$python" -m pytest -q -p no:cacheprovider ../tests
 "$python" ../run_torch_tests.py
 "$python" ../tests/frameworks.py

@@ -15,10 +15,10 @@ Without PyTorch, :func:`init` gives a group that works on NumPy's arrays::
     group.all_reduce(array)
 """
 
-from phalanx_torch._errors import Error
-from phalanx_torch.arrays import ArrayGroup, init
+import importlib
 
-__all__ = ["ArrayGroup", "Error", "init"]
+# Imported when they are asked for: where the package is installed, `import torch` imports it.
+_HOMES = {"ArrayGroup": "arrays", "Error": "_errors", "init": "arrays"}
 
 try:
     import torch.distributed as _distributed
@@ -26,9 +26,21 @@ except ImportError:
     _distributed = None
 
 if _distributed is not None and _distributed.is_available():
-    from phalanx_torch import _uncompiled, device_backend, process_group, sparse, work
-    from phalanx_torch.process_group import ProcessGroup, register
+    from phalanx_torch import _registration
 
-    __all__ += ["ProcessGroup"]
-    register()
-    _uncompiled.skip(device_backend, process_group, sparse, work)
+    _HOMES |= {"ProcessGroup": "process_group", "as_gloo": "_gloo"}
+    _registration.register()
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

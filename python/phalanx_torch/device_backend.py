@@ -19,6 +19,7 @@ _SAME = (
     "broadcast",
     "end_coalescing",
     "gather",
+    "get_error",
     "recv",
     "recv_anysource",
     "reduce",
@@ -49,9 +50,15 @@ class DeviceBackend(C10DBackend):
     def getBackendName(self):
         return "phalanx"
 
-    name = getBackendName
+    def name(self):
+        return self._group.name()
+
     supports_coalescing = property(lambda self: False)
     supports_splitting = property(lambda self: False)
+
+    def take_name(self, name):
+        """Lets the part, and what is split from its group, answer that its backend is ``name``."""
+        self._group.take_name(name)
 
     def allreduce_sparse(self, tensors, opts):
         return self._group.allreduce(tensors, opts)

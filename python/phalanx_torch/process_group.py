@@ -1,14 +1,20 @@
 """The backend ``phalanx`` of ``torch.distributed``."""
 
+import atexit
 import datetime
+import os
 import re
+import sys
+import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _exit, _native, device_backend
+from phalanx_torch import _exit, _native, _uncompiled, device_backend, sparse
+from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Work, Works, ended
@@ -22,22 +28,33 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
 
-def register():
-    """Registers the backend; importing the package does."""
-    if "PHALANX" not in dist.Backend._plugins:
-        dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
-        # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("phalanx")
-
-
-def _create(options, backend_options):
+def create(options, backend_options):
+    """Makes the group that PyTorch asks for."""
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
+    store = _of_this_attempt(options.store, os.environ)
     group = ProcessGroup(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+        store, options.group_rank, options.group_size, options.timeout, options.group_id
     )
     # PyTorch takes a `ProcessGroup` for all devices.
     return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
+
+
+def _of_this_attempt(store, variables):
+    """``store``, and when torchrun has restarted the workers, a part of it without the keys of those before, whom it served, too.
+
+    Only torchrun on one node counts the same for all workers: of several, each counts its own failures.
+    """
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_torchruns = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and variables.get("GROUP_WORLD_SIZE") == "1"
+    if attempt == "0" or not is_torchruns:
+        return store
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if not isinstance(server, dist.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
+        return store
+    return dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 def _how(options):
@@ -126,6 +143,36 @@ def _widened(tensor, op, inputs=()):
     return (_WIDER_FOR_AVG if op[0] == _AVG else _WIDER).get(dtype)
 
 
+# The groups of this process.
+_groups = weakref.WeakSet()
+_have_groups_moved_data = False
+
+
+def _warn_if_unused(group):
+    """Says once, on rank 0, that the ranks of a job have done nothing together. Other groups than the job's are often unused."""
+    global _have_groups_moved_data
+    _have_groups_moved_data |= any(other.has_moved_data() for other in _groups)
+    if _have_groups_moved_data or group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1:
+        return
+    # A group that has failed has another reason.
+    if group._native.is_open() and group.failure() is None:
+        _have_groups_moved_data = True
+        warnings.warn(
+            f"phalanx: the {group.size()} ranks of this job end without having exchanged any data: if they trained, then each alone; for "
+            "a library that averages only over backends whose names it knows, as pytorch-ignite does, call phalanx_torch.as_gloo() or "
+            'set PHALANX_AS_GLOO=1, and ask for "gloo"',
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+@atexit.register
+def _warn_at_exit():
+    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+        for group in list(_groups):
+            _warn_if_unused(group)
+
+
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of a group; ``torch.distributed`` makes it and calls it."""
 
@@ -134,23 +181,31 @@ class ProcessGroup(dist.ProcessGroup):
         self._store = store
         self._name = str(name)
         self._description = "undefined"
+        self._backend_name = "phalanx"
         self._sequence = 0
+        self._barriers = 0
+        self._has_moved_data = False
         self._coalesced = None
         self._timeout = timeout
         _exit.check_not_forked()
         self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
         _exit.remember(self._native)
+        _groups.add(self)
 
     # What it is.
 
     def getBackendName(self):
+        # PyTorch's C++ asks for this, and uses what answers "gloo" as its own class of that name.
         return "phalanx"
 
     def name(self):
-        return "phalanx"
+        return self._backend_name
 
-    def _get_backend_name(self):
-        return "phalanx"
+    _get_backend_name = name
+
+    def take_name(self, name):
+        """Lets the group, and groups split from it, answer in Python that their backend is ``name``."""
+        self._backend_name = name
 
     @property
     def transport(self):
@@ -167,13 +222,15 @@ class ProcessGroup(dist.ProcessGroup):
         return self
 
     get_backend = _get_backend
-    supports_coalescing = False
+    # What else PyTorch asks of the form `supports_...` is answered below the class.
     supports_splitting = True
-    supports_shrinking = False
-    _supports_time_estimate = False
+    use_pg_for_symm_mem_rendezvous = False
 
-    def supports_tensor_alloc(self, device):
-        return False
+    def eager_connect_single_device(self, device=None):
+        """Nothing: the ranks are connected when the group has been made. PyTorch calls it if the group is bound to a device."""
+
+    def perform_nocolor_split(self, device=None):
+        """Nothing: ranks that are not in a new group have no part in making it."""
 
     def _has_hooks(self):
         return False
@@ -212,7 +269,12 @@ class ProcessGroup(dist.ProcessGroup):
         return self._sequence
 
     def _set_sequence_number_for_group(self):
-        self._sequence = 0
+        self._has_moved_data = self.has_moved_data()
+        self._sequence = self._barriers = 0
+
+    def has_moved_data(self):
+        """Whether there has been any call but barriers."""
+        return self._has_moved_data or self._sequence > self._barriers
 
     def set_timeout(self, timeout):
         self._timeout = timeout
@@ -224,6 +286,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self):
         """Waits for what has been called, and leaves the group."""
+        _warn_if_unused(self)
         self._native.close()
 
     def abort(self):
@@ -231,7 +294,17 @@ class ProcessGroup(dist.ProcessGroup):
         self._native.abort(f"rank {self.rank()} called abort")
 
     def get_error(self):
-        """The cause of the group's failure, or None."""
+        """The state of the group as PyTorch's ``ErrorType``; :meth:`failure` has the cause."""
+        failure = self.failure()
+        if failure is None:
+            return c10d.ErrorType.SUCCESS
+        if failure.kind == "timeout":
+            return c10d.ErrorType.TIMEOUT
+        is_of_a_peer = failure.peer is not None and failure.peer != self.rank()
+        return c10d.ErrorType.REMOTE_ERROR if is_of_a_peer else c10d.ErrorType.COMM_ERROR
+
+    def failure(self):
+        """The :class:`phalanx_torch.Error` for which the group refuses work, or None."""
         return self._native.failure()
 
     # The collectives.
@@ -310,6 +383,8 @@ class ProcessGroup(dist.ProcessGroup):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.ReduceOptions()
             opts.rootRank = root
             _set(opts, op, timeout)
+        else:
+            _only_options("reduce", root=root, op=op, timeout=timeout)
         tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
@@ -318,6 +393,8 @@ class ProcessGroup(dist.ProcessGroup):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.BroadcastOptions()
             opts.rootRank = root
             _set(opts, None, timeout)
+        else:
+            _only_options("broadcast", root=root, timeout=timeout)
         tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
         staged, root = _Staged(), opts.rootRank
         lent = staged.lend(tensor)
@@ -329,6 +406,8 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _timeout(c10d.AllgatherOptions(), timeout or opts)
+        else:
+            _only_options("all_gather", timeout=timeout)
         opts = opts or c10d.AllgatherOptions()
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
         staged = _Staged()
@@ -375,6 +454,8 @@ class ProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
+        else:
+            _only_options("gather", root=root, timeout=timeout)
         input, root = self._one("gather", input_tensors), opts.rootRank
         is_root = self.rank() == root
         if len(output_tensors) != int(is_root):
@@ -404,6 +485,8 @@ class ProcessGroup(dist.ProcessGroup):
             opts.rootRank = root
             _timeout(opts, timeout)
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
+        else:
+            _only_options("scatter", root=root, timeout=timeout)
         output, root = self._one("scatter", output_tensors), opts.rootRank
         is_root = self.rank() == root
         if len(input_tensors) != int(is_root):
@@ -424,6 +507,8 @@ class ProcessGroup(dist.ProcessGroup):
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _set(c10d.ReduceScatterOptions(), opts if op is None else op, timeout)
+        else:
+            _only_options("reduce_scatter", op=op, timeout=timeout)
         opts = opts or c10d.ReduceScatterOptions()
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
@@ -504,6 +589,7 @@ class ProcessGroup(dist.ProcessGroup):
         if _is_time(opts):
             opts, timeout = None, opts
         opts = _timeout(opts or c10d.BarrierOptions(), timeout)
+        self._barriers += 1
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
@@ -513,6 +599,7 @@ class ProcessGroup(dist.ProcessGroup):
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
         self._sequence += 1
+        self._barriers += 1
         try:
             self._native.monitored_barrier(seconds)
         except Error as error:
@@ -579,6 +666,7 @@ class ProcessGroup(dist.ProcessGroup):
         group = ProcessGroup(
             store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name
         )
+        group.take_name(self._backend_name)
         if group_desc is not None:
             group.setGroupDesc(group_desc)
         return group
@@ -586,8 +674,22 @@ class ProcessGroup(dist.ProcessGroup):
     splitGroup = split_group
 
 
+# This group is its own backend. What PyTorch asks of backends, and this one has not, it does not support, in later versions, too.
+for _name in dir(c10d.Backend):
+    if _name.lstrip("_").startswith("supports_") and _name not in vars(ProcessGroup):
+        _is_call = callable(getattr(c10d.Backend, _name))
+        setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
+
+
 def _is_time(value):
     return isinstance(value, datetime.timedelta)
+
+
+def _only_options(operation, **given):
+    """Refuses what would be ignored beside lists of tensors, or beside options."""
+    for name, value in given.items():
+        if value is not None:
+            raise TypeError(f"{operation}: {name}= is for a call with tensors and no options; set it in the options of the call")
 
 
 def _timeout(options, timeout):
@@ -607,6 +709,7 @@ def _overload(tensors, opts, timeout, op, options):
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
     if isinstance(opts, options):
+        _only_options("all_reduce", op=op, timeout=timeout)
         return tensors, opts
     return tensors, _set(options(), op if op is not None else opts, timeout)
 
@@ -625,3 +728,7 @@ def _counts(what, tensor, splits, size):
         )
     row = tensor.numel() // tensor.size(0) if tensor.size(0) else 0
     return [split * row for split in splits]
+
+
+# Also the functions of this module, now that they are all there.
+_uncompiled.skip(device_backend, sys.modules[__name__], sparse, works)

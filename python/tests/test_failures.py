@@ -32,7 +32,8 @@ def differ(rank):
     assert caught.value.kind == "mismatch", text
     assert "all_reduce(sum, 3 x f32)" in text and "broadcast(4 x f64" in text, text
     assert "rank 0" in text and "rank 1" in text, text
-    assert dist.group.WORLD.get_error() is not None
+    assert dist.group.WORLD.get_error() != c10d.ErrorType.SUCCESS
+    assert dist.group.WORLD.failure().kind == "mismatch"
     dist.group.WORLD.abort()
 
 

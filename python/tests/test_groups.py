@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import SINCE_2_15, environment, free_port, processes
+from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
 from phalanx_torch.process_group import ProcessGroup
@@ -177,7 +178,77 @@ def by_keyword(rank):
     output = torch.zeros(2)
     dist.all_to_all_single(output, torch.tensor([10.0, 11.0]) + 10 * rank, numpy.array([1, 1]), numpy.array([1, 1]))
     assert output.tolist() == [10.0 + rank, 20.0 + rank]
+    for refused in (
+        lambda: group.broadcast([tensor], c10d.BroadcastOptions(), root=1),
+        lambda: group.reduce([tensor], c10d.ReduceOptions(), root=1),
+        lambda: group.gather([[tensor, tensor]], [tensor], c10d.GatherOptions(), root=1),
+        lambda: group.scatter([tensor], [[tensor, tensor]], c10d.ScatterOptions(), root=1),
+    ):
+        with pytest.raises(TypeError, match="root= is for a call with tensors and no options"):
+            refused()
+    with pytest.raises(TypeError, match="op= is for"):
+        group.allreduce([tensor], c10d.AllreduceOptions(), op=dist.ReduceOp.MAX)
+    with pytest.raises(TypeError, match="timeout= is for"):
+        group.allgather([[tensor, tensor]], [tensor], c10d.AllgatherOptions(), datetime.timedelta(seconds=1))
 
 
 def test_roots_by_keyword_and_split_sizes_of_numpy(ranks):
     ranks(2, by_keyword)
+
+
+# They end a group, wait for other ranks, or are no queries.
+NO_QUERIES = {"abort", "barrier", "boxed", "monitored_barrier", "shutdown", "unbox"}
+
+
+def answers(asked, of):
+    """What a group, or its backend, answers to each property and each call without arguments."""
+    found = {}
+    for name in set(dir(of)) - NO_QUERIES:
+        if name.startswith("__") or isinstance(getattr(of, name, None), type):
+            continue
+        try:
+            value = getattr(asked, name)
+            found[name] = type(value() if callable(value) else value)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            found[name] = error
+    return found
+
+
+def as_gloo_answers(rank, folder):
+    given = {}
+    for backend in ("gloo", "phalanx"):
+        dist.init_process_group(backend, f"file://{folder}/{backend}", rank=0, world_size=1)
+        group = dist.group.WORLD
+        given[backend] = (
+            answers(group, dist.ProcessGroup),
+            answers(group._get_backend(torch.device("cpu")), c10d.Backend),
+        )
+        dist.destroy_process_group()
+    compared = 0
+    for expected, found in zip(given["gloo"], given["phalanx"]):
+        for name, kind in expected.items():
+            if isinstance(kind, type):
+                assert found[name] is kind, f"{name}: gloo {kind}, phalanx {found[name]!r}"
+                compared += 1
+    assert compared > 20
+
+
+def test_what_gloo_answers_is_answered(tmp_path):
+    # In a process of its own: those that are forked later must not have gloo's threads.
+    processes(1, as_gloo_answers, str(tmp_path))
+
+
+def state(rank):
+    group = dist.group.WORLD
+    names = [name for name in dir(c10d.Backend) if name.lstrip("_").startswith("supports_")]
+    assert {name for name in names if getattr(group, name) is True} == {"supports_splitting"}
+    assert group.get_error() == c10d.ErrorType.SUCCESS and group.failure() is None
+    # A group that is bound to a device is asked for this.
+    group.eager_connect_single_device(torch.device("cpu:0"))
+    group.perform_nocolor_split(torch.device("cpu:0"))
+    group.abort()
+    assert group.get_error() == c10d.ErrorType.COMM_ERROR and group.failure().kind == "aborted"
+
+
+def test_what_backends_support_and_the_state_are_answered(ranks):
+    ranks(1, state)

@@ -66,6 +66,27 @@ def test_torchrun(tmp_path):
     succeeds(command, PROGRAM, tmp_path / "program.py")
 
 
+RESTARTED = """
+import os, sys, torch, torch.distributed as dist, phalanx_torch
+dist.init_process_group("phalanx")
+group = dist.new_group()
+tensor = torch.ones(3)
+dist.all_reduce(tensor, group=group)
+assert (tensor == 2).all()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3)
+print(f"rank {dist.get_rank()} of 2 over {dist.group.WORLD.transport}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["static", "c10d"])
+def test_torchrun_restarts(tmp_path, how):
+    place = ["--master-port", str(free_port())] if how == "static" else ["--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", *place]
+    succeeds(command, RESTARTED, tmp_path / "program.py")
+
+
 def test_spawn(tmp_path):
     succeeds([sys.executable], SPAWNED.replace("PORT", str(free_port())), tmp_path / "program.py")
 
