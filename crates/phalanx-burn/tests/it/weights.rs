@@ -179,12 +179,14 @@ fn weighted_and_plain_passes_of_one_step_are_an_error_on_every_rank_that_names_b
     for weighted_first in [true, false] {
         run(2, |group| {
             let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
-            let mut loss = || ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
-            let (first, second) = (loss(), loss());
-            let outcome = match weighted_first {
+            // No rank must end the group while the other is in `new`. It may learn of it here already.
+            let _ended = group.barrier();
+            let mut loss = || ddp.forward(|model| model.loss(samples(0, 4)));
+            let losses = loss().and_then(|first| Ok((first, loss()?)));
+            let outcome = losses.and_then(|(first, second)| match weighted_first {
                 true => ddp.backward_no_sync_weighted(&first, 4.0).and_then(|()| ddp.backward(&second)),
                 false => ddp.backward_no_sync(&first).and_then(|()| ddp.backward_weighted(&second, 4.0)),
-            };
+            });
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains("passes without"), "{error}");
         });
