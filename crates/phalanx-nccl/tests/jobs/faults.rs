@@ -65,7 +65,13 @@ pub fn play(role: &str) -> Result<()> {
         }
         "detached" => {
             let memory = Stubborn { buffer: data, group: group.clone() };
-            drop(nccl.all_reduce_async(memory, ReduceOp::Sum)?);
+            // The call waits for work that takes a while, so it is not over when its `Work` is dropped: then the memory would be dropped
+            // here, and wait for what comes after it.
+            let compute = Stream::new(&device)?;
+            let source = DeviceBuffer::<f32>::zeroed(&compute, 1 << 22)?;
+            let mut target = DeviceBuffer::zeroed(&compute, 1 << 22)?;
+            (0..100).try_for_each(|_| target.copy_from(&compute, &source))?;
+            drop(nccl.after(&compute)?.all_reduce_async(memory, ReduceOp::Sum)?);
             data = DeviceBuffer::from_slice(&Stream::new(&device)?, &[1.0f32; 1000])?;
         }
         "leaves_receiver" if me == 0 => {
