@@ -361,7 +361,9 @@ static void *queue_later(void *argument) {
     cuCtxPushCurrent_v2(context);
     ncclResult_t code = queue(launch);
     cuCtxPopCurrent_v2(&context);
-    atomic_store(&comm->state, code);
+    /* The call may have failed by now: its error stays. */
+    int launching = IN_PROGRESS;
+    atomic_compare_exchange_strong(&comm->state, &launching, code);
     atomic_fetch_sub(&comm->pending, 1);
     return NULL;
 }
