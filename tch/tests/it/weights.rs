@@ -132,7 +132,7 @@ fn plain_averages_of_unequal_batches_are_those_of_another_loss() {
 }
 
 #[test]
-fn in_a_world_of_one_weights_change_no_bit() {
+fn in_a_world_of_one_weights_change_nothing() {
     run(1, |group| {
         let start = floats(&Mlp::new(&WIDTHS).store);
         let [weighted, plain] = [true, false].map(|is_weighted| {
@@ -150,7 +150,9 @@ fn in_a_world_of_one_weights_change_no_bit() {
             }
             floats(&model.store)
         });
-        assert_eq!(weighted, plain);
+        // Not bit for bit: sums of libtorch's kernels on several threads depend on where their memory begins.
+        let apart = distance(&weighted, &plain);
+        assert!(apart < 1e-6, "{apart:e}");
     });
 }
 
