@@ -35,7 +35,7 @@ struct Inner {
 }
 
 /// How long a rank that leaves waits for messages that it has called for.
-const RECEIVES: Duration = Duration::from_secs(5);
+const RECEIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
 pub type How = (Option<f64>, bool);
@@ -159,7 +159,7 @@ impl Inner {
     fn leave(&self) {
         if self.is_here() {
             self.collectives.close();
-            if let Some(awaited) = self.messages.close_outbound(RECEIVES) {
+            if let Some(awaited) = self.messages.close_outbound(RECEIVE_TIMEOUT) {
                 self.abort(format!("rank {} has left the group while it waited for {awaited}", self.rank));
             }
             self.messages.close();

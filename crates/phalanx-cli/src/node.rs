@@ -13,7 +13,7 @@ use crate::output::Output;
 use crate::run::job;
 
 /// How long the reader may take to read the last message.
-const LAST_MESSAGE: Duration = Duration::from_secs(10);
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Started by `phalanx run -H`
 #[derive(Args, Debug)]
@@ -33,7 +33,7 @@ pub(crate) fn run(options: &Node) -> ExitCode {
     if let Some(result) = run_part(&mut teller).transpose() {
         teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));
     }
-    teller.0.finish(LAST_MESSAGE);
+    teller.0.finish(LAST_MESSAGE_TIMEOUT);
     ExitCode::SUCCESS
 }
 

@@ -18,7 +18,7 @@ use crate::{json, launch, report};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
 /// wait long.
-const AFTER_A_SIGNAL: Duration = Duration::from_secs(1);
+const SIGNAL_GRACE: Duration = Duration::from_secs(1);
 
 /// Runs the job, and returns the command's exit code.
 pub(crate) fn run(options: Run) -> ExitCode {
@@ -104,7 +104,7 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         _ => 1,
     };
     let timeout = match &report.outcome {
-        Outcome::Interrupted(_) => AFTER_A_SIGNAL,
+        Outcome::Interrupted(_) => SIGNAL_GRACE,
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
     };

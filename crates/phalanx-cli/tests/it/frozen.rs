@@ -8,7 +8,7 @@ use crate::support::stand_in::Hosts;
 use crate::support::{exit_code, free_port, node, output, phalanx, send, start, text};
 
 /// Longer than a worker may be stopped.
-const LONG: Duration = Duration::from_secs(7);
+const NAMED_LIMIT: Duration = Duration::from_secs(7);
 /// All but rank 1 end well.
 const FREEZES: &str = "[ $RANK = 1 ] && kill -STOP $$; exit 0";
 
@@ -89,7 +89,7 @@ fn a_job_that_ctrl_z_stops_goes_on() {
         assert!(Instant::now() < limit, "the worker was not stopped");
         std::thread::sleep(Duration::from_millis(5));
     }
-    std::thread::sleep(LONG);
+    std::thread::sleep(NAMED_LIMIT);
     assert!(is_stopped());
     send(&child, Signal::CONT);
     assert_eq!(exit_code(&mut child), Some(0));

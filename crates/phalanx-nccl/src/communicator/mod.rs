@@ -190,7 +190,7 @@ impl Drop for Owner {
             return;
         }
         // Their handles of the group must be gone before the program ends: else it would end without a goodbye.
-        if self.shared.await_end(watchdog::ENDING) {
+        if self.shared.await_end(watchdog::END_TIMEOUT) {
             threads.into_iter().for_each(|thread| drop(thread.join()));
         }
     }

@@ -4,8 +4,8 @@
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Duration;
 
 use phalanx::env::LaunchEnv;
 use phalanx::{Error, Sequence};
@@ -69,16 +69,25 @@ impl CallState {
 
 /// Writes the record of a communicator that has failed to the file that the variable names, if it names one. On a thread of its own: a file
 /// system may keep a write waiting, and the abort must not wait with it.
-pub(super) fn dump(who: String, cause: &Error, calls: Vec<CallRecord>) -> Option<JoinHandle<()>> {
+pub(super) fn dump(who: String, cause: &Error, calls: Vec<CallRecord>) -> Option<Receiver<()>> {
     let path = std::env::var_os(VARIABLE).filter(|path| !path.is_empty())?;
+    let path = file_of(Path::new(&path));
     let text = text(&who, cause, &calls);
+    let unwritten = format!("phalanx: the record of {who} cannot be written to {}", path.display());
+    let told = unwritten.clone();
+    let (done, written) = mpsc::channel();
     let write = move || {
-        let path = file_of(Path::new(&path));
         if let Err(error) = append(&path, &text) {
-            eprintln!("phalanx: the record of {who} cannot be written to {}: {error}", path.display());
+            eprintln!("{told}: {error}");
         }
+        // If nobody waits any more, it is written all the same.
+        let _ = done.send(());
     };
-    std::thread::Builder::new().name("phalanx-nccl-record".into()).spawn(write).ok()
+    if let Err(error) = std::thread::Builder::new().name("phalanx-nccl-record".into()).spawn(write) {
+        eprintln!("{unwritten}: no thread can be started: {error}");
+        return None;
+    }
+    Some(written)
 }
 
 fn text(who: &str, cause: &Error, calls: &[CallRecord]) -> String {
@@ -101,14 +110,11 @@ fn append(path: &Path, text: &str) -> std::io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Waits for the thread that writes, at most until `until`.
-pub(super) fn await_dump(thread: Option<JoinHandle<()>>, until: Instant) {
-    let Some(thread) = thread else { return };
-    while !thread.is_finished() && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    if thread.is_finished() {
-        drop(thread.join());
+/// Waits until the record is written, at most for `limit`.
+pub(super) fn await_dump(written: Option<Receiver<()>>, limit: Duration) {
+    if let Some(written) = written {
+        // After the limit the file system is left to itself.
+        let _ = written.recv_timeout(limit);
     }
 }
 

@@ -15,11 +15,11 @@ use crate::nccl::{Comm, Nccl};
 
 /// How long calls wait for NCCL to stop its kernels, after the communicator has failed; and how long the watchdog waits for a thread that is in a
 /// call of NCCL, before it aborts all the same.
-pub(super) const SETTLING: Duration = Duration::from_secs(5);
+pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a call waits for a rank that has left the group: what it has sent before may still be under way.
-const LEAVING: Duration = Duration::from_secs(2);
+const LEAVE_GRACE: Duration = Duration::from_secs(2);
 /// How long the watchdog waits for the poller, which the driver may hold up.
-const LOOKING: Duration = Duration::from_millis(500);
+const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The handle of NCCL's communicator.
 pub(super) struct Handle(pub Comm);
@@ -188,7 +188,7 @@ impl Shared {
     pub(super) fn await_settled(&self, deadline: Option<Deadline>) {
         let mut state = self.state.lock();
         let Some((_, failed)) = state.failure else { return };
-        let until = failed + SETTLING;
+        let until = failed + SETTLE_TIMEOUT;
         let until = deadline.map_or(until, |deadline| until.min(deadline.instant()));
         while state.is_aborting && !self.changed.wait_until(&mut state, until).timed_out() {}
     }
@@ -210,10 +210,10 @@ impl Shared {
         let now = Instant::now();
         let last = state.flights.iter().map(|flight| flight.deadline.instant()).max().unwrap_or(now).max(now);
         // For the thread that is in NCCL, and for the abort.
-        let mut until = last + ending + 2 * SETTLING;
+        let mut until = last + ending + 2 * SETTLE_TIMEOUT;
         while !(state.ended && state.polled) {
             if let Some((_, failed)) = state.failure {
-                until = until.min(now.max(failed) + 2 * SETTLING);
+                until = until.min(now.max(failed) + 2 * SETTLE_TIMEOUT);
             }
             if self.changed.wait_until(&mut state, until).timed_out() {
                 break;
@@ -312,7 +312,7 @@ impl Shared {
 
     /// For the watchdog: has the poller ask the device once more, if the driver answers. What is done is done, whatever fails afterwards.
     pub(super) fn await_look(&self) {
-        let until = Instant::now() + LOOKING;
+        let until = Instant::now() + LOOK_TIMEOUT;
         let mut state = self.state.lock();
         state.wanted += 1;
         let wanted = state.wanted;
@@ -362,7 +362,7 @@ impl Shared {
             return Ok(());
         };
         let lasted = since.get_or_insert_with(Instant::now).elapsed();
-        if lasted > LEAVING && flight.give_up() { Err(error) } else { Ok(()) }
+        if lasted > LEAVE_GRACE && flight.give_up() { Err(error) } else { Ok(()) }
     }
 
     /// NCCL's own error, if it has one, as the oldest call reports it. While another thread calls NCCL, that one looks.

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 use phalanx::{Deadline, Error};
 
 use super::record;
-use super::shared::{SETTLING, Shared};
+use super::shared::{SETTLE_TIMEOUT, Shared};
 use crate::cuda::Pause;
 use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, SUCCESS};
 
 /// How often they look while calls are in flight, and while none is.
-const BUSY: Duration = Duration::from_millis(5);
-const IDLE: Duration = Duration::from_millis(50);
+const BUSY_INTERVAL: Duration = Duration::from_millis(5);
+const IDLE_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for a clean end: the other ranks take part in it.
-pub(super) const ENDING: Duration = Duration::from_secs(3);
+pub(super) const END_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Watches until the communicator has ended.
 pub(super) fn watch(shared: &Arc<Shared>) {
@@ -34,7 +34,7 @@ pub(super) fn watch(shared: &Arc<Shared>) {
 /// Polls until the watchdog has ended.
 pub(super) fn poll(shared: &Arc<Shared>) {
     let _done = Done(|| shared.polled());
-    while shared.rest_of_poller(BUSY, IDLE) {
+    while shared.rest_of_poller(BUSY_INTERVAL, IDLE_INTERVAL) {
         look(shared);
     }
     look(shared);
@@ -58,7 +58,7 @@ impl<F: Fn()> Drop for Done<F> {
 
 fn look_after(shared: &Arc<Shared>) {
     let mut left_since: Option<Instant> = None;
-    while shared.rest(BUSY, IDLE) {
+    while shared.rest(BUSY_INTERVAL, IDLE_INTERVAL) {
         if shared.failure().is_some() {
             return abort(shared);
         }
@@ -87,14 +87,14 @@ fn abort(shared: &Shared) {
         record::dump(format!("rank {rank} of {world}"), &cause, shared.calls())
     });
     stop(shared);
-    record::await_dump(dump, Instant::now() + ENDING);
+    record::await_dump(dump, END_TIMEOUT);
 }
 
 /// Aborts: NCCL stops its kernels, and frees what it has.
 fn stop(shared: &Shared) {
     // A thread that is in a call of NCCL sees the failure when that returns, and uses the communicator no more. If it does not return, only the
     // abort can end it: NCCL permits that from another thread.
-    drop(shared.calling.try_lock_for(SETTLING));
+    drop(shared.calling.try_lock_for(SETTLE_TIMEOUT));
     // SAFETY: after the failure nobody uses it, but for a call that is stuck in it.
     if unsafe { stop_bound(&shared.nccl, shared.raw()) } {
         shared.aborted();
@@ -109,7 +109,7 @@ fn end(shared: &Arc<Shared>) {
         return abort(shared);
     }
     let raw = shared.raw();
-    let (deadline, mut pause) = (Deadline::after(ENDING), Pause::default());
+    let (deadline, mut pause) = (Deadline::after(END_TIMEOUT), Pause::default());
     let returned = Arc::new(OnceLock::new());
     let finalizing = finalize(shared, &returned);
     let mut state = IN_PROGRESS;
@@ -143,7 +143,7 @@ fn end(shared: &Arc<Shared>) {
         stop(shared);
     }
     // It has a handle of the group. After the abort it returns from NCCL, unless the abort does not do its work.
-    let deadline = Deadline::after(ENDING);
+    let deadline = Deadline::after(END_TIMEOUT);
     if let Ok(thread) = finalizing {
         while !thread.is_finished() && !deadline.has_passed() {
             pause.pause();

@@ -155,7 +155,7 @@ impl<T: Element> DeviceBuffer<T> {
                 }
             };
             let mut code = allocate();
-            if code == OUT_OF_MEMORY && device.await_dropped(Deadline::after(FREEING)) {
+            if code == OUT_OF_MEMORY && device.await_dropped(Deadline::after(FREE_TIMEOUT)) {
                 code = allocate();
             }
             let function = if device.has_pools() { "cuMemAllocAsync" } else { "cuMemAlloc" };
@@ -193,7 +193,7 @@ impl<T: Element> DeviceBuffer<T> {
 }
 
 /// How long an allocation waits for memory that was dropped while calls were in flight.
-const FREEING: Duration = Duration::from_secs(5);
+const FREE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest wait for a copy. A collective before it on the stream has a deadline of its own.
 fn longest() -> Deadline {

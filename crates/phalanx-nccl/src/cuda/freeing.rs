@@ -152,7 +152,7 @@ impl Device {
         self.memory().lock().all_freed += count;
     }
 
-    /// Waits until what has been dropped so far is freed. Was there anything?
+    /// Waits until all memory that has been dropped so far is freed. Returns whether there was any.
     pub(super) fn await_dropped(&self, deadline: Deadline) -> bool {
         let mut pause = Pause::default();
         let (until, freed) = {

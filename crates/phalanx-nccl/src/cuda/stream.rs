@@ -14,7 +14,7 @@ use super::raw;
 pub(super) const NON_BLOCKING: u32 = 1;
 /// How often a wait looks, at first without a pause.
 const BUSY: u32 = 200;
-const PAUSE: Duration = Duration::from_micros(50);
+const PAUSE_DELAY: Duration = Duration::from_micros(50);
 
 /// A queue of work for a device: what is queued on it is done in that order, beside what is queued on other streams.
 pub struct Stream {
@@ -137,7 +137,7 @@ impl Pause {
         self.0 = self.0.saturating_add(1);
         match self.0 {
             0..=BUSY => std::thread::yield_now(),
-            _ => std::thread::sleep(PAUSE),
+            _ => std::thread::sleep(PAUSE_DELAY),
         }
     }
 }

@@ -10,7 +10,7 @@ use phalanx::{Deadline, ProcessGroup, Result};
 /// Set for a rank: what it does.
 pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
 /// No test takes so long, even on a slow machine; what does hangs.
-const HANGS: Duration = Duration::from_secs(150);
+const HANG_LIMIT: Duration = Duration::from_secs(150);
 
 /// The ranks, until they are waited for, and the store at which they meet.
 pub struct World(Vec<Child>, #[allow(dead_code, reason = "it serves until it is dropped")] TcpStoreServer);
@@ -45,7 +45,7 @@ impl World {
 
     /// What rank `rank` prints, when it has ended.
     pub fn output(&mut self, rank: usize) -> String {
-        let deadline = Instant::now() + HANGS;
+        let deadline = Instant::now() + HANG_LIMIT;
         while self.0[rank].try_wait().unwrap().is_none() {
             if Instant::now() > deadline {
                 self.0.iter_mut().for_each(|rank| drop(rank.kill()));
@@ -76,7 +76,7 @@ impl Drop for World {
 
 /// Waits until all ranks have come here, in the test's store: no failure of the group ends that, and who fails next ends no call before it.
 pub fn meet(group: &ProcessGroup) -> Result<()> {
-    let soon = Deadline::after(HANGS);
+    let soon = Deadline::after(HANG_LIMIT);
     let store = TcpStore::connect(format!("127.0.0.1:{}", std::env::var("MASTER_PORT").unwrap()), soon)?;
     store.set(&format!("test/{}", group.rank()), b"here", soon)?;
     group.world_size().ranks().try_for_each(|rank| store.get(&format!("test/{rank}"), soon).map(drop))
