@@ -150,7 +150,7 @@ impl Group {
 }
 
 impl Inner {
-    /// Is this the process that joined the group, and not one that was forked from it?
+    /// Whether this is the process that joined the group, and not one that was forked from it.
     fn is_here(&self) -> bool {
         self.process == std::process::id()
     }
@@ -280,12 +280,12 @@ impl Group {
         Ok(())
     }
 
-    /// Is it this process's, and has not been left?
+    /// Whether it is this process's, and has not been left.
     fn is_open(&self) -> bool {
         self.0.is_here() && self.0.group.read().is_some()
     }
 
-    /// Is it open in the process from which this one was forked?
+    /// Whether it is open in the process from which this one was forked.
     fn is_inherited(&self) -> bool {
         // Whoever held the lock when the process was forked does not release it here.
         !self.0.is_here() && self.0.group.try_read().is_none_or(|group| group.is_some())

@@ -37,7 +37,7 @@ pub struct Call {
     /// The group, with the limit of the call.
     pub group: ProcessGroup,
     pub timeout: Duration,
-    /// Does the caller wait for the end?
+    /// Whether the caller waits for the end.
     pub wait: bool,
     pub pending: Arc<Pending>,
 }

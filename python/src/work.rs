@@ -92,7 +92,7 @@ impl Work {
         }
     }
 
-    /// Has it ended?
+    /// Whether it has ended.
     fn is_completed(&self) -> bool {
         self.0.outcome().is_some()
     }

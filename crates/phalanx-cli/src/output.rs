@@ -68,7 +68,7 @@ impl Output {
         self.state.waiting.load(Ordering::Relaxed) >= ENOUGH
     }
 
-    /// Has the reader of standard output closed it?
+    /// Whether the reader of standard output has closed it.
     pub(crate) fn reader_is_gone(&self) -> bool {
         self.state.reader_gone.load(Ordering::Relaxed)
     }

@@ -17,7 +17,7 @@ use crate::status::Status;
 /// Colours of ranks that can be read on both black and white.
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
 
-/// Is `stream` a terminal on which colour is wanted?
+/// Whether `stream` is a terminal on which colour is wanted.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     let refused = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !refused && stream.is_terminal() && env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -126,7 +126,7 @@ impl Renderer {
         })
     }
 
-    /// Has the reader of standard output closed it?
+    /// Whether the reader of standard output has closed it.
     pub(crate) fn reader_is_gone(&self) -> bool {
         self.output.reader_is_gone()
     }

@@ -79,7 +79,7 @@ fn way_to(target: impl ToSocketAddrs) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip())
 }
 
-/// Is it one of the interfaces that container engines make?
+/// Whether it is one of the interfaces that container engines make.
 fn is_bridge(interface: &str) -> bool {
     ["docker", "br-", "virbr", "cni", "lxcbr", "podman"].iter().any(|prefix| interface.starts_with(prefix))
 }

@@ -66,7 +66,7 @@ fn plain_client(port: &str) -> Command {
     command
 }
 
-/// Has a client that runs this command been answered with so many bytes?
+/// Whether a client that runs this command has been answered with so many bytes.
 fn answered(mut command: Command) -> u32 {
     text(&command.output().unwrap().stdout).trim().parse().unwrap()
 }

@@ -141,7 +141,7 @@ impl Call {
         Ok(())
     }
 
-    /// Does it wait for `rank`?
+    /// Whether it waits for `rank`.
     pub(super) fn needs(&self, rank: Rank) -> bool {
         match self {
             Self::Send { peer, .. } | Self::Recv { peer, .. } => *peer == rank,

@@ -97,7 +97,7 @@ impl Flight {
         }
     }
 
-    /// Does it wait for `rank`?
+    /// Whether it waits for `rank`.
     pub(super) fn needs(&self, rank: Rank) -> bool {
         self.calls.iter().any(|call| call.needs(rank))
     }
@@ -114,7 +114,7 @@ impl Flight {
         let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(memory)));
     }
 
-    /// Is it known that it was done before any failure?
+    /// Whether it is known that it was done before any failure.
     pub(super) fn is_known_done(&self) -> bool {
         self.verdict.is(DONE)
     }

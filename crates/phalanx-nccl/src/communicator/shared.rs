@@ -134,7 +134,7 @@ impl Shared {
         }
     }
 
-    /// Is it done, or has the communicator failed?
+    /// Whether it is done, or the communicator has failed.
     pub(super) fn is_over(&self, flight: &Flight) -> bool {
         flight.is_done(&self.failed).unwrap_or(true) || self.failed.load(Ordering::Acquire)
     }
@@ -151,7 +151,7 @@ impl Shared {
         failure.unwrap_or_else(|| Error::aborted("the communicator has ended"))
     }
 
-    /// Has it failed, and may the device still use the memory of calls?
+    /// Whether it has failed, and the device may still use the memory of calls.
     pub(super) fn is_aborting(&self) -> bool {
         let state = self.state.lock();
         // The group fails a moment before the watchdog notes that, and aborts.
@@ -204,7 +204,7 @@ impl Shared {
     }
 
     /// Waits for the end of the calls in flight, until the last of their deadlines and what an abort may take, and not longer: NCCL
-    /// has no limit for an abort. Have the watchdog and the poller done their work?
+    /// has no limit for an abort. Returns whether the watchdog and the poller have done their work.
     pub(super) fn await_end(&self, ending: Duration) -> bool {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -320,7 +320,7 @@ impl Shared {
         while state.looked < wanted && !self.changed.wait_until(&mut state, until).timed_out() {}
     }
 
-    /// Has the time of a call passed that is not known to be done? It asks only the clock.
+    /// Whether the time of a call has passed that is not known to be done. It asks only the clock.
     pub(super) fn is_late(&self) -> bool {
         let state = self.state.lock();
         state.flights.iter().any(|flight| flight.deadline.has_passed() && !flight.is_known_done())

@@ -169,7 +169,7 @@ fn finalize(shared: &Arc<Shared>, returned: &Arc<OnceLock<Code>>) -> std::io::Re
     })
 }
 
-/// `ncclCommAbort`. Was it done?
+/// `ncclCommAbort`. Returns whether it was done.
 ///
 /// # Safety
 /// The communicator's device is the thread's, and nobody uses `raw` after this.

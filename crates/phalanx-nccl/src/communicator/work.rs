@@ -65,7 +65,7 @@ impl<M: Send + 'static> Work<M> {
         self.into_memory()
     }
 
-    /// Has it succeeded or failed?
+    /// Whether it has succeeded or failed.
     pub fn is_completed(&self) -> bool {
         self.shared.is_over(&self.flight)
     }

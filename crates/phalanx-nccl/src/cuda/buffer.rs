@@ -132,7 +132,7 @@ impl<T: Element> DeviceBuffer<T> {
         self.len
     }
 
-    /// Has it no elements?
+    /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -64,7 +64,7 @@ impl Event {
         Ok(event)
     }
 
-    /// Has it been reached?
+    /// Whether it has been reached.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _bound = self.device.bind()?;
         // SAFETY: the event is alive.

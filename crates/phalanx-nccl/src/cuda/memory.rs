@@ -32,7 +32,7 @@ pub unsafe trait DeviceMemory: Send + 'static {
     /// The number of elements.
     fn len(&self) -> usize;
 
-    /// Has it no elements?
+    /// Whether it has no elements.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

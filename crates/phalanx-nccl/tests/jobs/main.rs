@@ -28,7 +28,7 @@ pub enum Needs {
 /// If set, the tests run on this machine's GPUs.
 const REAL: &str = "PHALANX_TEST_GPU";
 
-/// Are the real libraries wanted?
+/// Whether the real libraries are wanted.
 pub fn is_real() -> bool {
     std::env::var_os(REAL).is_some_and(|value| !value.is_empty())
 }

@@ -19,7 +19,8 @@ use crate::world_size::WorldSize;
 /// Ranks may have different settings: each rank tells the others its interval when it starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heartbeat {
-    /// How often this rank sends a heartbeat. Zero: never, and the others ignore its silence.
+    /// How often this rank sends a heartbeat: in groups of more than 32 ranks every 400 ms, if that is less often. Zero: never, and the
+    /// others ignore its silence.
     pub interval: Duration,
     /// How late a heartbeat of a rank on the same host may be. A rank has failed if its heartbeat is later than this, and later than
     /// three of its own intervals. Zero: this rank ignores their silence, for example while a debugger stops them.
