@@ -38,12 +38,8 @@
 #![forbid(unsafe_code)]
 
 mod buffer;
-mod caller;
 mod deadline;
-mod dtype;
-mod error;
 mod frozen;
-mod hash;
 mod health;
 mod host;
 mod interfaces;
@@ -52,12 +48,10 @@ mod notice;
 mod poll;
 mod proc_stat;
 mod random;
-mod rank;
 
 pub mod asynchronous;
 pub mod batch_statistics;
 pub mod checkpoint;
-mod collective;
 mod credentials;
 mod domain;
 pub mod elastic;
@@ -71,7 +65,6 @@ mod key;
 pub mod launch;
 mod log;
 pub mod mesh;
-pub mod pipeline;
 pub mod reducer;
 pub mod rendezvous;
 pub mod sampler;
@@ -84,9 +77,11 @@ pub mod testing;
 mod tls;
 pub mod trace;
 mod transport;
-mod wire;
 mod worker_error;
-mod world_size;
+
+#[doc(inline)]
+pub use phalanx_proto::pipeline;
+use phalanx_proto::{caller, collective, dtype, error, hash, rank, wire, world_size};
 
 pub use buffer::{Buffer, BufferKeeper, BufferPart};
 pub use caller::Caller;

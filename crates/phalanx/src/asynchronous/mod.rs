@@ -10,7 +10,6 @@
 //! The guide's page [synchronous or not](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/synchronous-or-not.md)
 //! says when which of them pays.
 
-mod clock;
 mod local;
 mod optimizer;
 mod rpc;
@@ -23,3 +22,4 @@ pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ti
 pub use self::server::{
     Compensation, DelayCompensation, ParameterServer, ParameterServerBuilder, ShardStatistics, Staleness,
 };
+use phalanx_proto::clock;

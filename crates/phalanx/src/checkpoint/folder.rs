@@ -34,6 +34,7 @@
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
+use std::hash::RandomState;
 use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -312,7 +313,7 @@ impl Unfit {
 /// The manifest of the checkpoint in `folder`, and its bytes.
 pub(super) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), Unfit> {
     let bytes = manifest_bytes(folder)?;
-    match Manifest::decode(&bytes) {
+    match Manifest::decode(&bytes, &RandomState::new()) {
         Ok(manifest) => Ok((manifest, bytes)),
         Err(error @ Unreadable::Torn(_)) => Err(Unfit::Torn(error.to_string())),
         Err(error @ Unreadable::Later(_)) => Err(Unfit::Unread(error.to_string(), None)),

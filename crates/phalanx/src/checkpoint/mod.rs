@@ -44,15 +44,11 @@ mod disk;
 mod folder;
 #[cfg(test)]
 mod frozen_tests;
-mod layout;
-mod manifest;
 mod newest;
 mod owner;
-mod region;
 mod saved;
 mod sharded;
 mod snapshot;
-mod tensors;
 #[cfg(test)]
 mod tests;
 mod writer;
@@ -63,10 +59,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx_proto::checkpoint::{layout, manifest, region, tensors};
 
 use self::disk::{Disk, SystemDisk};
-#[cfg(any(test, fuzzing))]
-pub use self::manifest::fuzz as fuzz_manifest;
 use self::newest::Search;
 pub use self::newest::Skipped;
 use self::owner::Claimant;
@@ -75,14 +70,14 @@ pub use self::owner::fuzz as fuzz_claim;
 pub use self::saved::{Saved, SavedTensor};
 use self::sharded::Together;
 pub use self::snapshot::Snapshot;
-#[cfg(any(test, fuzzing))]
-pub use self::tensors::fuzz as fuzz_tensors;
 use self::writer::{Job, Writer};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+#[cfg(any(test, fuzzing))]
+pub use phalanx_proto::checkpoint::{manifest::fuzz as fuzz_manifest, tensors::fuzz as fuzz_tensors};
 
 /// How long a call waits for the write before it, unless [`Checkpoints::with_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10 * 60);

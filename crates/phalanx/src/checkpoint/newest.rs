@@ -9,6 +9,7 @@
 //! which is an error on all. The files with tensors are divided among the ranks, and each rank compares the checksums
 //! of its share. If one is wrong, all go on to the previous checkpoint.
 
+use std::hash::RandomState;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -209,8 +210,8 @@ pub(super) fn share(
         let Some((_, sent)) = contents.first() else {
             return Err(unreadable(&folder, "its manifest was not sent", None));
         };
-        let manifest =
-            Manifest::decode(sent).map_err(|error| unreadable(&folder, &error.to_string(), None))?;
+        let manifest = Manifest::decode(sent, &RandomState::new())
+            .map_err(|error| unreadable(&folder, &error.to_string(), None))?;
         match verify(group, &place, &manifest, sent)? {
             None => return Ok((Some(Saved::sharded(folder, place, manifest, contents)), skipped)),
             Some(cause) => {
@@ -356,7 +357,10 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
     let mut search = Search::new(folder)?;
     let deadline = Deadline::after(super::TIMEOUT);
     while let Some(found) = search.next(deadline)? {
-        let manifest = found.is_sharded.then(|| Manifest::decode(&found.contents[0].1).ok()).flatten();
+        let manifest = found
+            .is_sharded
+            .then(|| Manifest::decode(&found.contents[0].1, &RandomState::new()).ok())
+            .flatten();
         let files = manifest.as_ref().map(Manifest::tensor_files).unwrap_or_default();
         let torn = files.iter().find_map(|file| verify_file(&found.folder, file, Rank::MAIN, deadline).err());
         match torn {

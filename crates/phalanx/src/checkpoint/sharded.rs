@@ -13,6 +13,7 @@
 //! slices are checked like input from outside. Elements are read by offset, so a rank reads only what it needs.
 
 use std::collections::BTreeMap;
+use std::hash::RandomState;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -156,7 +157,7 @@ fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
             format!("{world_size} ranks save {} parts, and their checkpoint may have {most}", parts.len());
         return Err(Refusal::Together(cause));
     }
-    layout::merged(tensors.into_iter()).map_err(Refusal::Together)
+    layout::merged(tensors.into_iter(), &RandomState::new()).map_err(Refusal::Together)
 }
 
 /// Writes checkpoint `number`, on rank 0, together with the other ranks.
@@ -239,7 +240,7 @@ pub(super) fn manifest(
     parts.sort_by(|left, right| left.name.cmp(&right.name));
     files.extend(parts);
     let manifest = Manifest::sharded(step, world_size, files, tensors.to_vec());
-    manifest.check().map(|()| manifest)
+    manifest.check(&RandomState::new()).map(|()| manifest)
 }
 
 /// The group of the writing threads. If this one ends before its part is done, the others notice.

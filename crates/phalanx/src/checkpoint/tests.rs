@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::hash::RandomState;
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -139,7 +140,7 @@ impl Save {
             Self::Sharded => {
                 let ranks = [half(step, 0), half(step, 1)];
                 let proposed = (0..).zip(&ranks).map(|(rank, half)| (rank, half.propose().unwrap()));
-                let tensors = layout::merged(proposed).unwrap();
+                let tensors = layout::merged(proposed, &RandomState::new()).unwrap();
                 let begun = folder.begin(number)?;
                 let files = folder.write_files(&begun, &shard(0, 2), &ranks[0]).and_then(|own| {
                     let other = folder::write_files(disk, &begun, &shard(1, 2), &ranks[1], || Ok(()))?;

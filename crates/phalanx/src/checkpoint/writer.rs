@@ -412,6 +412,7 @@ fn remedy(error: &io::Error) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use std::hash::RandomState;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
     use std::thread;
@@ -455,7 +456,8 @@ mod tests {
 
     /// A job of rank 0 in a group of threads.
     fn job(step: u64, snapshot: Snapshot, threads: Option<&ProcessGroup>) -> Job {
-        let tensors = || layout::merged([(0, snapshot.propose().unwrap())].into_iter()).unwrap();
+        let tensors =
+            || layout::merged([(0, snapshot.propose().unwrap())].into_iter(), &RandomState::new()).unwrap();
         let together = threads.map(|threads| Together { threads: threads.clone(), tensors: tensors() });
         Job { step, world_size: 1, keep: 3, snapshot, together }
     }

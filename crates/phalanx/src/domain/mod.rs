@@ -17,10 +17,8 @@
 
 mod connect;
 mod direct;
-mod encoded_call;
 mod in_place_v;
 mod monitored_barrier;
-mod partition;
 mod reduce_scatter;
 mod routes;
 mod small;
@@ -30,6 +28,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
+use phalanx_proto::domain::{encoded_call, partition};
 use phalanx_sys::arena::Arena;
 use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
 

@@ -100,7 +100,8 @@ impl ElasticEnv {
 pub(crate) fn job_name() -> Result<Option<String>> {
     let Some(ElasticEnv { env, .. }) = ElasticEnv::from_process()? else { return Ok(None) };
     let known = format!("{:?} {:?}", env.run_id, env.rendezvous);
-    let secret = Secret::new(JobKey::from_env()?.as_ref(), "phalanx job name", known.as_bytes());
+    let secret =
+        Secret::new(JobKey::from_env()?.as_ref().map(JobKey::bytes), "phalanx job name", known.as_bytes());
     Ok(Some(secret.tag("name", &[])[..16].iter().map(|byte| format!("{byte:02x}")).collect()))
 }
 

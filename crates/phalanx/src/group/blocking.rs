@@ -127,39 +127,6 @@ impl ProcessGroup {
     }
 }
 
-impl Call {
-    pub(crate) fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self {
-            operation,
-            dtype,
-            elements: elements as u64,
-            reduce: None,
-            root: None,
-            tuning: 0,
-            caller: None,
-        }
-    }
-
-    pub(super) fn reducing(self, op: ReduceOp) -> Self {
-        Self { reduce: Some(op.without_factor()), ..self }
-    }
-
-    /// An error that names this call, if `op` is not defined for its elements.
-    pub(super) fn check(&self, op: ReduceOp) -> Result<()> {
-        op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
-    }
-
-    /// Prepares this rank's elements for `op`, if it is defined for them.
-    pub(super) fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
-        self.check(op)?;
-        op.prepare(self.dtype, data)
-    }
-
-    pub(super) fn rooted_at(self, root: Rank) -> Self {
-        Self { root: Some(root), ..self }
-    }
-}
-
 pub(super) fn out_of_place<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::OutOfPlace { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }

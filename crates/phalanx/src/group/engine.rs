@@ -358,15 +358,6 @@ impl Engine {
     }
 }
 
-impl Sequence {
-    /// The number of the operation that starts now.
-    fn advance(&mut self) -> Self {
-        let current = *self;
-        self.0 += 1;
-        current
-    }
-}
-
 fn bytes_of(range: &Range<usize>, size: usize) -> Range<usize> {
     range.start * size..range.end * size
 }

@@ -6,8 +6,6 @@
 //! again: a group that tried would hang.
 
 pub(crate) mod calls;
-mod heartbeat;
-pub(crate) mod liveness;
 pub(crate) mod waits;
 
 use std::io;
@@ -16,9 +14,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+pub(crate) use phalanx_proto::health::liveness;
 
 use self::calls::Calls;
-pub use self::heartbeat::Heartbeat;
 use self::liveness::ProcessState;
 use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
@@ -28,6 +26,7 @@ use crate::rank::{Rank, Sequence};
 use crate::wire::control::{AwaitedState, LongWait, WaitReport};
 use crate::wire::frame::{Call, Header};
 use crate::worker_error;
+pub use phalanx_proto::health::heartbeat::Heartbeat;
 
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.

@@ -54,11 +54,9 @@ mod logs;
 mod nodes;
 mod own_address;
 mod placement;
-mod policy;
 mod refusals;
 mod remote;
 mod replacements;
-mod root_cause;
 mod slot;
 mod supervisor;
 mod worker;
@@ -75,6 +73,7 @@ pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
 #[cfg(any(test, fuzzing))]
 pub use nodes::fuzz_nodes;
+use phalanx_proto::launch::{policy, root_cause};
 pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};
 #[cfg(any(test, fuzzing))]
 pub use remote::{fuzz as fuzz_remote, fuzz_hosts};

@@ -19,8 +19,6 @@
 //! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
 
 mod compaction;
-mod liveness;
-mod mac;
 #[cfg(any(test, fuzzing))]
 mod outside;
 mod participant;
@@ -30,6 +28,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use phalanx_proto::log::{liveness, mac};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

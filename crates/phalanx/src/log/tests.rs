@@ -421,7 +421,7 @@ const HEARTBEATS: Heartbeats = Heartbeats {
 #[test]
 fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
     let store = memory();
-    let mac = |key| Mac::new(Some(&JobKey::from_bytes([key; 32])), "job");
+    let mac = |key| Mac::new(Some(&[key; 32]), "job");
     let log = |mac| Log::<Whole>::new(Arc::clone(&store), mac);
     // Without a key, with another one, and moved from its place.
     log(Mac::none()).append(&Entry::Word(1), limit()).unwrap();

@@ -4,16 +4,14 @@
 //! part of the model average gradients, those that hold the parts of one layer combine activations. A [`DeviceMesh`] makes them
 //! once, under names.
 
-mod layout;
-
 use std::fmt;
 
-use self::layout::{Dimension, Layout};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::rank::Rank;
+use phalanx_proto::mesh::{Dimension, Layout};
 
 /// The ranks of a group in a grid with named dimensions. PyTorch's `DeviceMesh`.
 ///

@@ -31,14 +31,10 @@ mod bucket;
 mod hooked;
 pub mod hooks;
 mod identical;
-mod options;
-mod plan;
 mod replay;
 mod sharding;
-mod state;
 mod step_times;
 mod sync;
-mod unused;
 mod verify;
 mod weights;
 
@@ -53,7 +49,7 @@ use std::time::{Duration, Instant};
 
 pub use hooked::HookedReducer;
 pub use identical::states_identical;
-pub use options::{ParameterSpec, ReducerOptions};
+pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state, verify_state_on};
@@ -73,6 +69,7 @@ use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
 use crate::rank::Rank;
 use crate::trace::{Trace, Track};
+use phalanx_proto::reducer::{plan, state, unused};
 
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///

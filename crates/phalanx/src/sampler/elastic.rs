@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::DistributedSampler;
-use super::permutation::random_permutation;
+use super::random_permutation;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 

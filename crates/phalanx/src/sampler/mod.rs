@@ -16,16 +16,15 @@
 //! [`ElasticSampler`] distributes the same order step by step, to worlds whose size changes.
 
 mod elastic;
-mod permutation;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use self::elastic::{ElasticSampler, Tail};
-pub(crate) use self::permutation::random_permutation;
 use crate::error::Result;
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
+pub(crate) use phalanx_proto::sampler::random_permutation;
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///

@@ -27,6 +27,7 @@ use crate::error::{Error, Result};
 #[cfg(feature = "etcd")]
 use crate::interfaces::is_every_hosts;
 use crate::interfaces::{inner_bridges, is_own};
+use crate::key::JobKey;
 use crate::launch::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::launch::own_address::own_address;
 use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
@@ -202,7 +203,7 @@ impl Thread {
     ) -> Result<()> {
         let Self { cluster, access, scope, replica } = self;
         let deadline = Deadline::after(cluster.join_timeout);
-        let mac = Mac::new(access.credentials().key.as_ref(), scope);
+        let mac = Mac::new(access.credentials().key.as_ref().map(JobKey::bytes), scope);
         let opened = open_store(cluster, access, scope, replica, deadline)?;
         if replica.view().is_closing() {
             return Ok(());

@@ -15,8 +15,9 @@ use super::server_connection::invalid;
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::notice::warn;
+use crate::random;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG, nonce};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG};
 use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
@@ -86,8 +87,11 @@ impl Admission {
     pub fn new(access: Access) -> Self {
         let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;
-        let (secret, handshakes, peer_users) =
-            (key.as_ref().map(StoreSecret::new), HandshakePermits::new(), PeerUsers::default());
+        let (secret, handshakes, peer_users) = (
+            key.as_ref().map(|key| StoreSecret::new(key.bytes())),
+            HandshakePermits::new(),
+            PeerUsers::default(),
+        );
         Self { secret, tls, keyless, refusals, has_warned: Cell::new(false), handshakes, peer_users }
     }
 
@@ -242,7 +246,7 @@ async fn authenticate(stream: &mut Stream, secret: &StoreSecret, start: &[u8; HE
     let mut call = [0; CALL];
     call[..HELLO].copy_from_slice(start);
     stream.read_exact(&mut call[HELLO..]).await?;
-    let Some(responder) = Responder::new(secret, call, nonce().map_err(io::Error::other)?) else {
+    let Some(responder) = Responder::new(secret, call, random::bytes().map_err(io::Error::other)?) else {
         return Err(invalid("it greets in another version".to_owned()));
     };
     stream.write_all(responder.answer()).await?;

@@ -120,7 +120,7 @@ fn this_users_programs_on_this_host_need_no_key_where_they_are_let_in() {
 fn an_old_proof_is_of_no_use() {
     let key = key();
     let server = serve(&key, KeylessClients::None);
-    let secret = StoreSecret::new(&key);
+    let secret = StoreSecret::new(key.bytes());
     let initiator = Initiator::new([1; NONCE]);
     let mut honest = connect(&server);
     honest.write_all(initiator.call()).unwrap();

@@ -15,9 +15,10 @@ use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
 use crate::network::Network;
 use crate::notice::while_waiting;
+use crate::random;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
-use crate::wire::auth::{TAG, Tag, nonce};
+use crate::wire::auth::{TAG, Tag};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
@@ -89,7 +90,10 @@ pub(super) struct ClientCredentials {
 
 impl ClientCredentials {
     pub(super) fn new(credentials: &Credentials) -> Self {
-        Self { secret: credentials.key.as_ref().map(StoreSecret::new), tls: credentials.tls.clone() }
+        Self {
+            secret: credentials.key.as_ref().map(|key| StoreSecret::new(key.bytes())),
+            tls: credentials.tls.clone(),
+        }
     }
 }
 
@@ -378,7 +382,7 @@ impl Link {
 
     /// Checks that the server knows the secret. Returns the proof that this client does.
     fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, ConnectError> {
-        let own = nonce().map_err(|error| ConnectError::NotListening(io::Error::other(error)))?;
+        let own = random::bytes().map_err(|error| ConnectError::NotListening(io::Error::other(error)))?;
         let initiator = Initiator::new(own);
         let first = self.ask(initiator.call())?;
         if !greeting::is_greeting(&first) {

@@ -506,7 +506,7 @@ fn a_server_of_pytorch_gets_no_request_that_it_does_not_know() {
 #[test]
 fn a_store_of_an_earlier_build_with_the_key_is_refused_by_name() {
     let key = JobKey::generate().unwrap();
-    let secret = StoreSecret::new(&key);
+    let secret = StoreSecret::new(key.bytes());
     let server = foreign(move |mut stream| {
         let mut call = [0; CALL];
         stream.read_exact(&mut call).unwrap();

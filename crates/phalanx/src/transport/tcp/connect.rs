@@ -17,6 +17,7 @@ use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::host;
+use crate::key::JobKey;
 use crate::random;
 use crate::rank::Rank;
 use crate::store;
@@ -74,7 +75,7 @@ fn build(
     deadline: Deadline,
 ) -> Result<Vec<String>> {
     let job = config.number.map_or_else(|| agree_on_job(config, host, deadline), Ok)?;
-    let secret = GroupSecret::new(config.credentials.key.as_ref(), &job);
+    let secret = GroupSecret::new(config.credentials.key.as_ref().map(JobKey::bytes), &job);
     let own = Hello {
         group: secret.name(),
         generation: config.generation,

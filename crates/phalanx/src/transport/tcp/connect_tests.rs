@@ -165,7 +165,7 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         let address: Address =
             postcard::from_bytes(&store.get(&super::connect::key(Rank::MAIN), deadline).unwrap()).unwrap();
         let job = store.get("mesh/job", deadline).unwrap().try_into().unwrap();
-        let own = hello_to_main(&GroupSecret::new(Some(&key), &job), 2, 3);
+        let own = hello_to_main(&GroupSecret::new(Some(key.bytes()), &job), 2, 3);
         let stranger = move |number| {
             let mut stranger = TcpStream::connect(address.socket).ok()?;
             let _ = stranger.write_all(&noise(own, number));

@@ -13,9 +13,10 @@ use super::{MeshConfig, start_failure};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Kind, Result, is_local_shortage, loopback_is_down, no_more_files};
 use crate::notice::Reminders;
+use crate::random;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{TAG, nonce};
+use crate::wire::auth::TAG;
 use crate::wire::handshake::{ANSWER, GroupSecret, Initiator};
 use crate::wire::hello::{HELLO, Hello};
 use crate::wire::tls;
@@ -50,7 +51,7 @@ pub(super) fn dial(
         if has_failed.load(Ordering::Relaxed) {
             return Err(Error::aborted(format!("{unreachable}: the start has failed at another rank")));
         }
-        let own = own.saying(nonce()?);
+        let own = own.saying(random::bytes()?);
         let tls = config.credentials.tls.as_ref();
         let error = match introduce(address.socket, own, secret, tls, (answering, deadline)) {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),

@@ -5,8 +5,9 @@ use std::io::{self, IoSlice, IoSliceMut};
 use super::connection::Connection;
 use crate::deadline::Deadline;
 use crate::error::Error;
+use crate::random;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, TAG, Tag, nonce};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, TAG, Tag};
 use crate::wire::handshake::{GroupSecret, Responder};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
@@ -267,7 +268,7 @@ impl Pending {
             return Err(turned_away(error));
         }
         // Without random numbers no rank can be accepted.
-        let nonce = nonce().map_err(turned_away)?;
+        let nonce = random::bytes().map_err(turned_away)?;
         let own = own.on(hello.channel, hello.rank).saying(nonce);
         let responder = Responder::new(&self.secret, &own, hello, self.bytes).map_err(turned_away)?;
         match send_whole(&self.stream, responder.answer()) {

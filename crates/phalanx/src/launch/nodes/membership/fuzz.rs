@@ -14,7 +14,7 @@ use crate::world_size::MAX_WORLD_SIZE;
 pub fn fuzz(bytes: &[u8]) -> bool {
     let mac = match bytes.split_first() {
         Some((0, _)) => Mac::none(),
-        Some((1, _)) => Mac::new(Some(&JobKey::from_bytes([0; 32])), "job"),
+        Some((1, _)) => Mac::new(Some(&[0; 32]), "job"),
         _ => return false,
     };
     read_all(mac, &[], pieces(&bytes[1..]), |before: &MembershipState, state| {

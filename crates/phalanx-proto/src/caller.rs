@@ -1,0 +1,176 @@
+//! The user's calls, of which collectives are parts.
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! callers {
+    ($($(#[$doc:meta])* $caller:ident = $code:literal, $name:literal;)*) => {
+        /// A call that a user writes and that makes collectives internally, such as `Checkpoints::open`.
+        ///
+        /// The code between users and groups, an adapter or a function of this crate, sets it with
+        /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call). Every rank sends it with its collectives:
+        /// the calls are compared, and errors name them.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[non_exhaustive]
+        #[repr(u8)]
+        pub enum Caller {
+            $($(#[$doc])* $caller = $code,)*
+        }
+
+        impl Caller {
+            pub const ALL: &[Self] = &[$(Self::$caller),*];
+
+            /// The name, as a user writes it.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$caller => $name,)*
+                }
+            }
+        }
+    };
+}
+
+callers! {
+    /// [`init`](crate::init()), and [`ProcessGroup::join`](crate::ProcessGroup::join).
+    Init = 1, "init";
+    /// [`ProcessGroup::new_group`](crate::ProcessGroup::new_group).
+    NewGroup = 2, "new_group";
+    /// [`ProcessGroup::split`](crate::ProcessGroup::split).
+    Split = 3, "split";
+    /// [`ProcessGroup::broadcast_object`](crate::ProcessGroup::broadcast_object).
+    BroadcastObject = 4, "broadcast_object";
+    /// [`ProcessGroup::all_gather_object`](crate::ProcessGroup::all_gather_object).
+    AllGatherObject = 5, "all_gather_object";
+    /// [`ProcessGroup::gather_object`](crate::ProcessGroup::gather_object).
+    GatherObject = 6, "gather_object";
+    /// [`ProcessGroup::scatter_object`](crate::ProcessGroup::scatter_object).
+    ScatterObject = 7, "scatter_object";
+    /// [`Checkpoints::open`](crate::checkpoint::Checkpoints::open).
+    CheckpointsOpen = 8, "Checkpoints::open";
+    /// [`Checkpoints::newest`](crate::checkpoint::Checkpoints::newest).
+    CheckpointsNewest = 9, "Checkpoints::newest";
+    /// [`elastic::run`](crate::elastic::run()), between the calls of its loop.
+    ElasticRun = 10, "elastic::run";
+    /// [`Context::step`](crate::elastic::Context::step).
+    ElasticStep = 11, "Context::step";
+    /// [`Context::commit`](crate::elastic::Context::commit).
+    ElasticCommit = 12, "Context::commit";
+    /// [`Context::sync`](crate::elastic::Context::sync).
+    ElasticSync = 13, "Context::sync";
+    /// [`JoinGroup::join`](crate::join::JoinGroup::join) and an adapter's form of it: `Ddp::join`.
+    Join = 14, "Ddp::join";
+    /// An adapter's constructor, which compares and copies the model.
+    DdpNew = 15, "Ddp::new";
+    /// An adapter's forward pass, which copies buffers.
+    DdpForward = 16, "Ddp::forward";
+    /// An adapter's backward pass, which averages gradients.
+    DdpBackward = 17, "Ddp::backward";
+    /// An adapter's norm of sharded gradients.
+    DdpClipGradNorm = 18, "Ddp::clip_grad_norm";
+    /// An adapter's average of parameters.
+    DdpAverageParameters = 19, "Ddp::average_parameters";
+    /// An adapter's comparison of replicas.
+    DdpReplicasIdentical = 20, "Ddp::replicas_identical";
+    /// An adapter's registration of a [hook](crate::reducer::hooks::CommHook).
+    DdpRegisterCommHook = 21, "Ddp::register_comm_hook";
+    /// The constructor of an optimizer whose state is sharded.
+    ZeroNew = 22, "ZeroRedundancyOptimizer::new";
+    /// Its step.
+    ZeroStep = 23, "ZeroRedundancyOptimizer::step";
+    /// Gathering its state.
+    ZeroConsolidate = 24, "ZeroRedundancyOptimizer::consolidate";
+    /// A batch norm over all ranks, in either direction.
+    SyncBatchNorm = 25, "SyncBatchNorm";
+    /// A framework's own trainer, on several ranks.
+    DdpStrategy = 26, "DdpStrategy";
+    /// An adapter's mean of one number of each rank.
+    DdpMean = 27, "Ddp::mean";
+    /// An adapter's sum of one number of each rank.
+    DdpSum = 28, "Ddp::sum";
+    /// [`Checkpoints::save_sharded`](crate::checkpoint::Checkpoints::save_sharded).
+    CheckpointsSaveSharded = 29, "Checkpoints::save_sharded";
+    /// [`ProcessGroup::main_process_first`](crate::ProcessGroup::main_process_first).
+    MainProcessFirst = 30, "main_process_first";
+    /// [`ProcessGroup::local_main_process_first`](crate::ProcessGroup::local_main_process_first).
+    LocalMainProcessFirst = 31, "local_main_process_first";
+    /// [`DeviceMesh::new`](crate::mesh::DeviceMesh::new).
+    DeviceMeshNew = 32, "DeviceMesh::new";
+    /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
+    DeviceMeshFlatten = 33, "DeviceMesh::flatten";
+    /// [`ProcessGroup::close`](crate::ProcessGroup::close).
+    Close = 34, "close";
+    /// An adapter's backward pass in which ranks count by their numbers of samples.
+    DdpBackwardWeighted = 35, "Ddp::backward_weighted";
+    /// An adapter's gather of tensors, whose gradients are added up over ranks.
+    AllGather = 36, "Collectives::all_gather";
+    /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
+    RpcStart = 38, "RpcBuilder::start";
+    /// The start of a run's record.
+    RunStart = 40, "Run::start";
+    /// Means of what ranks log.
+    RunLogMean = 41, "Run::log_means";
+    /// What each rank uses of its machine.
+    RunLogSystem = 42, "Run::log_system";
+    /// The constructor of a communicator for the memory of devices.
+    CommunicatorNew = 50, "Communicator::new";
+    /// A layer whose weights are divided among ranks, in either direction, and its division.
+    TensorParallel = 51, "TensorGroup";
+    /// A pipeline on several ranks: its start, and the end of each of its steps.
+    PipelineTrain = 52, "Pipeline::train";
+    /// A model whose parameters are sharded: its units, their passes in either direction, and what ranks compare.
+    Fsdp = 53, "Fsdp";
+    /// An adapter's evaluation, before which ranks take over buffers.
+    DdpEvaluate = 54, "Ddp::evaluate";
+    /// An adapter's comparison of buffers.
+    DdpBuffersIdentical = 55, "Ddp::buffers_identical";
+    /// A saved state of which each rank has a part.
+    TrainStateCheckpoint = 56, "TrainState::checkpoint";
+    /// PyTorch's average of integers, which its backend makes of a sum.
+    IntegerAverage = 60, "ReduceOp.AVG of integers";
+}
+
+impl Caller {
+    pub fn from_wire(code: u8) -> Option<Self> {
+        Self::ALL.iter().copied().find(|caller| *caller as u8 == code)
+    }
+
+    /// Whether it is called once for each batch. A rank with fewer batches ends while the others still call it.
+    pub const fn is_for_each_batch(self) -> bool {
+        matches!(
+            self,
+            Self::DdpForward
+                | Self::DdpBackward
+                | Self::DdpBackwardWeighted
+                | Self::AllGather
+                | Self::DdpClipGradNorm
+                | Self::ZeroStep
+                | Self::SyncBatchNorm
+                | Self::Join
+                | Self::RunLogMean
+                | Self::TensorParallel
+                | Self::PipelineTrain
+                | Self::Fsdp
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_caller_has_a_code_and_a_name_of_its_own() {
+        for (index, caller) in Caller::ALL.iter().enumerate() {
+            assert_eq!(Caller::from_wire(*caller as u8), Some(*caller));
+            assert!(Caller::ALL[..index].iter().all(|other| other.name() != caller.name()), "{caller:?}");
+        }
+        assert_eq!(Caller::from_wire(0), None, "which stands for none");
+    }
+
+    #[test]
+    fn the_wire_s_page_has_every_caller() {
+        let page = include_str!("../../../docs/wire.md");
+        for caller in Caller::ALL {
+            assert!(page.contains(&format!(" {} {}", *caller as u8, caller.name())), "{caller:?} is missing");
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Plans of gather, scatter and all-to-all: each message goes from one rank to one other. Sent elements are in the
+//! input, and received ones in the output, which do not overlap.
+
+use super::{Combine, Counts, Plan, Step, after, before};
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
+/// Every rank sends its input to the root: one step, or w-1 at the root, n elements each.
+pub fn gather(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
+    if rank != root {
+        return vec![Step::send(root, 0..count)];
+    }
+    let counts = Counts::even(count, world);
+    let others = (1..world.count()).map(|distance| after(root, distance, world));
+    others.map(|from| Step::recv(from, counts.of(from.index()), Combine::Replace)).collect()
+}
+
+/// The root sends each rank its elements: one step, or w-1 at the root, n elements each.
+pub fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
+    if rank != root {
+        return vec![Step::recv(root, 0..count, Combine::Replace)];
+    }
+    let counts = Counts::even(count, world);
+    let others = (1..world.count()).map(|distance| after(root, distance, world));
+    others.map(|to| Step::send(to, counts.of(to.index()))).collect()
+}
+
+/// Pairwise exchange: in step k each rank sends to the rank k places after it and receives from the rank k places
+/// before it. w-1 steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
+pub fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts) -> Plan {
+    (1..world.count())
+        .map(|distance| {
+            let (to, from) = (after(rank, distance, world), before(rank, distance, world));
+            let step = Step::send(to, sent.of(to.index()));
+            step.and_recv(from, received.of(from.index()), Combine::Replace)
+        })
+        .collect()
+}

@@ -1,0 +1,3 @@
+//! Whether the step that a failure cut off counts.
+
+pub mod retry;

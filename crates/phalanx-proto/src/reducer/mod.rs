@@ -1,0 +1,8 @@
+//! The deciding half of the gradient reducer: which gradients share a bucket, and when a bucket is launched. No memory, no group.
+
+mod options;
+pub mod plan;
+pub mod state;
+pub mod unused;
+
+pub use self::options::{ParameterSpec, ReducerOptions};

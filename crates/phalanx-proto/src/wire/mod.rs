@@ -1,0 +1,47 @@
+//! Bounded codecs for everything that crosses a connection. There is no I/O here; docs/wire.md shows each message.
+
+pub mod auth;
+pub mod control;
+pub mod frame;
+pub mod greeting;
+pub mod handshake;
+pub mod hello;
+pub mod rpc;
+pub mod store;
+pub mod tls;
+
+/// A cursor over bytes of a fixed length, for decoding little-endian fields in order.
+pub struct Fields<'a>(&'a [u8]);
+
+impl<'a> Fields<'a> {
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// The next `N` bytes. Zeros after the end, which a check of the magic or length has excluded.
+    pub fn take<const N: usize>(&mut self) -> [u8; N] {
+        match self.0.split_first_chunk::<N>() {
+            Some((head, tail)) => {
+                self.0 = tail;
+                *head
+            }
+            None => [0; N],
+        }
+    }
+
+    pub fn u8(&mut self) -> u8 {
+        self.take::<1>()[0]
+    }
+
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.take())
+    }
+
+    pub fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.take())
+    }
+
+    pub fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.take())
+    }
+}
