@@ -6,8 +6,8 @@ macro_rules! callers {
     ($($(#[$doc:meta])* $caller:ident = $code:literal, $name:literal;)*) => {
         /// A call that a user writes and that makes collectives internally, such as `Checkpoints::open`.
         ///
-        /// The code between users and groups, an adapter or a function of this crate, sets it with
-        /// [`ProcessGroup::in_call`](crate::ProcessGroup::in_call). Every rank sends it with its collectives:
+        /// The code between users and groups, an adapter or a function of `phalanx`, sets it with
+        /// `ProcessGroup::in_call`. Every rank sends it with its collectives:
         /// the calls are compared, and errors name them.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         #[non_exhaustive]
@@ -17,7 +17,8 @@ macro_rules! callers {
         }
 
         impl Caller {
-            pub const ALL: &[Self] = &[$(Self::$caller),*];
+            /// Every call, in the order of this list.
+            pub(crate) const ALL: &[Self] = &[$(Self::$caller),*];
 
             /// The name, as a user writes it.
             pub const fn name(self) -> &'static str {
@@ -30,33 +31,33 @@ macro_rules! callers {
 }
 
 callers! {
-    /// [`init`](crate::init()), and [`ProcessGroup::join`](crate::ProcessGroup::join).
+    /// `init`, and `ProcessGroup::join`.
     Init = 1, "init";
-    /// [`ProcessGroup::new_group`](crate::ProcessGroup::new_group).
+    /// `ProcessGroup::new_group`.
     NewGroup = 2, "new_group";
-    /// [`ProcessGroup::split`](crate::ProcessGroup::split).
+    /// `ProcessGroup::split`.
     Split = 3, "split";
-    /// [`ProcessGroup::broadcast_object`](crate::ProcessGroup::broadcast_object).
+    /// `ProcessGroup::broadcast_object`.
     BroadcastObject = 4, "broadcast_object";
-    /// [`ProcessGroup::all_gather_object`](crate::ProcessGroup::all_gather_object).
+    /// `ProcessGroup::all_gather_object`.
     AllGatherObject = 5, "all_gather_object";
-    /// [`ProcessGroup::gather_object`](crate::ProcessGroup::gather_object).
+    /// `ProcessGroup::gather_object`.
     GatherObject = 6, "gather_object";
-    /// [`ProcessGroup::scatter_object`](crate::ProcessGroup::scatter_object).
+    /// `ProcessGroup::scatter_object`.
     ScatterObject = 7, "scatter_object";
-    /// [`Checkpoints::open`](crate::checkpoint::Checkpoints::open).
+    /// `Checkpoints::open`.
     CheckpointsOpen = 8, "Checkpoints::open";
-    /// [`Checkpoints::newest`](crate::checkpoint::Checkpoints::newest).
+    /// `Checkpoints::newest`.
     CheckpointsNewest = 9, "Checkpoints::newest";
-    /// [`elastic::run`](crate::elastic::run()), between the calls of its loop.
+    /// `elastic::run`, between the calls of its loop.
     ElasticRun = 10, "elastic::run";
-    /// [`Context::step`](crate::elastic::Context::step).
+    /// `Context::step`.
     ElasticStep = 11, "Context::step";
-    /// [`Context::commit`](crate::elastic::Context::commit).
+    /// `Context::commit`.
     ElasticCommit = 12, "Context::commit";
-    /// [`Context::sync`](crate::elastic::Context::sync).
+    /// `Context::sync`.
     ElasticSync = 13, "Context::sync";
-    /// [`JoinGroup::join`](crate::join::JoinGroup::join) and an adapter's form of it: `Ddp::join`.
+    /// `JoinGroup::join` and an adapter's form of it: `Ddp::join`.
     Join = 14, "Ddp::join";
     /// An adapter's constructor, which compares and copies the model.
     DdpNew = 15, "Ddp::new";
@@ -70,7 +71,7 @@ callers! {
     DdpAverageParameters = 19, "Ddp::average_parameters";
     /// An adapter's comparison of replicas.
     DdpReplicasIdentical = 20, "Ddp::replicas_identical";
-    /// An adapter's registration of a [hook](crate::reducer::hooks::CommHook).
+    /// An adapter's registration of a communication hook.
     DdpRegisterCommHook = 21, "Ddp::register_comm_hook";
     /// The constructor of an optimizer whose state is sharded.
     ZeroNew = 22, "ZeroRedundancyOptimizer::new";
@@ -86,23 +87,23 @@ callers! {
     DdpMean = 27, "Ddp::mean";
     /// An adapter's sum of one number of each rank.
     DdpSum = 28, "Ddp::sum";
-    /// [`Checkpoints::save_sharded`](crate::checkpoint::Checkpoints::save_sharded).
+    /// `Checkpoints::save_sharded`.
     CheckpointsSaveSharded = 29, "Checkpoints::save_sharded";
-    /// [`ProcessGroup::main_process_first`](crate::ProcessGroup::main_process_first).
+    /// `ProcessGroup::main_process_first`.
     MainProcessFirst = 30, "main_process_first";
-    /// [`ProcessGroup::local_main_process_first`](crate::ProcessGroup::local_main_process_first).
+    /// `ProcessGroup::local_main_process_first`.
     LocalMainProcessFirst = 31, "local_main_process_first";
-    /// [`DeviceMesh::new`](crate::mesh::DeviceMesh::new).
+    /// `DeviceMesh::new`.
     DeviceMeshNew = 32, "DeviceMesh::new";
-    /// [`DeviceMesh::flatten`](crate::mesh::DeviceMesh::flatten).
+    /// `DeviceMesh::flatten`.
     DeviceMeshFlatten = 33, "DeviceMesh::flatten";
-    /// [`ProcessGroup::close`](crate::ProcessGroup::close).
+    /// `ProcessGroup::close`.
     Close = 34, "close";
     /// An adapter's backward pass in which ranks count by their numbers of samples.
     DdpBackwardWeighted = 35, "Ddp::backward_weighted";
     /// An adapter's gather of tensors, whose gradients are added up over ranks.
     AllGather = 36, "Collectives::all_gather";
-    /// [`RpcBuilder::start`](crate::asynchronous::RpcBuilder::start), also of a parameter server.
+    /// `RpcBuilder::start`, also of a parameter server.
     RpcStart = 38, "RpcBuilder::start";
     /// The start of a run's record.
     RunStart = 40, "Run::start";
@@ -129,12 +130,14 @@ callers! {
 }
 
 impl Caller {
+    /// The call with this number on the wire; None if there is none.
+    #[doc(hidden)]
     pub fn from_wire(code: u8) -> Option<Self> {
         Self::ALL.iter().copied().find(|caller| *caller as u8 == code)
     }
 
     /// Whether it is called once for each batch. A rank with fewer batches ends while the others still call it.
-    pub const fn is_for_each_batch(self) -> bool {
+    pub(crate) const fn is_for_each_batch(self) -> bool {
         matches!(
             self,
             Self::DdpForward

@@ -44,6 +44,7 @@ pub struct Clocks {
 }
 
 impl Clocks {
+    /// The clocks of `workers`, each at 0.
     pub fn new(consistency: Consistency, workers: impl IntoIterator<Item = Rank>) -> Self {
         let workers = workers.into_iter().map(|worker| (worker, 0)).collect();
         Self { consistency, workers, slowest: 0 }
@@ -113,14 +114,17 @@ impl Clocks {
         self.workers.get(&worker).map(|clock| clock - self.slowest)
     }
 
+    /// The slowest clock; if there are no workers, the slowest that there was last.
     pub fn slowest(&self) -> u64 {
         self.slowest
     }
 
+    /// The clock of each worker that takes part.
     pub fn workers(&self) -> &BTreeMap<Rank, u64> {
         &self.workers
     }
 
+    /// The consistency model.
     pub fn consistency(&self) -> Consistency {
         self.consistency
     }

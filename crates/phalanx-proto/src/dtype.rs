@@ -50,6 +50,8 @@ impl DType {
         matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::BF16)
     }
 
+    /// The type with this number on the wire; None if there is none.
+    #[doc(hidden)]
     pub fn from_wire(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
     }

@@ -50,39 +50,38 @@ struct Site {
 /// The private kind behind the predicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Kind {
+    /// A deadline passed.
     Timeout,
+    /// A peer died, or its connection broke.
     PeerFailed,
+    /// A peer ended its part of the job while others still waited for it.
     PeerLeft,
+    /// Ranks called different collectives, or have different models.
     Mismatch,
+    /// The caller made a mistake.
     InvalidArgument,
+    /// A variable of the launcher is missing or malformed.
     Environment,
+    /// The requested port is in use.
     AddressInUse,
+    /// A peer or a file says what this version does not know or does not allow.
     Protocol,
+    /// The system refused an operation.
     Io,
+    /// An operation or a group was ended for another reason, such as a program's abort.
     Aborted,
+    /// A worker of a launcher failed.
     WorkerFailed,
+    /// There was too little memory.
     OutOfMemory,
+    /// The workers of an elastic job form a new group, and nothing has failed.
     Regrouping,
 }
 
 impl Error {
-    pub fn new(kind: Kind, cause: impl Into<String>) -> Self {
-        Self(Arc::new(Inner {
-            kind,
-            cause: cause.into(),
-            site: None,
-            operation: None,
-            sequence: None,
-            peer: None,
-            remedy: None,
-            source: None,
-            is_of_history: false,
-        }))
-    }
-
     /// An error of the program itself, from a text or another error, which becomes its [source](StdError::source).
     /// [`is_aborted`](Self::is_aborted) is true for it. Other ranks see it if the function that returns it ends the
-    /// group, such as the body of a `join`, or if it is passed to [`ProcessGroup::abort`](crate::ProcessGroup::abort).
+    /// group, such as the body of a `join`, or if it is passed to `ProcessGroup::abort`.
     ///
     /// ```
     /// use phalanx::{Error, Result};
@@ -107,130 +106,9 @@ impl Error {
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
-    // The next six are for adapters and commands, which report errors as this crate does.
-
-    /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
-    #[doc(hidden)]
-    pub fn invalid_argument(cause: impl Into<String>) -> Self {
-        Self::new(Kind::InvalidArgument, cause)
-    }
-
-    /// For ranks whose calls, parameters or plans differ.
-    #[doc(hidden)]
-    pub fn mismatch(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Mismatch, cause)
-    }
-
-    /// For an operation or group that was ended for another reason.
-    #[doc(hidden)]
-    pub fn aborted(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Aborted, cause)
-    }
-
-    /// For a deadline that has passed, such as one of a [`Store`](crate::store::Store).
-    #[doc(hidden)]
-    pub fn timeout(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Timeout, cause)
-    }
-
-    /// For a variable that is missing or malformed.
-    #[doc(hidden)]
-    pub fn environment(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Environment, cause)
-    }
-
-    /// For memory that is not there.
-    #[doc(hidden)]
-    pub fn out_of_memory(cause: impl Into<String>) -> Self {
-        Self::new(Kind::OutOfMemory, cause)
-    }
-
-    pub fn regrouping(cause: &str) -> Self {
-        Self::new(Kind::Regrouping, cause)
-            .with_remedy("return this error to elastic::run, which goes on with the new group")
-    }
-
-    pub fn protocol(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Protocol, cause)
-    }
-
-    pub fn io(cause: impl Into<String>, source: std::io::Error) -> Self {
-        use std::io::ErrorKind;
-        let kind = match source.kind() {
-            ErrorKind::TimedOut | ErrorKind::WouldBlock => Kind::Timeout,
-            ErrorKind::AddrInUse => Kind::AddressInUse,
-            _ => Kind::Io,
-        };
-        let error = Self::new(kind, cause);
-        let error = no_more_files(&source).into_iter().fold(error, Self::with_remedy);
-        error.with_source(source)
-    }
-
-    /// For a thread or a process that the system refuses to start.
-    pub fn not_started(cause: impl Into<String>, source: std::io::Error) -> Self {
-        let error = Self::new(Kind::Io, cause);
-        let hint = no_more_processes(&source).or(no_more_files(&source));
-        hint.into_iter().fold(error, Self::with_remedy).with_source(source)
-    }
-
     /// Adds the remedy.
     pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
-    }
-
-    /// Adds the remedy, unless the error has one: what causes it here is known better where it arose.
-    pub fn with_remedy_if_none(self, remedy: impl Into<String>) -> Self {
-        if self.remedy().is_some() { self } else { self.with_remedy(remedy) }
-    }
-
-    /// Whether this process, or its host, lacks what the call needs: no peer is to blame.
-    pub fn is_local_shortage(&self) -> bool {
-        self.0.source.as_ref().and_then(|source| source.downcast_ref()).is_some_and(is_local_shortage)
-    }
-
-    /// The same without its remedy, to be quoted in another error.
-    pub fn without_remedy(self) -> Self {
-        self.edit(|inner| inner.remedy = None)
-    }
-
-    /// Adds the operation, and the number of the group's call, in which it happened.
-    #[doc(hidden)]
-    pub fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
-        self.edit(|inner| {
-            inner.operation = Some(operation.into());
-            inner.sequence = sequence;
-        })
-    }
-
-    /// Adds the number of the group's call, before it is known in which operation of this rank it happened.
-    pub fn with_sequence(self, sequence: Sequence) -> Self {
-        self.edit(|inner| inner.sequence = Some(sequence))
-    }
-
-    /// Notes that the ranks' calls are the same, but not all before them.
-    pub fn of_history(self) -> Self {
-        self.edit(|inner| inner.is_of_history = true)
-    }
-
-    /// Whether the ranks' calls are the same, but not all before them.
-    pub fn is_of_history(&self) -> bool {
-        self.0.is_of_history
-    }
-
-    /// Adds the rank that reports it, and its host.
-    pub fn at(self, rank: Rank, host: impl Into<String>) -> Self {
-        self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))
-    }
-
-    /// Adds the peer to blame.
-    #[doc(hidden)]
-    pub fn with_peer(self, peer: Rank) -> Self {
-        self.edit(|inner| inner.peer = Some(peer))
-    }
-
-    /// Adds to the cause.
-    pub fn adding(self, more: impl AsRef<str>) -> Self {
-        self.edit(|inner| inner.cause.push_str(more.as_ref()))
     }
 
     /// Adds the error of a library from which it came.
@@ -243,31 +121,9 @@ impl Error {
         self
     }
 
-    pub fn kind(&self) -> Kind {
-        self.0.kind
-    }
-
     /// The system's error kind, if it came from the system: a program was not found, access was denied.
     pub fn io_kind(&self) -> Option<std::io::ErrorKind> {
         self.0.source.as_ref()?.downcast_ref::<std::io::Error>().map(std::io::Error::kind)
-    }
-
-    /// The system's error number, if it came from the system.
-    pub fn errno(&self) -> Option<i32> {
-        self.0.source.as_ref()?.downcast_ref::<std::io::Error>()?.raw_os_error()
-    }
-
-    pub fn cause(&self) -> &str {
-        &self.0.cause
-    }
-
-    /// The cause with its source, as one text.
-    pub fn full_cause(&self) -> String {
-        match &self.0.source {
-            Some(source) if self.0.cause.is_empty() => source.to_string(),
-            Some(source) => format!("{}: {source}", self.0.cause),
-            None => self.0.cause.clone(),
-        }
     }
 
     /// Whether a deadline passed.
@@ -320,25 +176,9 @@ impl Error {
         self.0.kind == Kind::OutOfMemory
     }
 
-    /// Whether the workers of an [elastic](crate::elastic) job form a new group. If so, nothing has failed.
+    /// Whether the workers of an elastic job form a new group. If so, nothing has failed.
     pub fn is_regrouping(&self) -> bool {
         self.0.kind == Kind::Regrouping
-    }
-
-    /// For the cause of a group's failure: whether another rank than `me` is to blame, so that the others can go on without it.
-    /// If calls or states differ, going on would only repeat the failure.
-    pub fn is_a_peers(&self, me: Rank) -> bool {
-        let lost = self.is_peer_failure() || self.is_peer_left() || self.is_timeout();
-        let own = self.rank().is_none_or(|rank| rank == me);
-        lost || !(own || self.is_mismatch() || self.is_invalid_argument())
-    }
-
-    /// The other rank whose failure came first, as seen by `me`: it is gone, or it has failed by itself and reported
-    /// this.
-    pub fn culprit(&self, me: Rank) -> Option<Rank> {
-        let gone = self.is_peer_failure() || self.is_peer_left();
-        let culprit = if gone { self.peer() } else { self.rank() };
-        culprit.filter(|rank| *rank != me)
     }
 
     /// The rank to blame, if one is known.
@@ -369,6 +209,183 @@ impl Error {
     /// The remedy.
     pub fn remedy(&self) -> Option<&str> {
         self.0.remedy.as_deref()
+    }
+}
+
+// Users do not see what follows.
+#[doc(hidden)]
+impl Error {
+    // The next eight are for adapters and commands, which report errors as `phalanx` does.
+
+    /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
+    pub fn invalid_argument(cause: impl Into<String>) -> Self {
+        Self::new(Kind::InvalidArgument, cause)
+    }
+
+    /// For ranks whose calls, parameters or plans differ.
+    pub fn mismatch(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Mismatch, cause)
+    }
+
+    /// For an operation or group that was ended for another reason.
+    pub fn aborted(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Aborted, cause)
+    }
+
+    /// For a deadline that has passed, such as one of a `Store`.
+    pub fn timeout(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Timeout, cause)
+    }
+
+    /// For a variable that is missing or malformed.
+    pub fn environment(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Environment, cause)
+    }
+
+    /// For memory that is not there.
+    pub fn out_of_memory(cause: impl Into<String>) -> Self {
+        Self::new(Kind::OutOfMemory, cause)
+    }
+
+    /// Adds the operation, and the number of the group's call, in which it happened.
+    pub fn in_operation(self, operation: impl Into<String>, sequence: Option<Sequence>) -> Self {
+        self.edit(|inner| {
+            inner.operation = Some(operation.into());
+            inner.sequence = sequence;
+        })
+    }
+
+    /// Adds the peer to blame.
+    pub fn with_peer(self, peer: Rank) -> Self {
+        self.edit(|inner| inner.peer = Some(peer))
+    }
+
+    // The others are for `phalanx`: what makes errors, what adds to them, and what tells them apart.
+
+    /// An error of this kind, which has nothing but a cause.
+    pub fn new(kind: Kind, cause: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            cause: cause.into(),
+            site: None,
+            operation: None,
+            sequence: None,
+            peer: None,
+            remedy: None,
+            source: None,
+            is_of_history: false,
+        }))
+    }
+
+    /// For an elastic job whose workers form a new group.
+    pub fn regrouping(cause: &str) -> Self {
+        Self::new(Kind::Regrouping, cause)
+            .with_remedy("return this error to elastic::run, which goes on with the new group")
+    }
+
+    /// For bytes, or for peers, that do not follow the protocol.
+    pub fn protocol(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Protocol, cause)
+    }
+
+    /// For an operation that the system refused. The kind, and if files or sockets have run out the remedy, follow from `source`.
+    pub fn io(cause: impl Into<String>, source: std::io::Error) -> Self {
+        use std::io::ErrorKind;
+        let kind = match source.kind() {
+            ErrorKind::TimedOut | ErrorKind::WouldBlock => Kind::Timeout,
+            ErrorKind::AddrInUse => Kind::AddressInUse,
+            _ => Kind::Io,
+        };
+        let error = Self::new(kind, cause);
+        let error = no_more_files(&source).into_iter().fold(error, Self::with_remedy);
+        error.with_source(source)
+    }
+
+    /// For a thread or a process that the system refuses to start.
+    pub fn not_started(cause: impl Into<String>, source: std::io::Error) -> Self {
+        let error = Self::new(Kind::Io, cause);
+        let hint = no_more_processes(&source).or(no_more_files(&source));
+        hint.into_iter().fold(error, Self::with_remedy).with_source(source)
+    }
+
+    /// Adds the rank that reports it, and its host.
+    pub fn at(self, rank: Rank, host: impl Into<String>) -> Self {
+        self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))
+    }
+
+    /// Adds to the cause.
+    pub fn adding(self, more: impl AsRef<str>) -> Self {
+        self.edit(|inner| inner.cause.push_str(more.as_ref()))
+    }
+
+    /// Adds the number of the group's call, before it is known in which operation of this rank it happened.
+    pub(crate) fn with_sequence(self, sequence: Sequence) -> Self {
+        self.edit(|inner| inner.sequence = Some(sequence))
+    }
+
+    /// Notes that the ranks' calls are the same, but not all before them.
+    pub(crate) fn of_history(self) -> Self {
+        self.edit(|inner| inner.is_of_history = true)
+    }
+
+    /// Adds the remedy, unless the error has one: what causes it here is known better where it arose.
+    pub fn with_remedy_if_none(self, remedy: impl Into<String>) -> Self {
+        if self.remedy().is_some() { self } else { self.with_remedy(remedy) }
+    }
+
+    /// The same without its remedy, to be quoted in another error.
+    pub fn without_remedy(self) -> Self {
+        self.edit(|inner| inner.remedy = None)
+    }
+
+    /// The kind behind the predicates.
+    pub fn kind(&self) -> Kind {
+        self.0.kind
+    }
+
+    /// The system's error number, if it came from the system.
+    pub fn errno(&self) -> Option<i32> {
+        self.0.source.as_ref()?.downcast_ref::<std::io::Error>()?.raw_os_error()
+    }
+
+    /// The cause alone; empty if the source has the whole message.
+    pub fn cause(&self) -> &str {
+        &self.0.cause
+    }
+
+    /// The cause with its source, as one text.
+    pub fn full_cause(&self) -> String {
+        match &self.0.source {
+            Some(source) if self.0.cause.is_empty() => source.to_string(),
+            Some(source) => format!("{}: {source}", self.0.cause),
+            None => self.0.cause.clone(),
+        }
+    }
+
+    /// Whether the ranks' calls are the same, but not all before them.
+    pub fn is_of_history(&self) -> bool {
+        self.0.is_of_history
+    }
+
+    /// Whether this process, or its host, lacks what the call needs: no peer is to blame.
+    pub fn is_local_shortage(&self) -> bool {
+        self.0.source.as_ref().and_then(|source| source.downcast_ref()).is_some_and(is_local_shortage)
+    }
+
+    /// For the cause of a group's failure: whether another rank than `me` is to blame, so that the others can go on without it.
+    /// If calls or states differ, going on would only repeat the failure.
+    pub fn is_a_peers(&self, me: Rank) -> bool {
+        let lost = self.is_peer_failure() || self.is_peer_left() || self.is_timeout();
+        let own = self.rank().is_none_or(|rank| rank == me);
+        lost || !(own || self.is_mismatch() || self.is_invalid_argument())
+    }
+
+    /// The other rank whose failure came first, as seen by `me`: it is gone, or it has failed by itself and reported
+    /// this.
+    pub fn culprit(&self, me: Rank) -> Option<Rank> {
+        let gone = self.is_peer_failure() || self.is_peer_left();
+        let culprit = if gone { self.peer() } else { self.rank() };
+        culprit.filter(|rank| *rank != me)
     }
 }
 

@@ -22,15 +22,16 @@
 //! | [`health`] | which peers have been silent for too long |
 //! | [`reducer`] | which gradients share a bucket, and when a bucket is launched |
 //! | [`checkpoint`] | what a checkpoint has, and which part of a tensor is where |
-//! | [`elastic`] | whether the step that a failure cut off counts |
-//! | [`launch`] | which process gets which signal, and whose failure was the first |
-//! | [`log`] | which members of a log are silent, and whether an entry is a member's |
+//! | [`elastic`] | which workers are in the next round, and whether the step that a failure cut off counts |
+//! | [`launch`] | which nodes and hosts take part, which process gets which signal, and whose failure was the first |
+//! | [`log`] | which processes that share a log are silent, and whether an entry is a member's |
 //! | [`mesh`], [`pipeline`], [`sampler`], [`clock`] | grids of ranks, schedules of micro-batches, orders of samples, who waits for whom |
 //! | [`rank`], [`world_size`], [`dtype`], [`caller`], [`error`], [`hash`] | the basic types |
 //!
 //! Programs use the crate `phalanx`, which has the types that they need under names of its own. This interface is for the crates of
 //! the project, and any version may change it.
 #![forbid(unsafe_code)]
+#![deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types)]
 
 pub mod caller;
 pub mod checkpoint;
@@ -51,3 +52,10 @@ pub mod reducer;
 pub mod sampler;
 pub mod wire;
 pub mod world_size;
+
+/// A time from which tests count.
+#[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "an `Instant` has no constant")]
+fn some_time() -> std::time::Instant {
+    std::time::Instant::now()
+}

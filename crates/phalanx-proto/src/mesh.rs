@@ -11,7 +11,9 @@ const MAX_DIMENSIONS: usize = 8;
 /// A named dimension, as it is asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dimension {
+    /// Its name, which no other dimension of the mesh has.
     pub name: String,
+    /// How many ranks it has: at least 1.
     pub size: usize,
 }
 
@@ -43,6 +45,7 @@ impl Layout {
         Ok(Self { dimensions, order, hosts })
     }
 
+    /// The dimensions, of which the last runs fastest.
     pub fn dimensions(&self) -> &[Dimension] {
         &self.dimensions
     }

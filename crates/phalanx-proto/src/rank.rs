@@ -12,7 +12,7 @@ impl Rank {
     /// Rank 0, which hosts the store. Only this rank writes logs and checkpoints.
     pub const MAIN: Self = Self(0);
 
-    /// A rank that has not been checked against a world; see [`WorldSize::rank`](crate::WorldSize::rank).
+    /// A rank that has not been checked against a world; see [`WorldSize::rank`](crate::world_size::WorldSize::rank).
     pub const fn new(rank: u32) -> Self {
         Self(rank)
     }
@@ -65,7 +65,7 @@ pub struct Generation(pub u64);
 
 impl Generation {
     /// The part of it that is in every frame. The handshake compares all of it.
-    pub fn on_the_wire(self) -> u32 {
+    pub(crate) fn on_the_wire(self) -> u32 {
         self.0 as u32
     }
 }

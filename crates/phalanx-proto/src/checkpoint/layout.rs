@@ -20,7 +20,9 @@ const SHOWN: usize = 16;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
+    /// The name.
     pub name: String,
+    /// The type of its elements.
     pub dtype: DType,
     /// Of the whole tensor.
     pub shape: Vec<usize>,
@@ -32,7 +34,9 @@ pub struct TensorEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SliceEntry {
+    /// The rank whose file has it.
     pub rank: u32,
+    /// The part of the tensor.
     pub region: Region,
     /// The offset of its first element in the file, in bytes.
     pub start: u64,
@@ -41,10 +45,15 @@ pub struct SliceEntry {
 /// A slice that a rank is about to write.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Proposed {
+    /// The tensor's name.
     pub name: String,
+    /// The type of the tensor's elements.
     pub dtype: DType,
+    /// The shape of the whole tensor.
     pub shape: Vec<usize>,
+    /// The part of the tensor.
     pub region: Region,
+    /// The offset of its first element in the rank's file, in bytes.
     pub start: u64,
 }
 
@@ -217,7 +226,7 @@ mod tests {
             Region { offsets, shape: vec![2; 3] }
         });
         let (cube, length) = tensor_of(&[40; 3], pieces);
-        check(&[cube], &[length]).unwrap();
+        check(&[cube], &[length], &Unseeded::default()).unwrap();
         assert_eq!(compared(), 0);
         // Two flights of stairs: along either dimension the steps of one lie beside each other, and none touches another.
         const STEPS: usize = 3000;
@@ -226,13 +235,13 @@ mod tests {
             Some(step) => Region { offsets: vec![2 * STEPS + step, step], shape: vec![1, STEPS] },
         });
         let (forged, length) = tensor_of(&[3 * STEPS; 2], stairs.clone());
-        let refused = check(&[forged], &[length]).unwrap_err();
+        let refused = check(&[forged], &[length], &Unseeded::default()).unwrap_err();
         assert!(refused.contains("has gaps: 63000000 of 81000000 elements"), "{refused}");
         assert!((1..=1 << 20).contains(&compared()));
         // More elements than there are, with a slice that lies across most of the steps.
         let across = Region { offsets: vec![0, STEPS / 2], shape: vec![3 * STEPS, 3 * STEPS - STEPS / 2] };
         let (forged, length) = tensor_of(&[3 * STEPS; 2], stairs.chain([across]));
-        let refused = check(&[forged], &[length]).unwrap_err();
+        let refused = check(&[forged], &[length], &Unseeded::default()).unwrap_err();
         assert!(refused.contains("some elements are saved twice"), "{refused}");
         assert!((1..=1 << 20).contains(&compared()));
     }
@@ -251,7 +260,7 @@ mod tests {
             slices,
         };
         let lengths = [24, 16];
-        let check = |tensor: TensorEntry| check(&[tensor], &lengths);
+        let check = |tensor: TensorEntry| check(&[tensor], &lengths, &Unseeded::default());
         check(tensor(vec![slice(0, 0, 2, 16), slice(1, 2, 2, 8)])).unwrap();
         check(tensor(vec![slice(0, 2, 2, 8), slice(0, 0, 2, 16), slice(0, 1, 0, 12)])).unwrap();
         for wrong in [

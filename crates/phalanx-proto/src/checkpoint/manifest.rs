@@ -65,9 +65,11 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
+    /// The file's name in the folder of the checkpoint.
     pub name: String,
     /// In bytes.
     pub length: u64,
+    /// The checksum of its contents, as [`checksum`] writes it.
     pub checksum: String,
 }
 
@@ -102,6 +104,7 @@ impl fmt::Display for Unreadable {
 }
 
 impl Manifest {
+    /// The manifest of a checkpoint that rank 0 writes alone: the file with the tensors, then the parts by name.
     pub fn new(step: u64, world_size: u32, files: Vec<FileEntry>) -> Self {
         Self {
             format: FORMAT.to_owned(),
@@ -230,10 +233,12 @@ pub fn checksum(bytes: &[u8]) -> String {
 pub struct Checksum(Xxh3);
 
 impl Checksum {
+    /// Adds the next piece.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
+    /// The checksum of all pieces so far, in a manifest's notation.
     pub fn finish(&self) -> String {
         shown(self.0.digest())
     }

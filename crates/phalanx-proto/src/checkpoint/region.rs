@@ -24,7 +24,9 @@ thread_local! {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Region {
+    /// Where it begins in each dimension.
     pub offsets: Vec<usize>,
+    /// Its length in each dimension.
     pub shape: Vec<usize>,
 }
 
@@ -105,12 +107,12 @@ impl fmt::Display for Region {
 
 /// Whether `regions`, which lie within a tensor of this `shape`, cover each element exactly once.
 ///
-/// It takes time in proportion to their number, however they lie. Every coordinate of every dimension is given a random place on
-/// its axis, in the field of the numbers modulo [`PRIME`], and the volumes of the regions are added up. Written as polynomials in
-/// those places, their sum is the volume of the whole if each element is in one region, and only then: what regions on two sides
-/// of a cut have in common cancels out, and nothing else does. By the lemma of Schwartz and Zippel, two polynomials that differ have
-/// the same value with a probability of at most `dimensions / PRIME`, less than 10^-16. The places come from
-/// `random`, which is to be seeded anew each time, so that nobody can choose regions to suit them.
+/// It takes time in proportion to their number, however they lie. Every coordinate of every dimension is given a random place
+/// on its axis, in the field of the numbers modulo the prime 2^61 - 1, and the volumes of the regions are added up. Written
+/// as polynomials in those places, their sum is the volume of the whole if each element is in one region, and only then: what
+/// regions on two sides of a cut have in common cancels out, and nothing else does. By the lemma of Schwartz and Zippel, two
+/// polynomials that differ have the same value with a probability of at most `dimensions / (2^61 - 1)`, less than 10^-16. The
+/// places come from `random`, which is to be seeded anew each time, so that nobody can choose regions to suit them.
 pub fn cover<'a>(
     regions: impl Iterator<Item = &'a Region>,
     shape: &[usize],

@@ -23,7 +23,9 @@ const MAX_NAME: usize = 1024;
 /// One tensor, without its elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
+    /// The type of its elements.
     pub dtype: DType,
+    /// Its shape; empty for a scalar.
     pub shape: Vec<usize>,
     /// The range of its elements in the file, once it is read.
     pub bytes: Range<usize>,

@@ -11,7 +11,7 @@ use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// The sizes at which the algorithm changes, for worlds of different sizes.
 ///
-/// They depend on the network, so they can be measured and configured: with [`GroupOptions`](crate::GroupOptions), or
+/// They depend on the network, so they can be measured and configured: with `GroupOptions`, or
 /// in a JSON file that `PHALANX_TUNING` names. All ranks must have the same: each frame carries a fingerprint of the
 /// table, and ranks whose tables differ get an error that says so.
 ///
@@ -102,6 +102,8 @@ impl Tuning {
         serde_json::to_string_pretty(self).unwrap_or_default()
     }
 
+    /// Checks that the rows ascend by `world_max`, and that the last one reaches [`MAX_WORLD_SIZE`].
+    #[doc(hidden)]
     pub fn check(&self) -> Result<()> {
         let ascends = self.rows.is_sorted_by(|row, next| row.world_max < next.world_max);
         let reaches = self.rows.last().is_some_and(|row| row.world_max >= MAX_WORLD_SIZE);
@@ -114,6 +116,7 @@ impl Tuning {
     }
 
     /// The row for `world`.
+    #[doc(hidden)]
     pub fn choice(&self, world: WorldSize) -> Choice {
         let row = self.rows.iter().find(|row| row.world_max >= world.get()).cloned().unwrap_or_default();
         Choice { fingerprint: fingerprint(&row), row }
@@ -123,6 +126,7 @@ impl Tuning {
 /// The sizes for a group.
 #[derive(Clone, Debug)]
 pub struct Choice {
+    /// The sizes at which the algorithm changes.
     pub row: TuningRow,
     /// Differs if any size differs, except with negligible probability. Never 0.
     pub fingerprint: u32,
@@ -142,7 +146,7 @@ fn fingerprint(row: &TuningRow) -> u32 {
     fnv1a_32(sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes())).max(1)
 }
 
-/// For [`fuzzing`](crate::fuzzing): reads a table from a file.
+/// For `fuzzing`: reads a table from a file.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

@@ -24,8 +24,11 @@ pub struct Hierarchy {
 /// rank's host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leaders {
+    /// The leaders, by host.
     pub ranks: Vec<Rank>,
+    /// This rank's host, as a rank of the world of hosts.
     pub host: Rank,
+    /// The number of hosts.
     pub hosts: WorldSize,
 }
 

@@ -50,22 +50,29 @@ pub type Plan = Vec<Step>;
 /// buffer. The elements sent are those before the step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
+    /// The message out; None if this rank only receives.
     pub send: Option<Send>,
+    /// The message in; None if this rank only sends.
     pub recv: Option<Recv>,
 }
 
 /// A message to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Send {
+    /// The receiver.
     pub to: Rank,
+    /// The elements that are sent.
     pub range: Range<usize>,
 }
 
 /// A message from a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recv {
+    /// The sender.
     pub from: Rank,
+    /// The elements of the buffer that the received ones replace, or are combined with.
     pub range: Range<usize>,
+    /// How they are combined.
     pub combine: Combine,
     /// How many ranks' parts are combined, if they are.
     pub parts: Parts,
@@ -75,13 +82,16 @@ pub struct Recv {
 /// the elements are in the cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parts {
+    /// The number of ranks whose parts the elements in the buffer hold.
     pub local: u32,
+    /// The number of ranks whose parts the received elements hold.
     pub received: u32,
     /// The number of all parts.
     pub of: u32,
 }
 
 impl Parts {
+    /// The parts on both sides, of those of all ranks in `world`.
     pub fn new(local: usize, received: usize, world: WorldSize) -> Self {
         Self { local: local as u32, received: received as u32, of: world.get() }
     }

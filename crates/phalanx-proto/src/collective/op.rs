@@ -71,7 +71,7 @@ impl ReduceOp {
     }
 
     /// An error if it is not defined for elements of this type.
-    pub fn check(self, dtype: DType) -> Result<()> {
+    pub(crate) fn check(self, dtype: DType) -> Result<()> {
         if self.supports(dtype) {
             return Ok(());
         }
@@ -86,21 +86,24 @@ impl ReduceOp {
     }
 
     /// Prepares this rank's elements: checks the type, and multiplies them by the factor, if there is one.
-    pub fn prepare(self, dtype: DType, data: &mut [u8]) -> Result<()> {
+    pub(crate) fn prepare(self, dtype: DType, data: &mut [u8]) -> Result<()> {
         self.check(dtype)?;
         self.factor().map_or(Ok(()), |factor| kernel::scale(dtype, data, factor))
     }
 
     /// The factor of this rank's elements, if there is one.
+    #[doc(hidden)]
     pub const fn factor(self) -> Option<f64> {
         if let Self::PreMulSum(factor) = self { Some(factor) } else { None }
     }
 
     /// The operation without its factor: all ranks must agree on it, while each rank has its own factor.
-    pub const fn without_factor(self) -> Self {
+    pub(crate) const fn without_factor(self) -> Self {
         if let Self::PreMulSum(_) = self { Self::PreMulSum(1.0) } else { self }
     }
 
+    /// The number on the wire, from 1 on; a factor is not part of it.
+    #[doc(hidden)]
     pub const fn code(self) -> u8 {
         match self {
             Self::Sum => 1,
@@ -115,6 +118,8 @@ impl ReduceOp {
         }
     }
 
+    /// The operation with this number on the wire, with a factor of 1; None if there is none.
+    #[doc(hidden)]
     pub fn from_wire(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|op| op.code() == code)
     }

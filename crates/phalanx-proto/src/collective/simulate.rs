@@ -1,6 +1,6 @@
 //! Simulates the plans of all ranks together, and checks every collective in this way.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use proptest::prelude::*;
 
@@ -31,7 +31,7 @@ fn complete(world: WorldSize) -> u128 {
 /// Runs all plans until each has ended; fails if they wait for each other, or if a message is left over. Returns the
 /// number of elements that each rank sent.
 fn play(plans: &[Plan], buffers: &mut [Vec<u128>]) -> Vec<usize> {
-    let mut wire: HashMap<(usize, usize), VecDeque<Vec<u128>>> = HashMap::new();
+    let mut wire: BTreeMap<(usize, usize), VecDeque<Vec<u128>>> = BTreeMap::new();
     let mut place = vec![(0, false); plans.len()];
     let mut sent = vec![0; plans.len()];
     loop {

@@ -7,10 +7,12 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
 
+/// A call's operation, type, reduction, caller, root and number of elements. The `tuning` is left out.
 pub type EncodedCall = [u8; 16];
 
 const NO_ROOT: u32 = u32::MAX;
 
+/// The call as bytes.
 pub fn encode(call: &Call) -> EncodedCall {
     let mut bytes = [0; 16];
     bytes[0] = call.operation as u8;
@@ -22,6 +24,10 @@ pub fn encode(call: &Call) -> EncodedCall {
     bytes
 }
 
+/// The call that these bytes are, without `tuning`.
+///
+/// # Errors
+/// If a number in it stands for nothing.
 pub fn decode(bytes: &EncodedCall) -> Result<Call> {
     let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {bytes:02x?}"));
     let [operation, dtype, reduce, caller, root @ ..] = *bytes;
@@ -44,7 +50,7 @@ pub fn decode(bytes: &EncodedCall) -> Result<Call> {
     })
 }
 
-/// For [`fuzzing`](crate::fuzzing): decodes another rank's call.
+/// For `fuzzing`: decodes another rank's call.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {

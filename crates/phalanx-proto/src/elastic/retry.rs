@@ -50,6 +50,7 @@ impl Position {
         position.map_or([0; NUMBERS], |position| numbers(position).map(u64::cast_signed))
     }
 
+    /// The position that was encoded as these numbers; None if the rank cannot go on.
     pub fn decode(numbers: [i64; NUMBERS]) -> Option<Self> {
         let [loop_round, commits, step, data_round, reduced, called] = numbers.map(i64::cast_unsigned);
         let called = called != 0;
@@ -62,6 +63,7 @@ impl Position {
 pub enum Decision {
     /// All go back to the last commit.
     GoBack,
+    /// No rank goes back: the step in progress counts, or is reduced again.
     GoOn(Plan),
 }
 
@@ -138,6 +140,7 @@ impl StepProgress {
         self.reduced
     }
 
+    /// Where this rank is. `commits`: how many commits have led to its state.
     pub fn position(&self, commits: u64) -> Position {
         let Self { loop_round, step, data_round, reduced, called, .. } = *self;
         Position { loop_round, commits, step, data_round, reduced, called }

@@ -43,8 +43,10 @@ impl Heartbeat {
     pub const OFF: Self =
         Self { interval: Duration::ZERO, timeout: Duration::ZERO, network_timeout: Duration::ZERO };
 
-    /// The defaults, with `PHALANX_HEARTBEAT_INTERVAL`, `PHALANX_HEARTBEAT_TIMEOUT` and `PHALANX_NETWORK_TIMEOUT`, in seconds.
-    pub fn from_env() -> Result<Self> {
+    /// The defaults, with the variables `PHALANX_HEARTBEAT_INTERVAL`, `PHALANX_HEARTBEAT_TIMEOUT` and `PHALANX_NETWORK_TIMEOUT`, in seconds.
+    #[doc(hidden)]
+    pub fn from_variables(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let seconds = |name| seconds(name, lookup(name));
         let (interval, timeout) =
             (seconds("PHALANX_HEARTBEAT_INTERVAL")?, seconds("PHALANX_HEARTBEAT_TIMEOUT")?);
         Ok(Self::with(interval, timeout, seconds("PHALANX_NETWORK_TIMEOUT")?))
@@ -72,6 +74,7 @@ impl Heartbeat {
 
     /// Those of a group of this size. In a large one the heartbeats of an idle host would take a noticeable part of its processors, so
     /// there are fewer.
+    #[doc(hidden)]
     pub fn among(self, world: WorldSize) -> Self {
         let shortest =
             [self.timeout, self.network_timeout].into_iter().filter(|timeout| !timeout.is_zero()).min();
@@ -85,6 +88,8 @@ impl Heartbeat {
         }
     }
 
+    /// Checks that no setting is longer than a day, and that each time-out is zero or at least two intervals.
+    #[doc(hidden)]
     pub fn check(self) -> Result<()> {
         let Self { interval, timeout, network_timeout } = self;
         for timeout in [timeout, network_timeout] {
@@ -108,11 +113,13 @@ impl Heartbeat {
     }
 
     /// How late a heartbeat of a rank may be that is on this host, or on another.
+    #[doc(hidden)]
     pub fn timeout_of(self, is_within_host: bool) -> Duration {
         if is_within_host { self.timeout } else { self.network_timeout }
     }
 
     /// After what silence of the network a process on another host is given up, where that cannot be turned off.
+    #[doc(hidden)]
     pub fn network_silence(self) -> Duration {
         match self.network_timeout {
             Duration::ZERO => Self::default().network_timeout,
@@ -122,6 +129,7 @@ impl Heartbeat {
 
     /// How many heartbeats may be missing of a process that sends one to a store in each `interval`: a launcher, or a worker of an
     /// elastic job. They may be later than those of a rank, whose peers know more of the reason, and so speak first.
+    #[doc(hidden)]
     pub fn missing_in_store(self, interval: Duration, is_within_host: bool) -> u32 {
         let silence = if is_within_host { self.timeout } else { self.network_silence() };
         let beats = silence.as_nanos().div_ceil(interval.as_nanos().max(1));
@@ -139,8 +147,9 @@ impl Default for Heartbeat {
     }
 }
 
-fn seconds(name: &str) -> Result<Option<Duration>> {
-    let Ok(text) = std::env::var(name) else { return Ok(None) };
+/// The value of the variable `name`, in seconds.
+fn seconds(name: &str, text: Option<String>) -> Result<Option<Duration>> {
+    let Some(text) = text else { return Ok(None) };
     if text.trim().is_empty() {
         return Ok(None);
     }

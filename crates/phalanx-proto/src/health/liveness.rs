@@ -19,7 +19,7 @@ const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
-pub const ALL: u32 = 32;
+pub(super) const ALL: u32 = 32;
 /// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
 const NEIGHBOURS: u32 = 2;
 
@@ -43,6 +43,7 @@ struct Peer {
 /// A peer that has been silent for too long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Silence {
+    /// The silent peer.
     pub peer: Rank,
     /// By the clock.
     pub lasted: Duration,
@@ -136,6 +137,7 @@ impl Liveness {
 
 impl Heartbeat {
     /// The interval of this rank's checks. None if it neither sends nor expects heartbeats.
+    #[doc(hidden)]
     pub fn step(self) -> Option<Duration> {
         let steps = [self.interval, self.timeout / 5, self.network_timeout / 5];
         let steps = steps.into_iter().filter(|step| !step.is_zero());
@@ -178,7 +180,7 @@ mod tests {
 
     #[test]
     fn silence_is_found_soon_after_the_time_out_and_not_before() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         for step in 1..=11 {
             liveness.heard(B, start + INTERVAL * step);
@@ -195,7 +197,7 @@ mod tests {
 
     #[test]
     fn each_peer_has_its_own_time_out() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         liveness.begin(B, INTERVAL, TIMEOUT * 10, start);
         let mut found = [None, None];
@@ -209,7 +211,7 @@ mod tests {
 
     #[test]
     fn who_is_alive_but_silent_for_ever_is_given_up_in_the_end() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         liveness.end(B);
         let hopeless =
@@ -219,7 +221,7 @@ mod tests {
 
     #[test]
     fn who_has_slept_accuses_nobody() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         assert!(liveness.pass(start + TIMEOUT * 3600).is_empty());
         // Late each time: it takes longer, but ends.
@@ -229,7 +231,7 @@ mod tests {
 
     #[test]
     fn who_has_left_or_never_beats_is_not_missed() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         liveness.end(A);
         liveness.begin(A, INTERVAL, Duration::ZERO, start);
@@ -240,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_peer_is_judged_by_its_own_interval_too() {
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut liveness = liveness(start);
         liveness.end(B);
         liveness.begin(A, TIMEOUT, TIMEOUT, start);
@@ -288,7 +290,7 @@ mod tests {
         /// silent peer is reported after the permitted silence, counted while this rank is awake.
         #[test]
         fn only_silence_is_silence(pauses in prop::collection::vec(0u64..5000, 1..200)) {
-            let mut now = Instant::now();
+            let mut now = crate::some_time();
             let mut liveness = liveness(now);
             let mut awake = Duration::ZERO;
             for pause in pauses {

@@ -37,7 +37,8 @@ impl WaitReport {
 }
 
 impl AwaitedState {
-    fn text(&self) -> Option<String> {
+    /// What the awaited rank does instead; None if it is in the call.
+    pub fn text(&self) -> Option<String> {
         let Self::NotCalled { last, running, elsewhere } = self else { return None };
         Some(match (running, elsewhere, last) {
             (Some(Header { call, sequence, .. }), ..) => format!("is in {call} {sequence}"),

@@ -111,6 +111,7 @@ impl Exit {
 
     /// Whether a program that panics ends like this, by unwinding or abort, also behind a shell. A panic that was caught
     /// does not end a program.
+    #[doc(hidden)]
     pub fn may_be_a_panics(self) -> bool {
         const ABORTED: i32 = 128 + Signal::ABRT.number();
         matches!(self, Self::Code(101 | ABORTED) | Self::Signal(Signal::ABRT))

@@ -1,5 +1,8 @@
-//! Which process gets which signal, and whose failure was the first.
+//! Which nodes and hosts take part in a job, which process gets which signal, and whose failure was the first.
 
 pub mod exit;
+pub mod host_manager;
+pub mod membership;
 pub mod policy;
-pub mod root_cause;
+mod root_cause;
+pub mod slot;

@@ -55,7 +55,9 @@ enum Phase {
 /// The end of one worker.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkerExit {
+    /// Its index among the job's workers.
     pub worker: usize,
+    /// How it ended.
     pub exit: Exit,
     /// Whom it blames.
     pub blames: Option<usize>,
@@ -64,16 +66,21 @@ pub struct WorkerExit {
 /// Why the job ends before all workers have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EndReason {
+    /// A worker failed.
     Failed {
+        /// The index of the worker that failed first, as far as blame shows.
         worker: usize,
     },
+    /// This process got the signal.
     Interrupted(Signal),
+    /// The observer asked for it.
     Stopped,
     /// Another node has asked for it.
     Elsewhere,
 }
 
 impl Policy {
+    /// So many workers, which all run. `grace` is the time between the first signal and SIGKILL.
     pub fn new(workers: usize, grace: Duration) -> Self {
         let exits = vec![None; workers];
         Self {
@@ -240,10 +247,12 @@ impl Policy {
         self.failures.first().map(|end| end.worker)
     }
 
+    /// Why the job ends before all workers have; None as long as it goes on, and if all have ended well.
     pub fn cause(&self) -> Option<EndReason> {
         self.cause
     }
 
+    /// How each worker ended, by index; [`Exit::Lost`] for one that has not been seen to end.
     pub fn exits(&self) -> Vec<Exit> {
         self.exits.iter().map(|exit| exit.unwrap_or(Exit::Lost)).collect()
     }
@@ -276,7 +285,7 @@ mod tests {
     const OK: Exit = Exit::Code(0);
 
     fn policy(workers: usize) -> (Policy, Instant) {
-        (Policy::new(workers, GRACE), Instant::now())
+        (Policy::new(workers, GRACE), crate::some_time())
     }
 
     fn end(worker: usize, exit: Exit) -> WorkerExit {
@@ -356,7 +365,7 @@ mod tests {
     #[test]
     fn no_grace_kills_at_once() {
         let mut policy = Policy::new(2, Duration::ZERO);
-        let now = Instant::now();
+        let now = crate::some_time();
         assert_eq!(policy.stopped(now), Some(Signal::TERM));
         assert_eq!(policy.tick(now, false), Some(Signal::KILL));
         assert_eq!(policy.cause(), Some(EndReason::Stopped));

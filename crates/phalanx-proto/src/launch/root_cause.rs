@@ -7,7 +7,7 @@
 
 /// Follows the blame from the first failure to one that blames none of the others: that is the root cause. `blamed` is the
 /// failure that a failure blames. If failures blame each other in a circle, the first counts.
-pub fn root_cause<'a, T>(failures: &'a [T], blamed: impl Fn(&T) -> Option<&'a T>) -> Option<&'a T> {
+pub(super) fn root_cause<'a, T>(failures: &'a [T], blamed: impl Fn(&T) -> Option<&'a T>) -> Option<&'a T> {
     let first = failures.first()?;
     let mut current = first;
     for _ in failures {

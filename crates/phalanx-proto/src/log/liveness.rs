@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn only_a_counter_that_stands_still_is_silence() {
         let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
-        let start = Instant::now();
+        let start = crate::some_time();
         let mut at = |second: u64, a: &[u8], b: &[u8]| {
             liveness.observe([(A, a), (B, b)], start + Duration::from_secs(second))
         };
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn who_has_ended_is_missed_at_once() {
         let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
-        let start = Instant::now();
+        let start = crate::some_time();
         assert!(liveness.observe([(A, &b"7"[..]), (B, b"7")], start).is_empty());
         let next = start + Duration::from_secs(1);
         assert_eq!(liveness.observe([(A, ENDED), (B, b"8")], next), [(A, Absence::Ended)]);
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn silence_is_found_however_few_times_are_allowed() {
         for attempts in 1..4 {
-            let (interval, start) = (Duration::from_secs(1), Instant::now());
+            let (interval, start) = (Duration::from_secs(1), crate::some_time());
             let mut liveness = Liveness::new(interval, interval * attempts);
             let late = Duration::from_millis(20);
             let mut looks =
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn who_has_slept_accuses_nobody() {
         let mut liveness = Liveness::new(Duration::from_secs(1), Duration::from_secs(5));
-        let start = Instant::now();
+        let start = crate::some_time();
         assert!(liveness.observe([(A, &b"7"[..])], start).is_empty());
         assert!(liveness.observe([(A, &b"7"[..])], start + Duration::from_secs(60)).is_empty());
     }

@@ -1,4 +1,79 @@
-//! The replicated log: which members are silent, and proofs that an entry is a member's.
+//! The deciding half of a replicated log: the machine that reads it, which of its processes are silent, and proofs that an entry is a
+//! member's.
 
 pub mod liveness;
 pub mod mac;
+
+use std::fmt;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use self::liveness::Absence;
+use crate::error::{Error, Result};
+
+/// A pure state machine, whose inputs are the entries of a log.
+pub trait Machine: Clone + Default + Send + 'static {
+    /// What a process appends.
+    type Entry: Serialize + DeserializeOwned + Send;
+    /// The number of a process that takes part.
+    type Id: Copy + Ord + fmt::Debug + Send;
+
+    /// The first byte of each entry. A reader of another version refuses it instead of misreading it.
+    const VERSION: u8;
+    /// The kind of process that shares the log, as errors name it, such as "launcher".
+    const PROCESS: &'static str;
+    /// Another process that shares the log, as errors name it.
+    const AUTHOR: &'static str;
+    /// How the log is compacted, unless it is kept whole.
+    const COMPACTION: Option<Compaction<Self>>;
+
+    /// Takes the next entry. An error is a refusal, and concerns only the process that wants to join.
+    fn apply(&mut self, entry: Self::Entry) -> Result<(), String>;
+
+    /// The process that joins by this entry.
+    fn joining(entry: &Self::Entry) -> Option<Self::Id>;
+
+    /// Whether this process has joined, and not left.
+    fn is_present(&self, id: Self::Id) -> bool;
+
+    /// The processes whose heartbeats this one watches.
+    fn watched_by(&self, id: Self::Id) -> Vec<Self::Id>;
+
+    /// The key of the heartbeats of a process that is present.
+    fn heartbeat_key(&self, id: Self::Id) -> Option<String>;
+
+    /// The entry by which `by` says that a process is no longer there.
+    fn absent(id: Self::Id, by: Self::Id, absence: Absence) -> Self::Entry;
+}
+
+/// The functions that a machine needs for its log to be compacted. Such a log has no MACs: a state would need one too.
+pub struct Compaction<M: Machine> {
+    /// The state as bytes.
+    pub encode: fn(&M) -> Result<Vec<u8>>,
+    /// The state that another process has written; an error if no log leads to such a state.
+    pub decode: fn(&[u8]) -> Result<M>,
+    /// The process that removes what is not needed any more.
+    pub caretaker: fn(&M) -> Option<M::Id>,
+}
+
+/// An entry or a state as bytes, behind its version.
+pub fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_extend(value, vec![version])
+        .map_err(|error| Error::protocol(format!("an entry of the log cannot be written: {error}")))
+}
+
+/// What `author` has encoded.
+pub fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> Result<T> {
+    let unreadable = |why: String| {
+        Error::protocol(format!("an entry of {author} cannot be decoded: {why}"))
+            .with_remedy("start everything in a job with the same version of Phalanx")
+    };
+    match bytes.split_first() {
+        Some((found, rest)) if *found == version => {
+            postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
+        }
+        Some((found, _)) => Err(unreadable(format!("it is version {found}, not {version}"))),
+        None => Err(unreadable("it is empty".to_owned())),
+    }
+}

@@ -1,6 +1,6 @@
 //! Plays a plan against the clock.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use super::{Action, Pass, Plan};
 use crate::error::{Error, Result};
@@ -73,7 +73,7 @@ impl Timeline {
 }
 
 /// Lets each rank do its actions in order, each as soon as what it needs is there.
-pub fn play(plan: &Plan, costs: &Costs) -> Result<Timeline> {
+pub(super) fn play(plan: &Plan, costs: &Costs) -> Result<Timeline> {
     let Costs { forward, backward_input, backward_weight, transfer } = *costs;
     if [forward, backward_input, backward_weight, transfer]
         .iter()
@@ -83,7 +83,7 @@ pub fn play(plan: &Plan, costs: &Costs) -> Result<Timeline> {
             "times of a pipeline must be numbers of at least 0: {costs:?}"
         )));
     }
-    let mut ends: HashMap<Action, f64> = HashMap::new();
+    let mut ends: BTreeMap<Action, f64> = BTreeMap::new();
     let mut ranks: Vec<Vec<Interval>> = vec![Vec::new(); plan.ranks()];
     loop {
         let mut moved = false;
@@ -121,7 +121,7 @@ pub fn play(plan: &Plan, costs: &Costs) -> Result<Timeline> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashSet;
+    use std::collections::BTreeSet;
 
     use proptest::prelude::*;
 
@@ -150,7 +150,7 @@ mod tests {
             let plan = schedule.plan(ranks, microbatches).unwrap();
             plan.timeline(&Costs { forward: 0.0, backward_input: 0.0, backward_weight: 0.0, transfer: 0.0 }).unwrap();
             let timeline = plan.timeline(&Costs { transfer: 0.25, ..Costs::default() }).unwrap();
-            let mut seen = HashSet::new();
+            let mut seen = BTreeSet::new();
             for rank in 0..ranks {
                 for interval in timeline.rank(rank) {
                     prop_assert_eq!(interval.action.stage % ranks, rank);

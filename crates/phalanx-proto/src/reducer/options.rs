@@ -35,11 +35,14 @@ impl ParameterSpec {
         self.shape.iter().fold(1, |product, &extent| product.saturating_mul(extent))
     }
 
+    /// The bytes of its gradient; [`usize::MAX`] if there are more.
+    #[doc(hidden)]
     pub fn bytes(&self) -> usize {
         self.elements().saturating_mul(self.dtype.size())
     }
 
     /// `None` if the machine cannot count them.
+    #[doc(hidden)]
     pub fn checked_bytes(&self) -> Option<usize> {
         self.shape.iter().try_fold(self.dtype.size(), |product, &extent| product.checked_mul(extent))
     }
@@ -63,8 +66,8 @@ pub struct ReducerOptions {
     bucket_cap_mb: Option<f64>,
     first_bucket_mb: Option<f64>,
     bucket_numbers: Option<Arc<[usize]>>,
-    pub find_unused_parameters: bool,
-    pub static_graph: bool,
+    pub(super) find_unused_parameters: bool,
+    pub(super) static_graph: bool,
 }
 
 impl ReducerOptions {
@@ -106,6 +109,7 @@ impl ReducerOptions {
     }
 
     /// When a bucket of so many `parameters` is closed.
+    #[doc(hidden)]
     pub fn limits(&self, parameters: usize) -> Result<Limits> {
         if let Some(numbers) = &self.bucket_numbers {
             if numbers.len() != parameters {
@@ -122,6 +126,7 @@ impl ReducerOptions {
     }
 
     /// The properties that must be the same on every rank.
+    #[doc(hidden)]
     pub fn describe(&self) -> Vec<(String, String)> {
         let (first, others) = self.megabytes();
         let numbers = match &self.bucket_numbers {

@@ -12,6 +12,7 @@ use crate::world_size::WorldSize;
 /// Every parameter in exactly one bucket, buckets in the order in which they are launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
+    /// The buckets, in the order of their launch.
     pub buckets: Vec<BucketPlan>,
     /// Where each parameter lies.
     pub slices: Vec<BucketSlice>,
@@ -20,7 +21,9 @@ pub struct Plan {
 /// Parameters of one type that travel together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan {
+    /// The type of all its elements.
     pub dtype: DType,
+    /// The elements of all its parameters together.
     pub elements: usize,
     /// In the order in which they lie in the bucket.
     pub parameters: Vec<usize>,
@@ -31,8 +34,11 @@ pub struct BucketPlan {
 /// A parameter's elements within its bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BucketSlice {
+    /// The bucket's index in the plan.
     pub bucket: usize,
+    /// The first of the elements, counted from the beginning of the bucket.
     pub offset: usize,
+    /// The number of elements.
     pub elements: usize,
 }
 
@@ -43,6 +49,7 @@ pub enum Limits {
     Bytes {
         /// For the first bucket of each type, which should be on its way early.
         first: usize,
+        /// For all others of the type.
         others: usize,
     },
     /// Before a parameter that has another number than the one before it. There is one for each parameter.
@@ -127,6 +134,7 @@ impl Plan {
 }
 
 impl BucketPlan {
+    /// The bytes of the bucket.
     pub fn bytes(&self) -> usize {
         self.elements * self.dtype.size()
     }

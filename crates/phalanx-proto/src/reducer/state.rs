@@ -19,6 +19,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::layout::Progress;
 use super::plan::{Limits, Plan};
 use super::{ParameterSpec, ReducerOptions, unused};
 use crate::error::{Error, Result};
@@ -113,6 +114,7 @@ impl UnusedParameters {
 }
 
 impl ReducerState {
+    /// Before the first step: the buckets expect gradients in the reverse order of `parameters`.
     pub fn new(
         (rank, world): (Rank, WorldSize),
         parameters: Vec<ParameterSpec>,
@@ -153,10 +155,12 @@ impl ReducerState {
         }
     }
 
+    /// The parameters, in the order of the model.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.parameters
     }
 
+    /// Which parameter lies where in which bucket.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -238,6 +242,7 @@ impl ReducerState {
         self.void.push(index);
     }
 
+    /// Whether a step has begun and is neither averaged nor failed.
     pub fn in_backward(&self) -> bool {
         matches!(self.phase, Phase::Backward)
     }
@@ -413,6 +418,10 @@ impl ReducerState {
         }
     }
 
+    /// The parameter at `index`.
+    ///
+    /// # Errors
+    /// If there is none.
     pub fn parameter(&self, index: usize) -> Result<&ParameterSpec> {
         self.parameters.get(index).ok_or_else(|| {
             Error::invalid_argument(format!("there is no parameter {index} among {}", self.parameters.len()))

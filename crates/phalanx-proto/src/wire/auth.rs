@@ -35,7 +35,9 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time that each TLS handshake has at least, even if others wait for a permit.
 pub const MIN_HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// A random number of one side for one handshake.
 pub type Nonce = [u8; NONCE];
+/// A proof: a MAC with the secret of a connection.
 pub type Tag = [u8; TAG];
 
 /// A value that only the two sides of one TLS session know, different for every session (RFC 9266).

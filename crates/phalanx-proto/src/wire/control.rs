@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
 
-/// Bytes before a message's body: [`MESSAGE`] and its length.
+/// Bytes before a message's body: its type and its length.
 pub const PREFIX: usize = 5;
 /// The longest body.
 pub const MAX_BODY: usize = 4 * 1024;
@@ -60,18 +60,21 @@ pub struct ProcessId {
     pub boot: u128,
     /// The pid namespace of `pid`, and the network namespace of its connections.
     pub namespaces: (u64, u64),
+    /// Its number in its pid namespace.
     pub pid: u32,
     /// When it started, in the kernel's ticks: its number may have been reused since.
     pub started: u64,
 }
 
 impl Introduction {
+    /// Heartbeats every `interval`, rounded up to a millisecond; zero if there are none.
     pub fn new(interval: Duration, process: Option<ProcessId>) -> Self {
         // Less than a millisecond is sent as one.
         let milliseconds = interval.as_nanos().div_ceil(1_000_000);
         Self { interval: u32::try_from(milliseconds).unwrap_or(u32::MAX), process }
     }
 
+    /// The time between its heartbeats, in whole milliseconds; zero if it sends none.
     pub fn interval(&self) -> Duration {
         Duration::from_millis(self.interval.into())
     }
@@ -80,10 +83,13 @@ impl Introduction {
 /// A call that has waited for long, as the rank that waits describes it to the rank that it waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LongWait {
+    /// The call that waits.
     pub call: Header,
+    /// The rank that waits in it.
     pub origin: Rank,
     /// The rank that `origin` itself waits for.
     pub awaited: Rank,
+    /// How long `origin` has waited.
     pub seconds: u32,
     /// How many ranks have passed it on.
     pub hops: u32,
@@ -92,8 +98,15 @@ pub struct LongWait {
 /// What the rank at the end of a chain of waits is in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AwaitedState {
-    /// It has not made the call. `running` is its call of the same group, `elsewhere` what it waits for otherwise.
-    NotCalled { last: Option<Sequence>, running: Option<Header>, elsewhere: Option<String> },
+    /// It has not made the call.
+    NotCalled {
+        /// The number of its last call of this group; None if it has made none.
+        last: Option<Sequence>,
+        /// Its call of this group that is in progress.
+        running: Option<Header>,
+        /// What it waits for otherwise, in its own words.
+        elsewhere: Option<String>,
+    },
     /// It has made the call, and the data between the ranks does not arrive.
     Called,
 }
@@ -101,7 +114,9 @@ pub enum AwaitedState {
 /// A long wait with its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitReport {
+    /// The wait.
     pub wait: LongWait,
+    /// What its end is in.
     pub state: AwaitedState,
 }
 
@@ -119,6 +134,7 @@ pub struct Notice {
 }
 
 impl Notice {
+    /// The notice of `error`, whose texts are cut to what a message can carry.
     pub fn of(error: &Error) -> Self {
         Self {
             origin: error.rank().zip(error.host().map(cut)),

@@ -21,26 +21,42 @@ const NO_ROOT: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Operation {
+    /// Combines the elements of all ranks; all get the result.
     AllReduce = 1,
+    /// The root's elements go to all.
     Broadcast = 2,
+    /// Equally many elements of each rank go to all.
     AllGather = 3,
+    /// Combines the elements of all ranks; each gets an equal share of the result.
     ReduceScatter = 4,
+    /// Nobody goes on before all have come.
     Barrier = 5,
     /// A `send` with its `recv`.
     PointToPoint = 6,
+    /// Combines the elements of all ranks; the root gets the result.
     Reduce = 7,
+    /// Equally many elements of each rank go to the root.
     Gather = 8,
+    /// Equal shares of the root's elements go to all.
     Scatter = 9,
+    /// As `AllGather`, with a count for each rank.
     AllGatherV = 10,
+    /// Each rank sends every rank an equal share of its elements.
     AllToAll = 11,
+    /// As `AllToAll`, with counts.
     AllToAllV = 12,
+    /// As `AllReduce`, of several buffers as one.
     AllReduceCoalesced = 13,
+    /// As `Barrier`; if ranks do not come, the others are told which.
     MonitoredBarrier = 14,
+    /// As `ReduceScatter`, with a count for each rank.
     ReduceScatterV = 15,
+    /// As `AllGatherV`, in one buffer for all.
     AllGatherVInPlace = 16,
 }
 
 impl Operation {
+    /// Every operation, in the order of their numbers on the wire.
     pub const ALL: [Self; 16] = [
         Self::AllReduce,
         Self::Broadcast,
@@ -60,6 +76,7 @@ impl Operation {
         Self::AllGatherVInPlace,
     ];
 
+    /// The name, as a user writes the call.
     pub fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
@@ -85,9 +102,13 @@ impl Operation {
 /// A collective that copies, with equal counts or a count for each rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Copying {
+    /// Each rank's elements go to all.
     AllGather,
+    /// Each rank's elements go to the root.
     Gather,
+    /// The root's elements are divided among all.
     Scatter,
+    /// Each rank's elements are divided among all.
     AllToAll,
 }
 
@@ -118,13 +139,17 @@ impl Copying {
 /// A call as the user made it. Ranks whose calls differ must not exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
+    /// The kind of call.
     pub operation: Operation,
+    /// The type of the elements.
     pub dtype: DType,
     /// Elements of the call's buffer. For `all_gather` and `gather`: what each rank contributes. For `scatter`: what
     /// each rank receives. For `all_gather_v`: of all ranks together. For `all_to_all_v`, where the ranks' lengths
     /// differ: 0.
     pub elements: u64,
+    /// The reduction, without its factor; None if nothing is reduced.
     pub reduce: Option<ReduceOp>,
+    /// The root; None for calls without one.
     pub root: Option<Rank>,
     /// The fingerprint of the table by which the algorithm was chosen; 0 if there was no choice.
     pub tuning: u32,
@@ -210,15 +235,20 @@ impl History {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "Vec<u8>", try_from = "Vec<u8>")]
 pub struct Header {
+    /// The sender's call.
     pub call: Call,
+    /// The number of the call in its group.
     pub sequence: Sequence,
+    /// The generation of the sender's group, of which the wire has the lower 32 bits.
     pub generation: Generation,
+    /// The collectives that the sender has made before.
     pub history: History,
     /// Bytes of the payload that follows.
     pub payload: u64,
 }
 
 impl Header {
+    /// The header as it is sent.
     pub fn encode(&self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -236,6 +266,10 @@ impl Header {
         bytes
     }
 
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// If it does not begin with the magic number, or if a number in it stands for nothing.
     pub fn decode(bytes: &[u8; HEADER]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
         let magic = fields.u32();

@@ -24,6 +24,7 @@ const CALLS: &str = "calls";
 pub struct StoreSecret(Secret);
 
 impl StoreSecret {
+    /// The secret of the job with this key.
     pub fn new(key: &[u8; KEY]) -> Self {
         Self(Secret::new(Some(key), PURPOSE, &[]))
     }
@@ -33,7 +34,7 @@ impl StoreSecret {
         Self(self.0.bound(binding))
     }
 
-    /// For [`fuzzing`](crate::fuzzing): the same secret every time.
+    /// For `fuzzing`: the same secret every time.
     #[cfg(any(test, fuzzing, feature = "fuzzing"))]
     pub fn of_zeros() -> Self {
         Self(Secret::new(None, PURPOSE, &[]))
@@ -55,6 +56,7 @@ pub fn is_greeting(start: &[u8; 4]) -> bool {
 pub struct Initiator([u8; CALL]);
 
 impl Initiator {
+    /// A client whose first message has this nonce, which must be random.
     pub fn new(nonce: Nonce) -> Self {
         Self(message(nonce))
     }
@@ -116,7 +118,7 @@ mod tests {
     use super::*;
 
     fn secret() -> StoreSecret {
-        StoreSecret::new(&JobKey::generate().unwrap())
+        StoreSecret::new(&[5; KEY])
     }
 
     /// Simulates the greeting. `tamper` may change messages 0 to 2 before they arrive. Returns whether the client is
@@ -171,7 +173,7 @@ mod tests {
 
     #[test]
     fn another_key_proves_nothing_and_the_first_byte_is_no_requests() {
-        let (one, other) = (secret(), secret());
+        let (one, other) = (secret(), StoreSecret::new(&[6; KEY]));
         let initiator = Initiator::new([1; NONCE]);
         let responder = Responder::new(&one, *initiator.call(), [2; NONCE]).unwrap();
         assert!(initiator.answered(&other, responder.answer()).is_none());

@@ -35,6 +35,7 @@ impl GroupSecret {
         Self(self.0.bound(binding))
     }
 
+    /// The name of the group in hellos, which stands for the secret.
     pub fn name(&self) -> GroupName {
         let mut name = GroupName::default();
         let length = name.len();
@@ -50,6 +51,7 @@ pub struct Initiator {
 }
 
 impl Initiator {
+    /// A rank whose first message is this hello. Its nonce must be random.
     pub fn new(own: Hello) -> Self {
         Self { own, hello: own.encode() }
     }
@@ -202,7 +204,7 @@ mod tests {
 
     #[test]
     fn every_flipped_bit_of_every_message_is_refused() {
-        for key in [None, Some(&JobKey::generate().unwrap())] {
+        for key in [None, Some(&[5; KEY])] {
             let secret = secret(key);
             for (message, length) in [HELLO, ANSWER, TAG, TAG].into_iter().enumerate() {
                 for bit in 0..8 * length {
@@ -227,7 +229,7 @@ mod tests {
 
     #[test]
     fn who_has_another_key_or_none_is_told_apart() {
-        let keys = [JobKey::generate().unwrap(), JobKey::generate().unwrap()];
+        let keys = [[5; KEY], [6; KEY]];
         let secrets = [secret(None), secret(Some(&keys[0])), secret(Some(&keys[1]))];
         let other_job = GroupSecret::new(Some(&keys[0]), &[4; 16]);
         for (i, one) in secrets.iter().chain([&other_job]).enumerate() {
@@ -245,7 +247,7 @@ mod tests {
 
     #[test]
     fn nothing_that_was_heard_is_of_use_again() {
-        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let secret = secret(Some(&[5; KEY]));
         let old = said(&secret, Channel::Data, (1, 2));
         // To the accepting rank, which has drawn another nonce.
         let own = hello(&secret, 0, 1, Channel::Data, 3);
@@ -265,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_channel_is_not_spliced_into_another_nor_a_rank_led_to_another() {
-        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let secret = secret(Some(&[5; KEY]));
         let control = said(&secret, Channel::Control, (1, 2));
         let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));
         assert!(initiator.answered(&secret, control.answer).is_err());
@@ -281,7 +283,7 @@ mod tests {
 
     #[test]
     fn nothing_passes_for_a_message_in_the_other_direction() {
-        let secret = secret(Some(&JobKey::generate().unwrap()));
+        let secret = secret(Some(&[5; KEY]));
         let old = said(&secret, Channel::Data, (1, 2));
         // A rank that gets its own messages as the answer.
         let initiator = Initiator::new(hello(&secret, 1, 0, Channel::Data, 1));

@@ -55,13 +55,19 @@ pub type GroupName = [u8; 16];
 /// The identity of a rank. The connecting rank sends its own, the accepting rank answers with its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hello {
+    /// The group that it takes part in.
     pub group: GroupName,
+    /// The generation of that group.
     pub generation: Generation,
+    /// The rank that sends it.
     pub rank: Rank,
     /// The rank that it is sent to.
     pub to: Rank,
+    /// The number of ranks in the group, not checked yet.
     pub world: u32,
+    /// The purpose of the connection.
     pub channel: Channel,
+    /// The sender's random number for this handshake.
     pub nonce: Nonce,
 }
 
@@ -76,6 +82,7 @@ impl Hello {
         Self { nonce, ..self }
     }
 
+    /// The hello as it is sent.
     pub fn encode(&self) -> [u8; HELLO] {
         let mut bytes = [0; HELLO];
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -90,6 +97,10 @@ impl Hello {
         bytes
     }
 
+    /// Reads a hello.
+    ///
+    /// # Errors
+    /// If it does not begin with the magic number, has another version, or names no channel, as a refusal does.
     pub fn decode(bytes: &[u8; HELLO]) -> Result<Self> {
         let mut fields = Fields::new(bytes);
         let (magic, _version, channel, _) = (fields.u32(), fields.u16(), fields.u8(), fields.u8());

@@ -11,9 +11,10 @@ pub mod store;
 pub mod tls;
 
 /// A cursor over bytes of a fixed length, for decoding little-endian fields in order.
-pub struct Fields<'a>(&'a [u8]);
+pub(crate) struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
+    /// All of `bytes` are ahead.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
@@ -29,18 +30,22 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// The next byte.
     pub fn u8(&mut self) -> u8 {
         self.take::<1>()[0]
     }
 
+    /// The next two bytes.
     pub fn u16(&mut self) -> u16 {
         u16::from_le_bytes(self.take())
     }
 
+    /// The next four bytes.
     pub fn u32(&mut self) -> u32 {
         u32::from_le_bytes(self.take())
     }
 
+    /// The next eight bytes.
     pub fn u64(&mut self) -> u64 {
         u64::from_le_bytes(self.take())
     }

@@ -63,18 +63,21 @@ impl Kind {
 /// An object that a rank keeps for others. The rank that asks for it numbers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub struct ObjectId {
+    /// The rank that asked for it.
     pub creator: Rank,
     /// From 1 on.
     pub number: u64,
 }
 
 impl ObjectId {
+    /// In frames that are about no object.
     pub const NONE: Self = Self { creator: Rank::MAIN, number: 0 };
 }
 
 /// What a frame says, apart from its payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
+    /// What it is.
     pub kind: Kind,
     /// How many calls are around this one: a handler that calls is one deeper than the call that it serves.
     pub depth: u8,
@@ -82,6 +85,7 @@ pub struct Head {
     pub name: u16,
     /// The caller's number of the call.
     pub call: u64,
+    /// The object that it is about; [`ObjectId::NONE`] for kinds without one.
     pub object: ObjectId,
     /// Bytes of the payload.
     pub length: u64,

@@ -26,32 +26,52 @@ pub const OWN_ECHO: u32 = !OWN_PING;
 pub const WAIT_DONE: u8 = 0;
 /// The answer to [`Op::CancelWait`].
 pub const WAIT_CANCELLED: u8 = 1;
-/// The answers to [`Op::Check`].
+/// The answer to [`Op::Check`] if all keys are there.
 pub const CHECK_READY: u8 = 0;
+/// The answer to [`Op::Check`] if a key is missing.
 pub const CHECK_NOT_READY: u8 = 1;
 
 /// The first byte of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Op {
+    /// The first request: [`MAGIC`] follows.
     Validate = 0,
+    /// Writes a value.
     Set = 1,
+    /// Writes the second value if the key has the first. A key without a value has the empty one.
     CompareSet = 2,
+    /// Reads a value.
     Get = 3,
+    /// Adds to the number that a value is.
     Add = 4,
+    /// Tells whether all keys are there.
     Check = 5,
+    /// Is answered when all keys are there.
     Wait = 6,
+    /// Counts the keys.
     NumKeys = 7,
+    /// Removes a key.
     Delete = 8,
+    /// Adds bytes to a value.
     Append = 9,
+    /// Reads several values.
     MultiGet = 10,
+    /// Writes several values.
     MultiSet = 11,
+    /// Ends the wait of this connection.
     CancelWait = 12,
+    /// Asks for an echo of a number.
     Ping = 13,
+    /// Adds a value to the end of a queue.
     QueuePush = 14,
+    /// Takes the first value of a queue.
     QueuePop = 15,
+    /// Counts the values of a queue.
     QueueLen = 16,
+    /// Reads the names of all keys.
     ListKeys = 17,
+    /// Is answered when so many clients have come.
     Barrier = 18,
     /// Ours, not PyTorch's: a [`Wait`](Self::Wait) whose answer is followed by the values, so that both take one round trip.
     WaitGet = 64,
@@ -117,6 +137,7 @@ impl Op {
 /// A decoded request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
+    /// The operation.
     pub op: Op,
     /// Keys and values in the order of the wire.
     pub strings: Vec<Vec<u8>>,
@@ -127,14 +148,19 @@ pub struct Request {
 /// Why a request is refused. The connection of its sender is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
+    /// No operation has this number.
     #[error("unknown operation {0}")]
     Op(u8),
+    /// A key is too long: its length in bytes.
     #[error("a key of {0} bytes; the longest is {MAX_WIRE_KEY}")]
     Key(u64),
+    /// A value is too long: its length in bytes.
     #[error("a value of {0} bytes; the longest is {MAX_VALUE}")]
     Value(u64),
+    /// There are too many keys: their number.
     #[error("{0} keys in one request; the most is {MAX_COUNT}")]
     Count(u64),
+    /// Its keys and values are too long together.
     #[error("a request of more than {MAX_REQUEST} bytes")]
     Request,
 }
@@ -242,6 +268,7 @@ fn number(bytes: &[u8]) -> u64 {
 pub struct Frame(Vec<u8>);
 
 impl Frame {
+    /// A request that begins with `op`; its parts must follow.
     pub fn new(op: Op) -> Self {
         Self(vec![op as u8])
     }
@@ -260,34 +287,42 @@ impl Frame {
         frame
     }
 
+    /// Their number, then each as by [`key`](Self::key).
     pub fn keys(self, keys: &[&str]) -> Self {
         keys.iter().fold(self.u64(keys.len() as u64), |frame, key| frame.key(key))
     }
 
+    /// A value, after its length.
     pub fn value(self, value: &[u8]) -> Self {
         let mut frame = self.u64(value.len() as u64);
         frame.0.extend_from_slice(value);
         frame
     }
 
+    /// Four bytes of a number, in little-endian order.
     pub fn u32(mut self, number: u32) -> Self {
         self.0.extend_from_slice(&number.to_le_bytes());
         self
     }
 
+    /// Eight bytes of a number, in little-endian order.
     pub fn u64(mut self, number: u64) -> Self {
         self.0.extend_from_slice(&number.to_le_bytes());
         self
     }
 
+    /// Eight bytes of a signed number, in little-endian order.
     pub fn i64(self, number: i64) -> Self {
         self.u64(number.cast_unsigned())
     }
 
+    /// How many bytes there are so far: at least 1.
+    #[expect(clippy::len_without_is_empty, reason = "a request has a byte at least")]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
+    /// The bytes to send.
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }

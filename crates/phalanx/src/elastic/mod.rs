@@ -41,7 +41,8 @@
 //! See the guide `docs/guide/elastic.md`.
 
 mod context;
-pub(crate) mod members;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
 mod options;
 mod parts;
 mod publisher;
@@ -56,11 +57,11 @@ mod step;
 
 pub use context::Context;
 #[cfg(any(test, fuzzing))]
-pub use members::fuzz as fuzz_workers;
+pub use fuzz::fuzz as fuzz_workers;
 pub use options::{Drift, Options};
 pub(crate) use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;
-use phalanx_proto::elastic::retry;
+use phalanx_proto::elastic::{members, retry};
 pub(crate) use publisher::Publisher;
 pub use run::{run, run_with};
 pub use state::{Plain, State};

@@ -124,7 +124,7 @@ pub(crate) fn refuse_fixed_world() -> Result<()> {
 impl LaunchEnv {
     /// Reads this process's environment; `None` if no launcher has set anything.
     pub fn from_process() -> Result<Option<Self>> {
-        Self::from_lookup(lookup)
+        Self::from_lookup(variable)
     }
 
     /// Reads variables through `lookup`; `None` if no launcher has set any.
@@ -205,13 +205,17 @@ impl LaunchEnv {
 /// is not known here, or the variables contradict each other.
 pub fn doubt(env: Option<&LaunchEnv>) -> Option<String> {
     let text = |text: OsString| text.to_string_lossy().into_owned();
-    doubt_of(env, &Variables { lookup }, std::env::vars_os().map(|(name, value)| (text(name), text(value))))
+    doubt_of(
+        env,
+        &Variables { lookup: variable },
+        std::env::vars_os().map(|(name, value)| (text(name), text(value))),
+    )
 }
 
 /// The rank, and the number of ranks, that a launcher other than torchrun has given to this process, if it is one of several:
 /// `SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=2`. None in a worker of torchrun's or ours, which may have been started several times.
 pub fn other_launcher() -> Option<String> {
-    other_launcher_in(&Variables { lookup })
+    other_launcher_in(&Variables { lookup: variable })
 }
 
 fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Option<String> {
@@ -223,7 +227,8 @@ fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) ->
     Some(format!("{rank_name}={rank} and {size_name}={size}"))
 }
 
-fn lookup(name: &str) -> Option<String> {
+/// A variable of this process.
+pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 

@@ -91,7 +91,7 @@ impl GroupOptions {
             _ => Tuning::default(),
         };
         let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
-        let heartbeat = Heartbeat::from_env()?;
+        let heartbeat = Heartbeat::from_variables(env::variable)?;
         Ok(Self { transport, tuning, host_id, heartbeat, ..Self::default() })
     }
 }

@@ -14,7 +14,7 @@ use super::calls::LOOK_INTERVAL;
 use crate::caller::Caller;
 use crate::notice::Aside;
 use crate::rank::{Rank, Sequence};
-use crate::wire::control::{AwaitedState, LongWait, WaitReport};
+use crate::wire::control::{AwaitedState, LongWait};
 use crate::wire::frame::{Call, Header};
 
 /// A wait is reported when it has lasted this long.
@@ -289,6 +289,7 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::rank::Generation;
+    use crate::wire::control::WaitReport;
     use crate::wire::frame::{History, Operation};
 
     fn header(sequence: u64) -> Header {

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::store::host_port;
@@ -99,7 +100,7 @@ impl Cluster {
             local_addr: None,
             bind: None,
             keep_alive: (Duration::from_secs(1), None),
-            heartbeat: Heartbeat::from_env()?,
+            heartbeat: Heartbeat::from_variables(env::variable)?,
             join_timeout: Duration::from_secs(600),
             last_call: Duration::from_secs(30),
         })

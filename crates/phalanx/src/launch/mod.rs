@@ -57,7 +57,6 @@ mod placement;
 mod refusals;
 mod remote;
 mod replacements;
-mod slot;
 mod supervisor;
 mod worker;
 
@@ -73,7 +72,7 @@ pub use lines::fuzz as fuzz_lines;
 pub use logs::{Logs, Selection, Streams};
 #[cfg(any(test, fuzzing))]
 pub use nodes::fuzz_nodes;
-use phalanx_proto::launch::{policy, root_cause};
+use phalanx_proto::launch::{host_manager, membership, policy, slot};
 pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};
 #[cfg(any(test, fuzzing))]
 pub use remote::{fuzz as fuzz_remote, fuzz_hosts};

@@ -26,16 +26,6 @@ const MARK: u64 = 16;
 /// How long the store may take to answer a request that does not wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The functions that a machine needs for its log to be compacted. Such a log has no MACs: a state would need one too.
-pub(crate) struct Compaction<M: Machine> {
-    /// The state as bytes.
-    pub(crate) encode: fn(&M) -> Result<Vec<u8>>,
-    /// The state that another process has written; an error if no log leads to such a state.
-    pub(crate) decode: fn(&[u8]) -> Result<M>,
-    /// The process that removes what is not needed any more.
-    pub(crate) caretaker: fn(&M) -> Option<M::Id>,
-}
-
 impl<M: Machine> Log<M> {
     /// The state to begin with, and the index of the next entry.
     pub(super) fn begin(&self, deadline: Deadline) -> Result<(M, u64)> {

@@ -24,22 +24,16 @@ mod outside;
 mod participant;
 mod replica;
 
-use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use phalanx_proto::log::{liveness, mac};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+pub(crate) use phalanx_proto::log::liveness::ENDED;
+pub(crate) use phalanx_proto::log::mac::Mac;
+use phalanx_proto::log::mac::Verified;
+pub(crate) use phalanx_proto::log::{Machine, decode, encode};
 
-pub(crate) use self::compaction::Compaction;
 #[cfg(test)]
 pub(crate) use self::compaction::STRIDE;
-#[cfg(test)]
-pub(crate) use self::liveness::Liveness;
-pub(crate) use self::liveness::{Absence, ENDED};
-pub(crate) use self::mac::Mac;
-use self::mac::Verified;
 #[cfg(any(test, fuzzing))]
 pub(crate) use self::outside::read_all;
 pub(crate) use self::participant::{Heartbeats, Participant};
@@ -47,40 +41,6 @@ pub(crate) use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::SharedStore;
-
-/// A pure state machine, whose inputs are the entries of a log.
-pub(crate) trait Machine: Clone + Default + Send + 'static {
-    type Entry: Serialize + DeserializeOwned + Send;
-    /// The number of a process that takes part.
-    type Id: Copy + Ord + fmt::Debug + Send;
-
-    /// The first byte of each entry. A reader of another version refuses it instead of misreading it.
-    const VERSION: u8;
-    /// The kind of process that shares the log, as errors name it, such as "launcher".
-    const PROCESS: &'static str;
-    /// Another process that shares the log, as errors name it.
-    const AUTHOR: &'static str;
-    /// How the log is compacted, unless it is kept whole.
-    const COMPACTION: Option<Compaction<Self>>;
-
-    /// Takes the next entry. An error is a refusal, and concerns only the process that wants to join.
-    fn apply(&mut self, entry: Self::Entry) -> Result<(), String>;
-
-    /// The process that joins by this entry.
-    fn joining(entry: &Self::Entry) -> Option<Self::Id>;
-
-    /// Whether this process has joined, and not left.
-    fn is_present(&self, id: Self::Id) -> bool;
-
-    /// The processes whose heartbeats this one watches.
-    fn watched_by(&self, id: Self::Id) -> Vec<Self::Id>;
-
-    /// The key of the heartbeats of a process that is present.
-    fn heartbeat_key(&self, id: Self::Id) -> Option<String>;
-
-    /// The entry by which `by` says that a process is no longer there.
-    fn absent(id: Self::Id, by: Self::Id, absence: Absence) -> Self::Entry;
-}
 
 /// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer
 /// than its own deadline because of another.
@@ -164,27 +124,6 @@ impl<M: Machine> Log<M> {
                 Err(Error::protocol(cause).with_remedy("give this one the same --job-key-file"))
             }
         }
-    }
-}
-
-/// An entry or a state as bytes, behind its version.
-pub(crate) fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_extend(value, vec![version])
-        .map_err(|error| Error::protocol(format!("an entry of the log cannot be written: {error}")))
-}
-
-/// What `author` has encoded.
-pub(crate) fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> Result<T> {
-    let unreadable = |why: String| {
-        Error::protocol(format!("an entry of {author} cannot be decoded: {why}"))
-            .with_remedy("start everything in a job with the same version of Phalanx")
-    };
-    match bytes.split_first() {
-        Some((found, rest)) if *found == version => {
-            postcard::from_bytes(rest).map_err(|error| unreadable(error.to_string()))
-        }
-        Some((found, _)) => Err(unreadable(format!("it is version {found}, not {version}"))),
-        None => Err(unreadable("it is empty".to_owned())),
     }
 }
 

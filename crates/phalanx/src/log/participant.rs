@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::liveness::Liveness;
 use super::{Log, Machine, Read, Replica};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use phalanx_proto::log::liveness::Liveness;
 
 /// How long the reader waits for one entry before it asks for it anew.
 const READ_TIMEOUT: Duration = Duration::from_secs(3600);

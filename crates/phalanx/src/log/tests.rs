@@ -6,11 +6,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use serde::Deserialize;
+use phalanx_proto::log::Compaction;
+use phalanx_proto::log::liveness::Absence;
+use serde::{Deserialize, Serialize};
 
 use super::compaction::{BASE, answer, state_key};
 use super::*;
-use crate::key::JobKey;
 use crate::store::{MemoryStore, Store};
 
 /// How long a reader waits for an entry that may not exist.

@@ -67,6 +67,7 @@ use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
+use crate::notice::warn;
 use crate::rank::Rank;
 use crate::trace::{Trace, Track};
 use phalanx_proto::reducer::{plan, state, unused};
@@ -505,7 +506,7 @@ impl Reducer {
         if let Some(used) = used {
             self.state.set_used(used.wait()?.as_slice()?);
             let (unused, used) = self.state.usage();
-            self.warnings.step(self.group.rank(), self.state.parameters(), unused, used);
+            say(self.warnings.step(self.group.rank(), self.state.parameters(), unused, used));
         }
         Ok(())
     }
@@ -547,6 +548,17 @@ impl Meters {
 fn zero(memory: &mut [u8]) -> Result<()> {
     memory.fill(0);
     Ok(())
+}
+
+/// Says what there is to say of unused parameters.
+fn say(remarks: unused::Remarks) {
+    remarks.warnings.iter().for_each(warn);
+    if remarks.found_none {
+        tracing::debug!(
+            "find_unused_parameters is set, but some rank used every parameter in the first step; if that is always so, training is \
+             faster without it"
+        );
+    }
 }
 
 fn check(parameters: &[ParameterSpec]) -> Result<()> {

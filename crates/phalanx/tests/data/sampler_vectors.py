@@ -1,4 +1,4 @@
-"""Writes sampler_vectors.json: what torch's DistributedSampler and randperm give, for the tests to compare with.
+"""Writes sampler_vectors.json, and permutation_vectors.json of phalanx-proto: what torch's DistributedSampler and randperm give, for the tests to compare with.
 
     pip install torch
     python sampler_vectors.py          # the long permutations take 4 GiB of memory and a minute
@@ -77,9 +77,16 @@ def lines(cases):
 text = f"""{{
 "torch": {json.dumps(torch.__version__)},
 "short": {lines(short_cases())},
-"long": {lines(long_cases())},
+"long": {lines(long_cases())}
+}}
+"""
+json.loads(text)
+here = pathlib.Path(__file__).parent
+(here / "sampler_vectors.json").write_text(text)
+text = f"""{{
+"torch": {json.dumps(torch.__version__)},
 "randperm": {lines(randperm_cases())}
 }}
 """
 json.loads(text)
-(pathlib.Path(__file__).parent / "sampler_vectors.json").write_text(text)
+(here / "../../../phalanx-proto/tests/data/permutation_vectors.json").write_text(text)

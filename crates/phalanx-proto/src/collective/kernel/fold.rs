@@ -20,7 +20,9 @@ const BLOCK: usize = STRIDE / size_of::<f32>();
 /// f16 and bf16 are added up in f32 over all ranks and rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct Fold {
+    /// The type of the elements.
     pub dtype: DType,
+    /// The operation that combines them.
     pub op: ReduceOp,
     /// The divisor, if the result is an average.
     pub divide_by: Option<u32>,

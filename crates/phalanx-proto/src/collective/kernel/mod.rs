@@ -24,8 +24,11 @@ use crate::error::{Error, Result};
 /// What to do with received elements, for one type and operation.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
+    /// The type of the elements.
     pub dtype: DType,
+    /// The operation that combines them; without effect if they are replaced.
     pub op: ReduceOp,
+    /// Whether received elements replace the local ones, or the order of the operands.
     pub combine: Combine,
     /// Which ranks' parts the elements hold: when all are in, an average is divided.
     pub parts: Parts,

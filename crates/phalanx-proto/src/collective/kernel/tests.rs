@@ -1,5 +1,6 @@
+use bytemuck::{cast_slice, cast_slice_mut};
+
 use super::*;
-use crate::buffer::Buffer;
 use crate::dtype::Element;
 use crate::world_size::WorldSize;
 
@@ -8,11 +9,11 @@ fn parts(local: usize, received: usize, world: u32) -> Parts {
 }
 
 fn joined<T: Element>(op: ReduceOp, parts: Parts, local: &[T], received: &[T]) -> Vec<T> {
-    let (mut left, right) = (Buffer::from_slice(local), Buffer::from_slice(received));
+    let mut left = local.to_vec();
     Kernel { dtype: T::DTYPE, op, combine: Combine::Append, parts }
-        .apply(left.as_bytes_mut(), right.as_bytes())
+        .apply(cast_slice_mut(&mut left), cast_slice(received))
         .unwrap();
-    left.as_slice::<T>().unwrap().to_vec()
+    left
 }
 
 fn combine<T: Element>(op: ReduceOp, local: &[T], received: &[T]) -> Vec<T> {
@@ -22,16 +23,16 @@ fn combine<T: Element>(op: ReduceOp, local: &[T], received: &[T]) -> Vec<T> {
 /// The result on each rank and in separate memory. Both must be the same.
 fn fold<T: Element + PartialEq + std::fmt::Debug>(op: ReduceOp, sources: &[Vec<T>]) -> Vec<T> {
     let fold = Fold::of_all(T::DTYPE, op, sources.len() as u32);
-    let mut slices: Vec<_> = sources.iter().map(|source| Buffer::from_slice(source)).collect();
+    let mut slices = sources.to_vec();
     let mut target = slices[0].clone();
-    let lent: Vec<_> = slices.iter().map(Buffer::as_bytes).collect();
-    fold.apply_to(&lent, target.as_bytes_mut()).unwrap();
-    let mut lent: Vec<_> = slices.iter_mut().map(Buffer::as_bytes_mut).collect();
+    let lent: Vec<&[u8]> = slices.iter().map(|slice| cast_slice(slice)).collect();
+    fold.apply_to(&lent, cast_slice_mut(&mut target)).unwrap();
+    let mut lent: Vec<&mut [u8]> = slices.iter_mut().map(|slice| cast_slice_mut(slice)).collect();
     fold.apply(&mut lent).unwrap();
     for slice in &slices {
-        assert_eq!(slice.as_bytes(), target.as_bytes(), "{op} of {}", T::DTYPE);
+        assert_eq!(cast_slice::<T, u8>(slice), cast_slice::<T, u8>(&target), "{op} of {}", T::DTYPE);
     }
-    target.as_slice::<T>().unwrap().to_vec()
+    target
 }
 
 #[test]
@@ -52,8 +53,8 @@ fn every_operation_on_integers_wraps() {
 #[test]
 fn truth_is_whatever_is_not_zero() {
     let (a, b): (&[u8], &[u8]) = (&[0, 0, 1, 2], &[0, 1, 0, 4]);
-    let (a, b): (&[Bool], &[Bool]) = (bytemuck::cast_slice(a), bytemuck::cast_slice(b));
-    let bytes = |op| bytemuck::cast_slice::<Bool, u8>(&combine(op, a, b)).to_vec();
+    let (a, b): (&[Bool], &[Bool]) = (cast_slice(a), cast_slice(b));
+    let bytes = |op| cast_slice::<Bool, u8>(&combine(op, a, b)).to_vec();
     for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::BOr] {
         assert_eq!(bytes(op), [0, 1, 1, 1], "{op}");
     }
@@ -148,12 +149,12 @@ fn a_fold_of_half_precision_is_rounded_once() {
 
 #[test]
 fn factors_are_for_floats() {
-    let mut data = Buffer::from_slice(&[f16::from_f32(3.0); 1100]);
-    scale(DType::F16, data.as_bytes_mut(), 0.5).unwrap();
-    assert!(data.as_slice::<f16>().unwrap().iter().all(|value| value.to_f32() == 1.5));
-    let mut data = Buffer::from_slice(&[3.0, 4.0]);
-    scale(DType::F64, data.as_bytes_mut(), 0.1).unwrap();
-    assert_eq!(data.as_slice::<f64>().unwrap(), [3.0 * 0.1, 4.0 * 0.1]);
+    let mut data = [f16::from_f32(3.0); 1100];
+    scale(DType::F16, cast_slice_mut(&mut data), 0.5).unwrap();
+    assert!(data.iter().all(|value| value.to_f32() == 1.5));
+    let mut data = [3.0, 4.0];
+    scale(DType::F64, cast_slice_mut(&mut data), 0.1).unwrap();
+    assert_eq!(data, [3.0 * 0.1, 4.0 * 0.1]);
     assert!(scale(DType::I32, &mut [0; 4], 0.5).unwrap_err().is_invalid_argument());
 }
 

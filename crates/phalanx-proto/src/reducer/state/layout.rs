@@ -8,7 +8,7 @@ use crate::rank::Rank;
 use crate::reducer::plan::Plan;
 use crate::world_size::WorldSize;
 
-/// What a rank that has taken part in every step tells the others; see [`Reducer::adopt`](crate::reducer::Reducer::adopt).
+/// What a rank that has taken part in every step tells the others; see `Reducer::adopt`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Progress {
     order: Vec<usize>,
@@ -40,6 +40,7 @@ impl ReducerState {
         changed
     }
 
+    /// How far this rank has come, for one that takes over.
     pub fn progress(&self) -> Progress {
         let (order, arrival, used) = (self.order.clone(), self.arrival.clone(), self.used.clone());
         Progress { order, arrival, first_step: self.first_step, used }
@@ -100,6 +101,7 @@ impl ReducerState {
         Ok(())
     }
 
+    /// All parameters are in their buckets.
     pub fn gathered(&mut self) {
         self.phase = Phase::Gathered;
     }

@@ -4,7 +4,8 @@
 //! which the job ends, or in etcd or a file, with which any launcher may be lost.
 
 mod agent_node;
-mod membership;
+#[cfg(any(test, fuzzing))]
+mod fuzz;
 mod multi_node;
 mod rendezvous_handler;
 mod single_node;
@@ -15,12 +16,13 @@ use std::os::fd::BorrowedFd;
 use super::agent::Instruction;
 use super::attempts::Control;
 use super::exit::{Failure, Outcome, Signal};
+use super::membership;
 use super::placement::Placement;
 use crate::error::{Error, Result};
 
 pub(super) use agent_node::AgentNode;
 #[cfg(any(test, fuzzing))]
-pub use membership::fuzz as fuzz_nodes;
+pub use fuzz::fuzz as fuzz_nodes;
 pub(super) use multi_node::MultiNode;
 pub(super) use single_node::SingleNode;
 

@@ -35,6 +35,7 @@ use super::event::Observer;
 use super::exit::Report;
 use super::job::check_open_store;
 use crate::credentials::Credentials;
+use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::key::JobKey;
@@ -198,7 +199,7 @@ impl RemoteJob {
             command.arg("node");
             command
         } else {
-            let silence = ssh_silence(Heartbeat::from_env()?);
+            let silence = ssh_silence(Heartbeat::from_variables(env::variable)?);
             self.shell.command(host.name(), &self.launcher, self.start_timeout, silence)
         })
     }

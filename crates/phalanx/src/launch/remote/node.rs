@@ -16,6 +16,7 @@ use super::protocol::{
     FromLauncher, LauncherConfig, LauncherError, RemoteEvent, RemoteReport, Route, ToLauncher,
 };
 use super::{frame, ssh_silence};
+use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::launch::agent::Agent;
@@ -68,7 +69,7 @@ impl RemoteNode {
             }
         };
         let agent = config.agent.clone().map(Agent::new).transpose()?;
-        let silence = ssh_silence(Heartbeat::from_env()?);
+        let silence = ssh_silence(Heartbeat::from_variables(env::variable)?);
         messages.silence = if agent.is_some() { silence } else { SILENCE_TIMEOUT.max(silence) };
         let follower = agent.clone();
         std::thread::Builder::new()

@@ -12,17 +12,16 @@
 //! come nor leaves out those that are about to.
 
 mod discovery;
-mod host_manager;
 mod plan;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use self::host_manager::Limits;
 use self::plan::ElasticPlan;
 use super::RemoteJob;
 use super::driver::Launchers;
 use crate::error::{Error, Result};
+use crate::launch::host_manager::Limits;
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
 
 /// No time limit.

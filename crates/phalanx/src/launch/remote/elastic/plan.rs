@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use super::ElasticHosts;
 use super::discovery::Discovery;
-use super::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic::Publisher;
@@ -16,6 +15,7 @@ use crate::interfaces;
 use crate::launch::agent::{AgentConfig, Instruction};
 use crate::launch::event::Event;
 use crate::launch::exit::{Exit, Failure, Outcome, Report, Signal};
+use crate::launch::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::launch::job::random_name;
 use crate::launch::own_address::own_address;
 use crate::launch::remote::address;

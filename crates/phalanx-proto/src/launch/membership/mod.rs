@@ -17,14 +17,10 @@
 //! reads on, and ends its workers; its entries have no effect.
 
 mod entry;
-#[cfg(any(test, fuzzing))]
-mod fuzz;
 mod state;
 
-pub(super) use entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
-#[cfg(any(test, fuzzing))]
-pub use fuzz::fuzz;
-pub(super) use state::{Cause, JobEnd, MembershipState};
+pub use entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
+pub use state::{Cause, JobEnd, Member, MembershipState, Running};
 
 #[cfg(test)]
 mod simulated;

@@ -7,7 +7,7 @@ use crate::launch::slot::{Slot, SlotState};
 
 impl HostManager {
     /// What is to be done now.
-    pub(in crate::launch::remote::elastic) fn decide(&mut self, now: Instant) -> Vec<Action> {
+    pub fn decide(&mut self, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
         if self.is_over {
             return actions;
@@ -33,7 +33,7 @@ impl HostManager {
     }
 
     /// When to decide again, if nothing has happened.
-    pub(in crate::launch::remote::elastic) fn wake_at(&self) -> Option<Instant> {
+    pub fn wake_at(&self) -> Option<Instant> {
         if self.is_over {
             return None;
         }

@@ -1,8 +1,7 @@
 //! What a store may hold in the place of the launchers' log, for the fuzz target `nodes`.
 
-use super::MembershipState;
+use super::membership::MembershipState;
 use crate::fuzzing::pieces;
-use crate::key::JobKey;
 use crate::log::{Mac, read_all};
 use crate::world_size::MAX_WORLD_SIZE;
 
@@ -28,9 +27,27 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::deadline::Deadline;
+    use crate::launch::nodes::membership::Entry;
+    use crate::log::Log;
+    use crate::store::{MemoryStore, SharedStore};
+
+    #[test]
+    fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let deadline = Deadline::after(std::time::Duration::from_secs(20));
+        // Each launcher looks for its place in the log from the first entry that it does not know.
+        let appended = [5, 7].map(|nonce| {
+            let log = Log::<MembershipState>::new(Arc::clone(&store), Mac::none());
+            log.try_append(&Entry::LastCall { round: 0, nonce }, deadline).unwrap()
+        });
+        assert_eq!(appended, [Some(0), Some(1)]);
+    }
 
     proptest! {
         #[test]

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use super::{Clock, MembersState, WorkerId};
+use super::members::{Clock, MembersState, WorkerId};
 use crate::fuzzing::pieces;
 use crate::log::{Mac, Machine, read_all};
 use crate::world_size::MAX_WORLD_SIZE;
@@ -36,9 +36,28 @@ fn check(state: &MembersState) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::deadline::Deadline;
+    use crate::elastic::members::Entry;
+    use crate::log::{Log, Read};
+    use crate::store::{MemoryStore, SharedStore};
+
+    #[test]
+    fn what_is_said_of_another_moment_is_another_entry() {
+        // Each author looks for the end of the log from its start; the process's number comes again.
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let deadline = Deadline::after(Duration::from_secs(10));
+        let log = || Log::<MembersState>::new(Arc::clone(&store), Mac::none());
+        let exited = |nonce| Entry::Exited { slot: 1, process: 4, nonce };
+        for nonce in [1, 2] {
+            log().append(&exited(nonce), deadline).unwrap();
+        }
+        assert_eq!(log().read(1, deadline).unwrap(), Read::Entry(exited(2)));
+    }
 
     proptest! {
         #[test]

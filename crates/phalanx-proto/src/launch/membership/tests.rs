@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use super::state::Running;
 use super::*;
-use crate::log::{Absence, Log, Mac, Machine};
+use crate::log::Machine;
+use crate::log::liveness::Absence;
 
 fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
     Node {
@@ -183,18 +184,6 @@ fn a_newcomer_costs_no_restart() {
     left(&mut state, 1, Departure::Signal(15));
     ended(&mut state, 0, false);
     assert_eq!((state.is_gathering(), state.restarts(), state.waiting().len()), (true, 0, 1));
-}
-
-#[test]
-fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
-    let store: crate::store::SharedStore = std::sync::Arc::new(crate::store::MemoryStore::new());
-    let deadline = crate::deadline::Deadline::after(Duration::from_secs(20));
-    // Each launcher looks for its place in the log from the first entry that it does not know.
-    let appended = [5, 7].map(|nonce| {
-        let log = Log::<MembershipState>::new(std::sync::Arc::clone(&store), Mac::none());
-        log.try_append(&Entry::LastCall { round: 0, nonce }, deadline).unwrap()
-    });
-    assert_eq!(appended, [Some(0), Some(1)]);
 }
 
 #[test]

@@ -14,18 +14,23 @@ const RESTART_DELAY: Duration = Duration::from_secs(1);
 
 /// A slot: it holds one worker, and after it its replacements.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
-    pub(super) state: SlotState,
+pub struct Slot {
+    /// What has become of its worker.
+    pub state: SlotState,
     backoff: CrashBackoff,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum SlotState {
+/// What has become of a slot's worker.
+pub enum SlotState {
+    /// Its worker runs.
     Running {
+        /// When it was started; after its launcher has answered, when that was.
         since: Instant,
     },
     /// Its worker has failed, and is replaced at this time.
     Restarting {
+        /// When the next worker is due.
         at: Instant,
     },
     /// Its worker has failed, and the driver has not decided yet whether to replace it.
@@ -38,13 +43,13 @@ pub(super) enum SlotState {
 
 impl Slot {
     /// As many slots, whose workers start now.
-    pub(super) fn several(count: usize, now: Instant) -> Vec<Self> {
+    pub fn several(count: usize, now: Instant) -> Vec<Self> {
         vec![Self { state: SlotState::Running { since: now }, backoff: CrashBackoff::default() }; count]
     }
 
     /// Its worker has failed, and is not replaced yet. Returns how long to wait before that; `None` if the slot's
     /// workers have crashed too often.
-    pub(super) fn fail(&mut self, now: Instant) -> Option<Duration> {
+    pub fn fail(&mut self, now: Instant) -> Option<Duration> {
         let lived = match self.state {
             SlotState::Running { since } => now.saturating_duration_since(since),
             _ => Duration::ZERO,
@@ -54,7 +59,7 @@ impl Slot {
     }
 
     /// Its next worker starts, if it is due.
-    pub(super) fn start_if_due(&mut self, now: Instant) -> bool {
+    pub fn start_if_due(&mut self, now: Instant) -> bool {
         let is_due = self.due_at().is_some_and(|until| until <= now);
         if is_due {
             self.state = SlotState::Running { since: now };
@@ -63,14 +68,15 @@ impl Slot {
     }
 
     /// When its next worker is due, if there will be one.
-    pub(super) fn due_at(&self) -> Option<Instant> {
+    pub fn due_at(&self) -> Option<Instant> {
         match self.state {
             SlotState::Restarting { at } => Some(at),
             _ => None,
         }
     }
 
-    pub(super) fn is_running(&self) -> bool {
+    /// Whether it has a worker that has not ended.
+    pub fn is_running(&self) -> bool {
         matches!(self.state, SlotState::Running { .. })
     }
 }

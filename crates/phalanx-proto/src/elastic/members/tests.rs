@@ -1,12 +1,12 @@
 //! Many workers that die, come and are late, each with its own view of the log.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::log::{Log, Mac, Machine, Read};
+use crate::log::Machine;
 
 const FIRST_CALL_DELAY: Duration = Duration::from_secs(30);
 const LAST_CALL_DELAY: Duration = Duration::from_secs(1);
@@ -77,24 +77,6 @@ fn a_last_call_counts_only_when_all_have_left() {
     assert_eq!(state.round(), 1, "an old one");
     state.apply(last_call(2)).unwrap();
     assert_eq!((state.round(), members(&state)), (2, vec![1, 3]));
-}
-
-#[test]
-fn what_is_said_of_another_moment_is_another_entry() {
-    use std::sync::Arc;
-
-    use crate::deadline::Deadline;
-    use crate::store::{MemoryStore, SharedStore};
-
-    // Each author looks for the end of the log from its start; the process's number comes again.
-    let store: SharedStore = Arc::new(MemoryStore::new());
-    let deadline = Deadline::after(Duration::from_secs(10));
-    let log = || Log::<MembersState>::new(Arc::clone(&store), Mac::none());
-    let exited = |nonce| Entry::Exited { slot: 1, process: 4, nonce };
-    for nonce in [1, 2] {
-        log().append(&exited(nonce), deadline).unwrap();
-    }
-    assert_eq!(log().read(1, deadline).unwrap(), Read::Entry(exited(2)));
 }
 
 #[test]
@@ -207,7 +189,7 @@ fn other_settings_are_refused_and_too_many_rounds_end_the_job() {
 #[test]
 fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
     let mut clock = Clock::new(FIRST_CALL_DELAY, LAST_CALL_DELAY, TIMEOUT);
-    let (start, all) = (Instant::now(), settings(2, 3));
+    let (start, all) = (crate::some_time(), settings(2, 3));
     let mut state = after([join(1, all)]);
     assert_eq!(clock.look(&state, start), Step::Wait(start + TIMEOUT));
     state.apply(join(2, all)).unwrap();

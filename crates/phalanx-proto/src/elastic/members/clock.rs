@@ -7,7 +7,7 @@ use super::state::MembersState;
 
 /// One worker's time-outs. They begin anew with each round that it waits for.
 #[derive(Debug)]
-pub(crate) struct Clock {
+pub struct Clock {
     /// How long to wait for more workers when there are enough: before the first round, for which all have to start,
     /// and before a later one.
     first_call: Duration,
@@ -20,24 +20,34 @@ pub(crate) struct Clock {
 
 /// What the worker does now.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub enum Step {
     /// Wait, and look again at this time if nothing has happened.
     Wait(Instant),
     /// Append that the round does not wait for other workers.
     LastCall,
     /// Declare members dead that have not left their round for so long.
     GiveUp(Vec<WorkerId>, Duration),
-    /// There are too few workers after so long: how many there are, and how many are needed.
-    TooFew { there: usize, needed: u32, after: Duration },
+    /// There are too few workers after so long.
+    TooFew {
+        /// How many workers wait.
+        there: usize,
+        /// The smallest number of workers of a round.
+        needed: u32,
+        /// How long this worker has waited.
+        after: Duration,
+    },
 }
 
 impl Clock {
-    pub(crate) fn new(first_call: Duration, last_call: Duration, timeout: Duration) -> Self {
+    /// `first_call` and `last_call`: how long to wait for more workers once there are enough, before the first round and before a
+    /// later one.
+    /// `timeout`: how long to wait until there are enough.
+    pub fn new(first_call: Duration, last_call: Duration, timeout: Duration) -> Self {
         Self { first_call, last_call, timeout, waits: None, enough: None }
     }
 
     /// Called by a worker that waits for the next round.
-    pub(crate) fn look(&mut self, state: &MembersState, now: Instant) -> Step {
+    pub fn look(&mut self, state: &MembersState, now: Instant) -> Step {
         let next = state.round() + 1;
         if !state.is_gathering() {
             // A round has no time limit: a worker that comes to it waits for a commit or for a free slot.

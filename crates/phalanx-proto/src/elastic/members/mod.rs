@@ -23,15 +23,11 @@
 
 mod clock;
 mod entry;
-#[cfg(any(test, fuzzing))]
-mod fuzz;
 mod state;
 
-pub(super) use clock::{Clock, Step};
-pub(super) use entry::{Departure, Entry, Settings, Worker, WorkerId};
-#[cfg(any(test, fuzzing))]
-pub use fuzz::fuzz;
-pub(super) use state::{ElasticEnd, MembersState};
+pub use clock::{Clock, Step};
+pub use entry::{Departure, Entry, Settings, Worker, WorkerId};
+pub use state::{ElasticEnd, MembersState};
 
 #[cfg(test)]
 mod tests;

@@ -1,15 +1,15 @@
 //! The state that all nodes agree on.
 
-use rustix::process::Signal;
-
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
+use crate::launch::exit::Signal;
 use crate::launch::root_cause::root_cause;
-use crate::log::{Absence, Compaction, Machine};
+use crate::log::liveness::Absence;
+use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// The state of the job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct MembershipState {
+pub struct MembershipState {
     settings: Option<Settings>,
     /// Counts the times that workers were started.
     round: u64,
@@ -31,20 +31,23 @@ enum Phase {
 
 /// A round whose workers may run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Running {
+pub struct Running {
     /// In the order of their ranks.
-    pub(crate) members: Vec<Member>,
+    pub members: Vec<Member>,
     /// Where the first node serves this round's store.
-    pub(crate) store: Option<(String, u16)>,
+    pub store: Option<(String, u16)>,
     causes: Vec<Cause>,
     /// Whether the workers must end.
-    pub(crate) ending: bool,
+    pub ending: bool,
 }
 
+/// A node of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Member {
-    pub(crate) node: Node,
-    pub(crate) first_rank: u32,
+pub struct Member {
+    /// The launcher and its workers, as it has joined.
+    pub node: Node,
+    /// The rank of its first worker; the others follow.
+    pub first_rank: u32,
     progress: Progress,
     /// Whether it takes no part in the next round.
     gone: bool,
@@ -59,19 +62,25 @@ enum Progress {
 
 /// How the job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum JobEnd {
+pub enum JobEnd {
+    /// All workers have ended well.
     Succeeded,
+    /// It cannot go on after this.
     Failed(Cause),
 }
 
 /// The first failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Cause {
+pub enum Cause {
+    /// A worker failed.
     Worker(WorkerFailure),
-    /// `node_rank` if it took part.
+    /// A node is gone.
     Node {
+        /// The node that is gone.
         node: Node,
+        /// Its rank among the nodes of the round; None if it only waited for one.
         node_rank: Option<u32>,
+        /// Why it is no longer there.
         why: Departure,
     },
 }
@@ -285,7 +294,7 @@ impl MembershipState {
     }
 
     /// Whether this round may begin without waiting for other nodes.
-    pub(crate) fn has_enough(&self) -> bool {
+    pub fn has_enough(&self) -> bool {
         matches!(self.phase, Phase::Gathering)
             && self.settings.is_some_and(|settings| self.waiting.len() >= settings.min_nodes as usize)
     }
@@ -298,7 +307,7 @@ impl MembershipState {
     }
 
     /// All nodes that are there.
-    pub(crate) fn present(&self) -> impl Iterator<Item = &Node> {
+    pub fn present(&self) -> impl Iterator<Item = &Node> {
         let members = self.running().map_or(&[][..], |running| &running.members);
         let members = members.iter().filter(|member| !member.gone);
         members.map(|member| &member.node).chain(&self.waiting)
@@ -306,7 +315,7 @@ impl MembershipState {
 
     /// The earlier launcher of the same host and node rank as `node`, if it is still counted. `node` may be its successor, or a
     /// second launcher with the wrong rank: the state of the earlier process says which. The one that serves the store has none.
-    pub(crate) fn predecessor(&self, node: &Node) -> Option<&Node> {
+    pub fn predecessor(&self, node: &Node) -> Option<&Node> {
         let is_earlier = |other: &&Node| {
             other.id != node.id
                 && other.node_rank.is_some()
@@ -317,33 +326,37 @@ impl MembershipState {
     }
 
     /// Whether an entry has been applied.
-    pub(crate) fn has_begun(&self) -> bool {
+    pub fn has_begun(&self) -> bool {
         self.settings.is_some()
     }
 
-    pub(crate) fn round(&self) -> u64 {
+    /// The round that runs or is being gathered for, from 0 on.
+    pub fn round(&self) -> u64 {
         self.round
     }
 
-    pub(crate) fn restarts(&self) -> u32 {
+    /// How many rounds have begun because of a failure that costs a restart.
+    pub fn restarts(&self) -> u32 {
         self.restarts
     }
 
     /// Why the previous round ended; none if the only reason was that nodes joined.
-    pub(crate) fn last_cause(&self) -> Option<&Cause> {
+    pub fn last_cause(&self) -> Option<&Cause> {
         self.last_cause.as_ref()
     }
 
     /// The nodes that wait for a round to begin.
-    pub(crate) fn waiting(&self) -> &[Node] {
+    pub fn waiting(&self) -> &[Node] {
         &self.waiting
     }
 
-    pub(crate) fn is_gathering(&self) -> bool {
+    /// Whether nodes are awaited for a round that has not begun.
+    pub fn is_gathering(&self) -> bool {
         matches!(self.phase, Phase::Gathering)
     }
 
-    pub(crate) fn running(&self) -> Option<&Running> {
+    /// The round that runs; None between rounds, and after the job.
+    pub fn running(&self) -> Option<&Running> {
         match &self.phase {
             Phase::Running(running) => Some(running),
             _ => None,
@@ -351,11 +364,12 @@ impl MembershipState {
     }
 
     /// Whether the job has ended because a node was silent.
-    pub(crate) fn has_ended_in_silence(&self) -> bool {
+    pub fn has_ended_in_silence(&self) -> bool {
         matches!(&self.phase, Phase::Over(JobEnd::Failed(Cause::Node { why: Departure::Silent(_), .. })))
     }
 
-    pub(crate) fn job_end(&self) -> Option<&JobEnd> {
+    /// How the job ended; None if it goes on.
+    pub fn job_end(&self) -> Option<&JobEnd> {
         match &self.phase {
             Phase::Over(job_end) => Some(job_end),
             _ => None,
@@ -370,7 +384,7 @@ impl Cause {
         match self {
             Self::Node { why: Departure::Signal(_) | Departure::GaveUp(_), .. } if enough => Some(false),
             Self::Node { why: Departure::Signal(signal), .. } => {
-                (*signal == Signal::TERM.as_raw()).then_some(true)
+                (*signal == Signal::TERM.number()).then_some(true)
             }
             Self::Node { why: Departure::GaveUp(_), .. } => None,
             Self::Node { why: Departure::Silent(_) | Departure::Replaced | Departure::Ended, .. }
@@ -406,17 +420,17 @@ impl Running {
     }
 
     /// Whether there is a node on which all workers have ended well.
-    pub(crate) fn has_finished(&self) -> bool {
+    pub fn has_finished(&self) -> bool {
         self.members.iter().any(|member| member.progress == Progress::Succeeded)
     }
 
     /// This node's rank among the nodes, if it takes part.
-    pub(crate) fn node_rank(&self, id: NodeId) -> Option<usize> {
+    pub fn node_rank(&self, id: NodeId) -> Option<usize> {
         self.members.iter().position(|member| member.node.id == id && !member.gone)
     }
 
     /// The number of workers on all nodes.
-    pub(crate) fn world_size(&self) -> u32 {
+    pub fn world_size(&self) -> u32 {
         self.members.last().map_or(0, |member| member.first_rank + member.node.workers)
     }
 

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 
 use super::*;
-use crate::log::{Liveness, Machine};
+use crate::log::Machine;
+use crate::log::liveness::Liveness;
 
 const INTERVAL: Duration = Duration::from_secs(1);
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -295,7 +296,7 @@ impl Launcher {
 /// Runs a job of launchers with these clocks until it is over, or for long.
 fn run(rates: &[f64], settings: Settings, faults: &[Fault], seed: u64) -> Job {
     let (launchers, log, beats, rounds) = Default::default();
-    let (start, state) = (Instant::now(), MembershipState::default());
+    let (start, state) = (crate::some_time(), MembershipState::default());
     let mut job = Job { start, random: seed, settings, launchers, log, state, beats, rounds };
     rates.iter().for_each(|rate| job.come(*rate));
     for now in (0..END).step_by(STEP as usize) {

@@ -17,23 +17,24 @@ use crate::launch::slot::{Slot, SlotState};
 
 /// The limits that the user has set.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    /// The smallest and the largest number of workers.
-    pub(super) min: u32,
-    pub(super) max: u32,
+pub struct Limits {
+    /// The smallest number of workers.
+    pub min: u32,
+    /// The largest number of workers.
+    pub max: u32,
     /// How often a worker, or a host that has worked, may be started again.
-    pub(super) max_restarts: u32,
+    pub max_restarts: u32,
     /// How long a host is left out after a failure, the first time and at most.
-    pub(super) cool_down: (Duration, Duration),
+    pub cool_down: (Duration, Duration),
     /// How long there may be too few workers, as long as hosts may come.
-    pub(super) timeout: Duration,
+    pub timeout: Duration,
     /// Whether hosts may be added that are not listed yet.
-    pub(super) is_open: bool,
+    pub is_open: bool,
 }
 
 /// The hosts of a job, by number; a host keeps its number for the whole job.
 #[derive(Debug)]
-pub(super) struct HostManager {
+pub struct HostManager {
     limits: Limits,
     hosts: Vec<Host>,
     used: u32,
@@ -78,30 +79,64 @@ enum HostState {
 
 /// An action for the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// Start a launcher with so many workers, of which the first has this number.
-    Launch { host: usize, first: u32, slots: u32 },
+pub enum Action {
+    /// Start a launcher.
+    Launch {
+        /// The number of the host.
+        host: usize,
+        /// The number of its first worker; the others follow.
+        first: u32,
+        /// How many workers it starts, each in a slot.
+        slots: u32,
+    },
     /// Start another worker in this slot.
-    Replace { host: usize, slot: u32 },
+    Replace {
+        /// The number of the host.
+        host: usize,
+        /// The slot on that host, from 0.
+        slot: u32,
+    },
     /// Leave this slot empty, though another worker was promised for it.
-    LeaveEmpty { host: usize, slot: u32 },
+    LeaveEmpty {
+        /// The number of the host.
+        host: usize,
+        /// The slot on that host, from 0.
+        slot: u32,
+    },
     /// End the workers of this host: it is listed with another number of slots, or not at all.
-    Retire { host: usize, is_listed: bool },
+    Retire {
+        /// The number of the host.
+        host: usize,
+        /// Whether the host is still listed.
+        is_listed: bool,
+    },
     /// Tell the workers how many there are.
-    Expect { workers: u32 },
-    /// End the job: so few workers are left, and no more have come in time.
-    TooFew { there: u32 },
+    Expect {
+        /// How many run, or will run soon.
+        workers: u32,
+    },
+    /// End the job: too few workers are left, and no more have come in time.
+    TooFew {
+        /// How many are left, with those that have ended well or are not needed any more.
+        there: u32,
+    },
 }
 
 /// What to do about the failure of a slot's worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HostDecision {
-    /// Start another worker in the slot, after this time.
-    Replace { after: Duration },
+pub enum HostDecision {
+    /// Start another worker in the slot, after a while.
+    Replace {
+        /// How long the slot stays empty; may be zero.
+        after: Duration,
+    },
     /// Leave the slot empty.
     LeaveEmpty,
-    /// Leave the slot empty, and start nothing on the whole host for so long.
-    ExcludeHost { pause: Duration },
+    /// Leave the slot empty, and start nothing on the whole host for a while.
+    ExcludeHost {
+        /// How long, from now.
+        pause: Duration,
+    },
 }
 
 impl Host {
@@ -136,7 +171,8 @@ impl Host {
 }
 
 impl HostManager {
-    pub(super) fn new(limits: Limits) -> Self {
+    /// A manager without hosts: [`list`](Self::list) adds them.
+    pub fn new(limits: Limits) -> Self {
         Self {
             limits,
             hosts: Vec::new(),
@@ -152,7 +188,7 @@ impl HostManager {
     }
 
     /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
-    pub(super) fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
+    pub fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
         self.hosts.iter_mut().for_each(|host| host.is_listed = false);
         for (name, slots) in hosts {
             match self.hosts.iter_mut().find(|host| host.name == name) {
@@ -175,17 +211,18 @@ impl HostManager {
         }
     }
 
-    pub(super) fn name(&self, host: usize) -> &str {
+    /// The name of a host, as it was listed. Panics if no host has this number.
+    pub fn name(&self, host: usize) -> &str {
         &self.hosts[host].name
     }
 
     /// How often a worker or a host was started again, or is about to be, and the limit.
-    pub(super) fn restarts(&self) -> (u32, u32) {
+    pub fn restarts(&self) -> (u32, u32) {
         (self.used, self.limits.max_restarts)
     }
 
     /// Its launcher has answered, and its workers start.
-    pub(super) fn up(&mut self, host: usize, now: Instant) {
+    pub fn up(&mut self, host: usize, now: Instant) {
         if let HostState::Active { up: up @ None, slots, .. } = &mut self.hosts[host].state {
             *up = Some(now);
             // A worker may have failed before this message came.
@@ -197,7 +234,7 @@ impl HostManager {
     }
 
     /// A worker has failed.
-    pub(super) fn failed(&mut self, host: usize, slot: u32, now: Instant) -> HostDecision {
+    pub fn failed(&mut self, host: usize, slot: u32, now: Instant) -> HostDecision {
         let may = !self.is_ending() && self.used < self.limits.max_restarts;
         let enough_elsewhere = {
             let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
@@ -225,7 +262,7 @@ impl HostManager {
     }
 
     /// A worker has ended well.
-    pub(super) fn done(&mut self, host: usize, slot: u32) {
+    pub fn done(&mut self, host: usize, slot: u32) {
         if let HostState::Active { slots, .. } = &mut self.hosts[host].state
             && let Some(slot) = slots.get_mut(slot as usize).filter(|slot| slot.is_running())
         {
@@ -236,7 +273,7 @@ impl HostManager {
 
     /// Its launcher has ended without being told to, or could not be reached. Returns how long the host is left out;
     /// none if it is for good.
-    pub(super) fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
+    pub fn lost(&mut self, host: usize, now: Instant) -> Option<Duration> {
         if let HostState::Ending { .. } = self.hosts[host].state {
             self.ended(host);
             return None;
@@ -258,7 +295,7 @@ impl HostManager {
     }
 
     /// Its launcher has ended as expected: it was told to, or no worker of it was left.
-    pub(super) fn ended(&mut self, host: usize) {
+    pub fn ended(&mut self, host: usize) {
         let host = &mut self.hosts[host];
         host.state = match host.state {
             HostState::Ending { from, .. } => HostState::Waiting { from },
@@ -268,7 +305,7 @@ impl HostManager {
 
     /// Whether a worker has ended well. It does so only after all others have finished the work, so no further worker is
     /// started.
-    pub(super) fn is_ending(&self) -> bool {
+    pub fn is_ending(&self) -> bool {
         self.done > 0
     }
 

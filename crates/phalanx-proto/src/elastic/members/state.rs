@@ -4,12 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
 use crate::error::{Error, Result};
-use crate::log::{self, Absence, Compaction, Machine};
+use crate::log::liveness::Absence;
+use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// The workers that take part, and those that wait to.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct MembersState {
+pub struct MembersState {
     settings: Option<Settings>,
     /// How many workers there are, if the launcher has published it.
     expected: Option<u32>,
@@ -47,7 +48,7 @@ impl Member {
 
 /// How the job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum ElasticEnd {
+pub enum ElasticEnd {
     /// All members of the last round have finished.
     Done,
     /// One more round would exceed the reset limit.
@@ -236,7 +237,7 @@ impl MembersState {
     }
 
     /// Whether the next round can begin, without waiting for more workers.
-    pub(crate) fn has_enough(&self) -> bool {
+    pub fn has_enough(&self) -> bool {
         self.is_free()
             && self.settings.is_some_and(|settings| self.waiting().count() >= settings.min as usize)
     }
@@ -247,53 +248,56 @@ impl MembersState {
     }
 
     /// Whether there is no round, or a member has left it.
-    pub(crate) fn is_gathering(&self) -> bool {
+    pub fn is_gathering(&self) -> bool {
         self.round == 0 || self.members.iter().any(|member| member.state != MemberState::Working)
     }
 
     /// Members that have not left the last round yet.
-    pub(crate) fn outstanding(&self) -> impl Iterator<Item = WorkerId> {
+    pub fn outstanding(&self) -> impl Iterator<Item = WorkerId> {
         let working = self.members.iter().filter(|member| member.state == MemberState::Working);
         working.map(|member| member.worker.id)
     }
 
     /// The workers that wait for the next round, in the order of their future ranks.
-    pub(crate) fn waiting(&self) -> impl Iterator<Item = &Worker> {
+    pub fn waiting(&self) -> impl Iterator<Item = &Worker> {
         let ready = self.members.iter().filter(|member| member.is_ready());
         ready.map(|member| &member.worker).chain(&self.newcomers)
     }
 
     /// Whether a worker waits for which the world has room beside the members.
-    pub(crate) fn workers_wait(&self) -> bool {
+    pub fn workers_wait(&self) -> bool {
         let most = self.settings.map_or(0, |settings| settings.max as usize);
         !self.newcomers.is_empty() && self.members.len() < most
     }
 
-    pub(crate) fn round(&self) -> u64 {
+    /// The round that began last; 0 if none has.
+    pub fn round(&self) -> u64 {
         self.round
     }
 
-    pub(crate) fn settings(&self) -> Option<Settings> {
+    /// The settings of the first worker; None if no worker has joined.
+    pub fn settings(&self) -> Option<Settings> {
         self.settings
     }
 
-    pub(crate) fn job_end(&self) -> Option<ElasticEnd> {
+    /// How the job ended; None if it goes on.
+    pub fn job_end(&self) -> Option<ElasticEnd> {
         self.job_end
     }
 
     /// The members of the last round, by rank.
-    pub(crate) fn members(&self) -> impl ExactSizeIterator<Item = &Worker> {
+    pub fn members(&self) -> impl ExactSizeIterator<Item = &Worker> {
         self.members.iter().map(|member| &member.worker)
     }
 
     /// The rank of a worker in the last round, if it is a member and still there.
-    pub(crate) fn rank(&self, id: WorkerId) -> Option<usize> {
+    pub fn rank(&self, id: WorkerId) -> Option<usize> {
         let there = |member: &Member| member.worker.id == id && !matches!(member.state, MemberState::Gone(_));
         self.members.iter().position(there)
     }
 
     /// The members of the last round that are gone, by rank.
-    pub(crate) fn gone(&self) -> impl Iterator<Item = (usize, &Worker, &Departure)> {
+    pub fn gone(&self) -> impl Iterator<Item = (usize, &Worker, &Departure)> {
         self.members.iter().enumerate().filter_map(|(rank, member)| match &member.state {
             MemberState::Gone(why) => Some((rank, &member.worker, why)),
             MemberState::Working | MemberState::Ready { .. } => None,
@@ -301,7 +305,7 @@ impl MembersState {
     }
 
     /// Whether the entries of a log can lead to this state.
-    pub(crate) fn is_sound(&self) -> bool {
+    pub fn is_sound(&self) -> bool {
         let most = MAX_WORLD_SIZE as usize;
         self.settings.is_none_or(Settings::are_sound)
             && self.round < u64::MAX / 2
@@ -310,13 +314,13 @@ impl MembersState {
     }
 
     /// A worker that is a member, or waits to become one.
-    pub(crate) fn worker(&self, id: WorkerId) -> Option<&Worker> {
+    pub fn worker(&self, id: WorkerId) -> Option<&Worker> {
         let members = self.members.iter().map(|member| &member.worker);
         members.chain(&self.newcomers).find(|worker| worker.id == id)
     }
 
     /// The first of the workers that are there: it does what one worker must do for all.
-    pub(crate) fn first(&self) -> Option<WorkerId> {
+    pub fn first(&self) -> Option<WorkerId> {
         let members = self.members.iter().filter(|member| !matches!(member.state, MemberState::Gone(_)));
         members.map(|member| &member.worker).chain(&self.newcomers).map(|worker| worker.id).next()
     }

@@ -34,7 +34,7 @@ fn seconds(count: u64) -> Duration {
 
 #[test]
 fn hosts_fill_the_world_in_order_and_one_that_waits_takes_the_place_of_one_that_is_lost() {
-    let now = Instant::now();
+    let now = crate::some_time();
     let mut manager = manager_of(limits(1, 3, 9), &[("a", 2), ("b", 2), ("c", 1)], now);
     assert_eq!(manager.decide(now), [launch(0, 0, 2), launch(1, 2, 1), expect(3)]);
     (0..2).for_each(|host| manager.up(host, now));
@@ -53,7 +53,7 @@ fn hosts_fill_the_world_in_order_and_one_that_waits_takes_the_place_of_one_that_
 
 #[test]
 fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
-    let mut now = Instant::now();
+    let mut now = crate::some_time();
     let mut manager = manager_of(limits(1, 4, 4), &[("a", 2), ("b", 2)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
@@ -80,7 +80,7 @@ fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
 
 #[test]
 fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along() {
-    let mut now = Instant::now();
+    let mut now = crate::some_time();
     let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
@@ -98,7 +98,7 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
 
 #[test]
 fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
-    let mut now = Instant::now();
+    let mut now = crate::some_time();
     let mut manager = manager_of(limits(1, 2, 9), &[("a", 2)], now);
     manager.decide(now);
     manager.up(0, now);
@@ -115,7 +115,7 @@ fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
 
 #[test]
 fn what_is_no_longer_named_is_retired_and_what_is_new_comes() {
-    let now = Instant::now();
+    let now = crate::some_time();
     let open = Limits { is_open: true, ..limits(1, 9, 0) };
     let mut manager = manager_of(open, &[("a", 1)], now);
     assert_eq!(manager.decide(now), [launch(0, 0, 1), expect(1)]);
@@ -141,7 +141,7 @@ fn what_is_no_longer_named_is_retired_and_what_is_new_comes() {
 
 #[test]
 fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
-    let start = Instant::now();
+    let start = crate::some_time();
     for (is_open, allowed) in [(false, 0), (false, 1), (true, 0)] {
         let limits = Limits { is_open, ..limits(3, 4, allowed) };
         let mut manager = manager_of(limits, &[("a", 2), ("b", 2)], start);
@@ -169,7 +169,7 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
 
 #[test]
 fn nobody_begins_when_one_has_ended_well() {
-    let now = Instant::now();
+    let now = crate::some_time();
     let mut manager = manager_of(limits(2, 4, 9), &[("a", 2), ("b", 2)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
@@ -192,7 +192,7 @@ fn nobody_begins_when_one_has_ended_well() {
 
 #[test]
 fn who_was_promised_when_one_ended_well_is_not_missed() {
-    let now = Instant::now();
+    let now = crate::some_time();
     let mut manager = manager_of(limits(2, 2, 9), &[("a", 1), ("b", 1)], now);
     manager.decide(now);
     (0..2).for_each(|host| manager.up(host, now));
@@ -306,7 +306,7 @@ proptest! {
         min in 1..4_u32, more in 0..4_u32, allowed in 0..6_u32, is_open: bool, events in happenings(),
     ) {
         let limits = Limits { is_open, ..limits(min, min + more, allowed) };
-        let (mut now, mut world) = (Instant::now(), World::default());
+        let (mut now, mut world) = (crate::some_time(), World::default());
         let mut manager = manager_of(limits, &[("a", 2), ("b", 1)], now);
         for event in &events {
             world.obey(manager.decide(now), &manager, now);
