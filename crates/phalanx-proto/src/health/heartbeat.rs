@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use super::liveness::ALL;
 use crate::error::{Error, Result};
 use crate::world_size::WorldSize;
 
@@ -31,6 +30,8 @@ pub struct Heartbeat {
 
 /// The largest interval and time-out.
 const TIMEOUT_LIMIT: Duration = Duration::from_secs(24 * 3600);
+/// A group of more ranks is large.
+const LARGE_GROUP: u32 = 32;
 /// How often a rank of a large group sends a heartbeat, unless the interval is longer, or a time-out shorter than by default.
 const LARGE_GROUP_INTERVAL: Duration = Duration::from_millis(400);
 /// How many heartbeats of a process in a store may be missing at least.
@@ -79,7 +80,7 @@ impl Heartbeat {
         let shortest =
             [self.timeout, self.network_timeout].into_iter().filter(|timeout| !timeout.is_zero()).min();
         match shortest {
-            Some(timeout) if world.get() > ALL && !self.interval.is_zero() => {
+            Some(timeout) if world.get() > LARGE_GROUP && !self.interval.is_zero() => {
                 // Two looks of the thread that watches.
                 let longer = LARGE_GROUP_INTERVAL.min(timeout * 2 / 5);
                 Self { interval: self.interval.max(longer), ..self }

@@ -19,9 +19,9 @@ const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
-pub(super) const ALL: u32 = 32;
+const ALL: u32 = 8;
 /// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
-const NEIGHBOURS: u32 = 2;
+const NEIGHBOURS: u32 = 1;
 
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
@@ -146,7 +146,7 @@ impl Heartbeat {
 }
 
 /// Whether these two ranks listen to each other; `near` says whether they are on one host. In a large world, listening to all would be
-/// too many packets for a host. So each rank listens to its neighbours around the ring of all ranks, and to those on other hosts whose
+/// too many packets for a host, and most of what its idle ranks cost. So each rank listens to its neighbours around the ring of all ranks, and to those on other hosts whose
 /// distance is a power of two. Some of them are on other hosts, however many ranks of one host are lost together, and a rank that hears
 /// nothing tells all. The number of neighbours does not grow with that of a host's ranks, which share its processors.
 pub fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> bool {
@@ -263,7 +263,7 @@ mod tests {
                 assert!(!listeners.contains(&rank));
                 assert!(listeners.iter().all(|peer| listens(rank, *peer, world, near(*peer))));
                 // In a large world at most twice as many as the world size has binary digits.
-                assert!(listeners.len() <= 31.max(2 * world.get().ilog2() as usize + 2));
+                assert!(listeners.len() <= 7.max(2 * world.get().ilog2() as usize + 2));
                 let elsewhere = |peer: &Rank| !near(*peer);
                 assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
             }
@@ -278,7 +278,7 @@ mod tests {
                 let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
                 assert_eq!(
                     count,
-                    if world.get() <= ALL { world.count() - 1 } else { 4 },
+                    if world.get() <= ALL { world.count() - 1 } else { 2 * NEIGHBOURS as usize },
                     "{rank} of {world}"
                 );
             }

@@ -45,6 +45,11 @@ pub enum Channel {
     Messages = 3,
 }
 
+impl Channel {
+    /// Each of them.
+    pub const ALL: [Self; 3] = [Self::Data, Self::Control, Self::Messages];
+}
+
 /// A random number that rank 0 draws for each group and writes to the store. It distinguishes the group from strangers
 /// and former jobs. It does not travel between ranks.
 pub type JobId = [u8; 16];

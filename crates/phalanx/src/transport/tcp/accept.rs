@@ -21,8 +21,8 @@ use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
 
-/// The most connections in the handshake at once. For a new one, the oldest of those with the least progress is
-/// dropped.
+/// The most connections in the handshake at once, unless more ranks may call. For a new one, the oldest of those with the least progress
+/// is dropped.
 const MAX_PENDING: usize = 256;
 /// The most connections that are accepted before those in the handshake go on: a flood of silent ones must neither delay nor displace
 /// a rank.
@@ -130,7 +130,7 @@ pub(super) fn take_arrivals(
             Ok((stream, _))
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
-                make_room(pending, MAX_PENDING);
+                make_room(pending, MAX_PENDING.max(Channel::ALL.len() * config.world.count()));
                 let tls = config.credentials.tls.as_ref();
                 pending.push(Pending::new(Connection::new(stream), tls, secret));
             }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::accept::{Pair, accept};
 use super::connection::Connection;
 use super::control::Connections;
-use super::dial::dial;
+use super::dial::{Attempt, attempt_together, dial};
 use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
@@ -124,8 +124,12 @@ fn build(
 /// The most connections that are made at a time.
 const DIALS_AT_ONCE: usize = 32;
 
-/// Connects to all lower ranks. Those on other hosts are dialled several at a time, because each connection takes three round trips;
-/// within a host that would only cost threads.
+/// The most ranks of this host that are called before the first of their answers is read.
+const CALLS_AT_ONCE: usize = 8;
+
+/// Connects to all lower ranks. Those on other hosts are dialled by several threads, because each connection takes three round trips.
+/// Within a host that would only cost threads: there one thread calls several ranks, beginning with the next lower one, so that not all
+/// ranks call the same one at once.
 fn dial_all(
     config: &MeshConfig<'_>,
     host: &str,
@@ -136,16 +140,31 @@ fn dial_all(
 ) -> Result<()> {
     let is_near = |address: &Address| address.socket.ip() == config.interface;
     let (mut near, mut far) = (Vec::new(), Vec::new());
-    for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
+    let lower: Vec<_> = config.world.ranks().zip(addresses).zip(below).collect();
+    for ((peer, address), pair) in lower.into_iter().rev() {
         let to = if is_near(address) { &mut near } else { &mut far };
         to.push((peer, address, Channel::Data, &mut pair.data));
         to.push((peer, address, Channel::Control, &mut pair.control));
         to.push((peer, address, Channel::Messages, &mut pair.messages));
     }
     let has_failed = AtomicBool::new(false);
-    let dial = |(peer, address, channel, into): (Rank, &Address, Channel, &mut Option<Connection>)| {
-        let made = dial(config, host, address, (own.on(channel, peer), secret), &has_failed, deadline);
+    type To<'a> = (Rank, &'a Address, Channel, &'a mut Option<Connection>);
+    let dial = |(peer, address, channel, into): To<'_>, first: Option<Attempt>| {
+        let hello = (own.on(channel, peer), secret);
+        let made = dial(config, host, address, hello, first, &has_failed, deadline);
         made.map(|connection| *into = Some(connection))
+    };
+    // A TLS handshake is work of both sides: there is nothing to gain.
+    let at_once = if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * Channel::ALL.len() };
+    let dial_near = |mut near: Vec<To<'_>>| -> Result<()> {
+        while !near.is_empty() {
+            let rest = near.split_off(near.len().min(at_once));
+            let peers = near.iter().map(|(peer, address, channel, _)| (*address, own.on(*channel, *peer)));
+            let attempts = attempt_together(config, peers, secret, deadline)?;
+            near.into_iter().zip(attempts).try_for_each(|(to, first)| dial(to, Some(first)))?;
+            near = rest;
+        }
+        Ok(())
     };
     thread::scope(|scope| {
         let threads = DIALS_AT_ONCE.min(far.len());
@@ -161,7 +180,7 @@ fn dial_all(
             let run = move || {
                 share
                     .into_iter()
-                    .try_for_each(dial)
+                    .try_for_each(|to| dial(to, None))
                     .inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
             };
             match thread::Builder::new().name("phalanx-dial".into()).spawn_scoped(scope, run) {
@@ -173,7 +192,7 @@ fn dial_all(
                 }
             }
         }
-        let mut outcome = failed.and_then(|()| near.into_iter().try_for_each(dial));
+        let mut outcome = failed.and_then(|()| dial_near(near));
         if outcome.is_err() {
             has_failed.store(true, Ordering::Relaxed);
         }

@@ -335,7 +335,7 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         });
         let (store, started) = (MemoryStore::new(), Instant::now());
         let error =
-            dial(&config(&store, 1), "here", &address, (own, &secret), &AtomicBool::new(false), deadline)
+            dial(&config(&store, 1), "here", &address, (own, &secret), None, &AtomicBool::new(false), deadline)
                 .unwrap_err();
         assert!(error.to_string().contains("a peer speaks version 2, this one 4"), "{error}");
         assert!(error.remedy().unwrap().contains("the same build"), "{error}");
@@ -356,7 +356,7 @@ fn a_rank_of_a_former_life_gives_up_at_once() {
         let own = hello_to_main(&secret, 1, 2);
         let started = Instant::now();
         let error =
-            dial(&stale, "here", &address, (own, &secret), &AtomicBool::new(false), deadline).unwrap_err();
+            dial(&stale, "here", &address, (own, &secret), None, &AtomicBool::new(false), deadline).unwrap_err();
         assert!(error.to_string().contains("not of its job"), "{error}");
         assert!(started.elapsed() < Duration::from_secs(20));
         mesh(&stale, deadline).unwrap();

@@ -17,7 +17,7 @@ use crate::random;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::TAG;
-use crate::wire::handshake::{ANSWER, GroupSecret, Initiator};
+use crate::wire::handshake::{ANSWER, Answered, GroupSecret, Initiator};
 use crate::wire::hello::{HELLO, Hello};
 use crate::wire::tls;
 
@@ -31,29 +31,58 @@ pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
+/// How long a rank may take to answer.
+fn answer_timeout(config: &MeshConfig<'_>) -> Duration {
+    ANSWER_TIMEOUT.max(config.heartbeat.network_timeout)
+}
+
+/// A connection on which both ranks have proven themselves, with the peer's hello; or why there is none.
+pub(super) type Attempt = io::Result<(Connection, Hello)>;
+
+/// Makes the first attempt to connect to each of these peers. All are called before the first answer is read, and so on: so
+/// processes that share few processors wait for each other a few times, and not for each connection.
+pub(super) fn attempt_together<'a>(
+    config: &MeshConfig<'_>,
+    peers: impl Iterator<Item = (&'a Address, Hello)>,
+    secret: &GroupSecret,
+    deadline: Deadline,
+) -> Result<Vec<Attempt>> {
+    let called = peers.map(|(address, own)| call(config, address, (own, secret), deadline));
+    let called = called.collect::<Result<Vec<_>>>()?;
+    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(Call::prove)).collect();
+    Ok(proven.into_iter().map(|proof| proof.and_then(Proof::end)).collect())
+}
+
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
 /// be dropped. Gives up early if another attempt is useless, or if the start `has_failed` in another thread of this rank.
+///
+/// The outcome of a `first` attempt may be known already.
 pub(super) fn dial(
     config: &MeshConfig<'_>,
     host: &str,
     address: &Address,
     (own, secret): (Hello, &GroupSecret),
+    mut first: Option<Attempt>,
     has_failed: &AtomicBool,
     deadline: Deadline,
 ) -> Result<Connection> {
     let peer = own.to;
     let unreachable = format!("rank {peer} ({}) could not be reached at {}", address.host, address.socket);
     let mut backoff = Backoff::new(PAUSES, deadline);
-    let answering = ANSWER_TIMEOUT.max(config.heartbeat.network_timeout);
+    let answering = answer_timeout(config);
     let mut refusing: Option<Instant> = None;
     let mut reminders = Reminders::new();
     loop {
         if has_failed.load(Ordering::Relaxed) {
             return Err(Error::aborted(format!("{unreachable}: the start has failed at another rank")));
         }
-        let own = own.saying(random::bytes()?);
-        let tls = config.credentials.tls.as_ref();
-        let error = match introduce(address.socket, own, secret, tls, (answering, deadline)) {
+        let attempt = match first.take() {
+            Some(attempt) => attempt,
+            None => {
+                call(config, address, (own, secret), deadline)?.and_then(Call::prove).and_then(Proof::end)
+            }
+        };
+        let error = match attempt {
             Ok((stream, hello)) if hello.rank == peer => return Ok(stream),
             Ok((_, hello)) => {
                 return Err(Error::protocol(format!("{unreachable}: rank {} answered", hello.rank))
@@ -111,25 +140,63 @@ fn no_answer(peer: Rank, address: &Address, answering: Duration) -> Error {
         .with_remedy("is its process stopped, or its host out of memory?")
 }
 
+/// A connection on which this rank has said hello.
+///
 /// After its hello, a rank waits for each answer. If the peer drops the connection then, the whole start fails. If this
 /// rank only tried again, a peer that answers late and no longer listens could count it as connected. And without
 /// waiting for the last answer, it could count on a peer that has dropped the connection.
-fn introduce(
+struct Call {
+    stream: Connection,
+    initiator: Initiator,
+    secret: GroupSecret,
+    is_encrypted: bool,
+    patience: Patience,
+}
+
+/// A connection on which this rank has proven itself, and the peer too.
+struct Proof {
+    stream: Connection,
+    answered: Answered,
+    secret: GroupSecret,
+    patience: Patience,
+}
+
+/// How long each answer may take, and all together.
+#[derive(Clone, Copy)]
+struct Patience(Duration, Deadline);
+
+impl Patience {
+    fn deadline(self) -> Deadline {
+        self.1.at_most(self.0)
+    }
+}
+
+/// Connects and says hello. The outer error concerns this rank alone.
+fn call(
+    config: &MeshConfig<'_>,
+    address: &Address,
+    (own, secret): (Hello, &GroupSecret),
+    deadline: Deadline,
+) -> Result<io::Result<Call>> {
+    let (own, tls) = (own.saying(random::bytes()?), config.credentials.tls.as_ref());
+    Ok(say_hello(address.socket, own, secret, tls, Patience(answer_timeout(config), deadline)))
+}
+
+fn say_hello(
     address: SocketAddr,
     own: Hello,
     secret: &GroupSecret,
     tls: Option<&Tls>,
-    (answering, deadline): (Duration, Deadline),
-) -> io::Result<(Connection, Hello)> {
-    let invalid = |error| io::Error::new(io::ErrorKind::InvalidData, error);
-    let timeout = || deadline.remaining().max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, timeout().min(CONNECT_TIMEOUT))?;
+    patience: Patience,
+) -> io::Result<Call> {
+    let timeout = patience.1.remaining().max(Duration::from_millis(1));
+    let stream = TcpStream::connect_timeout(&address, timeout.min(CONNECT_TIMEOUT))?;
     stream.set_nodelay(true)?;
-    stream.set_write_timeout(Some(timeout()))?;
+    stream.set_write_timeout(Some(timeout))?;
     let mut stream = Connection::new(stream);
     let secret = match tls {
-        Some(tls) => &secure(&mut stream, secret, tls, deadline.at_most(answering))?,
-        None => secret,
+        Some(tls) => secure(&mut stream, secret, tls, patience.deadline())?,
+        None => secret.clone(),
     };
     let initiator = Initiator::new(own);
     let said = send_all(&stream, initiator.hello());
@@ -138,28 +205,47 @@ fn introduce(
     if tls.is_none() {
         said?;
     }
-    let mut answer = [0; ANSWER];
-    let (hello, proof) = answer.split_at_mut(HELLO);
-    // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
-    let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
-    let answered_by = || deadline.at_most(answering);
-    receive_all(&stream, start, answered_by())?;
-    if tls.is_none() && tls::is_alert(start) {
-        return Err(Refusal::wanted());
+    Ok(Call { stream, initiator, secret, is_encrypted: tls.is_some(), patience })
+}
+
+fn invalid(error: Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl Call {
+    /// Takes the peer's answer, and sends this rank's proof.
+    fn prove(self) -> io::Result<Proof> {
+        let Self { stream, initiator, secret, is_encrypted, patience } = self;
+        let mut answer = [0; ANSWER];
+        let (hello, proof) = answer.split_at_mut(HELLO);
+        // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
+        let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
+        receive_all(&stream, start, patience.deadline())?;
+        if !is_encrypted && tls::is_alert(start) {
+            return Err(Refusal::wanted());
+        }
+        receive_all(&stream, rest, patience.deadline())?;
+        if let Some(hello) = hello.first_chunk() {
+            Hello::decode(hello).map_err(invalid)?;
+        }
+        receive_all(&stream, proof, patience.deadline())?;
+        let answered = initiator.answered(&secret, answer).map_err(invalid)?;
+        send_all(&stream, answered.proof())?;
+        Ok(Proof { stream, answered, secret, patience })
     }
-    receive_all(&stream, rest, answered_by())?;
-    if let Some(hello) = hello.first_chunk() {
-        Hello::decode(hello).map_err(invalid)?;
+}
+
+impl Proof {
+    /// Takes the last message: the peer keeps the connection.
+    fn end(self) -> Attempt {
+        let Self { stream, answered, secret, patience } = self;
+        let mut welcome = [0; TAG];
+        receive_all(&stream, &mut welcome, patience.deadline())?;
+        let hello = answered.welcomed(&secret, &welcome).map_err(invalid)?;
+        stream.admit();
+        stream.socket().set_nonblocking(true)?;
+        Ok((stream, hello))
     }
-    receive_all(&stream, proof, answered_by())?;
-    let answered = initiator.answered(secret, answer).map_err(invalid)?;
-    send_all(&stream, answered.proof())?;
-    let mut welcome = [0; TAG];
-    receive_all(&stream, &mut welcome, answered_by())?;
-    let hello = answered.welcomed(secret, &welcome).map_err(invalid)?;
-    stream.admit();
-    stream.socket().set_nonblocking(true)?;
-    Ok((stream, hello))
 }
 
 /// Starts TLS on the connection. Returns the group's secret bound to this connection.
