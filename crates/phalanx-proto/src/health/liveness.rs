@@ -19,9 +19,9 @@ const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
-const ALL: u32 = 8;
-/// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
-const NEIGHBOURS: u32 = 1;
+const ALL: usize = 8;
+/// In larger ones, ranks of one host that are at most so far apart, around the ring of its ranks, listen to each other.
+const NEIGHBOURS: usize = 1;
 
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
@@ -145,18 +145,26 @@ impl Heartbeat {
     }
 }
 
-/// Whether these two ranks listen to each other; `near` says whether they are on one host. In a large world, listening to all would be
-/// too many packets for a host, and most of what its idle ranks cost. So each rank listens to its neighbours around the ring of all ranks, and to those on other hosts whose
-/// distance is a power of two. Some of them are on other hosts, however many ranks of one host are lost together, and a rank that hears
-/// nothing tells all. The number of neighbours does not grow with that of a host's ranks, which share its processors.
-pub fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> bool {
-    let distance = one.get().abs_diff(other.get());
-    let around = world.get().saturating_sub(distance);
-    let listens = |distance: u32| match near {
-        true => distance <= NEIGHBOURS,
-        false => distance.is_power_of_two(),
+/// To which ranks `rank` listens, and they to it; `near` says of each rank whether it is on the same host. In a large world, listening to
+/// all would be too many packets for a host, and most of what its idle ranks cost. So each rank listens to its neighbours around the ring
+/// of its host's ranks, and to those on other hosts whose distance is a power of two. Some of them are on other hosts, however many ranks
+/// of one host are lost together, and a rank that hears nothing tells all. The number of neighbours does not grow with that of a host's
+/// ranks, which share its processors.
+pub fn listened_to(rank: Rank, near: &[bool]) -> Vec<bool> {
+    let around = |one: usize, other: usize, all: usize| {
+        let distance = one.abs_diff(other);
+        distance.min(all.saturating_sub(distance))
     };
-    distance != 0 && (world.get() <= ALL || listens(distance) || listens(around))
+    let of_host: Vec<usize> = (0..near.len()).filter(|&peer| near[peer] || peer == rank.index()).collect();
+    let place = |rank: usize| of_host.binary_search(&rank);
+    let listens = |peer: usize| match (place(rank.index()), place(peer)) {
+        (Ok(one), Ok(other)) => around(one, other, of_host.len()) <= NEIGHBOURS,
+        _ => {
+            let distance = rank.index().abs_diff(peer);
+            distance.is_power_of_two() || near.len().saturating_sub(distance).is_power_of_two()
+        }
+    };
+    (0..near.len()).map(|peer| peer != rank.index() && (near.len() <= ALL || listens(peer))).collect()
 }
 
 #[cfg(test)]
@@ -250,37 +258,54 @@ mod tests {
         assert_eq!(found, Some(41));
     }
 
+    /// Who listens to whom, if each rank is on the host with this number.
+    fn listeners(hosts: &[usize]) -> Vec<Vec<bool>> {
+        let near = |rank: usize| hosts.iter().map(|host| *host == hosts[rank]).collect::<Vec<_>>();
+        (0..hosts.len()).map(|rank| listened_to(Rank::new(rank as u32), &near(rank))).collect()
+    }
+
     #[test]
     fn in_every_world_each_rank_is_listened_to_from_another_host() {
-        for world in [2, 3, 16, 17, 33, 64, 100, 1024, 1000] {
-            let world = WorldSize::new(world).unwrap();
-            for (rank, of_a_host) in
-                world.ranks().flat_map(|rank| [1, 2, 4, 8, 16].map(|ranks| (rank, ranks)))
-            {
-                let near = |peer: Rank| peer.get() / of_a_host == rank.get() / of_a_host;
-                let listeners: Vec<Rank> =
-                    world.ranks().filter(|peer| listens(*peer, rank, world, near(*peer))).collect();
-                assert!(!listeners.contains(&rank));
-                assert!(listeners.iter().all(|peer| listens(rank, *peer, world, near(*peer))));
-                // In a large world at most twice as many as the world size has binary digits.
-                assert!(listeners.len() <= 7.max(2 * world.get().ilog2() as usize + 2));
-                let elsewhere = |peer: &Rank| !near(*peer);
-                assert!(world.get() <= of_a_host || listeners.iter().any(elsewhere), "{rank} of {world}");
+        for world in [2, 3, 9, 16, 17, 33, 64, 100, 1000] {
+            for of_a_host in [1, 2, 4, 8, 16] {
+                let hosts: Vec<usize> = (0..world).map(|rank| rank / of_a_host).collect();
+                for (rank, listeners) in listeners(&hosts).iter().enumerate() {
+                    let count = listeners.iter().filter(|listens| **listens).count();
+                    // In a large world at most twice as many as the world size has binary digits.
+                    assert!(
+                        count <= (ALL - 1).max(2 * world.ilog2() as usize + 2),
+                        "{count}: {rank} of {world}"
+                    );
+                    let mut elsewhere = (0..world).filter(|peer| hosts[*peer] != hosts[rank]);
+                    assert!(world <= of_a_host || elsewhere.any(|peer| listeners[peer]), "{rank} of {world}");
+                }
             }
         }
     }
 
     #[test]
     fn on_one_host_the_number_of_listeners_does_not_grow() {
-        for world in [2, 16, 17, 32, 128, 1000] {
-            let world = WorldSize::new(world).unwrap();
-            for rank in world.ranks() {
-                let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
-                assert_eq!(
-                    count,
-                    if world.get() <= ALL { world.count() - 1 } else { 2 * NEIGHBOURS as usize },
-                    "{rank} of {world}"
-                );
+        for world in [2, 3, 8, 9, 16, 32, 128, 1000] {
+            for (rank, listeners) in listeners(&vec![0; world]).iter().enumerate() {
+                let count = listeners.iter().filter(|listens| **listens).count();
+                let expected = if world <= ALL { world - 1 } else { 2 * NEIGHBOURS };
+                assert_eq!(count, expected, "{rank} of {world}");
+            }
+        }
+    }
+
+    proptest! {
+        /// However ranks are placed: two ranks listen to each other or neither does, and who is not alone on its host is listened to
+        /// from there.
+        #[test]
+        fn wherever_ranks_are_their_hosts_watch_them(hosts in prop::collection::vec(0usize..5, 1..80)) {
+            let listeners = listeners(&hosts);
+            for rank in 0..hosts.len() {
+                prop_assert!(!listeners[rank][rank]);
+                let mut peers = (0..hosts.len()).filter(|peer| *peer != rank);
+                prop_assert!(peers.clone().all(|peer| listeners[rank][peer] == listeners[peer][rank]));
+                let is_alone = !peers.clone().any(|peer| hosts[peer] == hosts[rank]);
+                prop_assert!(is_alone || peers.any(|peer| hosts[peer] == hosts[rank] && listeners[rank][peer]));
             }
         }
     }

@@ -334,9 +334,16 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
             stream.write_all(&of_version_2(REFUSAL)).unwrap();
         });
         let (store, started) = (MemoryStore::new(), Instant::now());
-        let error =
-            dial(&config(&store, 1), "here", &address, (own, &secret), None, &AtomicBool::new(false), deadline)
-                .unwrap_err();
+        let error = dial(
+            &config(&store, 1),
+            "here",
+            &address,
+            (own, &secret),
+            None,
+            &AtomicBool::new(false),
+            deadline,
+        )
+        .unwrap_err();
         assert!(error.to_string().contains("a peer speaks version 2, this one 4"), "{error}");
         assert!(error.remedy().unwrap().contains("the same build"), "{error}");
         assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
@@ -355,8 +362,8 @@ fn a_rank_of_a_former_life_gives_up_at_once() {
         let secret = GroupSecret::new(None, &[1; 16]);
         let own = hello_to_main(&secret, 1, 2);
         let started = Instant::now();
-        let error =
-            dial(&stale, "here", &address, (own, &secret), None, &AtomicBool::new(false), deadline).unwrap_err();
+        let error = dial(&stale, "here", &address, (own, &secret), None, &AtomicBool::new(false), deadline)
+            .unwrap_err();
         assert!(error.to_string().contains("not of its job"), "{error}");
         assert!(started.elapsed() < Duration::from_secs(20));
         mesh(&stale, deadline).unwrap();

@@ -25,7 +25,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::liveness::listens;
+use crate::health::liveness::listened_to;
 use crate::notice::warn;
 use crate::poll::poll;
 use crate::rank::Rank;
@@ -130,8 +130,9 @@ impl Monitor {
         // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
         // that has never sent anything.
         let introduction = Introduction::new(heartbeat.interval, process::own());
+        let listened = connections.listened_to(rank);
         connections.tell(&Control::Watching(introduction), |peer| {
-            world.get() <= INTRODUCED || connections.listen(rank, peer, world)
+            world.get() <= INTRODUCED || listened.get(peer.index()).is_some_and(|listens| *listens)
         });
         let (watched, watching) = (connections.clone(), health.clone());
         let thread = std::thread::Builder::new()
@@ -182,10 +183,11 @@ impl Drop for Monitor {
 }
 
 impl Connections {
-    /// Whether this `rank` and `peer` listen to each other's heartbeats.
-    pub(super) fn listen(&self, rank: Rank, peer: Rank, world: WorldSize) -> bool {
-        let connection = self.control.get(peer.index()).and_then(Option::as_ref);
-        connection.is_some_and(|connection| listens(rank, peer, world, connection.is_within_host()))
+    /// To which ranks this `rank` listens, and they to it.
+    pub(super) fn listened_to(&self, rank: Rank) -> Vec<bool> {
+        let near =
+            |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
+        listened_to(rank, &self.control.iter().map(near).collect::<Vec<_>>())
     }
 
     /// The group has failed: send the cause to every peer, then wake the threads that wait on other connections.

@@ -81,8 +81,8 @@ impl<'a> Watch<'a> {
         stopped: &UnixStream,
     ) -> Result<Self> {
         let liveness = Liveness::new(world, heartbeat.step().unwrap_or_default());
-        let peer = |peer| Peer { listens: connections.listen(rank, peer, world), ..Peer::default() };
-        let peers = world.ranks().map(peer).collect();
+        let listened = connections.listened_to(rank);
+        let peers = listened.into_iter().map(|listens| Peer { listens, ..Peer::default() }).collect();
         let process = process::own();
         let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(unwatched)?;
         epoll::add(&epoll, stopped, EventData::new_u64(STOPPED), EventFlags::IN).map_err(unwatched)?;
