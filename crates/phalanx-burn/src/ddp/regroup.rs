@@ -50,12 +50,13 @@ impl<M: Module> Ddp<M> {
         self.settle(Engine::Alone { held: None });
     }
 
-    /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
-    /// it off. That is not possible if this rank itself has ended the group: because the reducer failed, or because a
+    /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
+    /// [averaged again](Self::replay) if a peer's failure cuts it off. That is not possible if this rank itself has ended the group: because the reducer failed, or because a
     /// batch norm did not get its statistics, without which gradients are NaN.
     pub(crate) fn backward_replayable<const D: usize>(
         &mut self,
         loss: &Tensor<D>,
+        weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         if let Some(sink) = self.engine.sink() {
             if self.group.running().is_some() {
@@ -68,7 +69,7 @@ impl<M: Module> Ddp<M> {
             }
             sink.call(Reducer::keep_gradients)?;
         }
-        self.backward(loss)
+        self.synchronised(loss, weight)
     }
 
     /// Averages the gradients of the last [`backward_replayable`](Self::backward_replayable) in `group`.

@@ -345,12 +345,33 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         context: &mut Context<'_, Self>,
         loss: &Tensor<D>,
     ) -> Result<Step<SyncedGradients>> {
+        Self::averaged(context, loss, None)
+    }
+
+    /// [`Ddp::backward_weighted`] as a step of an elastic job, as [`backward`](Self::backward): the average is over the samples of the
+    /// ranks that are not [missing](Step::missing).
+    ///
+    /// # Errors
+    /// As [`Ddp::backward_weighted`] and [`Context::step`].
+    pub fn backward_weighted<const D: usize>(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor<D>,
+        weight: f64,
+    ) -> Result<Step<SyncedGradients>> {
+        Self::averaged(context, loss, Some(weight))
+    }
+
+    fn averaged<const D: usize>(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<Step<SyncedGradients>> {
         if !context.is_elastic() {
-            return context.step(|state, _| state.model.backward(loss));
+            return context.step(|state, _| state.model.synchronised(loss, weight));
         }
         let mut first = true;
         context.step(|state, group| match std::mem::take(&mut first) {
-            true => state.model.backward_replayable(loss),
+            true => state.model.backward_replayable(loss, weight),
             false => state.model.replay(group),
         })
     }
