@@ -102,9 +102,10 @@ impl<M: Module> Ddp<M> {
         &self.inventory.state
     }
 
-    /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted.
+    /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted, and those that are held are dropped.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
+        self.drop_held();
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 

@@ -192,6 +192,17 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// An error if gradients are held for the next step, which a saved state would lack.
+    pub(crate) fn check_nothing_held(&self) -> Result<()> {
+        match self.accumulated {
+            Accumulated::Nothing => Ok(()),
+            Accumulated::Unweighted | Accumulated::Weighted(_) => Err(Error::invalid_argument(
+                "a state was to be saved in the middle of a step: gradients of backward_no_sync are held, and would be missing in it",
+            )
+            .with_remedy("save, or commit, between a step and the first backward_no_sync of the next")),
+        }
+    }
+
     /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
     fn accumulate(&self, weight: Option<f64>) -> Result<Accumulated> {
         let sum = || self.accumulated.with(weight, self.group.rank(), &self.inventory.parameters);

@@ -461,6 +461,31 @@ fn power_sgd_goes_on_from_a_checkpoint_bit_for_bit() {
     }
 }
 
+#[test]
+fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_load() {
+    let optimizer = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let rank = group.rank().index();
+            let mut training = fresh(&optimizer).with_group(&group).unwrap();
+            step(&mut training, rank, ranks as usize);
+            training.agree().unwrap();
+            let mut parts = Parts::default();
+            training.save(&mut parts).unwrap();
+            step(&mut training, rank, ranks as usize);
+            let expected = bits(&training);
+            let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+            training.model.backward_no_sync(&loss).unwrap();
+            let error = training.save(&mut Parts::default()).unwrap_err();
+            assert!(error.to_string().contains("in the middle of a step"), "{error}");
+            training.load(&parts).unwrap();
+            step(&mut training, rank, ranks as usize);
+            assert_eq!(bits(&training), expected, "{ranks} ranks");
+            training.save(&mut Parts::default()).unwrap();
+        });
+    }
+}
+
 /// [`power_sgd`], which loses at the beginning of step `at` what each rank has for itself.
 struct LosesItsOwn {
     inner: PowerSgd,

@@ -32,6 +32,9 @@ const IN_FLIGHT: usize = 1;
 /// Calls of a step that are kept to show the first that differs.
 const CALLS_SHOWN: usize = 1 << 12;
 
+/// By unit: which of its parameters have got a gradient.
+pub(super) type Present = HashMap<usize, Vec<bool>>;
+
 /// A forward pass, whose backward pass uses the same parameters, and a unit.
 type Ahead = (u64, usize);
 
@@ -69,9 +72,9 @@ struct State {
     /// Whether the backward pass that is under way, or the last, has the weight 0: its gradients, which may be NaN, count as zero.
     is_void: bool,
     /// By unit: which of its parameters have got a gradient in the backward pass that is under way, or the last.
-    present: HashMap<usize, Vec<bool>>,
+    present: Present,
     /// The same, of passes whose gradients were added up since the last step.
-    held: HashMap<usize, Vec<bool>>,
+    held: Present,
     calls: Calls,
     /// Those of them that replicas must share, because they average what was scattered.
     scatters: Calls,
@@ -275,6 +278,11 @@ impl Exchanges {
         }
     }
 
+    /// Forgets what has got a gradient in passes that were added up.
+    pub fn drop_held(&self) {
+        self.state.lock().held.clear();
+    }
+
     /// Keeps what has got a gradient for the next step, with what is kept already.
     fn hold_present(&self) {
         let mut state = self.state.lock();
@@ -457,11 +465,7 @@ impl Exchanges {
     /// Gives, by unit of `order` and parameter, whether any rank of any replica has got a gradient since the last step. If none is asked
     /// for, what this rank has got is kept for the next call. If the step is weighted, `weight` is this rank's, and the sum of all ranks'
     /// is given too.
-    pub fn agree(
-        &self,
-        order: Option<&[usize]>,
-        mut weight: Option<f64>,
-    ) -> Result<(HashMap<usize, Vec<bool>>, Option<f64>)> {
+    pub fn agree(&self, order: Option<&[usize]>, mut weight: Option<f64>) -> Result<(Present, Option<f64>)> {
         self.check()?;
         let mut state = self.state.lock();
         let (calls, scatters) = (mem::take(&mut state.calls), mem::take(&mut state.scatters));

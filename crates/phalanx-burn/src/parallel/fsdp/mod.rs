@@ -34,7 +34,7 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, ReduceOp, Result};
 
-use self::exchanges::Exchanges;
+use self::exchanges::{Exchanges, Present};
 pub use self::group::{ShardingGroup, ShardingOptions};
 pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
@@ -333,7 +333,7 @@ impl<M: Module> Fsdp<M> {
         backward: impl FnOnce(&mut Ddp<M>) -> Result<T>,
         weight: Option<f64>,
         order: Option<&[usize]>,
-    ) -> Result<(T, HashMap<usize, Vec<bool>>, Option<f64>)> {
+    ) -> Result<(T, Present, Option<f64>)> {
         let began = Instant::now();
         self.exchanges.check()?;
         let accumulated = self.accumulated.with(weight, self.exchanges.group.rank(), self.ddp.parameters());

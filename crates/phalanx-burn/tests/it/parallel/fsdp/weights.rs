@@ -2,6 +2,7 @@
 
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{ProcessGroup, Result};
@@ -131,14 +132,14 @@ fn equal_weights_of_one_give_the_bits_of_steps_without() {
 
 /// The errors of both ranks, which end the group: at whatever call of the other rank.
 fn refused(pass: impl Fn(&mut Fsdp<Sharded>, &Tensor<1>, usize) -> Result<()> + Sync) -> Vec<String> {
-    run(2, |group: ProcessGroup| {
-        let outcome = || {
-            let sharding = ShardingGroup::new(&group)?;
-            let mut fsdp = Fsdp::new(Sharded::new(Whole::new(LAYERS), &sharding)?, &sharding)?;
-            let loss = fsdp.forward(|model| model.loss(rows(0, 2)))?;
-            pass(&mut fsdp, &loss, group.rank().index())
-        };
-        let error = outcome().unwrap_err();
+    let attempt = |group: &ProcessGroup| {
+        let sharding = ShardingGroup::new(group)?;
+        let mut fsdp = Fsdp::new(Sharded::new(Whole::new(LAYERS), &sharding)?, &sharding)?;
+        let loss = fsdp.forward(|model| model.loss(rows(0, 2)))?;
+        pass(&mut fsdp, &loss, group.rank().index())
+    };
+    run(2, |group| {
+        let error = attempt(&group).unwrap_err();
         assert!(group.failure().is_some(), "{error}");
         error.to_string()
     })
@@ -207,4 +208,30 @@ fn a_step_without_any_sample_is_an_error_after_which_training_goes_on() {
         };
         assert_eq!(trained(true), trained(false));
     }
+}
+
+#[test]
+fn a_state_that_is_loaded_drops_gradients_that_were_added_up() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let (mut fsdp, mut optimizer) = (model(&sharding), Plan::adam().optimizer);
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let mut step = |adds_up: bool| {
+            fsdp.load(&mut optimizer, &saved, "model").unwrap();
+            if adds_up {
+                let loss = fsdp.forward(|model| model.loss(rows(0, 2))).unwrap();
+                fsdp.backward_no_sync(&loss).unwrap();
+                fsdp.load(&mut optimizer, &saved, "model").unwrap();
+            }
+            let (loss, weight) = loss(&mut fsdp, batch(0, group.rank().index(), 2)).unwrap();
+            let gradients = fsdp.backward_weighted(&loss, weight).unwrap();
+            fsdp.step(&mut optimizer, 1e-2, gradients).unwrap();
+            fsdp.model().floats()
+        };
+        assert_eq!(step(true), step(false));
+    });
 }
