@@ -23,7 +23,7 @@ use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, World
 
 pub(crate) use self::engine::Engine;
 use self::regroup::prepare;
-use self::weights::Accumulated;
+pub(crate) use self::weights::{Accumulated, check_sum, scaled};
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;

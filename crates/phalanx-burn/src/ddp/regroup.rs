@@ -50,12 +50,13 @@ impl<M: Module> Ddp<M> {
         self.settle(Engine::Alone { held: None });
     }
 
-    /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
-    /// it off. That is not possible if this rank itself has ended the group: because the reducer failed, or because a
+    /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
+    /// [averaged again](Self::replay) if a peer's failure cuts it off. That is not possible if this rank itself has ended the group: because the reducer failed, or because a
     /// batch norm did not get its statistics, without which gradients are NaN.
     pub(crate) fn backward_replayable<const D: usize>(
         &mut self,
         loss: &Tensor<D>,
+        weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         if let Some(sink) = self.engine.sink() {
             if self.group.running().is_some() {
@@ -68,7 +69,7 @@ impl<M: Module> Ddp<M> {
             }
             sink.call(Reducer::keep_gradients)?;
         }
-        self.backward(loss)
+        self.synchronised(loss, weight)
     }
 
     /// Averages the gradients of the last [`backward_replayable`](Self::backward_replayable) in `group`.
@@ -101,9 +102,10 @@ impl<M: Module> Ddp<M> {
         &self.inventory.state
     }
 
-    /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted.
+    /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted, and those that are held are dropped.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
+        self.drop_held();
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 

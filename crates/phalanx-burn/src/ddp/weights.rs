@@ -4,17 +4,18 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
 use phalanx::reducer::check_weight;
-use phalanx::{Communicator, Error, Result};
+use phalanx::{Communicator, Error, Rank, Result};
 
 use super::engine::{alone, delivery, live, specs, traced};
 use super::{Ddp, Engine, held};
 use crate::clip;
 use crate::gradients::SyncedGradients;
+use crate::parameters::Parameter;
 use crate::sink::Delivery;
 
 /// How the passes since the last synchronised one are weighted. All passes of a step are weighted, or none is.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) enum Accumulated {
+pub(crate) enum Accumulated {
     #[default]
     Nothing,
     Unweighted,
@@ -23,8 +24,17 @@ pub(super) enum Accumulated {
 }
 
 impl Accumulated {
-    /// With one pass more.
-    pub fn plus(self, weight: Option<f64>) -> Result<Self> {
+    /// With one pass more of `rank`, whose `parameters` get gradients.
+    pub fn with(self, weight: Option<f64>, rank: Rank, parameters: &[Parameter]) -> Result<Self> {
+        let sum = self.plus(weight)?;
+        if let (Some(weight), Some(sum)) = (weight, sum.weight()) {
+            let parameters = specs(parameters)?;
+            check_weight(rank, weight, &parameters).and_then(|()| check_weight(rank, sum, &parameters))?;
+        }
+        Ok(sum)
+    }
+
+    fn plus(self, weight: Option<f64>) -> Result<Self> {
         match (self, weight) {
             (Self::Nothing | Self::Unweighted, None) => Ok(Self::Unweighted),
             (Self::Nothing, Some(weight)) => Ok(Self::Weighted(weight)),
@@ -127,7 +137,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Averages the gradients of `loss` and of what was accumulated.
-    pub(super) fn synchronised<const D: usize>(
+    pub(crate) fn synchronised<const D: usize>(
         &mut self,
         loss: &Tensor<D>,
         weight: Option<f64>,
@@ -182,18 +192,20 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// An error if gradients are held for the next step, which a saved state would lack.
+    pub(crate) fn check_nothing_held(&self) -> Result<()> {
+        match self.accumulated {
+            Accumulated::Nothing => Ok(()),
+            Accumulated::Unweighted | Accumulated::Weighted(_) => Err(Error::invalid_argument(
+                "a state was to be saved in the middle of a step: gradients of backward_no_sync are held, and would be missing in it",
+            )
+            .with_remedy("save, or commit, between a step and the first backward_no_sync of the next")),
+        }
+    }
+
     /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
     fn accumulate(&self, weight: Option<f64>) -> Result<Accumulated> {
-        let sum = || {
-            let sum = self.accumulated.plus(weight)?;
-            let rank = self.group.rank();
-            if let (Some(weight), Some(sum)) = (weight, sum.weight()) {
-                let parameters = specs(&self.inventory.parameters)?;
-                check_weight(rank, weight, &parameters)
-                    .and_then(|()| check_weight(rank, sum, &parameters))?;
-            }
-            Ok(sum)
-        };
+        let sum = || self.accumulated.with(weight, self.group.rank(), &self.inventory.parameters);
         match self.engine.sink() {
             Some(sink) => sink.call(|_| sum()),
             None => sum(),
@@ -202,8 +214,20 @@ impl<M: Module> Ddp<M> {
 }
 
 /// The loss with which backward begins.
-fn scaled<const D: usize>(loss: &Tensor<D>, weight: Option<f64>) -> Tensor<D> {
+pub(crate) fn scaled<const D: usize>(loss: &Tensor<D>, weight: Option<f64>) -> Tensor<D> {
     weight.map_or_else(|| loss.clone(), |weight| loss.clone() * weight)
+}
+
+/// An error unless there is an average of a step whose weights, those of all ranks, have this `sum`. Every rank has the same, and so it
+/// ends nothing.
+pub(crate) fn check_sum(sum: f64) -> Result<()> {
+    if sum > 0.0 && sum.is_finite() {
+        return Ok(());
+    }
+    let cause = format!("the weights of all ranks add up to {sum}: there is no average of this step");
+    Err(Error::invalid_argument(cause).with_remedy(
+        "leave out a step in which no rank has a sample, on every rank, and go on with the next",
+    ))
 }
 
 /// The gradients in a world of one, of this pass and of those before, whose sum is `held`.
@@ -214,12 +238,7 @@ fn alone_in_all<M: Module, const D: usize>(
     (weight, total): (Option<f64>, Option<f64>),
     held: &mut Option<GradientsAccumulator<M>>,
 ) -> Result<GradientsParams> {
-    if total == Some(0.0) {
-        return Err(Error::invalid_argument(
-            "the weights of all ranks add up to 0: there is no average of this step",
-        )
-        .with_remedy("leave out a step in which there is no sample, and go on with the next"));
-    }
+    total.map_or(Ok(()), check_sum)?;
     let Some(mut sum) = held.take() else { return Ok(alone(group, model, loss)) };
     if weight != Some(0.0) {
         sum.accumulate(model, alone(group, model, &scaled(loss, weight)));

@@ -60,7 +60,8 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// wait for each other until the time-out. Such a model needs a backward pass of its own for each way.
 ///
 /// It is also the way of a [`Ddp`](crate::Ddp) over the ranks that have the same layers: `ddp.forward(|model| ..)` returns
-/// what stands for the loss, and `ddp.backward` takes it.
+/// what stands for the loss, and `ddp.backward` takes it. With `ddp.backward_weighted` all ranks of a chain give the same weight, because
+/// the gradients of all come from the last one's loss.
 ///
 /// # Errors
 /// Backward cannot return an error. If a gradient cannot be had, all groups of this rank are ended with the cause

@@ -195,7 +195,8 @@ impl ShardedState {
     /// [`save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
-    /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; or as [`Snapshot::slice`].
+    /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; in the middle
+    /// of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as [`Snapshot::slice`].
     pub fn save<M: Module>(
         &self,
         ddp: &Ddp<M>,
@@ -203,6 +204,7 @@ impl ShardedState {
         snapshot: &mut Snapshot,
         name: &str,
     ) -> Result<()> {
+        ddp.check_nothing_held()?;
         let indices = self.parameters(ddp)?;
         if self.rank.is_main() {
             snapshot.value(name, &self.whole)?;

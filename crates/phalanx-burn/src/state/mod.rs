@@ -134,7 +134,8 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 ///   checkpoint.
 /// - Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average
 ///   alone; [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
-/// - Gradients that [`Ddp::backward_no_sync`] holds are not included: commit after a step.
+/// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save or a commit in the middle of a step is an error, and loading
+///   drops them.
 /// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
 /// - Random number generators, such as that of dropout, belong to each rank and are not included.
@@ -345,12 +346,33 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         context: &mut Context<'_, Self>,
         loss: &Tensor<D>,
     ) -> Result<Step<SyncedGradients>> {
+        Self::averaged(context, loss, None)
+    }
+
+    /// [`Ddp::backward_weighted`] as a step of an elastic job, as [`backward`](Self::backward): the average is over the samples of the
+    /// ranks that are not [missing](Step::missing).
+    ///
+    /// # Errors
+    /// As [`Ddp::backward_weighted`] and [`Context::step`].
+    pub fn backward_weighted<const D: usize>(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor<D>,
+        weight: f64,
+    ) -> Result<Step<SyncedGradients>> {
+        Self::averaged(context, loss, Some(weight))
+    }
+
+    fn averaged<const D: usize>(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<Step<SyncedGradients>> {
         if !context.is_elastic() {
-            return context.step(|state, _| state.model.backward(loss));
+            return context.step(|state, _| state.model.synchronised(loss, weight));
         }
         let mut first = true;
         context.step(|state, group| match std::mem::take(&mut first) {
-            true => state.model.backward_replayable(loss),
+            true => state.model.backward_replayable(loss, weight),
             false => state.model.replay(group),
         })
     }
@@ -373,6 +395,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// # Errors
     /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
+        self.model.check_nothing_held()?;
         let own = self.own_hook(checkpoints.group())?;
         let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(&hook, checkpoints.group()))?;
         checkpoints.save(self.steps, |snapshot| {
@@ -495,6 +518,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
 
     /// Writes all but what `ranks` ranks save of their own in the hook.
     fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
+        self.model.check_nothing_held()?;
         self.model.settle_buffers();
         let model = (self.model.model(), Select::All);
         model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;

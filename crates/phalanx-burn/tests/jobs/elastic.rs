@@ -47,6 +47,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("what_survivors_save_together_is_read_by_another_number_of_ranks", saved_together),
     ("a_step_that_a_death_cuts_off_is_averaged_again_by_the_others", retry::copies),
     ("a_step_that_a_death_cuts_off_is_averaged_again_in_bucket_views", retry::views),
+    ("a_step_that_a_death_cuts_off_is_averaged_again_by_weight", retry::weights),
     ("averaged_by_name_model_and_optimizer_outlive_a_worker", by_name::model_and_optimizer_outlive_a_worker),
 ];
 

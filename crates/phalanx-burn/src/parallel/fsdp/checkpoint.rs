@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Fsdp;
 use super::layout::FlatLayout;
+use crate::ddp::Accumulated;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{self, Parameter, Select};
 use crate::state::model::{self, Entry};
@@ -78,8 +79,10 @@ impl<M: Module> Fsdp<M> {
     /// ```
     ///
     /// # Errors
-    /// If the state cannot be read, or is not elementwise; or as [`Snapshot::slice`].
+    /// If the state cannot be read, or is not elementwise; in the middle of a step, where gradients of
+    /// [`backward_no_sync`](Self::backward_no_sync) would be missing; or as [`Snapshot::slice`].
     pub fn save(&self, optimizer: &ModuleOptimizer, snapshot: &mut Snapshot, name: &str) -> Result<()> {
+        self.ddp.check_nothing_held()?;
         let OptimizerState { tensors, scalars, paths: _ } =
             OptimizerState::of(optimizer, self.ddp.parameters())?;
         // Replicas have the same.
@@ -174,6 +177,8 @@ impl<M: Module> Fsdp<M> {
         let ids = self.units.keys().copied().collect();
         // Deferred updates of forward passes would overwrite the loaded values.
         self.ddp.settle_buffers();
+        self.accumulated = Accumulated::Nothing;
+        self.exchanges.drop_held();
         self.ddp.map(|model| {
             let model = model::loaded(model, Select::Except(&ids), rest);
             parameters::replaced(model, &places, |piece| pieces.get(piece).map(|piece| piece.as_slice()))

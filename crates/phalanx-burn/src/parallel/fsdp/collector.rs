@@ -72,8 +72,10 @@ impl Collector {
         anchors.pop().map_or_else(|| Tensor::zeros([1], device), Tensor::from_dispatch)
     }
 
-    /// Takes the gradient of a parameter; with the last one, they are on their way.
+    /// Takes the gradient of a parameter; with the last one, they are on their way. In a pass of weight 0 it stays zero, as if there
+    /// were none.
     fn take(self: &Arc<Self>, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
+        let is_void = self.exchanges.is_void();
         let mut state = self.state.lock();
         let Collected::Open(gradients, left) = &mut *state else {
             return Err(Error::aborted("a gradient comes after its unit's: this is a defect of phalanx"));
@@ -85,7 +87,9 @@ impl Collector {
         let place = place.and_then(|(place, gradients)| gradients.value.as_bytes_mut().get_mut(place));
         match place {
             Some(place) if place.len() == gradient.bytes.len() && gradient.dtype == self.unit.dtype => {
-                place.copy_from_slice(gradient.bytes);
+                if !is_void {
+                    place.copy_from_slice(gradient.bytes);
+                }
             }
             _ => {
                 let name = self.unit.parameters.get(index).map_or("", |parameter| parameter.name.as_str());
@@ -96,7 +100,9 @@ impl Collector {
             }
         }
         *left = left.saturating_sub(1);
-        self.exchanges.has_gradient(&self.unit, index);
+        if !is_void {
+            self.exchanges.has_gradient(&self.unit, index);
+        }
         let is_last = *left == 0;
         drop(state);
         if is_last { self.send() } else { self.exchanges.advance() }

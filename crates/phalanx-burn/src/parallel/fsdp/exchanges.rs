@@ -32,6 +32,9 @@ const IN_FLIGHT: usize = 1;
 /// Calls of a step that are kept to show the first that differs.
 const CALLS_SHOWN: usize = 1 << 12;
 
+/// By unit: which of its parameters have got a gradient.
+pub(super) type Present = HashMap<usize, Vec<bool>>;
+
 /// A forward pass, whose backward pass uses the same parameters, and a unit.
 type Ahead = (u64, usize);
 
@@ -66,10 +69,12 @@ struct State {
     /// Gathers of units that are not in use yet, with the pass that they are for.
     ahead: Vec<(Ahead, Held<Work>)>,
     scattering: VecDeque<Weak<Collector>>,
+    /// Whether the backward pass that is under way, or the last, has the weight 0: its gradients, which may be NaN, count as zero.
+    is_void: bool,
     /// By unit: which of its parameters have got a gradient in the backward pass that is under way, or the last.
-    present: HashMap<usize, Vec<bool>>,
+    present: Present,
     /// The same, of passes whose gradients were added up since the last step.
-    held: HashMap<usize, Vec<bool>>,
+    held: Present,
     calls: Calls,
     /// Those of them that replicas must share, because they average what was scattered.
     scatters: Calls,
@@ -252,9 +257,16 @@ impl Exchanges {
         self.state.lock().order = order;
     }
 
-    /// Begins a backward pass: no parameter has got a gradient yet.
-    pub fn begin_backward(&self) {
-        self.state.lock().present.clear();
+    /// Begins a backward pass, if passes are weighted, of this `weight`: no parameter has got a gradient yet.
+    pub fn begin_backward(&self, weight: Option<f64>) {
+        let mut state = self.state.lock();
+        state.present.clear();
+        state.is_void = weight == Some(0.0);
+    }
+
+    /// Whether the gradients of the backward pass that is under way count as zero.
+    pub fn is_void(&self) -> bool {
+        self.state.lock().is_void
     }
 
     /// Notes that a parameter of a unit has got a gradient.
@@ -264,6 +276,11 @@ impl Exchanges {
         if let Some(present) = present.get_mut(index) {
             *present = true;
         }
+    }
+
+    /// Forgets what has got a gradient in passes that were added up.
+    pub fn drop_held(&self) {
+        self.state.lock().held.clear();
     }
 
     /// Keeps what has got a gradient for the next step, with what is kept already.
@@ -446,8 +463,9 @@ impl Exchanges {
     /// one that evaluates the model. All ranks call it together.
     ///
     /// Gives, by unit of `order` and parameter, whether any rank of any replica has got a gradient since the last step. If none is asked
-    /// for, what this rank has got is kept for the next call.
-    pub fn agree(&self, order: Option<&[usize]>) -> Result<HashMap<usize, Vec<bool>>> {
+    /// for, what this rank has got is kept for the next call. If the step is weighted, `weight` is this rank's, and the sum of all ranks'
+    /// is given too.
+    pub fn agree(&self, order: Option<&[usize]>, mut weight: Option<f64>) -> Result<(Present, Option<f64>)> {
         self.check()?;
         let mut state = self.state.lock();
         let (calls, scatters) = (mem::take(&mut state.calls), mem::take(&mut state.scatters));
@@ -464,13 +482,15 @@ impl Exchanges {
             .into_iter()
             .filter(|(group, _)| group.world_size() != WorldSize::ONE)
             .try_for_each(|(group, calls)| {
-                let are_equal = compare(group, &calls, &flags)?;
+                let (are_equal, sum) = compare(group, &calls, &flags, weight)?;
+                weight = sum;
                 if are_equal { Ok(()) } else { group.all_reduce(&mut flags, ReduceOp::Max) }
             })
             .inspect_err(|error| self.fail(error.clone()))?;
         let mut flags = flags.into_iter().map(|flag| flag != 0);
         let units = order.unwrap_or_default().iter().filter_map(|&unit| self.unit(unit));
-        Ok(units.map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect())).collect())
+        let present = units.map(|unit| (unit.unit, flags.by_ref().take(unit.parameters.len()).collect()));
+        Ok((present.collect(), weight))
     }
 
     /// Records a part of a step.
@@ -511,14 +531,33 @@ impl Calls {
     }
 }
 
-/// An error on every rank unless all have made the same calls; gives whether their `flags` are equal too.
-fn compare(group: &ProcessGroup, calls: &Calls, flags: &[u8]) -> Result<bool> {
-    let own = [calls.count as i64, calls.hash as i64, mixed(flags.iter().copied().map(u64::from)) as i64];
+/// An error on every rank unless all have made the same calls, and all are weighted or none is; gives whether their `flags` are equal
+/// too, and the sum of their weights, which is added in the order of ranks.
+fn compare(
+    group: &ProcessGroup,
+    calls: &Calls,
+    flags: &[u8],
+    weight: Option<f64>,
+) -> Result<(bool, Option<f64>)> {
+    let flags = mixed(flags.iter().copied().map(u64::from)) as i64;
+    let bits = weight.unwrap_or_default().to_bits() as i64;
+    let own = [calls.count as i64, calls.hash as i64, flags, i64::from(weight.is_some()), bits];
     let mut all = vec![0; own.len() * group.world_size().count()];
     group.all_gather(&own, &mut all)?;
     let made = |rank: &[i64]| [rank[0], rank[1]];
     let Some(other) = all.chunks(own.len()).position(|other| made(other) != made(&all)) else {
-        return Ok(all.chunks(own.len()).all(|other| other[2] == own[2]));
+        let mut ranks = all.chunks(own.len());
+        if let Some(other) = ranks.clone().position(|other| other[3] != all[3]) {
+            let (with, without) = if all[3] == 1 { (0, other) } else { (other, 0) };
+            return Err(Error::mismatch(format!(
+                "rank {with} calls Fsdp::backward_weighted or backward_no_sync_weighted, and rank {without} a backward pass without a \
+                 weight"
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("give every pass of a step a weight, on every rank, or none; a rank without samples has the weight 0"));
+        }
+        let sum = weight.map(|_| ranks.clone().map(|rank| f64::from_bits(rank[4] as u64)).sum());
+        return Ok((ranks.all(|other| other[2] == own[2]), sum));
     };
     let lists = group.all_gather_object(&calls.first)?;
     let place = lists[0].iter().zip(&lists[other]).take_while(|(one, other)| one == other).count();
@@ -555,7 +594,7 @@ mod tests {
                 for _ in 0..CALLS_SHOWN + group.rank().index() {
                     calls.add(Call::Gather(0));
                 }
-                scope.spawn(move || compare(&group, &calls, &[]).unwrap_err().to_string())
+                scope.spawn(move || compare(&group, &calls, &[], None).unwrap_err().to_string())
             };
             let threads: Vec<_> = groups.into_iter().map(rank).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()

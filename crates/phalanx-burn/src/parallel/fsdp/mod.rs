@@ -34,13 +34,14 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, ReduceOp, Result};
 
-use self::exchanges::Exchanges;
+use self::exchanges::{Exchanges, Present};
 pub use self::group::{ShardingGroup, ShardingOptions};
 pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
 use self::unit::unit_name;
+use crate::ddp::{Accumulated, check_sum, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
@@ -120,6 +121,8 @@ pub struct Fsdp<M> {
     order: Vec<(usize, String)>,
     /// By unit that is trained: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
+    /// The weights of the passes since the last step.
+    accumulated: Accumulated,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -179,7 +182,8 @@ impl<M: Module> Fsdp<M> {
             }
         }
         let parameters = Arc::new(parameters);
-        Ok(Self { ddp, exchanges: exchanges.clone(), units: numbers, order, parameters })
+        let (exchanges, accumulated) = (exchanges.clone(), Accumulated::Nothing);
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -228,17 +232,74 @@ impl<M: Module> Fsdp<M> {
     /// Runs backward from `loss`, and gives the gradients of this rank's shards, averaged over all ranks. Those of
     /// [`backward_no_sync`](Self::backward_no_sync) since the last call are added.
     ///
+    /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
+    /// see [`backward_weighted`](Self::backward_weighted).
+    ///
     /// # Errors
     /// If an exchange fails on any rank, or the ranks have used their units differently: then no rank gets gradients.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
+        self.synchronised(loss, None)
+    }
+
+    /// Runs backward as [`backward`](Self::backward) does, with ranks that have unequal numbers of samples or tokens, as
+    /// [`Ddp::backward_weighted`] does: `loss` is the **mean** over those of this rank, and `weight` is their number. The result is the
+    /// gradient of the mean over the samples of all ranks, of every replica, as one process with the whole batch has it.
+    ///
+    /// ```
+    /// # use burn::{module::Module, optim::ModuleOptimizer, tensor::Tensor};
+    /// # use phalanx_burn::parallel::fsdp::Fsdp;
+    /// # fn step<M: Module>(fsdp: &mut Fsdp<M>, optimizer: &mut ModuleOptimizer, batch: Tensor<2>, pass: fn(&M, Tensor<2>) -> Tensor<2>)
+    /// # -> phalanx::Result<()> {
+    /// let samples = batch.dims()[0] as f64; // another number on each rank
+    /// let loss = fsdp.forward(|model| pass(model, batch).mean())?;
+    /// let gradients = fsdp.backward_weighted(&loss, samples)?;
+    /// fsdp.step(optimizer, 1e-3, gradients)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// It costs no further collective: the weights travel with what the ranks compare after each backward pass. **A rank without
+    /// samples** has the weight 0, and runs the same units forward and backward, of any sample: all ranks gather parameters together. Its
+    /// gradients may be NaN, and change nothing.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward). On every rank, and it ends the groups: if a rank's weight is negative, infinite or not a number;
+    /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter is of 16 bits.
+    ///
+    /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
+    #[doc(alias("uneven", "num_samples", "num_tokens"))]
+    pub fn backward_weighted<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: f64,
+    ) -> Result<SyncedGradients> {
+        self.synchronised(loss, Some(weight))
+    }
+
+    fn synchronised<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<SyncedGradients> {
         let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
-        let (mut gradients, present) = self.backward_with(|ddp| ddp.backward(loss), Some(&order))?;
+        let loss = scaled(loss, weight);
+        let (mut gradients, present, sum) =
+            self.backward_with(|ddp| ddp.backward(&loss), weight, Some(&order))?;
         // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
         for (unit, present) in present {
             let Some(&first) = self.parameters.get(&unit) else { continue };
             let pieces = self.ddp.parameters().iter().skip(first).zip(present);
             for (piece, _) in pieces.filter(|(_, is_present)| !is_present) {
                 drop(gradients.remove::<1>(piece.id));
+            }
+        }
+        if let Some(sum) = sum {
+            check_sum(sum)?;
+            // They are averages over ranks.
+            let ranks = self.exchanges.ranks() * self.exchanges.replicas.world_size().count();
+            let mean = sum / ranks as f64;
+            if mean != 1.0 {
+                clip::multiply(self.model(), &mut gradients, 1.0 / mean);
             }
         }
         Ok(gradients)
@@ -251,26 +312,43 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward`](Self::backward).
     #[doc(alias("no_sync", "set_requires_gradient_sync"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        self.backward_with(|ddp| ddp.backward_no_sync(loss), None).map(|_| ())
+        self.backward_with(|ddp| ddp.backward_no_sync(loss), None, None).map(|_| ())
     }
 
-    /// Gives the outcome of `backward`, and by unit of `order` which of its parameters have got a gradient on any rank.
+    /// Runs backward as [`backward_no_sync`](Self::backward_no_sync) does, for the next
+    /// [`backward_weighted`](Self::backward_weighted): `loss` is the mean over `weight` samples or tokens. Do not divide the loss by
+    /// the number of passes: the step divides by all weights of all passes and ranks, once.
+    ///
+    /// # Errors
+    /// As [`backward_weighted`](Self::backward_weighted).
+    pub fn backward_no_sync_weighted<const D: usize>(&mut self, loss: &Tensor<D>, weight: f64) -> Result<()> {
+        let loss = scaled(loss, Some(weight));
+        self.backward_with(|ddp| ddp.backward_no_sync(&loss), Some(weight), None).map(|_| ())
+    }
+
+    /// Gives the outcome of `backward`, which is a pass of this `weight`, if the step is weighted; by unit of `order` which of its
+    /// parameters have got a gradient on any rank; and the sum of all weights.
     fn backward_with<T>(
         &mut self,
         backward: impl FnOnce(&mut Ddp<M>) -> Result<T>,
+        weight: Option<f64>,
         order: Option<&[usize]>,
-    ) -> Result<(T, HashMap<usize, Vec<bool>>)> {
+    ) -> Result<(T, Present, Option<f64>)> {
         let began = Instant::now();
         self.exchanges.check()?;
-        self.exchanges.begin_backward();
+        let accumulated = self.accumulated.with(weight, self.exchanges.group.rank(), self.ddp.parameters());
+        // The others wait for this rank's gradients.
+        let accumulated = accumulated.inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        self.accumulated = if order.is_some() { Accumulated::Nothing } else { accumulated };
+        self.exchanges.begin_backward(weight);
         let outcome = backward(&mut self.ddp);
         self.exchanges.end_backward();
         // The first failure is the cause of the rest.
         let outcome = self.exchanges.check().and(outcome);
         let outcome = outcome.inspect_err(|error| self.exchanges.fail(error.clone()))?;
-        let present = self.exchanges.agree(order)?;
+        let (present, sum) = self.exchanges.agree(order, accumulated.weight())?;
         self.exchanges.record(Track::Backward, "backward", began);
-        Ok((outcome, present))
+        Ok((outcome, present, sum))
     }
 
     /// Scales `gradients` from [`backward`](Self::backward) so that the norm of the whole model's, taken over all elements as one vector,

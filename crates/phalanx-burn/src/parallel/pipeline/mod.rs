@@ -6,6 +6,7 @@
 mod evaluate;
 mod inbox;
 mod outbox;
+mod places;
 mod run;
 mod tied;
 
@@ -249,7 +250,9 @@ impl<const D: usize> Pipeline<D> {
     ///
     /// # Errors
     /// If there are more or fewer micro-batches or stages than the plan has, a stage gives what its place does not, or shapes
-    /// change. If a rank fails, or an exchange of its tensor group. Gradients of passes that were done are then dropped.
+    /// change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
+    /// a [`TiedParameter`] trains it as one. Copies are known by their [`ParamId`](burn::module::ParamId), which parameters of one record or
+    /// of one cloned `Param` have in common. If a rank fails, or an exchange of its tensor group. Gradients of passes that were done are then dropped.
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,

@@ -16,7 +16,7 @@ use super::super::op::{KnownGradient, ParallelOp, Source, Target};
 use super::super::random::OwnNumbers;
 use super::inbox::Inbox;
 use super::outbox::{Outbox, ToStage};
-use super::{Pipeline, PipelineStep, Stage, StageOutput};
+use super::{Pipeline, PipelineStep, Stage, StageOutput, places};
 use crate::{Ddp, Scalar, SyncedGradients};
 
 /// A step that is under way.
@@ -67,6 +67,9 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
     }
 
     pub fn train(mut self) -> Result<PipelineStep> {
+        if self.pipeline.steps == 0 {
+            places::check(self.pipeline, self.ddp.parameters())?;
+        }
         let start = Instant::now();
         // Once for a step: ranks may run different numbers of passes, and the program draws alike on all of them.
         let own_numbers = self.pipeline.recomputation.map(|_| OwnNumbers::of(&self.device));

@@ -34,8 +34,9 @@ pub struct TiedParameter {
 }
 
 impl TiedParameter {
-    /// Among the ranks of `group`, a pipeline's, that give a parameter. Returns it with the values of the first of these ranks. All ranks
-    /// of the group call it together.
+    /// Among the ranks of `group`, a pipeline's, that give a parameter. Returns it with the values of the first of these ranks, and with an
+    /// id of its own on each, in which [`Pipeline::train`](super::Pipeline::train) sees that the copies are not trained apart: put it into
+    /// all its places in this rank's stages. All ranks of the group call it together.
     ///
     /// # Errors
     /// If the ranks' parameters differ in shape or type, or the exchange fails.
@@ -48,8 +49,10 @@ impl TiedParameter {
             return Ok((Self { group: None }, None));
         };
         let value = parameter.base().clone().detach().broadcast(group, Rank::MAIN)?;
-        let parameter = parameter.map(|old| value.set_require_grad(old.is_require_grad()));
-        Ok((Self { group: Some(group.clone()) }, Some(parameter)))
+        let (_, old, mapper) = parameter.consume();
+        let copy =
+            Param::from_mapped_value(ParamId::new(), value.set_require_grad(old.is_require_grad()), mapper);
+        Ok((Self { group: Some(group.clone()) }, Some(copy)))
     }
 
     /// Whether this rank's copy is the one that counts in a norm.

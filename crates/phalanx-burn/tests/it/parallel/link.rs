@@ -149,6 +149,18 @@ fn a_tensor_for_which_there_is_no_memory_ends_the_group() {
 
 #[test]
 fn a_link_goes_with_ddp_and_evaluation_sends_no_gradients() {
+    with_ddp(None);
+}
+
+#[test]
+fn ranks_of_a_chain_count_by_one_weight() {
+    for weights in [[3.0, 1.0], [2.0, 0.0]] {
+        with_ddp(Some(weights));
+    }
+}
+
+/// By replica, how its samples count.
+fn with_ddp(weights: Option<[f64; 2]>) {
     // Two replicas of a model of two layers: ranks 0 and 1 have the first, 2 and 3 the second.
     let layer = |rank: usize| {
         let mut layer = LinearConfig::new(3, 3).init(&device());
@@ -176,7 +188,11 @@ fn a_link_goes_with_ddp_and_evaluation_sends_no_gradients() {
             _ => layer.forward(link.recv_forward::<2>(device).unwrap()).powi_scalar(2).mean(),
         };
         let loss = ddp.forward(|layer| run(layer, &device())).unwrap();
-        let gradients = ddp.backward(&loss).unwrap();
+        let gradients = match weights {
+            Some(weights) => ddp.backward_weighted(&loss, weights[replica]),
+            None => ddp.backward(&loss),
+        };
+        let gradients = gradients.unwrap();
         let gradient: Vec<f32> =
             gradients.get::<2>(ddp.model().weight.id).unwrap().into_data().iter::<f32>().collect();
         let evaluated = run(ddp.model(), &device());
@@ -184,7 +200,8 @@ fn a_link_goes_with_ddp_and_evaluation_sends_no_gradients() {
     });
     let (mut first, mut second) = (first, second);
     (first.bias, second.bias) = (None, None);
-    let loss = (step(&first, &second, 0) + step(&first, &second, 1)) / 2.0;
+    let [one, other] = weights.unwrap_or([1.0, 1.0]);
+    let loss = (step(&first, &second, 0) * one + step(&first, &second, 1) * other) / (one + other);
     let gradients = loss.backward();
     let expected = |layer: &Linear| -> Vec<f32> {
         layer.weight.val().grad(&gradients).unwrap().into_data().iter::<f32>().collect()

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -216,6 +216,26 @@ impl Stage<3> for Tied {
     }
 }
 
+/// As [`Tied`], with a stage between the two that multiplies by vectors of its own.
+#[derive(Module, Debug)]
+struct Middle {
+    tied: Tied,
+}
+
+impl Stage<3> for Middle {
+    type Batch = Tensor<2, Int>;
+
+    fn forward(&self, input: Option<Tensor<3>>, tokens: &Self::Batch) -> StageOutput<3> {
+        match input {
+            Some(x) if !self.tied.is_last => {
+                let vectors = self.tied.vectors.val();
+                StageOutput::Hidden(x.matmul((vectors.clone().transpose().matmul(vectors)).unsqueeze()))
+            }
+            input => self.tied.forward(input, tokens),
+        }
+    }
+}
+
 #[test]
 fn tied_parameters_stay_equal_and_are_one_process_s() {
     let vectors = |phase: f32| {
@@ -254,6 +274,35 @@ fn tied_parameters_stay_equal_and_are_one_process_s() {
     let (tied, none) = TiedParameter::new::<2>(None, &alone()).unwrap();
     assert!(none.is_none());
     assert!(tied.sum(&vectors(0.0), &mut GradientsParams::new()).unwrap_err().is_invalid_argument());
+}
+
+/// Two of three ranks have it, as if both had read the same record.
+#[test]
+fn copies_on_two_ranks_are_refused_unless_they_are_tied() {
+    let step = |group: &ProcessGroup, is_tied: bool| {
+        let rank = group.rank().index();
+        let vectors = Tensor::<2>::ones([7, 4], &device()).require_grad();
+        let id = if rank == 0 { 1 } else { 2 };
+        let mut vectors = Param::initialized(ParamId::from(id), vectors);
+        if is_tied {
+            let (_, copy) = TiedParameter::new((rank > 0).then(|| vectors.clone()), group)?;
+            vectors = copy.unwrap_or(vectors);
+        }
+        let mut pipeline = Pipeline::new(group, Schedule::GPipe, 1)?;
+        let mut ddp = Ddp::new(vec![Middle { tied: Tied { vectors, is_last: rank == 2 } }], &alone())?;
+        let tokens = vec![Tensor::<2, Int>::from_ints([[0, 3, 6], [1, 1, 2]], &device())];
+        pipeline.train(&mut ddp, &tokens).map(drop)
+    };
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        for error in testing::run(3, fabric, |group| step(&group, false).unwrap_err()) {
+            assert!(error.is_invalid_argument(), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("`tied.vectors` of stage 1, on rank 1"), "{text}");
+            assert!(text.contains("`tied.vectors` of stage 2, on rank 2"), "{text}");
+            assert!(error.remedy().unwrap().contains("TiedParameter::new"), "{text}");
+        }
+        testing::run(3, fabric, |group| step(&group, true).unwrap());
+    }
 }
 
 #[test]

@@ -18,7 +18,7 @@ use super::{Progress, SAMPLES, STEPS, job, keep, run};
 use crate::common::{Mlp, device, distance, floats, samples};
 
 const BATCH: usize = 5;
-/// Set for a worker of this test; `view` has gradients stay in their buckets.
+/// Set for a worker of this test; `view` has gradients stay in their buckets, and `weighted` counts ranks by their samples.
 pub const VIEW: &str = "PHALANX_TEST_RETRY";
 /// The steps at which the workers wait until the first and the second are killed, however late the test is.
 const HOLDS: [u64; 2] = [50, 100];
@@ -29,6 +29,11 @@ fn killed(folder: &Path, hold: u64) -> PathBuf {
 }
 
 type Training = TrainState<Mlp, Progress>;
+
+/// How a rank counts.
+fn weight(view: &str, rank: Rank) -> f64 {
+    if view == "weighted" { f64::from(1 + rank.get() * rank.get()) } else { 1.0 }
+}
 
 fn training() -> phalanx::Result<Training> {
     let progress = Progress { step: 0, sampler: ElasticSampler::new(SAMPLES).seed(5) };
@@ -65,7 +70,10 @@ pub fn work(folder: &Path, view: &str) -> phalanx::Result<()> {
             let batch = Tensor::from_data(batch.as_slice(), &device());
             let part = (xs.clone().select(0, batch.clone()), ys.clone().select(0, batch));
             let loss = state.model.forward(|model| model.loss(part))?;
-            let averaged = TrainState::backward(context, &loss)?;
+            let averaged = match view == "weighted" {
+                true => TrainState::backward_weighted(context, &loss, weight(view, rank))?,
+                false => TrainState::backward(context, &loss)?,
+            };
             let state = &mut *context.state;
             state.progress.sampler.put_back(&averaged.missing);
             state.step(0.01, averaged.value)?;
@@ -136,7 +144,7 @@ impl Seen {
     }
 
     /// The same steps in this process: of each the parts that were there.
-    fn expected(&self, folder: &Path) -> Training {
+    fn expected(&self, folder: &Path, view: &str) -> Training {
         let mut training = training().unwrap();
         load(&mut training, &folder.join("begin-1/0"));
         let (xs, ys) = samples(0, SAMPLES);
@@ -155,14 +163,16 @@ impl Seen {
             sampler.put_back(&missing.iter().copied().map(Rank::new).collect::<Vec<_>>());
             let there = (0..).zip(batches.unwrap()).filter(|(rank, _)| !missing.contains(rank));
             let parts: Vec<_> = there
-                .map(|(_, batch)| {
+                .map(|(rank, batch)| {
                     let batch = Tensor::from_data(batch.as_slice(), &device());
-                    (xs.clone().select(0, batch.clone()), ys.clone().select(0, batch))
+                    let part = (xs.clone().select(0, batch.clone()), ys.clone().select(0, batch));
+                    (part, weight(view, Rank::new(rank)))
                 })
                 .collect();
-            let count = parts.len() as f64;
+            let total: f64 = parts.iter().map(|(_, weight)| weight).sum();
             let losses = |model: &Mlp| {
-                parts.into_iter().map(|part| model.loss(part)).reduce(|sum, loss| sum + loss).unwrap() / count
+                let losses = parts.into_iter().map(|(part, weight)| model.loss(part) * weight);
+                losses.reduce(|sum, loss| sum + loss).unwrap() / total
             };
             let loss = training.model.forward(losses).unwrap();
             let gradients = training.model.backward(&loss).unwrap();
@@ -183,6 +193,10 @@ pub fn copies() {
 
 pub fn views() {
     survivors_go_on("view");
+}
+
+pub fn weights() {
+    survivors_go_on("weighted");
 }
 
 /// Two of four workers die, one after the other, at whatever point of a step.
@@ -211,7 +225,7 @@ fn survivors_go_on(view: &str) {
         assert!(steps.iter().zip(0..).all(|(step, number)| *step == number), "{steps:?}");
     }
     let mut theirs = training().unwrap();
-    let expected = seen.expected(folder.path());
+    let expected = seen.expected(folder.path(), view);
     for pid in &seen.ended {
         load(&mut theirs, &folder.path().join(format!("end/{pid}")));
         let apart = distance(&floats(theirs.model.model()), &floats(expected.model.model()));

@@ -4,6 +4,7 @@ mod errors;
 mod layers;
 mod overlap;
 mod partial;
+mod weights;
 
 use burn::module::Module;
 use burn::nn::transformer::TransformerEncoderLayer;
