@@ -42,6 +42,27 @@ impl Network {
         World { ranks: (0..world).map(start).collect(), port: PORT, server: None, held: None }
     }
 
+    /// Starts `world` ranks on the first host, whose loopback is down, and which meet there.
+    pub fn start_without_loopback(&self, scenario: &str, world: u32, variables: &[(&str, &str)]) -> World {
+        let side = self.side("a");
+        ip(&format!("-n {side} link set lo down"));
+        let place = Place { address: "127.0.0.1", port: PORT, served_by_rank_0: true };
+        let start = |rank| {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", &side]).arg(std::env::current_exe().unwrap());
+            place.rank(command, scenario, (rank, world), variables)
+        };
+        World { ranks: (0..world).map(start).collect(), port: PORT, server: None, held: None }
+    }
+
+    /// Lets packets have at most so many bytes, as tunnels do.
+    pub fn set_mtu(&self, bytes: u32) {
+        for side in ["a", "b"] {
+            let side = self.side(side);
+            ip(&format!("-n {side} link set {side} mtu {bytes}"));
+        }
+    }
+
     /// Pulls the cable out.
     pub fn pull(&self) {
         let side = self.side("a");
