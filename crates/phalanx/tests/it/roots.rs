@@ -117,9 +117,8 @@ fn who_leaves_after_another_root_hears_of_it() {
             .flat_map(|fabric| WORLDS.iter().map(move |roots| (roots, fabric)))
         {
             let outcomes = run(roots.len() as u32, fabric, |group| {
-                let group = group.with_timeout(Duration::from_secs(60));
                 let root = group.world_size().rank(roots[group.rank().index()])?;
-                operation(&group, root)?;
+                operation(&group.with_timeout(Duration::from_secs(60)), root)?;
                 group.leave()
             });
             let what = format!("{name} with the roots {roots:?} over {fabric:?}: {outcomes:?}");

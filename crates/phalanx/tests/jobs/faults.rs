@@ -275,8 +275,8 @@ fn small_packets_carry_large_data() {
 }
 
 fn a_loopback_that_is_down_is_named() {
-    let network = Network::new();
-    let ranks = network.start_without_loopback("faults::sum", 2, &[]);
+    let network = Network::without_loopback();
+    let ranks = network.start_on_loopback("faults::sum", 2, &[]);
     let (outcomes, _) = ranks.end();
     for (code, said) in &outcomes {
         assert!(*code == Some(1) && said.contains("ip link set lo up"), "{outcomes:?}");

@@ -245,8 +245,8 @@ fn ranks_that_leave_after_other_calls_fail_the_job() {
             "rank 1 calls broadcast(4 x f32, root 1) #1, rank 0 calls broadcast(4 x f32, root 0) #1";
         let says = |text: &str| text.contains(both) || text.contains(reversed) || how == "missing";
         assert!(says(&out) && says(&err), "{how}: {out}{err}");
-        // Both ranks say it, each for itself, or for the other that has told it.
-        assert!(err.matches("#1").count() >= 2, "{how}: {err}");
+        // The launcher may end one of them before it has said it.
+        assert!(err.contains("#1"), "{how}: {err}");
     }
     let (_, out, _) = run(program("leave").env(HOW, "error"));
     assert!(out.contains("peer=Some(1)") && out.contains("no data"), "{out}");
