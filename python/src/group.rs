@@ -155,8 +155,8 @@ impl Inner {
         self.process == std::process::id()
     }
 
-    /// Waits for what has been called, and leaves the group.
-    fn leave(&self) {
+    /// Waits for what has been called, and leaves the group. An error if ranks have made different calls, which no call has returned.
+    fn leave(&self) -> Result<(), Error> {
         if self.is_here() {
             self.collectives.close();
             if let Some(awaited) = self.messages.close_outbound(RECEIVE_TIMEOUT) {
@@ -164,8 +164,11 @@ impl Inner {
             }
             self.messages.close();
             let group = self.group.write().take();
-            drop(group);
+            if let Some(group) = group {
+                return group.leave();
+            }
         }
+        Ok(())
     }
 
     fn abort(&self, cause: String) {
@@ -255,8 +258,8 @@ impl Group {
     }
 
     /// Waits for what has been called, and leaves the group.
-    fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.leave());
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.leave()).map_err(|error| raised(py, &error))
     }
 
     /// As `close`, but waits at most `timeout` seconds, and then aborts the group with `cause`. For the end of the program,
@@ -267,7 +270,8 @@ impl Group {
             let (inner, left) = (self.0.clone(), Arc::new(Pending::default()));
             let done = left.clone();
             let leave = move || {
-                inner.leave();
+                // Standard error and the launcher have got it.
+                let _ = inner.leave();
                 done.complete(Ok(None));
             };
             // Without a thread there is no time to wait.

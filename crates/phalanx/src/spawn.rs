@@ -47,6 +47,8 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// - It runs `main` from the start: **code before this call runs in every worker as well**, and code after
 ///   it runs in none. Keep the code before the call short and the same in each process. Earlier calls of `spawn`
 ///   return `Ok` in a copy, and do nothing.
+/// - If `worker` returns `Ok`, but has left a group whose ranks had made different calls, as
+///   [`ProcessGroup::leave`](crate::ProcessGroup::leave) finds, the exit code is 1 as well.
 /// - An error of `worker` is printed as `rank 1: ..`, and the exit code is 1. A panic ends it with code 101; the error
 ///   of `spawn` then has the panic's message and source line.
 ///
@@ -171,7 +173,14 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
     worker_error::report_panics();
     // After the panic nothing of this process is used except to end it.
     let code = match catch_unwind(AssertUnwindSafe(worker)) {
-        Ok(Ok(())) => 0,
+        Ok(Ok(())) => match worker_error::disagreement() {
+            None => 0,
+            // It has been written to standard error.
+            Some(message) => {
+                worker_error::write(&message);
+                1
+            }
+        },
         Ok(Err(error)) => {
             let message = format!("{error:#}");
             let speaker = format!("rank {}", std::env::var("RANK").unwrap_or_default());

@@ -41,11 +41,16 @@ struct Notes {
     blame: Option<PathBuf>,
     /// A panic of the main thread with this message is in this file.
     panic: Option<(PathBuf, String)>,
+    /// With this error the process has left a group whose ranks have made different calls.
+    disagreement: Option<String>,
 }
 
 impl Left {
     const fn nothing() -> Self {
-        Self { any: AtomicBool::new(false), notes: Mutex::new(Notes { blame: None, panic: None }) }
+        Self {
+            any: AtomicBool::new(false),
+            notes: Mutex::new(Notes { blame: None, panic: None, disagreement: None }),
+        }
     }
 
     fn blame(&self, path: PathBuf, rank: Rank) {
@@ -58,7 +63,7 @@ impl Left {
 
     fn panic(&self, path: PathBuf, place: &str, message: &str) {
         let mut notes = self.notes.lock();
-        if write_to(&path, &format!("panicked{place}: {message}"), true).is_ok() {
+        if write_to(&path, &format!("panicked{place}: {message}"), Ended::ByPanic).is_ok() {
             notes.panic = Some((path, message.to_owned()));
             self.any.store(true, Ordering::Relaxed);
         }
@@ -83,10 +88,32 @@ impl Left {
 pub fn write(message: &str) {
     if let Some(path) = path(ERROR_FILE) {
         let mut notes = LEFT.notes.lock();
-        let _ = write_to(&path, message, false);
+        let _ = write_to(&path, message, Ended::ByError);
         // It is not a panic's any more.
         notes.panic = None;
     }
+}
+
+/// This process has left a group whose ranks have made different calls, and no call was left that could return the error `message`.
+/// The launcher takes exit code 0 for a failure then.
+pub(crate) fn disagreed(message: &str) {
+    let mut notes = LEFT.notes.lock();
+    if notes.disagreement.is_some() {
+        return;
+    }
+    notes.disagreement = Some(message.to_owned());
+    if let Some(path) = path(ERROR_FILE)
+        // What the program has written says more.
+        && (notes.panic.is_some() || fs::metadata(&path).map_or(true, |file| file.len() == 0))
+    {
+        notes.panic = None;
+        let _ = write_to(&path, message, Ended::InDisagreement);
+    }
+}
+
+/// The error of [`disagreed`].
+pub(crate) fn disagreement() -> Option<String> {
+    LEFT.notes.lock().disagreement.clone()
 }
 
 /// Notes that `rank`, counted in the first group, failed before this one did. If both fail, that is the job's first failure, unless
@@ -143,10 +170,22 @@ fn path(variable: &str) -> Option<PathBuf> {
     std::env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
 }
 
-/// `panicked`: it is a panic, which counts only if it has ended the process.
-pub(crate) fn write_to(path: &Path, message: &str, panicked: bool) -> io::Result<()> {
+/// What ends a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    ByError,
+    /// It counts only if it has ended the process: a panic may be caught.
+    ByPanic,
+    /// It counts only if the process ends with exit code 0.
+    InDisagreement,
+}
+
+pub(crate) fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let extra = json!({ "py_callstack": "", "timestamp": seconds.to_string(), "panicked": panicked });
+    let (panicked, disagreed) = (ended == Ended::ByPanic, ended == Ended::InDisagreement);
+    let timestamp = seconds.to_string();
+    let extra =
+        json!({ "py_callstack": "", "timestamp": timestamp, "panicked": panicked, "disagreed": disagreed });
     fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
 }
 

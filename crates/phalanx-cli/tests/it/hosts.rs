@@ -38,6 +38,23 @@ fn a_reader_that_pauses_gets_everything() {
     assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
 }
 
+/// Each worker gets its rank on its own host, right behind the program, on every host.
+#[test]
+fn launch_on_several_hosts_passes_the_local_rank() {
+    let script = "echo $RANK $LOCAL_RANK $@";
+    for (options, option) in [(&[][..], "--local-rank"), (&["--local_rank_underscore"], "--local_rank")] {
+        let hosts = Hosts::new();
+        let output = output(hosts.launch("localhost:1,far:2", options, script, &["--lr", "1"]));
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{err}");
+        let line = |rank, local| format!("[{rank}] {rank} {local} {option}={local} --lr 1");
+        assert_eq!(sorted_lines(&output.stdout), [line(0, 0), line(1, 0), line(2, 1)], "{err}");
+    }
+    let hosts = Hosts::new();
+    let output = output(hosts.launch("localhost:1,far:1", &["--use-env"], script, &["x"]));
+    assert_eq!(sorted_lines(&output.stdout), ["[0] 0 0 x", "[1] 1 0 x"], "{}", text(&output.stderr));
+}
+
 /// Waits until all of these processes are gone.
 fn wait_for_end_of(pids: &[String]) {
     let deadline = Instant::now() + LIMIT;

@@ -41,6 +41,11 @@ pub fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
 /// `phalanx run` in an environment without variables that would change it, and with the signals as a terminal has them:
 /// the tests may themselves run in the background or behind `nohup`, where some are ignored.
 pub fn bare() -> Command {
+    command("run")
+}
+
+/// Another subcommand, in the same way.
+pub fn command(subcommand: &str) -> Command {
     let mut command = Command::new("env");
     command.args(["--default-signal=INT,TERM,HUP", env!("CARGO_BIN_EXE_phalanx")]);
     for (name, _) in std::env::vars_os() {
@@ -49,7 +54,7 @@ pub fn bare() -> Command {
             command.env_remove(name);
         }
     }
-    command.arg("run").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.arg(subcommand).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use super::bare;
+use super::{bare, command};
 
 /// Called as ssh is. Its arguments are kept, and hosts whose names begin with `bad` are what OpenSSH says of such ones.
 const STAND_IN: &str = r#"#!/bin/sh
@@ -53,6 +53,17 @@ impl Hosts {
         let mut command = bare();
         command.env("PHALANX_RSH", self.path().join("rsh")).args(["-H", hosts, "--master-addr", "127.0.0.1"]);
         command.args(options).current_dir(self.path());
+        command
+    }
+
+    /// `phalanx launch` on these hosts, of a shell script, which gets its path and the arguments.
+    pub fn launch(&self, hosts: &str, options: &[&str], script: &str, arguments: &[&str]) -> Command {
+        let program = self.path().join("program");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut command = command("launch");
+        command.env("PHALANX_RSH", self.path().join("rsh")).args(["-H", hosts, "--master-addr", "127.0.0.1"]);
+        command.args(options).arg("--").arg(program).args(arguments).current_dir(self.path());
         command
     }
 

@@ -101,10 +101,13 @@ pub enum Exit {
     /// It was killed, because this signal had stopped it for five seconds after another worker had ended well: it would
     /// have held up the end of the job.
     Frozen(Signal),
+    /// It ended itself with code 0, but had left a group whose ranks had made different calls, when no call was left that could return
+    /// the error.
+    Disagreed,
 }
 
 impl Exit {
-    /// Whether it was exit code 0.
+    /// Whether it was exit code 0, of a worker whose calls were those of the other ranks.
     pub fn is_success(self) -> bool {
         self == Self::Code(0)
     }
@@ -123,7 +126,7 @@ impl Exit {
             Self::Code(code) => code,
             // The value may come from another host.
             Self::Signal(signal) => signal.number().saturating_add(128),
-            Self::Lost => 1,
+            Self::Lost | Self::Disagreed => 1,
             Self::Frozen(_) => 128 + Signal::KILL.number(),
         }
     }
@@ -138,6 +141,7 @@ impl fmt::Display for Exit {
                 signal.meaning().map_or(Ok(()), |meaning| write!(f, " ({meaning})"))
             }
             Self::Lost => f.write_str("gone without an exit status"),
+            Self::Disagreed => f.write_str("exit code 0, but its calls were not those of the other ranks"),
             Self::Frozen(signal) => write!(
                 f,
                 "stopped ({signal}) for 5 s when another worker had ended well, and killed; \

@@ -39,6 +39,8 @@ pub enum Control {
     LongWait(LongWait),
     /// What the sender, for which a call has waited for long, is in. Sent to rank 0.
     WaitReport(WaitReport),
+    /// The sender's latest collective, in answer to a goodbye.
+    Latest(Header),
     /// The sender is alive.
     #[serde(skip)]
     Beat,

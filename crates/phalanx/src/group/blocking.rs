@@ -83,7 +83,7 @@ impl ProcessGroup {
     /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
     /// then returns before it can know what the others have called. If they have called something else, such as the same
     /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
-    /// call learns it here. Dropping the last handle only writes what is known by then to standard error.
+    /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy.
     ///
     /// This is a [`barrier`](Self::barrier), and then a drop of this handle. Other handles stay, and so does the group with
     /// them.
@@ -103,6 +103,32 @@ impl ProcessGroup {
         self.in_call(Caller::Close).barrier()
     }
 
+    /// Leaves the group, if this is its last handle, as a drop does, and returns the error if ranks have made different calls and no
+    /// call has returned that before.
+    ///
+    /// A rank that leaves tells its last call to the others, and waits a moment, at most for the time-out between hosts, for theirs. A
+    /// rank that is still busy answers with its latest call. So at least one of two ranks that differ gets the error, and both if
+    /// both have made the call; [`close`](Self::close) waits until all have. A rank that leaves without a call that others have
+    /// made gets it too, and those who have made that call, [`is_peer_left`](Error::is_peer_left).
+    ///
+    /// A drop writes this error to standard error, and leaves it to the launcher: `phalanx run`, `phalanx launch` and
+    /// [`spawn`](crate::spawn) take exit code 0 of such a rank for a failure.
+    ///
+    /// Threads of one process ([`in_process`](Self::in_process)) have no connections to tell it on.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank};
+    /// let group = ProcessGroup::alone()?;
+    /// group.broadcast(&mut [1.0f32], Rank::MAIN)?;
+    /// group.leave()?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn leave(self) -> Result<()> {
+        let health = self.inner.health.clone();
+        drop(self);
+        health.parting().inspect(|_| health.note_returned()).map_or(Ok(()), Err)
+    }
+
     /// The call of a collective on this handle, with the name of the user's call, if there is one.
     pub(super) fn call(&self, operation: Operation, dtype: DType, elements: usize) -> Call {
         Call { caller: self.caller, ..Call::new(operation, dtype, elements) }
@@ -116,14 +142,14 @@ impl ProcessGroup {
         self.begin()?;
         let timeout = self.operation_timeout();
         let trace = &self.inner.trace;
-        self.inner.queue.run(&timeout, |engine| {
+        self.run_in_turn(&timeout, |engine| {
             let begin = trace.is_enabled().then(Instant::now);
             let outcome = engine.collective(call, memory, &timeout);
             if let Some(begin) = begin {
                 trace.complete(Track::Communication, call.to_string(), begin, Instant::now(), &[]);
             }
             outcome
-        })?
+        })
     }
 }
 

@@ -174,7 +174,7 @@ impl ProcessGroup {
     pub(crate) fn tuned(self, tuning: &Tuning, caller: Caller) -> Result<Self> {
         let timeout = self.operation_timeout();
         let call = self.in_call(caller).call(Operation::Barrier, DType::U8, 0);
-        self.inner.queue.run(&timeout, |engine| engine.tune(tuning, call, timeout.deadline()))??;
+        self.run_in_turn(&timeout, |engine| engine.tune(tuning, call, timeout.deadline()))?;
         Ok(self)
     }
 

@@ -317,7 +317,7 @@ impl ProcessGroup {
 
     /// The cause of the group's failure, if it has failed.
     pub fn failure(&self) -> Option<Error> {
-        self.inner.health.cause()
+        self.inner.health.cause().inspect(|_| self.inner.health.note_returned())
     }
 
     /// Ends the group on every rank: pending and later operations fail with `cause`.
@@ -340,6 +340,12 @@ impl ProcessGroup {
         let has_left = |rank: &Rank| needs(*rank) && self.inner.health.has_left(*rank);
         let peer = self.inner.world.ranks().find(has_left)?;
         Some(self.inner.health.peer_left(peer))
+    }
+
+    /// What this rank knows of the group's end, also when it has left.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn health(&self) -> Arc<Health> {
+        self.inner.health.clone()
     }
 
     /// Ends the group because of another rank's failure.
@@ -428,6 +434,16 @@ impl ProcessGroup {
             )));
         }
         self.member(rank)
+    }
+
+    /// Runs `operation` on the engine in its turn, in a call of the program.
+    fn run_in_turn<R>(
+        &self,
+        timeout: &Timeout,
+        operation: impl FnOnce(&mut Engine) -> Result<R>,
+    ) -> Result<R> {
+        let outcome = self.inner.queue.run(timeout, operation).flatten();
+        outcome.inspect_err(|_| self.inner.health.note_returned())
     }
 
     /// Begins an operation. An error if the group has failed.

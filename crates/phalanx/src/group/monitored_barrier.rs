@@ -20,10 +20,10 @@ impl ProcessGroup {
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         self.begin()?;
         let call = Call::new(Operation::MonitoredBarrier, DType::U8, 0);
-        self.inner.queue.run(&self.operation_timeout(), |engine| {
+        self.run_in_turn(&self.operation_timeout(), |engine| {
             let (deadline, others_deadline) =
                 (Deadline::after(timeout), Deadline::after(timeout.saturating_mul(2)));
             engine.monitored_barrier(call, deadline, others_deadline)
-        })?
+        })
     }
 }

@@ -151,7 +151,7 @@ impl ProcessGroup {
     fn on_queue<R>(&self, work: impl FnOnce(&mut Engine, &Timeout) -> Result<R>) -> Result<R> {
         self.begin()?;
         let timeout = self.operation_timeout();
-        self.inner.queue.run(&timeout, |engine| work(engine, &timeout))?
+        self.run_in_turn(&timeout, |engine| work(engine, &timeout))
     }
 
     /// The lengths of all ranks' objects.

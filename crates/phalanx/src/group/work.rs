@@ -103,8 +103,15 @@ impl Work {
     /// The error, if it has failed. [`wait`](Self::wait) returns the same one.
     pub fn error(&self) -> Option<Error> {
         match &*self.slot.state.lock() {
-            WorkState::Done(outcome) => outcome.as_ref().err().cloned(),
+            WorkState::Done(outcome) => outcome.as_ref().err().cloned().inspect(|_| self.note_returned()),
             WorkState::InFlight(_) | WorkState::Taken => None,
+        }
+    }
+
+    /// The program has got the group's error.
+    fn note_returned(&self) {
+        if let Some(group) = &self.group {
+            group.note_returned();
         }
     }
 
@@ -124,7 +131,7 @@ impl Work {
         let mut state = self.slot.state.lock();
         loop {
             match state.take() {
-                Some(outcome) => return outcome,
+                Some(outcome) => return outcome.inspect_err(|_| self.note_returned()),
                 None => self.slot.done.wait(&mut state),
             }
         }
@@ -156,7 +163,7 @@ impl Work {
         let mut late = false;
         loop {
             match state.take() {
-                Some(outcome) => return Ok(outcome),
+                Some(outcome) => return Ok(outcome.inspect_err(|_| self.note_returned())),
                 None if late => break,
                 None => late = self.slot.done.wait_until(&mut state, deadline.instant()).timed_out(),
             }
@@ -172,7 +179,7 @@ impl Future for Work {
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.slot.state.lock();
         if let Some(outcome) = state.take() {
-            return Poll::Ready(outcome);
+            return Poll::Ready(outcome.inspect_err(|_| self.note_returned()));
         }
         match &mut *state {
             WorkState::InFlight(Some(waker)) => waker.clone_from(context.waker()),

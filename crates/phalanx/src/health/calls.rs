@@ -33,8 +33,30 @@ struct CallsState {
     seen: Option<(Sequence, bool)>,
     /// Earlier calls that the others must be told, because a frame has shown that one of them differs.
     untold: Vec<Header>,
-    /// The calls in which peers wait, or after which they have left, if this rank has not reached them.
-    waiting: Vec<(Rank, Header, bool)>,
+    /// The calls that peers have told, if this rank has not reached them.
+    waiting: Vec<(Rank, Header, Told)>,
+    /// The last calls of the peers that have left.
+    lasts: Vec<(Rank, Header)>,
+}
+
+/// Why a peer tells one of its calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    /// It has been in it for a while, or a frame has shown that one like it differs.
+    Waiting,
+    /// It is its latest one when this rank leaves.
+    Latest,
+    /// It is its last one, and the peer leaves.
+    Last,
+}
+
+/// The last call of one rank, which another that has left too has not made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Missing {
+    /// This rank has not made this call of the peer.
+    Here(Rank, Header),
+    /// The peer has not made this call of this rank.
+    There(Rank, Header),
 }
 
 impl Calls {
@@ -97,11 +119,29 @@ impl Calls {
         std::mem::take(&mut self.0.lock().untold)
     }
 
-    /// `peer` waits in the call `theirs`, or made it before; or it is the last one before it left the group.
-    pub(crate) fn hear(&self, peer: Rank, theirs: Header, is_last: bool) {
+    /// `peer` has told its call `theirs`.
+    pub(crate) fn hear(&self, peer: Rank, theirs: Header, told: Told) {
         let mut state = self.0.lock();
         state.waiting.retain(|(known, ..)| *known != peer);
-        state.waiting.push((peer, theirs, is_last));
+        state.waiting.push((peer, theirs, told));
+        if told == Told::Last {
+            state.lasts.push((peer, theirs));
+        }
+    }
+
+    /// When this rank has left: a call that one of the ranks that have left has made, and the other has not. Only a call in which
+    /// a rank waits for nobody can be so.
+    pub(super) fn missing(&self) -> Option<Missing> {
+        let state = self.0.lock();
+        if state.running.is_some() {
+            return None;
+        }
+        let own = state.latest;
+        state.lasts.iter().find_map(|&(peer, theirs)| match own {
+            Some(own) if own.sequence > theirs.sequence => Some(Missing::There(peer, own)),
+            Some(own) if own.sequence == theirs.sequence => None,
+            Some(_) | None => Some(Missing::Here(peer, theirs)),
+        })
     }
 
     /// An error with both calls if this rank, `own`, has made another call where a peer waits.
@@ -109,14 +149,14 @@ impl Calls {
         let mut state = self.0.lock();
         let CallsState { last, waiting, .. } = &mut *state;
         let mut outcome = Ok(());
-        waiting.retain(|&(peer, ref theirs, theirs_is_last)| {
+        waiting.retain(|&(peer, ref theirs, told)| {
             let there = last.get(place(theirs.sequence)).copied().flatten();
             // This rank may still reach it.
             let Some(call) = there.filter(|call| call.sequence >= theirs.sequence) else { return true };
             if call.sequence == theirs.sequence && outcome.is_ok() {
                 // A rank that waits in the same call gets a frame of it, and finds another history itself. Then it tells the
                 // calls before it, of which the first that differs is here.
-                let history = if theirs_is_last { theirs.history } else { call.history };
+                let history = if told == Told::Waiting { call.history } else { theirs.history };
                 let checked = call.check(&Header { history, ..*theirs }, own, peer);
                 outcome =
                     checked.map_err(|error| error.in_operation(call.call.to_string(), Some(call.sequence)));
@@ -165,9 +205,29 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_one_of_two_that_have_left_never_made_is_missing() {
+        let (peer, call) = (Rank::new(2), |sequence| header(Operation::Broadcast, sequence));
+        let calls = Calls::default();
+        assert_eq!(calls.missing(), None);
+        // A rank that stays may still make it.
+        calls.hear(peer, call(0), Told::Latest);
+        assert_eq!(calls.missing(), None);
+        calls.hear(peer, call(0), Told::Last);
+        assert_eq!(calls.missing(), Some(Missing::Here(peer, call(0))));
+        calls.begin(call(0));
+        // It has not ended: another error says more.
+        assert_eq!(calls.missing(), None);
+        calls.end();
+        assert_eq!(calls.missing(), None);
+        calls.begin(call(1));
+        calls.end();
+        assert_eq!(calls.missing(), Some(Missing::There(peer, call(1))));
+    }
+
+    #[test]
     fn another_call_in_the_place_of_a_peers_is_found_before_and_after_it_is_made() {
         let (calls, peer) = (Calls::default(), Rank::new(2));
-        calls.hear(peer, header(Operation::AllGather, 3), false);
+        calls.hear(peer, header(Operation::AllGather, 3), Told::Waiting);
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Broadcast, 3));
         let error = calls.compare(ME).unwrap_err();
@@ -178,13 +238,13 @@ mod tests {
         // It has been reported.
         calls.compare(ME).unwrap();
         // The same call, and one that ended long ago.
-        calls.hear(peer, header(Operation::Broadcast, 3), false);
+        calls.hear(peer, header(Operation::Broadcast, 3), Told::Waiting);
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Barrier, 3 + KEPT as u64));
-        calls.hear(peer, header(Operation::AllGather, 3), false);
+        calls.hear(peer, header(Operation::AllGather, 3), Told::Waiting);
         calls.compare(ME).unwrap();
         // Ahead of this peer by some calls.
-        calls.hear(peer, header(Operation::AllGather, 3 + KEPT as u64), false);
+        calls.hear(peer, header(Operation::AllGather, 3 + KEPT as u64), Told::Waiting);
         assert!(calls.compare(ME).is_err());
     }
 }

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 pub(crate) use phalanx_proto::health::liveness;
 
-use self::calls::Calls;
+use self::calls::{Calls, Missing};
 use self::liveness::ProcessState;
 use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
@@ -65,6 +65,10 @@ pub(crate) struct Health {
     /// What the running calls wait for.
     pub(crate) waits: Waits,
     surroundings: OnceLock<Look>,
+    /// Whether a call has returned the cause of the failure to the program.
+    returned: AtomicBool,
+    /// What this rank has learned when it left: no call is left that could return it.
+    parting: OnceLock<Error>,
 }
 
 struct HealthState {
@@ -109,6 +113,8 @@ impl Health {
             calls: Calls::default(),
             waits: Waits::default(),
             surroundings: OnceLock::new(),
+            returned: AtomicBool::new(false),
+            parting: OnceLock::new(),
         })
     }
 
@@ -137,7 +143,7 @@ impl Health {
     pub(crate) fn describe_wait(&self) -> Option<String> {
         let members = self.members.as_deref();
         let call = self.running().map(|running| in_group(&running.call, running.sequence, members));
-        call.or_else(|| self.waits.awaited_message())
+        call.or_else(|| self.waits.awaited_message(members))
     }
 
     /// A question to the rank that this one waits for, if a call has waited for so long that it is time.
@@ -158,9 +164,13 @@ impl Health {
         let Surroundings { is_announced, elsewhere } =
             self.surroundings.get().map(|look| look()).unwrap_or_default();
         // Messages of this group are no collective.
-        let elsewhere = self.waits.awaited_message().or(elsewhere);
+        let elsewhere = self.waits.awaited_message(self.members.as_deref()).or(elsewhere);
         let own = self.waits.own_state(self.running());
-        waits::answer(waits::OwnState { is_announced, elsewhere, ..own }, wait, self.hosts.len() as u32)
+        let own = waits::OwnState { is_announced, elsewhere, ..own };
+        match waits::answer(own, wait, self.hosts.len() as u32) {
+            Answer::PassOn(next, wait) if !self.waits.passes_on(&wait, next) => Answer::Silence,
+            answer => answer,
+        }
     }
 
     /// Writes a report of a long wait for this rank's user. `awaited` is the rank at the end of the chain of waits.
@@ -187,7 +197,7 @@ impl Health {
     /// Fails the group if this rank has made another call where a peer waits.
     pub(crate) fn compare_calls(&self) {
         if let Err(error) = self.calls.compare(self.rank) {
-            self.fail(error);
+            self.hear(error);
         }
     }
 
@@ -203,14 +213,59 @@ impl Health {
         while !state.announced && !self.changed.wait_until(&mut state, deadline.instant()).timed_out() {}
     }
 
-    /// As [`compare_calls`](Self::compare_calls), when a rank leaves. The program may make no other call that could return the
-    /// error, so this says it: by `say`.
-    pub(crate) fn compare_last_calls(&self, say: impl FnOnce(String)) {
-        if self.has_failed() {
-            return;
+    /// The program has got an error from a call: the cause of the failure, or that of [`part`](Self::part), if there is one.
+    pub(crate) fn note_returned(&self) {
+        if self.has_failed() || self.parting.get().is_some() {
+            self.returned.store(true, Ordering::Relaxed);
         }
-        if let Err(error) = self.calls.compare(self.rank) {
-            say(self.fail(error).to_string());
+    }
+
+    /// This rank has left, and has heard all that the others said: if ranks have made different calls, and no call has returned that to
+    /// the program, it is the error of leaving. Says it by `say`, and leaves it to the launcher.
+    pub(crate) fn part(&self, say: impl FnOnce(String)) {
+        let error = match self.cause() {
+            Some(cause) if cause.is_mismatch() && !self.returned.load(Ordering::Relaxed) => cause,
+            Some(_) => return,
+            None => {
+                let Some(error) = self.calls.missing().map(|missing| self.of_missing(missing)) else {
+                    return;
+                };
+                self.blame(&error);
+                error.at(self.rank, self.host(self.rank))
+            }
+        };
+        say(error.to_string());
+        if self.of_processes {
+            worker_error::disagreed(&error.to_string());
+        }
+        let _ = self.parting.set(error);
+    }
+
+    /// The error of [`part`](Self::part).
+    pub(crate) fn parting(&self) -> Option<Error> {
+        self.parting.get().cloned()
+    }
+
+    /// The same, if it has not been returned to the program.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn unreturned(&self) -> Option<Error> {
+        self.parting().filter(|_| !self.returned.load(Ordering::Relaxed))
+    }
+
+    /// The error if a rank has left without a call that another one has made. Who has made it blames the other.
+    fn of_missing(&self, missing: Missing) -> Error {
+        match missing {
+            Missing::There(peer, own) => self
+                .peer_left(peer)
+                .with_remedy(own.call.remedy_if_left(peer))
+                .in_operation(own.call.to_string(), Some(own.sequence)),
+            Missing::Here(peer, theirs) => Error::mismatch(format!(
+                "rank {peer} ({}) has called {} {}, and this rank has left the group without that call",
+                self.host(peer),
+                theirs.call,
+                theirs.sequence
+            ))
+            .with_remedy("every rank must make the same calls, with the same sizes, in the same order"),
         }
     }
 

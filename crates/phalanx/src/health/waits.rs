@@ -154,6 +154,8 @@ pub(crate) struct Waits {
     schedule: Mutex<Schedule>,
     /// What this rank has written of calls that wait.
     written: Mutex<Written>,
+    /// What this rank has passed on: many ranks may wait for one, whose wait is the same.
+    passed_on: Mutex<Written>,
     /// The thread that watches writes nothing itself: it sends the heartbeats.
     pub aside: Aside,
 }
@@ -195,6 +197,7 @@ impl Default for Waits {
             is_awaiting_message: AtomicBool::new(false),
             schedule: Mutex::default(),
             written: Mutex::default(),
+            passed_on: Mutex::default(),
             aside: Aside::default(),
         }
     }
@@ -232,12 +235,18 @@ impl Waits {
         self.is_awaiting_message.store(peer.is_some(), Ordering::Relaxed);
     }
 
-    /// The message that a call waits for, as its user calls it.
-    pub(crate) fn awaited_message(&self) -> Option<String> {
-        let peer = self.message.load(Ordering::Relaxed);
-        let text = if peer & 1 == 1 { "recv from" } else { "send to" };
+    /// The message that a call waits for, as its user calls it. In a group of some ranks, `members` are their numbers in the first one,
+    /// which is what all others know.
+    pub(crate) fn awaited_message(&self, members: Option<&[Rank]>) -> Option<String> {
+        let message = self.message.load(Ordering::Relaxed);
+        let text = if message & 1 == 1 { "recv from" } else { "send to" };
+        let peer = message >> 1;
+        let member = members.and_then(|members| members.get(usize::try_from(peer).ok()?));
         let is_awaited = self.is_awaiting_message.load(Ordering::Relaxed);
-        is_awaited.then(|| format!("{text} rank {}", peer >> 1))
+        is_awaited.then(|| match member {
+            Some(member) => format!("{text} global rank {member}"),
+            None => format!("{text} rank {peer}"),
+        })
     }
 
     /// The call that has waited in shared memory for a while.
@@ -269,10 +278,20 @@ impl Waits {
 
     /// Whether a line about `rank`, which `wait` ends at, is to be written: many ranks may wait for one.
     pub(crate) fn is_new(&self, wait: &LongWait, rank: Rank) -> bool {
-        let delay =
-            REPORT_DELAYS.iter().filter(|delay| delay.as_secs() <= u64::from(wait.seconds)).count() as u32;
-        self.written.lock().admits((wait.call.sequence, rank, delay), Instant::now())
+        self.written.lock().admits(line(wait, rank), Instant::now())
     }
+
+    /// Whether `wait`, or another rank's in the same call, has not been passed on to `next` yet.
+    pub(crate) fn passes_on(&self, wait: &LongWait, next: Rank) -> bool {
+        self.passed_on.lock().admits(line(wait, next), Instant::now())
+    }
+}
+
+/// What distinguishes a line about `rank`, at which `wait` ends, from others.
+fn line(wait: &LongWait, rank: Rank) -> (Sequence, Rank, u32) {
+    let seconds = u64::from(wait.seconds);
+    let delay = REPORT_DELAYS.iter().filter(|delay| delay.as_secs() <= seconds).count() as u32;
+    (wait.call.sequence, rank, delay)
 }
 
 /// The call `call` of another group whose ranks are `members` in the first group.
@@ -383,6 +402,26 @@ mod tests {
         assert_eq!(answer(moving, wait(), 4), Answer::Silence);
         let ended = OwnState { last: Some(Sequence(9)), ..OwnState::default() };
         assert_eq!(answer(ended, wait(), 4), called);
+    }
+
+    #[test]
+    fn what_many_ranks_ask_is_passed_on_once() {
+        let (waits, next) = (Waits::default(), Rank::new(2));
+        let of = |origin, seconds| LongWait { origin: Rank::new(origin), seconds, ..wait() };
+        let asked = [of(3, 5), of(4, 5), of(3, 6), of(5, 15)];
+        assert_eq!(asked.map(|wait| waits.passes_on(&wait, next)), [true, false, false, true]);
+    }
+
+    #[test]
+    fn a_message_in_a_group_of_some_ranks_is_named_by_the_first_group() {
+        let waits = Waits::default();
+        assert_eq!(waits.awaited_message(None), None);
+        waits.message(Some((Rank::new(1), true)));
+        assert_eq!(waits.awaited_message(None).as_deref(), Some("recv from rank 1"));
+        let members = [Rank::new(2), Rank::new(5)];
+        assert_eq!(waits.awaited_message(Some(&members)).as_deref(), Some("recv from global rank 5"));
+        waits.message(Some((Rank::MAIN, false)));
+        assert_eq!(waits.awaited_message(Some(&members)).as_deref(), Some("send to global rank 2"));
     }
 
     #[test]

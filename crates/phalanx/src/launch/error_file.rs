@@ -13,6 +13,8 @@ use std::time::{Duration, SystemTime};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 
+use crate::worker_error::Ended;
+
 /// The longest message that is taken from a worker.
 const MAX: u64 = 64 * 1024;
 
@@ -23,8 +25,8 @@ const PANIC_EXIT_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkerError {
     pub(super) message: String,
-    /// Whether it is a panic. It may have been caught.
-    pub(super) panicked: bool,
+    /// What has ended it. A panic may have been caught.
+    pub(super) ended: Ended,
 }
 
 /// The launcher's side of a worker's error file.
@@ -55,10 +57,12 @@ impl ErrorFile {
         parse(&self.bytes()?)
     }
 
-    /// Whether it reports an error with which the worker is about to end. A panic of some time ago was caught.
+    /// Whether it reports an error with which the worker is about to end. A panic of some time ago was caught, and a program that has
+    /// left a group may go on for long.
     pub(super) fn announces_an_end(&mut self) -> bool {
-        self.read()
-            .is_some_and(|error| !error.panicked || self.age().is_none_or(|age| age < PANIC_EXIT_LIMIT))
+        self.read().is_some_and(|error| {
+            error.ended == Ended::ByError || self.age().is_none_or(|age| age < PANIC_EXIT_LIMIT)
+        })
     }
 
     /// How long ago it was written, if that is known.
@@ -96,8 +100,13 @@ fn parse(bytes: &[u8]) -> Option<WorkerError> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
     let outer = value.get("message")?;
     let message = outer.as_str().or_else(|| outer.get("message")?.as_str())?.trim();
-    let panicked = outer.pointer("/extraInfo/panicked").and_then(Value::as_bool).unwrap_or(false);
-    (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), panicked })
+    let is = |what| outer.pointer(what).and_then(Value::as_bool).unwrap_or(false);
+    let ended = match (is("/extraInfo/panicked"), is("/extraInfo/disagreed")) {
+        (true, _) => Ended::ByPanic,
+        (false, true) => Ended::InDisagreement,
+        (false, false) => Ended::ByError,
+    };
+    (!message.is_empty()).then(|| WorkerError { message: message.to_owned(), ended })
 }
 
 /// For [`fuzzing`](crate::fuzzing): what a worker has left.
@@ -115,25 +124,28 @@ mod tests {
 
     use crate::worker_error::write_to;
 
-    fn error(message: &str, panicked: bool) -> WorkerError {
-        WorkerError { message: message.to_owned(), panicked }
+    fn error(message: &str, ended: Ended) -> WorkerError {
+        WorkerError { message: message.to_owned(), ended }
     }
 
     #[test]
     fn a_message_comes_through() {
         let mut file = ErrorFile::create().unwrap();
         assert_eq!(file.read(), None);
-        write_to(&file.path(), "panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", true).unwrap();
-        assert_eq!(file.read().unwrap(), error("panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", true));
-        write_to(&file.path(), "short", false).unwrap();
-        assert_eq!(file.read().unwrap(), error("short", false));
+        write_to(&file.path(), "panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", Ended::ByPanic).unwrap();
+        assert_eq!(
+            file.read().unwrap(),
+            error("panicked at a.rs:1:2: loss is \"NaN\"\nat step 3", Ended::ByPanic)
+        );
+        write_to(&file.path(), "short", Ended::ByError).unwrap();
+        assert_eq!(file.read().unwrap(), error("short", Ended::ByError));
     }
 
     #[test]
     fn a_panic_of_long_ago_announces_no_end_but_an_error_does() {
         let mut file = ErrorFile::create().unwrap();
         assert!(!file.announces_an_end());
-        write_to(&file.path(), "panicked at a.rs:1:2", true).unwrap();
+        write_to(&file.path(), "panicked at a.rs:1:2", Ended::ByPanic).unwrap();
         assert!(file.announces_an_end());
         let age = |file: &ErrorFile| {
             let ErrorFile::Memory(file) = file else { return };
@@ -141,7 +153,7 @@ mod tests {
         };
         age(&file);
         assert!(!file.announces_an_end());
-        write_to(&file.path(), "no data", false).unwrap();
+        write_to(&file.path(), "no data", Ended::ByError).unwrap();
         age(&file);
         assert!(file.announces_an_end());
     }
@@ -160,7 +172,7 @@ mod tests {
 
     #[test]
     fn other_writers_are_understood_and_nonsense_is_not() {
-        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), error("plain", false));
+        assert_eq!(parse(br#"{"message": "plain"}"#).unwrap(), error("plain", Ended::ByError));
         for nonsense in
             [&b""[..], b"{", b"[]", br#"{"message": 3}"#, br#"{"message": {"message": " "}}"#, b"\xff"]
         {

@@ -24,7 +24,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::rank::Rank;
-use crate::worker_error::{BLAME_FILE, ERROR_FILE};
+use crate::worker_error::{BLAME_FILE, ERROR_FILE, Ended};
 
 /// How much of its standard error is kept for the report.
 const TAIL_LINES: usize = 20;
@@ -182,8 +182,10 @@ impl Worker {
             },
             Err(_) => Exit::Lost,
         };
-        self.ended = Some((exit, self.started.elapsed()));
         self.error = self.error_file.as_mut().and_then(ErrorFile::read);
+        let has_disagreed = self.error.as_ref().is_some_and(|error| error.ended == Ended::InDisagreement);
+        let exit = if has_disagreed && exit.is_success() { Exit::Disagreed } else { exit };
+        self.ended = Some((exit, self.started.elapsed()));
         self.blames = self.blame_file.as_mut().and_then(ErrorFile::read_rank);
         Some(exit)
     }
@@ -276,7 +278,11 @@ impl Worker {
 
     pub(super) fn failure(&self, node: u32) -> Failure {
         let (exit, after) = self.ended.unwrap_or((Exit::Lost, self.started.elapsed()));
-        let error = self.error.as_ref().filter(|error| !error.panicked || exit.may_be_a_panics());
+        let error = self.error.as_ref().filter(|error| match error.ended {
+            Ended::ByError => true,
+            Ended::ByPanic => exit.may_be_a_panics(),
+            Ended::InDisagreement => exit == Exit::Disagreed,
+        });
         Failure {
             rank: self.rank,
             host: host::name(),

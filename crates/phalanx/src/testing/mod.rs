@@ -35,7 +35,8 @@ impl Fabric {
 }
 
 /// Runs `rank` once for each rank of a world of `world`, each on its own thread. Returns their results, by
-/// rank. If a rank panics, so does the caller.
+/// rank. If a rank panics, so does the caller; and if a rank leaves the group by a drop, and learns then that others have made
+/// other calls, which no call has returned.
 ///
 /// ```
 /// use phalanx::testing::{Fabric, run};
@@ -44,7 +45,7 @@ impl Fabric {
 /// ```
 ///
 /// # Panics
-/// If the world cannot be built.
+/// If the world cannot be built, and as above.
 pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R + Sync) -> Vec<R> {
     run_with(world, fabric, Credentials::none(), rank)
 }
@@ -64,12 +65,17 @@ pub fn run_with<R: Send>(
         Ok(groups) => groups,
         Err(error) => panic!("a world of {world} over {fabric:?}: {error}"),
     };
-    std::thread::scope(|scope| {
+    let ends: Vec<_> = groups.iter().map(ProcessGroup::health).collect();
+    let outcomes = std::thread::scope(|scope| {
         let rank = &rank;
         let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
         let outcomes = ranks.into_iter().map(|rank| rank.join());
         outcomes.map(|outcome| outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    })
+    });
+    match ends.iter().find_map(|end| end.unreturned()) {
+        Some(error) => panic!("{error}"),
+        None => outcomes,
+    }
 }
 
 /// The groups of all ranks, by rank.

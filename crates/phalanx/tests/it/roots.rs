@@ -108,6 +108,29 @@ fn every_rank_hears_of_different_roots_between_threads() {
     }
 }
 
+/// The call is the last one, and the ranks leave without waiting for each other.
+#[test]
+fn who_leaves_after_another_root_hears_of_it() {
+    for (name, operation) in OPERATIONS {
+        for (roots, fabric) in [Fabric::Tcp, Fabric::TwoHosts]
+            .into_iter()
+            .flat_map(|fabric| WORLDS.iter().map(move |roots| (roots, fabric)))
+        {
+            let outcomes = run(roots.len() as u32, fabric, |group| {
+                let root = group.world_size().rank(roots[group.rank().index()])?;
+                operation(&group.with_timeout(Duration::from_secs(60)), root)?;
+                group.leave()
+            });
+            let what = format!("{name} with the roots {roots:?} over {fabric:?}: {outcomes:?}");
+            let is_mismatch = |outcome: &Result<()>| outcome.as_ref().is_err_and(phalanx::Error::is_mismatch);
+            match roots.iter().all(|root| *root == roots[0]) {
+                true => assert!(outcomes.iter().all(Result::is_ok), "{what}"),
+                false => assert!(outcomes.iter().all(is_mismatch), "{what}"),
+            }
+        }
+    }
+}
+
 /// After the call that differs, a rank hears nothing from the one whose frame it has not read.
 #[test]
 fn a_call_in_which_ranks_differed_is_found_in_any_later_one() {

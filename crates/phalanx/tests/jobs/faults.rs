@@ -49,6 +49,8 @@ pub const PRIVILEGED: &[(&str, fn())] = &[
     ("connections_are_reset", || between_hosts("was lost", Network::reset)),
     ("a_process_of_another_host_is_frozen", a_process_of_another_host_is_frozen),
     ("a_disk_is_full_where_ranks_meet", a_disk_is_full_where_ranks_meet),
+    ("small_packets_carry_large_data", small_packets_carry_large_data),
+    ("a_loopback_that_is_down_is_named", a_loopback_that_is_down_is_named),
 ];
 
 /// What this program does as a rank.
@@ -56,6 +58,7 @@ pub fn play(scenario: &str) {
     let outcome = match scenario {
         "train" => train(),
         "meet" => meet(),
+        "sum" => sum(),
         other => panic!("no scenario {other}"),
     };
     if let Err(error) = outcome {
@@ -119,6 +122,16 @@ fn meet() -> phalanx::Result<()> {
         std::thread::sleep(LIMIT);
     }
     rendezvous::from_env(LIMIT * 10).map(drop)
+}
+
+/// One sum of more data than any buffer between has.
+fn sum() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let mut data = vec![group.rank().get() as f32 + 1.0; 4 << 20];
+    group.all_reduce(&mut data, ReduceOp::Sum)?;
+    let world = group.world_size().get() as f32;
+    assert!(data.iter().all(|sum| *sum == world * (world + 1.0) / 2.0));
+    group.leave()
 }
 
 fn strike(fault: &str) {
@@ -245,6 +258,29 @@ fn a_process_of_another_host_is_frozen() {
     let (code, error) = &outcomes[0];
     assert_eq!(*code, Some(3), "{error}");
     assert!(error.contains("blames 1") && error.contains("its process is frozen"), "{error}");
+}
+
+/// 576 is the least that every host on the Internet takes.
+fn small_packets_carry_large_data() {
+    for mtu in [576, 1280] {
+        let network = Network::new();
+        network.set_mtu(mtu);
+        let ranks = network.start("faults::sum", 4, &[]);
+        let (outcomes, _) = ranks.end();
+        assert!(
+            outcomes.iter().all(|(code, said)| *code == Some(0) && said.is_empty()),
+            "{mtu}: {outcomes:?}"
+        );
+    }
+}
+
+fn a_loopback_that_is_down_is_named() {
+    let network = Network::without_loopback();
+    let ranks = network.start_on_loopback("faults::sum", 2, &[]);
+    let (outcomes, _) = ranks.end();
+    for (code, said) in &outcomes {
+        assert!(*code == Some(1) && said.contains("ip link set lo up"), "{outcomes:?}");
+    }
 }
 
 fn a_disk_is_full_where_ranks_meet() {

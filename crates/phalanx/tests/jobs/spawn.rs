@@ -1,7 +1,7 @@
 //! `phalanx::spawn` with real processes. This program runs itself once for each scenario, and looks at what comes out.
 
 use std::io::{BufRead, BufReader, Read};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -30,6 +30,8 @@ pub const TESTS: &[(&str, fn())] = &[
     ("ctrl_c_ends_all", ctrl_c_ends_all),
     ("a_signal_that_the_program_ignores_ends_the_workers_alone", an_ignored_signal_ends_the_workers),
     ("calls_are_told_apart", calls_are_told_apart),
+    ("ranks_that_leave_after_other_calls_fail_the_job", ranks_that_leave_after_other_calls_fail_the_job),
+    ("who_leaves_well_fails_no_job", who_leaves_well_fails_no_job),
     ("misuse_is_refused", misuse_is_refused),
     ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
     ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
@@ -79,6 +81,7 @@ pub fn play(scenario: &str) {
             wait_for_ever()
         }),
         "culprit" => phalanx::spawn(std::env::var(WORLD).unwrap().parse().unwrap(), train),
+        "leave" => phalanx::spawn(2, leave),
         "both" => phalanx::spawn(2, || Err("x".repeat(2000))),
         "daemon" => phalanx::spawn(1, || -> Result<(), String> {
             println!("{}", daemon());
@@ -176,6 +179,87 @@ fn train() -> phalanx::Result<()> {
         group.all_reduce(&mut data, phalanx::ReduceOp::Avg)?;
     }
     Ok(())
+}
+
+/// Two ranks, each as on a host of its own, whose last call is a broadcast.
+fn leave() -> phalanx::Result<()> {
+    let own: u32 = std::env::var("RANK").unwrap().parse().unwrap();
+    if std::env::var_os("PHALANX_HOST_ID").is_none() {
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        panic!("{}", again.env("PHALANX_HOST_ID", format!("host {own}")).exec());
+    }
+    let group = phalanx::init()?;
+    let own = group.rank();
+    let mut data = [own.get() as f32; 4];
+    group.all_reduce(&mut data, phalanx::ReduceOp::Sum)?;
+    match std::env::var(HOW).unwrap().as_str() {
+        "return" => group.broadcast(&mut data, own)?,
+        "exit" => {
+            group.broadcast(&mut data, own)?;
+            drop(group);
+            std::process::exit(0);
+        }
+        "dropped work" => drop(group.broadcast_async(group.alloc(phalanx::DType::F32, 4)?, own)?),
+        "another handle" => {
+            group.broadcast(&mut data, own)?;
+            let other = group.clone();
+            drop(group);
+            return other.leave();
+        }
+        // Rank 0 makes a call that rank 1 does not make.
+        "missing" if own.is_main() => group.broadcast(&mut data, own)?,
+        "missing" => {}
+        "late" => {
+            group.broadcast(&mut data, own)?;
+            // It is busy when rank 0 leaves.
+            std::thread::sleep(Duration::from_secs(u64::from(own.get())));
+        }
+        "well" => group.broadcast(&mut data, phalanx::Rank::MAIN)?,
+        "well, dropped" => {
+            drop(group.broadcast_async(group.alloc(phalanx::DType::F32, 4)?, phalanx::Rank::MAIN)?)
+        }
+        "heard" => {
+            group.broadcast(&mut data, own)?;
+            assert!(group.barrier().unwrap_err().is_mismatch());
+        }
+        "well, late" => {
+            group.broadcast(&mut data, phalanx::Rank::new(1))?;
+            std::thread::sleep(Duration::from_secs(u64::from(own.get())));
+        }
+        // Rank 1 ends before a call of rank 0.
+        "error" if own.is_main() => group.broadcast(&mut data, own)?,
+        "error" => return Err(phalanx::Error::aborted("no data")),
+        "kill" if own.is_main() => group.broadcast(&mut data, own)?,
+        "kill" => kill_process(getpid(), Signal::KILL).unwrap(),
+        other => panic!("no way {other}"),
+    }
+    Ok(())
+}
+
+fn ranks_that_leave_after_other_calls_fail_the_job() {
+    let both = "rank 0 calls broadcast(4 x f32, root 0) #1, rank 1 calls broadcast(4 x f32, root 1) #1";
+    for how in ["return", "exit", "dropped work", "another handle", "late", "missing"] {
+        let (_, out, err) = run(program("leave").env(HOW, how));
+        assert!(out.starts_with("worker_failure=true"), "{how}: {out}{err}");
+        let reversed =
+            "rank 1 calls broadcast(4 x f32, root 1) #1, rank 0 calls broadcast(4 x f32, root 0) #1";
+        let says = |text: &str| text.contains(both) || text.contains(reversed) || how == "missing";
+        assert!(says(&out) && says(&err), "{how}: {out}{err}");
+        // The launcher may end one of them before it has said it.
+        assert!(err.contains("#1"), "{how}: {err}");
+    }
+    let (_, out, _) = run(program("leave").env(HOW, "error"));
+    assert!(out.contains("peer=Some(1)") && out.contains("no data"), "{out}");
+    let (_, out, _) = run(program("leave").env(HOW, "kill"));
+    assert!(out.contains("peer=Some(1)") && out.contains("SIGKILL"), "{out}");
+}
+
+fn who_leaves_well_fails_no_job() {
+    for how in ["well", "well, dropped", "well, late", "heard"] {
+        let (_, out, err) = run(program("leave").env(HOW, how));
+        assert_eq!(out, "Ok\n", "{how}: {err}");
+        assert_eq!(err, "", "{how}");
+    }
 }
 
 fn who_failed_first_is_named_however_it_failed() {

@@ -135,6 +135,7 @@ impl Messages {
         if shared.health.has_failed() {
             // If the worker has panicked, it no longer reads the queue.
             drop(queue);
+            shared.health.note_returned();
             return Err(shared.health.cause().unwrap_or_else(|| Error::aborted("the group has failed")));
         }
         let works = ops.into_iter().map(|op| match op {
@@ -294,7 +295,9 @@ impl Shared {
     }
 
     fn fail(&self, error: Error, call: Call, ticket: u64) -> Error {
-        self.health.fail_operation(error, call, Sequence(ticket))
+        let cause = self.health.fail_operation(error, call, Sequence(ticket));
+        self.health.note_returned();
+        cause
     }
 
     /// The error if a peer has not answered by the deadline.

@@ -474,9 +474,9 @@ fn connect(
     has_become_own: &(dyn Fn() -> bool + Sync),
 ) -> Result<TcpStore> {
     let address = here.map_or_else(|| cluster.endpoint(), |address| address.to_string());
-    // One to read the log, one to write, and one whose end says that this launcher has ended. A launcher that serves the store needs
+    // Two to read the log, one to write, and one whose end says that this launcher has ended. A launcher that serves the store needs
     // no more time for another.
-    let connections = if here.is_some() { 1 } else { 3 };
+    let connections = if here.is_some() { 1 } else { 4 };
     let goes_on = &|| !replica.view().is_closing() && !has_become_own();
     let silence = SILENCE_LIMIT.max(cluster.silence());
     let patience = Patience { silence, goes_on, connections };

@@ -20,24 +20,27 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
 use super::connection::Connection;
-use super::watch::Watch;
+use super::watch::{Buffered, Watch};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
+use crate::health::calls::Told;
 use crate::health::liveness::listened_to;
 use crate::notice::warn;
 use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
+use crate::wire::frame::Header;
 use crate::world_size::WorldSize;
 
 /// Watches the control connections until it is dropped; then it sends a goodbye.
 pub(crate) struct Monitor {
     /// Closing this end wakes the thread, which holds the other.
     stop: Option<UnixStream>,
-    thread: Option<JoinHandle<()>>,
+    /// It leaves what it has read of messages that were not complete, by rank.
+    thread: Option<JoinHandle<Vec<Vec<u8>>>>,
     connections: Arc<Connections>,
     health: Arc<Health>,
     silent: Arc<SilentHosts>,
@@ -139,9 +142,10 @@ impl Monitor {
             .name(format!("phalanx-watch-{rank}"))
             .spawn(move || {
                 let watch = Watch::new((rank, world), &watched, &watching, heartbeat, &stopped);
-                if let Err(error) = watch.and_then(Watch::run) {
+                watch.and_then(Watch::run).unwrap_or_else(|error| {
                     watching.fail(error);
-                }
+                    Vec::new()
+                })
             })
             .map_err(|error| {
                 Error::not_started(
@@ -157,11 +161,9 @@ impl Monitor {
 impl Drop for Monitor {
     fn drop(&mut self) {
         drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
-            let _ = thread.join();
-        }
-        self.health.compare_last_calls(warn);
+        // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
+        let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
+        self.health.compare_calls();
         if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
             self.connections.tell(&Control::Last(last), |_| true);
         }
@@ -174,9 +176,17 @@ impl Drop for Monitor {
         };
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
-        let unanswered = self.connections.leave(Deadline::after(grace), is_awaited);
+        let mut parting = Parting { connections: &self.connections, health: &self.health, unread };
+        let last = self.health.calls.latest().filter(|_| !self.health.has_failed());
+        let awaits_near = last.is_some_and(|last| last.call.root.is_some());
+        let deadline = Deadline::after(grace);
+        let unanswered = self
+            .connections
+            .leave(deadline, awaits_near, is_awaited, |connection| parting.has_ended(connection));
         if !grace.is_zero() {
             self.silent.remember(unanswered.into_iter());
+            self.health.compare_calls();
+            self.health.part(warn);
         }
         self.connections.shut();
     }
@@ -198,21 +208,34 @@ impl Connections {
 
     /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
     /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
-    /// host there is nothing to wait for: what is sent there has arrived. Returns the hosts that have not answered by the deadline.
-    fn leave(&self, deadline: Deadline, is_awaited: impl Fn(IpAddr) -> bool) -> HashSet<IpAddr> {
+    /// host what is sent has arrived, and there is only something to wait for if `awaits_near`: which calls the others have made.
+    /// `has_ended` reads what comes. Returns the hosts that have not answered by the deadline.
+    fn leave(
+        &self,
+        deadline: Deadline,
+        awaits_near: bool,
+        is_awaited: impl Fn(IpAddr) -> bool,
+        has_ended: impl FnMut(&Connection) -> bool,
+    ) -> HashSet<IpAddr> {
+        let near = self.control.iter().flatten().filter(|one| awaits_near && one.is_within_host());
         let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
-        let far = all.filter(|connection| !connection.is_within_host());
+        let all = all.filter(|connection| !connection.is_within_host()).chain(near);
         let is_awaited = |connection: &&Connection| connection.host().is_some_and(&is_awaited);
-        let (awaited, others): (Vec<_>, Vec<_>) = far.partition(is_awaited);
+        let (awaited, others): (Vec<_>, Vec<_>) = all.partition(is_awaited);
         others.into_iter().for_each(Connection::finish_sending);
-        finish(awaited, deadline).into_iter().filter_map(Connection::host).collect()
+        finish(awaited, deadline, has_ended).into_iter().filter_map(Connection::host).collect()
     }
 
-    /// `peer` has left, and reads nothing more: it waits until this rank sends nothing more.
-    pub(super) fn answer_goodbye(&self, peer: Rank) {
+    /// `peer` has left, and waits until this rank sends nothing more. It can still compare its calls with this rank's `latest` one.
+    pub(super) fn answer_goodbye(&self, peer: Rank, latest: Option<Header>) {
+        if let Some(latest) = latest {
+            self.tell(&Control::Latest(latest), |other| other == peer);
+        }
         for connections in [&self.control, &self.data, &self.messages] {
             let connection = connections.get(peer.index()).and_then(Option::as_ref);
-            connection.into_iter().filter(|one| !one.is_within_host()).for_each(Connection::finish_sending);
+            let has_to_end =
+                |one: &&Connection| std::ptr::eq(connections, &self.control) || !one.is_within_host();
+            connection.into_iter().filter(has_to_end).for_each(Connection::finish_sending);
         }
     }
 
@@ -232,12 +255,61 @@ impl Connections {
     }
 }
 
+/// What a rank that leaves still hears: which calls the others have made.
+struct Parting<'a> {
+    connections: &'a Connections,
+    health: &'a Health,
+    /// Of messages that are not complete, by rank.
+    unread: Vec<Vec<u8>>,
+}
+
+impl Parting<'_> {
+    /// Reads what has come. Returns whether the peer will send nothing more.
+    fn has_ended(&mut self, connection: &Connection) -> bool {
+        let is_this =
+            |control: &Option<Connection>| control.as_ref().is_some_and(|one| std::ptr::eq(one, connection));
+        let peer = self.connections.control.iter().position(is_this);
+        let Some(peer) = peer.filter(|peer| *peer < self.unread.len()) else { return connection.has_ended() };
+        let mut received = Buffered { bytes: std::mem::take(&mut self.unread[peer]) };
+        let has_ended = received.fill(connection).is_err();
+        while let Ok(Some(message)) = received.next() {
+            self.hear(Rank::new(peer as u32), message);
+        }
+        self.unread[peer] = received.bytes;
+        has_ended
+    }
+
+    fn hear(&self, peer: Rank, message: Control) {
+        match message {
+            Control::Waiting(call) => self.health.calls.hear(peer, call, Told::Waiting),
+            Control::Latest(call) => self.health.calls.hear(peer, call, Told::Latest),
+            Control::Last(call) => self.health.calls.hear(peer, call, Told::Last),
+            // Whatever else fails from now on, this rank has left before.
+            Control::Failure(notice) => {
+                let error = notice.into_error(peer, self.health.host(peer));
+                if error.is_mismatch() {
+                    self.health.hear(error);
+                }
+            }
+            Control::Beat
+            | Control::Goodbye
+            | Control::Watching(_)
+            | Control::LongWait(_)
+            | Control::WaitReport(_) => {}
+        }
+    }
+}
+
 /// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed. Returns
-/// those on which more may come.
-fn finish(mut open: Vec<&Connection>, deadline: Deadline) -> Vec<&Connection> {
+/// those on which more may come. `has_ended` reads one of them.
+fn finish(
+    mut open: Vec<&Connection>,
+    deadline: Deadline,
+    mut has_ended: impl FnMut(&Connection) -> bool,
+) -> Vec<&Connection> {
     open.iter().for_each(|connection| connection.finish_sending());
     loop {
-        open.retain(|connection| !connection.has_ended());
+        open.retain(|connection| !has_ended(connection));
         let remaining = deadline.remaining();
         if open.is_empty() || remaining.is_zero() {
             return open;
@@ -299,7 +371,7 @@ mod tests {
                     Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
                 }
             }
-            finish(vec![&own], Deadline::after(Duration::from_secs(60)));
+            finish(vec![&own], Deadline::after(Duration::from_secs(60)), Connection::has_ended);
             drop(own);
             let all = reading.join().unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
@@ -313,12 +385,13 @@ mod tests {
         let ((own, _peer), (other, gone)) = (pair(), pair());
         drop(gone);
         let begun = Instant::now();
-        let unanswered = finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)));
+        let unanswered =
+            finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)), Connection::has_ended);
         assert!(matches!(unanswered.as_slice(), [one] if std::ptr::eq(*one, &own)));
         assert!(begun.elapsed() >= Duration::from_millis(50));
         // One that has gone is not waited for at all.
         let begun = Instant::now();
-        finish(vec![&other], Deadline::after(Duration::from_secs(3600)));
+        finish(vec![&other], Deadline::after(Duration::from_secs(3600)), Connection::has_ended);
         assert!(begun.elapsed() < Duration::from_secs(600));
     }
 

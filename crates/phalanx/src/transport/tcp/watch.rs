@@ -20,7 +20,7 @@ use super::control::Connections;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::calls::LOOK_INTERVAL;
+use crate::health::calls::{LOOK_INTERVAL, Told};
 use crate::health::liveness::{Liveness, ProcessState, Silence};
 use crate::health::waits::Answer;
 use crate::network::Network;
@@ -62,8 +62,7 @@ pub(super) struct Watch<'a> {
 /// One peer's control connection.
 #[derive(Default)]
 struct Peer {
-    /// Received bytes that are not a whole message yet.
-    bytes: Vec<u8>,
+    received: Buffered,
     /// Its first message, after which it accepts heartbeats.
     introduction: Option<Introduction>,
     /// Whether the two exchange heartbeats.
@@ -94,8 +93,8 @@ impl<'a> Watch<'a> {
         Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
     }
 
-    /// Watches until `stopped` is closed at its other end.
-    pub(super) fn run(mut self) -> Result<()> {
+    /// Watches until `stopped` is closed at its other end. Returns what it has read of messages that are not complete, by rank.
+    pub(super) fn run(mut self) -> Result<Vec<Vec<u8>>> {
         let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
         let mut looks = Instant::now() + LOOK_INTERVAL;
         loop {
@@ -104,7 +103,9 @@ impl<'a> Watch<'a> {
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| beats.min(looks));
             let ready = match self.wait((!over).then_some(next))? {
-                Woken::Stopped => return Ok(()),
+                Woken::Stopped => {
+                    return Ok(self.peers.into_iter().map(|peer| peer.received.bytes).collect());
+                }
                 Woken::By(ready) => ready,
             };
             self.read(ready);
@@ -168,7 +169,7 @@ impl<'a> Watch<'a> {
             let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
             let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
             self.liveness.heard(rank, now);
-            if let Err(reason) = peer.fill(stream) {
+            if let Err(reason) = peer.received.fill(stream) {
                 peer.closed = true;
                 // It would be ready again and again.
                 let _ = epoll::delete(&self.epoll, stream);
@@ -180,18 +181,23 @@ impl<'a> Watch<'a> {
                     Control::Goodbye => {
                         peer.said_goodbye = true;
                         self.health.left(rank);
-                        self.connections.answer_goodbye(rank);
+                        let latest = self.health.calls.latest().filter(|_| !self.health.has_failed());
+                        self.connections.answer_goodbye(rank, latest);
                     }
                     Control::Failure(notice) => {
-                        self.health.fail(notice.into_error(rank, self.health.host(rank)));
+                        self.health.hear(notice.into_error(rank, self.health.host(rank)));
                     }
                     Control::Waiting(call) => {
-                        self.health.calls.hear(rank, call, false);
+                        self.health.calls.hear(rank, call, Told::Waiting);
                         self.health.compare_calls();
                     }
                     Control::Last(call) => {
-                        self.health.calls.hear(rank, call, true);
-                        self.health.compare_last_calls(|what| self.health.warn_aside(what));
+                        self.health.calls.hear(rank, call, Told::Last);
+                        self.health.compare_calls();
+                    }
+                    Control::Latest(call) => {
+                        self.health.calls.hear(rank, call, Told::Latest);
+                        self.health.compare_calls();
                     }
                     Control::LongWait(wait) => waits.push(wait),
                     Control::WaitReport(report) => self.health.write_report(&report, rank),
@@ -326,9 +332,15 @@ enum Woken {
     By(Vec<Rank>),
 }
 
-impl Peer {
+/// Received bytes that are not a whole message yet.
+#[derive(Default)]
+pub(super) struct Buffered {
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Buffered {
     /// Reads what has arrived. An error says how the connection ended.
-    fn fill(&mut self, stream: &Connection) -> Result<(), String> {
+    pub(super) fn fill(&mut self, stream: &Connection) -> Result<(), String> {
         let mut chunk = [0; 1024];
         // At most one and a half messages are buffered.
         while self.bytes.len() <= PREFIX + MAX_BODY {
@@ -343,18 +355,21 @@ impl Peer {
         Ok(())
     }
 
+    /// The first message, if it is complete. After an error nothing more can be read.
+    pub(super) fn next(&mut self) -> Result<Option<Control>> {
+        let Some((message, used)) = control::decode(&self.bytes).inspect_err(|_| self.bytes.clear())? else {
+            return Ok(None);
+        };
+        self.bytes.drain(..used);
+        Ok(Some(message))
+    }
+}
+
+impl Peer {
     fn next(&mut self, peer: Rank, health: &Health) -> Option<Control> {
-        match control::decode(&self.bytes) {
-            Ok(Some((message, used))) => {
-                self.bytes.drain(..used);
-                Some(message)
-            }
-            Ok(None) => None,
-            Err(error) => {
-                self.bytes.clear();
-                health.fail(error.with_peer(peer));
-                None
-            }
-        }
+        self.received.next().unwrap_or_else(|error| {
+            health.fail(error.with_peer(peer));
+            None
+        })
     }
 }

@@ -16,6 +16,16 @@ pub struct Network(String);
 impl Network {
     /// Needs root and `ip`; where they are not, the test that asks for it has failed, since it tested nothing.
     pub fn new() -> Self {
+        let network = Self::without_loopback();
+        for side in ["a", "b"] {
+            let side = network.side(side);
+            ip(&format!("-n {side} link set lo up"));
+        }
+        network
+    }
+
+    /// The loopback of a new namespace is down.
+    pub fn without_loopback() -> Self {
         let name = format!("phf{}", std::process::id());
         let (a, b) = (format!("{name}a"), format!("{name}b"));
         let network = Self(name);
@@ -25,7 +35,6 @@ impl Network {
         for (side, address) in [(&a, FIRST), (&b, SECOND)] {
             ip(&format!("-n {side} addr add {address}/24 dev {side}"));
             ip(&format!("-n {side} link set {side} up"));
-            ip(&format!("-n {side} link set lo up"));
         }
         network
     }
@@ -40,6 +49,26 @@ impl Network {
             place.rank(command, scenario, (rank, world), variables)
         };
         World { ranks: (0..world).map(start).collect(), port: PORT, server: None, held: None }
+    }
+
+    /// Starts `world` ranks on the first host, which meet on its loopback.
+    pub fn start_on_loopback(&self, scenario: &str, world: u32, variables: &[(&str, &str)]) -> World {
+        let side = self.side("a");
+        let place = Place { address: "127.0.0.1", port: PORT, served_by_rank_0: true };
+        let start = |rank| {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", &side]).arg(std::env::current_exe().unwrap());
+            place.rank(command, scenario, (rank, world), variables)
+        };
+        World { ranks: (0..world).map(start).collect(), port: PORT, server: None, held: None }
+    }
+
+    /// Lets packets have at most so many bytes, as tunnels do.
+    pub fn set_mtu(&self, bytes: u32) {
+        for side in ["a", "b"] {
+            let side = self.side(side);
+            ip(&format!("-n {side} link set {side} mtu {bytes}"));
+        }
     }
 
     /// Pulls the cable out.
