@@ -56,7 +56,7 @@ pub(crate) enum Command {
     /// Time collectives, faults and starts, with a program of its own: `cargo install phalanx-bench`
     #[command(disable_help_flag = true)]
     Bench(Arguments),
-    /// Draw what `phalanx bench --json` has measured, with the same program
+    /// Draw what `phalanx bench --json` has measured, with the same program: `cargo install phalanx-bench`
     #[command(disable_help_flag = true)]
     Plot(Arguments),
     Plan(Plan),
