@@ -46,8 +46,11 @@ const LENGTH_LIMIT: usize = 64;
 pub(crate) fn run(options: &Init) -> ExitCode {
     let said = make(Path::new(""), options).and_then(|()| {
         let Init { name, .. } = options;
-        writeln!(io::stdout(), "made {name}: `cd {name} && cargo run` trains in two processes, and `cargo test` checks it")
-            .map_err(|error| error.to_string())
+        writeln!(
+            io::stdout(),
+            "made {name}: `cd {name} && cargo run` trains in two processes, and `cargo test` checks it"
+        )
+        .map_err(|error| error.to_string())
     });
     match said {
         Ok(()) => ExitCode::SUCCESS,
