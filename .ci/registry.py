@@ -74,7 +74,8 @@ def main():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     # Cargo takes what it has of a version as what it will always be; ours change until they are published.
     for name in names:
-        for old in home.glob(f"registry/*/*/{name}*"):
+        package = name.rpartition("-")[0]
+        for old in [*home.glob(f"registry/*/*/{name}*"), *home.glob(f"registry/index/*/.cache/*/*/{package}")]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     home.mkdir(parents=True, exist_ok=True)
     index = f"sparse+http://127.0.0.1:{server.server_address[1]}/"

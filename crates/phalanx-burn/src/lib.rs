@@ -169,6 +169,8 @@
 //! - It does not notice parameters that are frozen or unfrozen after [`Ddp::new`]: make a new `Ddp` from
 //!   [`Ddp::into_model`].
 //! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
+// docs.rs shows which feature an item needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![deny(unsafe_code)]
 // Burn 0.22 says of its LibTorch backend that a later version will not have it.
 #![cfg_attr(feature = "tch", allow(deprecated))]

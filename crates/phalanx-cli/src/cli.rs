@@ -53,10 +53,10 @@ pub(crate) enum Command {
     Keygen(Keygen),
     #[cfg(feature = "tls")]
     Certgen(Certgen),
-    /// Time collectives, faults and starts, with a program of its own: `cargo install phalanx-bench`
+    /// Time collectives, faults and starts (from `cargo install phalanx-bench`)
     #[command(disable_help_flag = true)]
     Bench(Arguments),
-    /// Draw what `phalanx bench --json` has measured, with the same program
+    /// Draw what `phalanx bench --json` has measured (from `cargo install phalanx-bench`)
     #[command(disable_help_flag = true)]
     Plot(Arguments),
     Plan(Plan),

@@ -9,8 +9,8 @@ use clap::Args;
 
 /// Make a small crate that trains a model of Burn in two processes
 ///
-/// It is a folder with the name of the crate: the manifest, a program, a test that two ranks learn, and a README. `cargo run
-/// --release` trains there.
+/// It is a folder with the name of the crate: the manifest, a program, a test that two ranks learn, and a README. `cargo run`
+/// trains there.
 #[derive(Args, Debug)]
 pub(crate) struct Init {
     /// The name of the crate, and of the folder, which is made here; it must not exist, or be empty
@@ -46,8 +46,11 @@ const LENGTH_LIMIT: usize = 64;
 pub(crate) fn run(options: &Init) -> ExitCode {
     let said = make(Path::new(""), options).and_then(|()| {
         let Init { name, .. } = options;
-        writeln!(io::stdout(), "made {name}: `cd {name} && cargo run --release` trains in two processes, and `cargo test` checks it")
-            .map_err(|error| error.to_string())
+        writeln!(
+            io::stdout(),
+            "made {name}: `cd {name} && cargo run` trains in two processes, and `cargo test` checks it"
+        )
+        .map_err(|error| error.to_string())
     });
     match said {
         Ok(()) => ExitCode::SUCCESS,

@@ -39,6 +39,8 @@
 //!
 //! Without the feature `lmdb` the crate has no unsafe code. With it there is one block, which opens an environment: that is
 //! unsafe in heed, since a map of a file shows whatever is done to it.
+// docs.rs shows which feature an item needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![cfg_attr(not(feature = "lmdb"), forbid(unsafe_code))]
 #![deny(unsafe_code)]
 

@@ -10,32 +10,38 @@
 // Each model uses only what it tests.
 #![cfg_attr(loom, allow(dead_code))]
 
+// Nothing else is compiled there, so that this sentence is the only error.
 #[cfg(not(target_os = "linux"))]
 compile_error!(
     "Phalanx runs on Linux. On macOS and Windows, build and train in a container, a virtual machine or WSL 2 \
      (docs/platforms.md)."
 );
 
-#[cfg(not(loom))]
+#[cfg(all(target_os = "linux", not(loom)))]
 pub mod arena;
-#[cfg(loom)]
+#[cfg(all(target_os = "linux", loom))]
 #[path = "arena/modelled.rs"]
 pub mod arena;
+#[cfg(target_os = "linux")]
 pub mod control_block;
-#[cfg(not(loom))]
-#[cfg(any(test, fuzzing))]
+#[cfg(all(target_os = "linux", not(loom), any(test, fuzzing)))]
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(target_os = "linux")]
 pub mod guard;
-#[cfg(not(loom))]
+#[cfg(all(target_os = "linux", not(loom)))]
 mod memfd;
-#[cfg(not(loom))]
+#[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
+#[cfg(target_os = "linux")]
 pub mod shared;
+#[cfg(target_os = "linux")]
 pub mod signal;
+#[cfg(target_os = "linux")]
 mod sync;
-#[cfg(not(loom))]
+#[cfg(all(target_os = "linux", not(loom)))]
 pub mod tcp;
+#[cfg(target_os = "linux")]
 mod worker;
 
 /// The README's program must work.

@@ -35,6 +35,8 @@
 //!
 //! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of which peer, and the remedy.
 //! All waiting callers of a failed group get the same one.
+// docs.rs shows which feature an item needs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
 mod buffer;

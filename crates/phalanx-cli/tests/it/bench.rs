@@ -32,6 +32,12 @@ fn place(source: &Path, program: &Path) {
 #[test]
 fn who_lacks_the_benchmarks_is_told_how_to_install_them() {
     let folder = tempfile::tempdir().unwrap();
+    let help = command(folder.path(), &["--help"]);
+    for subcommand in ["  bench ", "  plot "] {
+        let help = text(&help.stdout);
+        let line = help.lines().find(|line| line.starts_with(subcommand)).unwrap();
+        assert!(line.contains("`cargo install phalanx-bench`"), "{line}");
+    }
     for arguments in [&["bench", "all_reduce"][..], &["bench", "--help"], &["plot", "x.json", "-o", "x.png"]]
     {
         let output = command(folder.path(), arguments);
