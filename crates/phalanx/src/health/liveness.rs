@@ -20,7 +20,9 @@ const RUNNING_FACTOR: u32 = 10;
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
 pub(super) const ALL: u32 = 32;
-/// In larger ones, ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
+/// In worlds of more ranks than this, those of one host do not: they share its processors.
+const ALL_NEAR: u32 = 8;
+/// Then ranks of one host that are at most so far apart, around the ring of all ranks, listen to each other.
 const NEIGHBOURS: u32 = 2;
 
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
@@ -154,7 +156,8 @@ pub(crate) fn listens(one: Rank, other: Rank, world: WorldSize, near: bool) -> b
         true => distance <= NEIGHBOURS,
         false => distance.is_power_of_two(),
     };
-    distance != 0 && (world.get() <= ALL || listens(distance) || listens(around))
+    let all = if near { ALL_NEAR } else { ALL };
+    distance != 0 && (world.get() <= all || listens(distance) || listens(around))
 }
 
 #[cfg(test)]
@@ -270,13 +273,13 @@ mod tests {
 
     #[test]
     fn on_one_host_the_number_of_listeners_does_not_grow() {
-        for world in [2, 16, 17, 32, 128, 1000] {
+        for world in [2, 8, 9, 16, 32, 128, 1000] {
             let world = WorldSize::new(world).unwrap();
             for rank in world.ranks() {
                 let count = world.ranks().filter(|peer| listens(*peer, rank, world, true)).count();
                 assert_eq!(
                     count,
-                    if world.get() <= ALL { world.count() - 1 } else { 4 },
+                    if world.get() <= ALL_NEAR { world.count() - 1 } else { 4 },
                     "{rank} of {world}"
                 );
             }
