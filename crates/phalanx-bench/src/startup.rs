@@ -32,6 +32,10 @@ pub(crate) struct Startup {
     #[arg(long, hide = true, requires = "worker", default_value_t = 0.0, value_name = "SECONDS")]
     seconds: f64,
 
+    /// Stay in the group for so many seconds after the first collective, as one of the ranks, and do nothing
+    #[arg(long, hide = true, requires = "worker", default_value_t = 0.0, value_name = "SECONDS")]
+    rest: f64,
+
     /// Be a program that does nothing
     #[arg(long, hide = true, conflicts_with = "worker")]
     alone: bool,
@@ -67,6 +71,7 @@ impl Startup {
             let group = phalanx::init()?;
             group.all_reduce(&mut [1f32], ReduceOp::Sum)?;
             report_time()?;
+            std::thread::sleep(Duration::try_from_secs_f64(self.rest).unwrap_or_default());
             return self.go_on(&group);
         }
         let program = std::env::current_exe().map_err(|error| unstarted(Path::new("this program"), error))?;

@@ -71,6 +71,22 @@ pub fn recover_soon(socket: impl AsFd, give_up: Duration) -> io::Result<()> {
     if_known(if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) })
 }
 
+/// Has a connection count as readable only when this many bytes have come, or it has ended. A read that does not wait still takes fewer.
+pub fn set_receive_low_water(socket: impl AsFd, bytes: u16) -> io::Result<()> {
+    let bytes = libc::c_int::from(bytes);
+    // SAFETY: the descriptor is open while it is borrowed, and the kernel reads the four bytes of `bytes`.
+    let outcome = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVLOWAT,
+            (&raw const bytes).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// The outcome of setting an option, which older kernels, and those of some sandboxes, do not know: it makes recovery quicker, no more.
 fn if_known(outcome: io::Result<()>) -> io::Result<()> {
     outcome.or_else(|error| if error.raw_os_error() == Some(libc::ENOPROTOOPT) { Ok(()) } else { Err(error) })
@@ -103,6 +119,29 @@ mod tests {
         assert!(path.round_trip <= asked.elapsed() + Duration::from_secs(1), "{path:?}");
         // The kernel counts in ticks of up to 10 ms.
         assert!(path.last_acknowledgement <= asked.elapsed() + Duration::from_millis(20), "{path:?}");
+    }
+
+    #[test]
+    fn few_bytes_are_read_but_make_nothing_readable() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut peer, _) = listener.accept().unwrap();
+        own.set_nonblocking(true).unwrap();
+        set_receive_low_water(&own, 3).unwrap();
+        let is_readable = |own: &TcpStream| {
+            let mut fds = [rustix::event::PollFd::new(own, rustix::event::PollFlags::IN)];
+            rustix::event::poll(&mut fds, Some(&rustix::event::Timespec::default())).unwrap() == 1
+        };
+        peer.write_all(b"ab").unwrap();
+        assert!(!is_readable(&own));
+        peer.write_all(b"c").unwrap();
+        assert!(is_readable(&own));
+        own.read_exact(&mut [0; 3]).unwrap();
+        peer.write_all(b"d").unwrap();
+        assert!(!is_readable(&own));
+        own.read_exact(&mut [0]).unwrap();
+        drop(peer);
+        assert!(is_readable(&own));
     }
 
     #[test]

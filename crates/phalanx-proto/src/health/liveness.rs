@@ -19,9 +19,11 @@ const RUNNING_FACTOR: u32 = 10;
 /// A peer may be silent for at least this many of its own intervals, whatever the time-out.
 const BEATS: u32 = 3;
 /// In worlds of up to this many ranks, all listen to each other.
-const ALL: usize = 8;
-/// In larger ones, ranks of one host that are at most so far apart, around the ring of its ranks, listen to each other.
-const NEIGHBOURS: usize = 1;
+const ALL: usize = 32;
+/// In worlds of more ranks than this, those of one host do not: they share its processors.
+const ALL_NEAR: usize = 8;
+/// Then ranks of one host that are at most so far apart, around the ring of its ranks, listen to each other.
+const NEIGHBOURS: usize = 2;
 
 /// The heartbeats of the other ranks, as received by one rank. Only its own clock counts.
 #[derive(Debug)]
@@ -151,20 +153,21 @@ impl Heartbeat {
 /// of one host are lost together, and a rank that hears nothing tells all. The number of neighbours does not grow with that of a host's
 /// ranks, which share its processors.
 pub fn listened_to(rank: Rank, near: &[bool]) -> Vec<bool> {
+    let world = near.len();
     let around = |one: usize, other: usize, all: usize| {
         let distance = one.abs_diff(other);
         distance.min(all.saturating_sub(distance))
     };
-    let of_host: Vec<usize> = (0..near.len()).filter(|&peer| near[peer] || peer == rank.index()).collect();
+    let of_host: Vec<usize> = (0..world).filter(|&peer| near[peer] || peer == rank.index()).collect();
     let place = |rank: usize| of_host.binary_search(&rank);
     let listens = |peer: usize| match (place(rank.index()), place(peer)) {
-        (Ok(one), Ok(other)) => around(one, other, of_host.len()) <= NEIGHBOURS,
+        (Ok(one), Ok(other)) => world <= ALL_NEAR || around(one, other, of_host.len()) <= NEIGHBOURS,
         _ => {
             let distance = rank.index().abs_diff(peer);
-            distance.is_power_of_two() || near.len().saturating_sub(distance).is_power_of_two()
+            world <= ALL || distance.is_power_of_two() || (world - distance).is_power_of_two()
         }
     };
-    (0..near.len()).map(|peer| peer != rank.index() && (near.len() <= ALL || listens(peer))).collect()
+    (0..world).map(|peer| peer != rank.index() && listens(peer)).collect()
 }
 
 #[cfg(test)]
@@ -288,7 +291,7 @@ mod tests {
         for world in [2, 3, 8, 9, 16, 32, 128, 1000] {
             for (rank, listeners) in listeners(&vec![0; world]).iter().enumerate() {
                 let count = listeners.iter().filter(|listens| **listens).count();
-                let expected = if world <= ALL { world - 1 } else { 2 * NEIGHBOURS };
+                let expected = if world <= ALL_NEAR { world - 1 } else { 2 * NEIGHBOURS };
                 assert_eq!(count, expected, "{rank} of {world}");
             }
         }

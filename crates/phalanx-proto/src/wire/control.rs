@@ -11,6 +11,8 @@ use crate::wire::frame::Header;
 
 /// Bytes before a message's body: its type and its length.
 pub const PREFIX: usize = 5;
+/// The shortest message except for a heartbeat: its body says at least which it is.
+pub const SHORTEST: u16 = PREFIX as u16 + 1;
 /// The longest body.
 pub const MAX_BODY: usize = 4 * 1024;
 /// The longest text in a notice: each of its four texts has a share of the body.
@@ -233,6 +235,12 @@ mod tests {
             (seen.peer(), seen.sequence(), seen.rank()),
             (Some(Rank::new(2)), Some(Sequence(3)), Some(Rank::new(1)))
         );
+    }
+
+    #[test]
+    fn only_a_heartbeat_is_shorter_than_the_shortest_message() {
+        assert_eq!(encode(&Control::Goodbye).unwrap().len(), usize::from(SHORTEST));
+        assert_eq!(encode(&Control::Beat).unwrap().len(), 1);
     }
 
     #[test]

@@ -44,7 +44,6 @@ impl Connection {
         matches!(ends, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
     }
 
-    #[cfg(all(test, feature = "tls"))]
     pub(super) fn is_encrypted(&self) -> bool {
         self.tls.is_some()
     }

@@ -4,15 +4,18 @@
 //! It sends the heartbeats because it waits for nothing else: neither a long backward pass nor a blocked program stops
 //! them. For the same reason it prints nothing itself, since standard error may block. Ranks that share memory have no
 //! other heartbeats than these.
+//!
+//! Heartbeats within a host wake nobody: each rank looks for them when it sends its own. All else that comes wakes it at once.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use phalanx_sys::tcp::set_receive_low_water;
 use rustix::buffer::spare_capacity;
+use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use super::connection::Connection;
@@ -24,10 +27,11 @@ use crate::health::calls::{LOOK_INTERVAL, Told};
 use crate::health::liveness::{Liveness, ProcessState, Silence};
 use crate::health::waits::Answer;
 use crate::network::Network;
-use crate::poll::poll;
 use crate::rank::Rank;
 use crate::transport::process;
-use crate::wire::control::{self, Control, Introduction, LongWait, MAX_BODY, PREFIX, ProcessId, WaitReport};
+use crate::wire::control::{
+    self, Control, Introduction, LongWait, MAX_BODY, PREFIX, ProcessId, SHORTEST, WaitReport,
+};
 use crate::world_size::WorldSize;
 
 /// The time between the end of a process's connections and the end of the process.
@@ -67,6 +71,8 @@ struct Peer {
     introduction: Option<Introduction>,
     /// Whether the two exchange heartbeats.
     listens: bool,
+    /// Whether its heartbeats do not wake this rank.
+    is_quiet: bool,
     said_goodbye: bool,
     closed: bool,
 }
@@ -81,12 +87,14 @@ impl<'a> Watch<'a> {
     ) -> Result<Self> {
         let liveness = Liveness::new(world, heartbeat.step().unwrap_or_default());
         let listened = connections.listened_to(rank);
-        let peers = listened.into_iter().map(|listens| Peer { listens, ..Peer::default() }).collect();
+        let listens = |listens| Peer { listens, ..Peer::default() };
+        let mut peers: Vec<Peer> = listened.into_iter().map(listens).collect();
         let process = process::own();
         let epoll = epoll::create(CreateFlags::CLOEXEC).map_err(unwatched)?;
         epoll::add(&epoll, stopped, EventData::new_u64(STOPPED), EventFlags::IN).map_err(unwatched)?;
-        for (peer, stream) in connections.control.iter().enumerate() {
+        for (peer, (stream, state)) in connections.control.iter().zip(&mut peers).enumerate() {
             let Some(stream) = stream else { continue };
+            state.is_quiet = state.listens && heartbeat.step().is_some() && quieten(stream);
             epoll::add(&epoll, stream, EventData::new_u64(peer as u64), EventFlags::IN).map_err(unwatched)?;
         }
         let beat = Instant::now();
@@ -95,13 +103,16 @@ impl<'a> Watch<'a> {
 
     /// Watches until `stopped` is closed at its other end. Returns what it has read of messages that are not complete, by rank.
     pub(super) fn run(mut self) -> Result<Vec<Vec<u8>>> {
-        let mut beats = self.heartbeat.step().map(|step| Instant::now() + step);
+        let step = self.heartbeat.step();
+        let mut beats = step.map(|step| Instant::now() + step);
+        // Waking costs more than what is done then. So a look waits for the next step, if that is soon.
+        let soon = step.is_some_and(|step| step <= LOOK_INTERVAL);
         let mut looks = Instant::now() + LOOK_INTERVAL;
         loop {
             // After a failure the peers have been notified. A peer that the notice did not reach must notice the
             // silence.
             let over = self.health.has_failed();
-            let next = beats.map_or(looks, |beats| beats.min(looks));
+            let next = beats.map_or(looks, |beats| if soon { beats } else { beats.min(looks) });
             let ready = match self.wait((!over).then_some(next))? {
                 Woken::Stopped => {
                     return Ok(self.peers.into_iter().map(|peer| peer.received.bytes).collect());
@@ -109,10 +120,14 @@ impl<'a> Watch<'a> {
                 Woken::By(ready) => ready,
             };
             self.read(ready);
+            let now = Instant::now();
+            if now >= next {
+                self.read(self.quiet());
+            }
             if self.health.has_failed() {
                 continue;
             }
-            if let (Some(due), Some(step)) = (beats, self.heartbeat.step())
+            if let (Some(due), Some(step)) = (beats, step)
                 && Instant::now() >= due
             {
                 self.send_heartbeats();
@@ -153,6 +168,12 @@ impl<'a> Watch<'a> {
         Ok(Woken::By(ready))
     }
 
+    /// The peers whose heartbeats do not wake this rank.
+    fn quiet(&self) -> Vec<Rank> {
+        let peers = self.world.ranks().zip(&self.peers);
+        peers.filter(|(_, peer)| peer.is_quiet && !peer.closed).map(|(rank, _)| rank).collect()
+    }
+
     fn open(&self) -> impl Iterator<Item = (Rank, &'a Connection)> {
         let streams = self.world.ranks().zip(&self.connections.control).zip(&self.peers);
         streams.filter_map(|((peer, stream), state)| {
@@ -168,8 +189,12 @@ impl<'a> Watch<'a> {
         for rank in ready {
             let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
             let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
-            self.liveness.heard(rank, now);
-            if let Err(reason) = peer.received.fill(stream) {
+            let held = peer.received.bytes.len();
+            let filled = peer.received.fill(stream);
+            if peer.received.bytes.len() > held {
+                self.liveness.heard(rank, now);
+            }
+            if let Err(reason) = filled {
                 peer.closed = true;
                 // It would be ready again and again.
                 let _ = epoll::delete(&self.epoll, stream);
@@ -279,9 +304,7 @@ impl<'a> Watch<'a> {
             return;
         }
         // Messages that arrived while this thread waited for a processor count.
-        self.read(
-            silences.iter().map(|silence| silence.peer).filter(|peer| self.is_readable(*peer)).collect(),
-        );
+        self.read(silences.iter().map(|silence| silence.peer).collect());
         let again = self.liveness.pass(Instant::now());
         silences.retain(|silence| again.iter().any(|other| other.peer == silence.peer));
         let seen: Vec<(Silence, ProcessState)> =
@@ -301,13 +324,6 @@ impl<'a> Watch<'a> {
         }
     }
 
-    fn is_readable(&self, peer: Rank) -> bool {
-        let Some(Some(stream)) = self.connections.control.get(peer.index()) else { return false };
-        stream.holds_input()
-            || poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(Duration::ZERO))
-                .is_ok_and(|ready| ready > 0)
-    }
-
     /// What is seen of a peer whose connection has just ended. A process closes its connections a moment before it has
     /// ended.
     fn state_of_lost(&self, peer: Rank) -> ProcessState {
@@ -324,6 +340,14 @@ impl<'a> Watch<'a> {
         let introduction = self.peers.get(peer.index()).and_then(|peer| peer.introduction);
         process::state(self.process, introduction.and_then(|introduction| introduction.process))
     }
+}
+
+/// Has the kernel wake this rank for all that comes on this connection but a few heartbeats. Returns whether it does: not between
+/// hosts, and not with TLS, where the length of what comes says nothing.
+fn quieten(stream: &Connection) -> bool {
+    let may = stream.is_within_host() && !stream.is_encrypted();
+    // A kernel that cannot do it wakes this rank for each heartbeat: that costs more, and is no fault.
+    may && set_receive_low_water(stream.socket(), SHORTEST).is_ok()
 }
 
 enum Woken {
@@ -371,5 +395,46 @@ impl Peer {
             health.fail(error.with_peer(peer));
             None
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::IoSlice;
+    use std::net::{TcpListener, TcpStream};
+
+    use rustix::event::{PollFd, PollFlags};
+
+    use super::*;
+    use crate::poll::poll;
+
+    fn pair() -> (Connection, Connection) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        own.set_nonblocking(true).unwrap();
+        (Connection::new(own), Connection::new(listener.accept().unwrap().0))
+    }
+
+    #[test]
+    fn a_heartbeat_wakes_nobody_but_a_goodbye_and_an_end_do() {
+        let (own, peer) = pair();
+        assert!(quieten(&own));
+        let wakes = || poll(&mut [PollFd::new(&own, PollFlags::IN)], Some(Duration::ZERO)).unwrap() == 1;
+        let say = |message| peer.send(&[IoSlice::new(&control::encode(message).unwrap())]).unwrap();
+        let health = Health::new(Rank::new(1), vec!["a".into(), "a".into()]);
+        let mut state = Peer::default();
+        say(&Control::Beat);
+        assert!(!wakes());
+        state.received.fill(&own).unwrap();
+        assert_eq!(state.next(Rank::MAIN, &health), Some(Control::Beat));
+        say(&Control::Beat);
+        say(&Control::Goodbye);
+        assert!(wakes());
+        state.received.fill(&own).unwrap();
+        assert_eq!(state.next(Rank::MAIN, &health), Some(Control::Beat));
+        assert_eq!(state.next(Rank::MAIN, &health), Some(Control::Goodbye));
+        assert!(!wakes());
+        peer.shut();
+        assert!(wakes());
     }
 }
