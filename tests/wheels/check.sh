@@ -48,7 +48,7 @@ if wanted types; then
     mapfile -t pages < <(git ls-files 'docs/*.md' python/README.md README.md)
     python3 tests/wheels/programs.py "$folder/programs" "${pages[@]}"
     checked=(python/phalanx_torch "$folder"/programs/*.py)
-    MYPYPATH=python step mypy --strict --python-executable "$python" "${checked[@]}"
+    MYPYPATH=python step mypy --strict --cache-dir "$folder/mypy" --python-executable "$python" "${checked[@]}"
     # From `python`, so that it finds the package.
     (cd python && step pyright --pythonpath "$python" phalanx_torch "$folder/programs")
 fi
