@@ -55,7 +55,7 @@ mounted() {
 step() { printf '\n== %s\n' "$*"; "$@"; }
 
 mkdir -p "$folder/wheels"
-packages=(rustc cargo gcc libc6-dev libstd-rust-dev:arm64 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user python3-venv python3-pip unzip)
+packages=(rustc cargo gcc libc6-dev libstd-rust-dev:arm64 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user python3-venv python3-pip)
 if ! made "$build" $debian "${packages[@]}"; then
     rm -rf --one-file-system "$build"
     step bootstrap --include=ca-certificates $debian "$build"
@@ -75,14 +75,12 @@ if wanted check; then
 fi
 wanted arrays || wanted ddp || exit 0
 
-# As for a release. What lies in the checkout's python/target is left alone.
+# Both builds for one target, as python/with_command.py passes it on. What lies in the checkout's python/target is left alone.
 rm -f "$folder"/wheels/*.whl
 mkdir -p python/target "$build/wheel-data"
 mount --bind "$build/wheel-data" "$build/src/python/target"
-step within "$build" python3 -m venv /zig
-step within "$build" /zig/bin/pip install -q ziglang cargo-zigbuild build auditwheel twine
-step within "$build" CARGO_TARGET_DIR=/target PATH=/zig/bin:/usr/bin:/bin /src/.ci/wheels $triple
-cp "$build"/target/wheels/dist/phalanx_torch-*.whl "$folder/wheels"
+step within "$build" CARGO_TARGET_DIR=/target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+    python3 -m pip wheel -q --no-deps --wheel-dir /wheels /src/python --config-settings "build-args=--target $triple"
 wheel=$(basename "$folder"/wheels/phalanx_torch-*.whl)
 case $wheel in *aarch64.whl) echo "built $wheel" ;; *) echo "this is no wheel for ARM: $wheel" >&2; exit 1 ;; esac
 
