@@ -1,10 +1,12 @@
 """What pip builds the package with: maturin, and before it the command `phalanx`, which the wheel carries as a script.
 
-maturin packs a library or a program, and not both (PyO3/maturin#368), but also whatever lies in its folder for data.
+maturin packs a library or a program, and not both (PyO3/maturin#368), but also whatever lies in its folder for data. Both are built
+in one workspace, with the same features, so that the crates that they share are compiled once.
 """
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,13 +22,29 @@ from maturin import (  # noqa: F401
 )
 
 HERE = Path(__file__).resolve().parent
-WORKSPACE = HERE.parent / "Cargo.toml"
-SCRIPTS = HERE / maturin.get_config()["data"] / "scripts"
+CONFIG = maturin.get_config()
+# A source distribution has it elsewhere.
+MANIFEST = HERE / CONFIG.get("manifest-path", "Cargo.toml")
+SCRIPTS = HERE / CONFIG["data"] / "scripts"
+# Rust's standard library runs on no earlier one.
+OLDEST_GLIBC = (2, 17)
 # maturin wants the folder for metadata already.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Arguments of maturin that say for which machine, and from where: the command and the library must agree on them.
 WITH_VALUE = ("--target", "--config")
 ALONE = ("--offline", "--frozen")
+
+
+def _check_system(system=sys.platform, libc=platform.libc_ver()):
+    """Ends where the package cannot run, before anything is compiled."""
+    if system != "linux":
+        raise SystemExit(
+            f"Phalanx runs on Linux, and this is {system}: use a container or a virtual machine on macOS, or WSL 2 on Windows"
+        )
+    name, version = libc
+    if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_GLIBC:
+        oldest = ".".join(map(str, OLDEST_GLIBC))
+        raise SystemExit(f"Phalanx needs glibc {oldest} or later, and this system has {version}: use a later one, or a container")
 
 
 def _find_cargo():
@@ -61,11 +79,10 @@ def _add_command(config_settings):
     What cargo reads from the environment (CARGO_BUILD_TARGET, CARGO_TARGET_DIR, RUSTFLAGS, ..) holds for both builds: the
     program is taken from where cargo says that it has put it.
     """
-    if not WORKSPACE.exists():
-        raise SystemExit(f"{WORKSPACE} is missing: build this package in a checkout of the whole repository")
     _find_cargo()
-    command = ["cargo", "build", "--release", "--locked", "--package", "phalanx-cli", "--bin", "phalanx"]
-    command += ["--manifest-path", str(WORKSPACE), "--message-format", "json-render-diagnostics"]
+    # With both packages named, the command's crates get the features that they have for the library, and maturin finds them built.
+    command = ["cargo", "build", "--release", "--locked", "--package", "phalanx-torch", "--package", "phalanx-cli"]
+    command += ["--bin", "phalanx", "--manifest-path", str(MANIFEST), "--message-format", "json-render-diagnostics"]
     command += _shared(maturin.get_maturin_pep517_args(config_settings))
     print("Running", " ".join(command), flush=True)
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -84,14 +101,17 @@ def _add_command(config_settings):
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    _check_system()
     _add_command(config_settings)
     return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    _check_system()
     _add_command(config_settings)
     return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def build_sdist(sdist_directory, config_settings=None):
-    raise SystemExit("there is no source distribution: the command's sources lie outside of this folder; build a wheel")
+    # With the crates of the repository on which the library and the command depend.
+    return maturin.build_sdist(sdist_directory, config_settings)

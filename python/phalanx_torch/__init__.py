@@ -16,31 +16,38 @@ Without PyTorch, :func:`init` gives a group that works on NumPy's arrays::
 """
 
 import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+from phalanx_torch import _registration
+
+if TYPE_CHECKING:
+    from phalanx_torch._errors import Error as Error
+    from phalanx_torch._gloo import as_gloo as as_gloo
+    from phalanx_torch._native import __version__ as __version__
+    from phalanx_torch.arrays import ArrayGroup as ArrayGroup
+    from phalanx_torch.arrays import init as init
+    from phalanx_torch.process_group import ProcessGroup as ProcessGroup
+
+__all__ = ["ArrayGroup", "Error", "init"]
 
 # Imported when they are asked for: where the package is installed, `import torch` imports it.
-_HOMES = {"ArrayGroup": "arrays", "Error": "_errors", "init": "arrays"}
+_HOMES = {"ArrayGroup": "arrays", "Error": "_errors", "__version__": "_native", "init": "arrays"}
 
-try:
-    import torch.distributed as _distributed
-except ImportError:
-    _distributed = None
-
-if _distributed is not None and _distributed.is_available():
-    from phalanx_torch import _registration
-
+# Programs with arrays alone do not wait for PyTorch, where it is installed.
+if importlib.util.find_spec("torch") is not None:
     _HOMES |= {"ProcessGroup": "process_group", "as_gloo": "_gloo"}
-    _registration.register()
+    __all__ += ["ProcessGroup", "as_gloo"]
+    _registration.register_with_torch()
 
-__all__ = sorted(_HOMES)
 
-
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

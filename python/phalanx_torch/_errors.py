@@ -1,29 +1,48 @@
 """The error of a group."""
 
+import functools
+import sys
+from typing import Any
+
 from phalanx_torch import _native
 
-try:
-    from torch.distributed import DistBackendError as _Base
-except ImportError:
-    _Base = RuntimeError
 
-
-class Error(_Base):
+class Error(RuntimeError):
     """A failure of a group: it names the rank that reports it, the call, the rank that caused it, and the remedy.
 
     ``kind`` is ``"timeout"``, ``"peer_failed"`` (a rank died, froze or lost its connection), ``"peer_left"`` (a rank
     destroyed the group or ended while this one still waited for it), ``"mismatch"`` (the ranks made different calls),
     ``"aborted"`` or ``"other"``. ``peer`` is the rank to blame in this group, if there is one.
 
-    The group is unusable afterwards on every rank; destroy it and make another. With PyTorch this is a
-    ``torch.distributed.DistBackendError``, otherwise a ``RuntimeError``.
+    The group is unusable afterwards on every rank; destroy it and make another. In a program that has imported PyTorch
+    every such error is a ``torch.distributed.DistBackendError``, too.
     """
 
-    def __init__(self, message, kind="other", peer=None):
+    kind: str
+    peer: int | None
+
+    def __new__(cls, *arguments: Any) -> "Error":
+        kind: type[Error] = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
+        return RuntimeError.__new__(kind, *arguments)
+
+    def __init__(self, message: str, kind: str = "other", peer: int | None = None) -> None:
         # PyTorch's programs look for this text in the errors of every backend.
         super().__init__(f"phalanx: Timed out at {message}" if kind == "timeout" else message)
         self.kind = kind
         self.peer = peer
+
+    def __reduce__(self) -> tuple[type["Error"], tuple[object, ...], dict[str, object]]:
+        # The class that PyTorch's programs get has no place of its own.
+        return (Error, self.args, vars(self))
+
+
+@functools.cache
+def _of_torch() -> type[Error]:
+    """The class of errors where PyTorch is there."""
+    base = getattr(sys.modules["torch.distributed"], "DistBackendError", None)
+    if base is None:
+        return Error  # A PyTorch that is built without it.
+    return type("Error", (Error, base), {"__module__": __name__, "__doc__": Error.__doc__})
 
 
 _native.set_error_class(Error)

@@ -12,15 +12,15 @@ from phalanx_torch import _native
 # How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
 GRACE = 5.0
 
-_open = weakref.WeakSet()
+_open: weakref.WeakSet[_native.Group] = weakref.WeakSet()
 
 
-def remember(group):
+def remember(group: _native.Group) -> None:
     """Lets the native ``group`` be left at exit."""
     _open.add(group)
 
 
-def check_not_forked():
+def check_not_forked() -> None:
     """A forked process whose parent had threads and locks in use has copies of the locks, and could wait for ever."""
     if any(group.is_inherited() for group in _open):
         raise ValueError(
@@ -29,7 +29,7 @@ def check_not_forked():
         )
 
 
-def _leave():
+def _leave() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in _open if group.is_open()]

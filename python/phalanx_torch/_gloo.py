@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ _ARGUMENTS = {"group_size", "group_rank", "global_ranks_in_group", "backend", "s
 _TABLES = ("pg_map", "pg_backend_config")
 
 
-def as_gloo():
+def as_gloo() -> None:
     """Makes every group that is asked for as ``"gloo"`` from now on one of Phalanx, which answers that its backend is ``"gloo"``.
 
     Call it before ``init_process_group``, on every rank. ``PHALANX_AS_GLOO=1`` does the same when the package is imported.
@@ -20,7 +21,7 @@ def as_gloo():
     """
     from torch.distributed import distributed_c10d as c10d
 
-    make = getattr(c10d, "_new_process_group_helper", None)
+    make: Any = getattr(c10d, "_new_process_group_helper", None)
     if getattr(make, "_phalanx_as_gloo", False):
         return
     _check(make, c10d)
@@ -29,7 +30,7 @@ def as_gloo():
     signature = inspect.signature(make)
 
     @functools.wraps(make)
-    def as_asked(*arguments, **named):
+    def as_asked(*arguments: Any, **named: Any) -> Any:
         call = signature.bind(*arguments, **named)
         asked = call.arguments["backend"]
         ours = _ours(c10d, asked)
@@ -41,11 +42,11 @@ def as_gloo():
             _rename(c10d, made[0], asked)
         return made
 
-    as_asked._phalanx_as_gloo = True
+    setattr(as_asked, "_phalanx_as_gloo", True)
     c10d._new_process_group_helper = as_asked
 
 
-def _check(make, c10d):
+def _check(make: Any, c10d: Any) -> None:
     world = getattr(c10d, "_world", None)
     missing = [f"_world.{name}" for name in _TABLES if not isinstance(getattr(world, name, None), dict)]
     if not callable(make):
@@ -65,12 +66,12 @@ def _check(make, c10d):
         )
 
 
-def _backends(c10d, backend):
+def _backends(c10d: Any, backend: object) -> dict[str, str]:
     """The backend of each device, as PyTorch understands `backend`."""
     return dict(c10d.BackendConfig(c10d.Backend(str(backend))).get_device_backend_map())
 
 
-def _ours(c10d, asked):
+def _ours(c10d: Any, asked: object) -> Any:
     """What to ask for instead of `asked`; None if no part of it is gloo's."""
     asked = str(asked).lower()
     if "gloo" not in asked and asked != c10d.Backend.UNDEFINED:
@@ -98,7 +99,7 @@ def _ours(c10d, asked):
     return c10d.Backend(",".join(f"{device}:{_NAME if name == 'gloo' else name}" for device, name in backends.items()))
 
 
-def _rename(c10d, group, asked):
+def _rename(c10d: Any, group: Any, asked: object) -> None:
     """Lets `group` and PyTorch's tables answer what was asked for. The group must be ours: nothing else may pass for gloo here."""
     from phalanx_torch import device_backend, process_group
 

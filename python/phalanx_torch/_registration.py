@@ -3,10 +3,17 @@
 The group itself, and the native library, are imported when the first group is made.
 """
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
 
 
-def register():
+def register() -> None:
     """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place."""
     import torch.distributed as dist
 
@@ -15,7 +22,8 @@ def register():
     if "PHALANX" not in dist.Backend._plugins:
         dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
         # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
-        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("phalanx")
+        recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add("phalanx")
     wanted = os.environ.get("PHALANX_AS_GLOO", "")
     if wanted == "1":
         from phalanx_torch._gloo import as_gloo
@@ -25,7 +33,38 @@ def register():
         raise ValueError(f"PHALANX_AS_GLOO is {wanted!r}; give 1 to be taken for gloo, or 0")
 
 
-def _create(options, backend_options):
+def register_with_torch() -> None:
+    """Registers the backend now, or else when the program imports PyTorch, if it ever does: that takes seconds."""
+    if "torch" in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _AtImport())
+
+
+class _AtImport(importlib.abc.MetaPathFinder):
+    """Registers the backend at the end of ``import torch``, also where PyTorch does not look for backends itself."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: types.ModuleType) -> None:
+            execute(module)
+            register()
+
+        # The loader of this one import.
+        setattr(spec.loader, "exec_module", execute_and_register)
+        return spec
+
+
+def _create(options: Any, backend_options: object) -> Any:
     from phalanx_torch import process_group
 
     return process_group.create(options, backend_options)

@@ -6,9 +6,11 @@ other ranks is no part of a graph.
 
 import types
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 
-def _codes(code):
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """``code`` and what is written inside of it: functions and lambdas."""
     yield code
     for constant in code.co_consts:
@@ -16,7 +18,8 @@ def _codes(code):
             yield from _codes(constant)
 
 
-def _functions(owner, module):
+def _functions(owner: object, module: str) -> Iterator[types.FunctionType]:
+    value: Any
     for value in vars(owner).values():
         value = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(value, types.FunctionType) and value.__module__ == module:
@@ -25,7 +28,7 @@ def _functions(owner, module):
             yield from _functions(value, module)
 
 
-def skip(*modules):
+def skip(*modules: types.ModuleType) -> None:
     """Lets Dynamo run the functions of ``modules``, and what they call, as they are."""
     try:
         # `torch._dynamo` has this as `skip_code`; to import that takes seconds.

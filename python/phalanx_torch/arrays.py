@@ -1,8 +1,30 @@
 """Groups for programs without PyTorch, on NumPy's arrays, and on other memory through NumPy."""
 
 import sys
+import types
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from phalanx_torch import _exit, _native
+# The class of errors is made known to the native part.
+from phalanx_torch import _errors, _exit, _native  # noqa: F401
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self
+
+
+class _Interface(Protocol):
+    """What has NumPy's array interface: its arrays."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+
+class _Dlpack(Protocol):
+    """What has DLPack: tensors of PyTorch, arrays of JAX."""
+
+    def __dlpack__(self) -> object: ...
+
+
+Array: TypeAlias = "_Interface | _Dlpack | Buffer"
 
 _OPS = {
     "sum": 0,
@@ -17,7 +39,9 @@ _OPS = {
 _NOW = (None, True)
 
 
-def init(url="env://", rank=None, world_size=None, timeout=1800.0):
+def init(
+    url: str = "env://", rank: int | None = None, world_size: int | None = None, timeout: float = 1800.0
+) -> "ArrayGroup":
     """Joins the other ranks, and returns an :class:`ArrayGroup`.
 
     Under a launcher (``phalanx run``, ``torchrun``, ``mpirun``, ``srun``) nothing need be given, and without one this
@@ -30,7 +54,7 @@ def init(url="env://", rank=None, world_size=None, timeout=1800.0):
     return ArrayGroup(group)
 
 
-def _lent(array):
+def _lent(array: Any) -> object:
     """``array`` as the native part takes it: with NumPy's interface, through NumPy if it has none. Nothing is copied."""
     # NumPy's own first: an array makes its interface anew whenever it is asked for it.
     loaded = sys.modules.get("numpy")
@@ -50,12 +74,13 @@ def _lent(array):
         except (BufferError, RuntimeError, TypeError) as error:
             raise TypeError(f"{what}: NumPy does not take its memory by DLPack: {error}") from error
     try:
+        # What has no buffer raises TypeError.
         return numpy.asarray(memoryview(array))
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} has neither NumPy's array interface nor DLPack nor a buffer: {error}") from error
 
 
-def _without_copy(numpy, array):
+def _without_copy(numpy: Any, array: object) -> object:
     if numpy.lib.NumpyVersion(numpy.__version__) < "2.1.0":
         return numpy.from_dlpack(array)  # Earlier versions take no copies at all.
     return numpy.from_dlpack(array, copy=False)
@@ -70,76 +95,80 @@ class ArrayGroup:
     A failure raises ``Error``.
     """
 
-    def __init__(self, native):
+    def __init__(self, native: _native.Group) -> None:
         self._native = native
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         """This process's rank."""
         return self._native.rank
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         """The number of ranks."""
         return self._native.world_size
 
     @property
-    def transport(self):
+    def transport(self) -> str | None:
         """How the ranks exchange data: ``shm``, ``tcp``, or both; None in a world of one."""
         return self._native.transport
 
     @property
-    def local_rank(self):
+    def local_rank(self) -> int:
         """This process's index among the ranks of its host."""
         return self._native.local_rank
 
-    def all_reduce(self, array, op="sum"):
+    def all_reduce(self, array: Array, op: str = "sum") -> None:
         """Combines the ranks' arrays element by element, in place. ``op``: sum, avg, product, min, max, band, bor, bxor."""
         if op not in _OPS:
             raise ValueError(f"all_reduce: {op!r} is none of {', '.join(_OPS)}")
         if not self._native.all_reduce_array_as_it_is(array, _OPS[op]):
             self._native.all_reduce(_lent(array), (_OPS[op], 1.0), _NOW)
 
-    def broadcast(self, array, root=0):
+    def broadcast(self, array: Array, root: int = 0) -> None:
         """Copies the root's array to every rank. The root's may be read-only, and is copied once more then."""
         self._native.broadcast(_lent(array), root, _NOW)
 
-    def all_gather(self, output, input):
+    def all_gather(self, output: Array, input: Array) -> None:
         """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks."""
         self._native.all_gather_single(_lent(output), _lent(input), _NOW)
 
-    def reduce_scatter(self, output, input, op="sum"):
+    def reduce_scatter(self, output: Array, input: Array, op: str = "sum") -> None:
         """Combines the ranks' ``input``; each rank gets its part of the result in ``output``."""
         if op not in _OPS:
             raise ValueError(f"reduce_scatter: {op!r} is none of {', '.join(_OPS)}")
         self._native.reduce_scatter_single(_lent(output), _lent(input), (_OPS[op], 1.0), _NOW)
 
-    def all_to_all(self, output, input):
+    def all_to_all(self, output: Array, input: Array) -> None:
         """Sends the r-th part of ``input`` to rank r, and receives the parts for this rank into ``output``."""
         self._native.all_to_all_single(_lent(output), _lent(input), [], [], _NOW)
 
-    def send(self, array, to, tag=0):
+    def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Sends to the rank ``to``, which receives an array of the same type and length."""
         self._native.send(_lent(array), to, tag, _NOW).wait()
 
-    def recv(self, array, source=None, tag=0):
+    def recv(self, array: Array, source: int | None = None, tag: int = 0) -> int:
         """Receives from the rank ``source``, or from any, and returns from which."""
         work = self._native.recv(_lent(array), source, tag, _NOW)
         work.wait()
-        return work.source()
+        source = work.source()
+        assert source is not None  # It has received.
+        return source
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Returns when every rank has called it."""
         self._native.barrier(_NOW)
 
-    def close(self):
+    def close(self) -> None:
         """Leaves the group."""
         self._native.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "Self":
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
         if error is not None:
-            self._native.abort(f"the program of rank {self.rank} raised {kind.__name__}: {error}")
+            self._native.abort(f"the program of rank {self.rank} raised {type(error).__name__}: {error}")
         self.close()

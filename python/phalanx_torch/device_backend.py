@@ -1,9 +1,15 @@
 """The part of a group that has another backend for other devices: ``"cpu:phalanx,cuda:nccl"``."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10DBackend
 from torch._C._distributed_c10d import _DistributedBackendOptions
+
+if TYPE_CHECKING:
+    from phalanx_torch.process_group import ProcessGroup
 
 _SAME = (
     "abort",
@@ -43,32 +49,33 @@ class DeviceBackend(C10DBackend):
     a receive from any rank does not tell from which.
     """
 
-    def __init__(self, group):
+    def __init__(self, group: "ProcessGroup") -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
 
-    def getBackendName(self):
+    def getBackendName(self) -> str:
         return "phalanx"
 
-    def name(self):
+    def name(self) -> str:
         return self._group.name()
 
-    supports_coalescing = property(lambda self: False)
-    supports_splitting = property(lambda self: False)
+    # PyTorch's stubs have them as properties of other types in each version.
+    supports_coalescing = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
+    supports_splitting = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
 
-    def take_name(self, name):
+    def take_name(self, name: str) -> None:
         """Lets the part, and what is split from its group, answer that its backend is ``name``."""
         self._group.take_name(name)
 
-    def allreduce_sparse(self, tensors, opts):
+    def allreduce_sparse(self, tensors: Any, opts: Any) -> dist.Work:
         return self._group.allreduce(tensors, opts)
 
-    def monitored_barrier(self, opts, wait_all_ranks=False):
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         self._group.monitored_barrier(opts.timeout, wait_all_ranks)
 
 
-def _passed_on(name):
-    def call(self, *arguments):
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: DeviceBackend, *arguments: Any) -> Any:
         return getattr(self._group, name)(*arguments)
 
     call.__name__ = name
@@ -79,7 +86,7 @@ for _name in _SAME:
     setattr(DeviceBackend, _name, _passed_on(_name))
 
 
-def takes_backends_in_python():
+def takes_backends_in_python() -> bool:
     """Does this PyTorch let Python write the part of a group that is for one device? 2.15 is the first."""
     try:
         C10DBackend(0, 1)
@@ -88,7 +95,7 @@ def takes_backends_in_python():
     return hasattr(_DistributedBackendOptions, "process_group")
 
 
-def has_other_backends(options):
+def has_other_backends(options: Any) -> bool:
     """Is the group that these options are for to have other backends for other devices of this machine?
 
     Its default backend is then the one of the accelerator, and not ours, of whose kind PyTorch knows no more than "custom".
@@ -99,6 +106,6 @@ def has_other_backends(options):
         return True
     # Without the devices there are no backends for them, and the group is ours alone. PyTorch 2.15 would ask such a group for
     # backends, to record what they do; those of the accelerators cannot have anything to record here.
-    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recorded.update(name for name, devices in dist.Backend.backend_capability.items() if "cpu" not in devices)
     return False

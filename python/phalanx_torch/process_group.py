@@ -1,5 +1,9 @@
 """The backend ``phalanx`` of ``torch.distributed``."""
 
+# PyTorch's stubs describe overloads in C++, which have other names for the same arguments in each version.
+# mypy: disable-error-code="override,assignment,misc"
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportAssignmentType=false
+
 import atexit
 import datetime
 import os
@@ -7,6 +11,8 @@ import re
 import sys
 import warnings
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +23,12 @@ from phalanx_torch import _exit, _native, _uncompiled, device_backend, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch.sparse import all_reduce_sparse
-from phalanx_torch.work import Work, Works, ended
+from phalanx_torch.work import Ended, Work, Works, ended
+
+# The limit of a call in seconds, if not the group's, and whether the caller waits for it.
+How: TypeAlias = tuple[float | None, bool]
+# The number of an operation, and its factor.
+Op: TypeAlias = tuple[int, float]
 
 _AVG, _MIN, _MAX, _PREMUL_SUM = 1, 3, 4, 8
 # A sum for the native part, which tells the other ranks that it is half of an average.
@@ -28,7 +39,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
 
-def create(options, backend_options):
+def create(options: Any, backend_options: object) -> Any:
     """Makes the group that PyTorch asks for."""
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
@@ -40,7 +51,7 @@ def create(options, backend_options):
     return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
 
 
-def _of_this_attempt(store, variables):
+def _of_this_attempt(store: c10d.Store, variables: Mapping[str, str]) -> c10d.Store:
     """``store``, and when torchrun has restarted the workers, a part of it without the keys of those before, whom it served, too.
 
     Only torchrun on one node counts the same for all workers: of several, each counts its own failures.
@@ -50,21 +61,21 @@ def _of_this_attempt(store, variables):
     if attempt == "0" or not is_torchruns:
         return store
     server = store
-    while isinstance(server, dist.PrefixStore):
+    while isinstance(server, c10d.PrefixStore):
         server = server.underlying_store
-    if not isinstance(server, dist.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
+    if not isinstance(server, c10d.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
         return store
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    return c10d.PrefixStore(f"attempt_{attempt}", store)
 
 
-def _how(options):
+def _how(options: Any) -> How:
     """The limit of one call in seconds, or None, and whether the caller waits for it."""
     timeout = options.timeout.total_seconds()
     # Versions without `asyncOp` do not say it.
     return (timeout if timeout > 0 else None, not getattr(options, "asyncOp", True))
 
 
-def _op(options):
+def _op(options: Any) -> Op:
     number = hash(options.reduceOp)
     if number != _PREMUL_SUM:
         return (number, 1.0)
@@ -72,7 +83,7 @@ def _op(options):
     return (number, float(factor))
 
 
-def _same_length(what, tensors):
+def _same_length(what: str, tensors: Sequence[torch.Tensor]) -> None:
     if any(tensor.numel() != tensors[0].numel() for tensor in tensors):
         raise ValueError(f"{what}: all tensors must have the same number of elements")
 
@@ -82,11 +93,11 @@ class _Staged:
 
     __slots__ = ("back", "divided")
 
-    def __init__(self):
-        self.back = []
-        self.divided = []
+    def __init__(self) -> None:
+        self.back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.divided: list[tuple[torch.Tensor, int]] = []
 
-    def lend(self, tensor, written=True, type=None):
+    def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
         lent = tensor
@@ -100,22 +111,24 @@ class _Staged:
             self.back.append((tensor, lent))
         return lent
 
-    def each(self, tensors, written=True, type=None):
+    def each(
+        self, tensors: Iterable[torch.Tensor], written: bool = True, type: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
         return [self.lend(tensor, written, type) for tensor in tensors]
 
-    def averaged(self, op, lent, ranks):
+    def averaged(self, op: Op, lent: list[torch.Tensor], ranks: int) -> Op:
         """The operation to call for `op`. Averages of integers are sums, which are divided at the end, towards zero."""
         if op[0] != _AVG or not _is_integer(lent[0].dtype):
             return op
         self.divided = [(tensor, ranks) for tensor in lent]
         return (_INTEGER_AVERAGE, 1.0)
 
-    def finish(self):
+    def finish(self) -> Callable[[], None] | None:
         """What divides results and copies them back; None if there is nothing to do."""
         if not self.back and not self.divided:
             return None
 
-        def settle():
+        def settle() -> None:
             # All before any is written: tensors of one call may share memory, and what they share is divided once.
             quotients = [lent.detach().div(ranks, rounding_mode="trunc") for lent, ranks in self.divided]
             for (lent, _), quotient in zip(self.divided, quotients):
@@ -126,11 +139,11 @@ class _Staged:
         return settle
 
 
-def _is_integer(dtype):
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def _widened(tensor, op, inputs=()):
+def _widened(tensor: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor] = ()) -> torch.dtype | None:
     """The type in which `tensor` is reduced from `inputs`, if not its own."""
     dtype = tensor.dtype
     for input in inputs:
@@ -144,11 +157,11 @@ def _widened(tensor, op, inputs=()):
 
 
 # The groups of this process.
-_groups = weakref.WeakSet()
+_groups: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
 _have_groups_moved_data = False
 
 
-def _warn_if_unused(group):
+def _warn_if_unused(group: "ProcessGroup") -> None:
     """Says once, on rank 0, that the ranks of a job have done nothing together. Other groups than the job's are often unused."""
     global _have_groups_moved_data
     _have_groups_moved_data |= any(other.has_moved_data() for other in _groups)
@@ -167,7 +180,7 @@ def _warn_if_unused(group):
 
 
 @atexit.register
-def _warn_at_exit():
+def _warn_at_exit() -> None:
     if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
         for group in list(_groups):
             _warn_if_unused(group)
@@ -176,8 +189,8 @@ def _warn_at_exit():
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of a group; ``torch.distributed`` makes it and calls it."""
 
-    def __init__(self, store, rank, size, timeout, name=""):
-        super().__init__(rank, size)
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: object = "") -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
         self._store = store
         self._name = str(name)
         self._description = "undefined"
@@ -185,7 +198,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._sequence = 0
         self._barriers = 0
         self._has_moved_data = False
-        self._coalesced = None
+        self._coalesced: list[Ended | Work] | None = None
         self._timeout = timeout
         _exit.check_not_forked()
         self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
@@ -194,29 +207,29 @@ class ProcessGroup(dist.ProcessGroup):
 
     # What it is.
 
-    def getBackendName(self):
+    def getBackendName(self) -> str:
         # PyTorch's C++ asks for this, and uses what answers "gloo" as its own class of that name.
         return "phalanx"
 
-    def name(self):
+    def name(self) -> str:
         return self._backend_name
 
     _get_backend_name = name
 
-    def take_name(self, name):
+    def take_name(self, name: str) -> None:
         """Lets the group, and groups split from it, answer in Python that their backend is ``name``."""
         self._backend_name = name
 
     @property
-    def transport(self):
+    def transport(self) -> str | None:
         """``"shm"``, ``"tcp"``, or None in a world of one."""
         return self._native.transport
 
     @property
-    def _device_types(self):
+    def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device):
+    def _get_backend(self, device: Any) -> Any:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
         return self
@@ -226,57 +239,57 @@ class ProcessGroup(dist.ProcessGroup):
     supports_splitting = True
     use_pg_for_symm_mem_rendezvous = False
 
-    def eager_connect_single_device(self, device=None):
+    def eager_connect_single_device(self, device: Any = None) -> None:
         """Nothing: the ranks are connected when the group has been made. PyTorch calls it if the group is bound to a device."""
 
-    def perform_nocolor_split(self, device=None):
+    def perform_nocolor_split(self, device: Any = None) -> None:
         """Nothing: ranks that are not in a new group have no part in making it."""
 
-    def _has_hooks(self):
+    def _has_hooks(self) -> bool:
         return False
 
-    def _wait_for_pending_works(self):
+    def _wait_for_pending_works(self) -> None:
         pass
 
-    def get_group_store(self):
+    def get_group_store(self) -> c10d.Store:
         return self._store
 
-    def getGroupName(self):
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name):
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
     _set_group_name = setGroupName
 
     @property
-    def group_name(self):
+    def group_name(self) -> str:
         return self._name
 
-    def getGroupDesc(self):
+    def getGroupDesc(self) -> str:
         return self._description
 
-    def setGroupDesc(self, description):
+    def setGroupDesc(self, description: str) -> None:
         self._description = description
 
     _set_group_desc = setGroupDesc
 
     @property
-    def group_desc(self):
+    def group_desc(self) -> str:
         return self._description
 
-    def _get_sequence_number_for_group(self):
+    def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
-    def _set_sequence_number_for_group(self):
+    def _set_sequence_number_for_group(self) -> None:
         self._has_moved_data = self.has_moved_data()
         self._sequence = self._barriers = 0
 
-    def has_moved_data(self):
+    def has_moved_data(self) -> bool:
         """Whether there has been any call but barriers."""
         return self._has_moved_data or self._sequence > self._barriers
 
-    def set_timeout(self, timeout):
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
         self._timeout = timeout
         self._native.set_timeout(timeout.total_seconds())
 
@@ -284,16 +297,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     # How it ends.
 
-    def shutdown(self):
+    def shutdown(self) -> None:
         """Waits for what has been called, and leaves the group."""
         _warn_if_unused(self)
         self._native.close()
 
-    def abort(self):
+    def abort(self) -> None:
         """Ends the group on every rank: what waits fails, and names this rank."""
         self._native.abort(f"rank {self.rank()} called abort")
 
-    def get_error(self):
+    def get_error(self) -> Any:
         """The state of the group as PyTorch's ``ErrorType``; :meth:`failure` has the cause."""
         failure = self.failure()
         if failure is None:
@@ -303,19 +316,26 @@ class ProcessGroup(dist.ProcessGroup):
         is_of_a_peer = failure.peer is not None and failure.peer != self.rank()
         return c10d.ErrorType.REMOTE_ERROR if is_of_a_peer else c10d.ErrorType.COMM_ERROR
 
-    def failure(self):
+    def failure(self) -> Error | None:
         """The :class:`phalanx_torch.Error` for which the group refuses work, or None."""
         return self._native.failure()
 
     # The collectives.
 
-    def _call(self, operation, how, tensors, run, staged=None):
+    def _call(
+        self,
+        operation: str,
+        how: How,
+        tensors: Any,
+        run: Callable[[How], _native.Work | None],
+        staged: _Staged | None = None,
+    ) -> Ended | Work:
         self._sequence += 1
         if self._coalesced is not None:
             how = (how[0], False)
         sequence = self._sequence
         native = run(how)
-        finish = staged and staged.finish()
+        finish = None if staged is None else staged.finish()
         if native is None and finish is None:
             return ended(tensors, sequence)
         work = Work(native, tensors, finish, sequence, operation)
@@ -323,16 +343,18 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _all(self, works, tensors):
+    def _all(self, works: Sequence[dist.Work], tensors: Any) -> dist.Work:
         return works[0] if len(works) == 1 else Works(works, tensors)
 
     @staticmethod
-    def _one(what, tensors):
+    def _one(what: str, tensors: Sequence[Any]) -> Any:
         if len(tensors) != 1:
             raise ValueError(f"{what}: one tensor for each rank, and not {len(tensors)}")
         return tensors[0]
 
-    def allreduce(self, tensors, opts=None, timeout=None, *, op=None):
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
         # The most frequent call of all: what is below costs more than the native part takes for a few bytes.
         if self._coalesced is None:
             self._sequence += 1
@@ -347,7 +369,9 @@ class ProcessGroup(dist.ProcessGroup):
             return all_reduce_sparse(self, tensor, _op(opts), _how(opts))
         return self._reduce_in_place("all_reduce", tensors, tensor, _op(opts), _how(opts))
 
-    def _reduce_in_place(self, operation, tensors, tensor, op, how, root=None):
+    def _reduce_in_place(
+        self, operation: str, tensors: Any, tensor: torch.Tensor, op: Op, how: How, root: int | None = None
+    ) -> Ended | Work:
         staged = _Staged()
         lent = staged.lend(tensor, type=_widened(tensor, op))
         is_written = root is None or root == self.rank()
@@ -360,7 +384,7 @@ class ProcessGroup(dist.ProcessGroup):
             operation, how, tensors, lambda how: self._native.reduce(lent, root, op, how), staged
         )
 
-    def allreduce_coalesced(self, tensors, opts=None):
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
         op, how = _op(opts), _how(opts)
         if len({tensor.dtype for tensor in tensors}) != 1 or any(
@@ -378,7 +402,9 @@ class ProcessGroup(dist.ProcessGroup):
             staged,
         )
 
-    def reduce(self, tensors, opts=None, op=None, timeout=None, *, root=None):
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.ReduceOptions()
             opts.rootRank = root
@@ -388,7 +414,9 @@ class ProcessGroup(dist.ProcessGroup):
         tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
-    def broadcast(self, tensors, opts=None, timeout=None, *, root=None):
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             root, tensors, opts = opts if root is None else root, [tensors], c10d.BroadcastOptions()
             opts.rootRank = root
@@ -396,13 +424,15 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("broadcast", root=root, timeout=timeout)
         tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
-        staged, root = _Staged(), opts.rootRank
+        staged = _Staged()
         lent = staged.lend(tensor)
         return self._call(
-            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, root, how), staged
+            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, opts.rootRank, how), staged
         )
 
-    def allgather(self, output_tensors, input_tensors, opts=None, timeout=None):
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None
+    ) -> dist.Work:
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _timeout(c10d.AllgatherOptions(), timeout or opts)
@@ -420,7 +450,7 @@ class ProcessGroup(dist.ProcessGroup):
             staged,
         )
 
-    def all_gather_single(self, output, input, opts=None):
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
@@ -435,20 +465,22 @@ class ProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     all_gather_into_tensor = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         works = [self.all_gather_single(output, input, opts) for output, input in zip(outputs, inputs)]
         return self._all(works, list(outputs))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, output_lists, input_list, opts=None):
+    def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
         if any(len(outputs) != len(input_list) for outputs in output_lists):
             raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
         works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
         return self._all(works, output_lists)
 
-    def gather(self, output_tensors, input_tensors, opts=None, timeout=None, *, root=None):
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
         if isinstance(input_tensors, torch.Tensor):
             root, opts = opts if root is None else root, c10d.GatherOptions()
             opts.rootRank = root
@@ -456,8 +488,8 @@ class ProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
         else:
             _only_options("gather", root=root, timeout=timeout)
-        input, root = self._one("gather", input_tensors), opts.rootRank
-        is_root = self.rank() == root
+        input = self._one("gather", input_tensors)
+        is_root = self.rank() == opts.rootRank
         if len(output_tensors) != int(is_root):
             raise ValueError("gather: the root has one list of outputs, every other rank none")
         staged = _Staged()
@@ -468,18 +500,20 @@ class ProcessGroup(dist.ProcessGroup):
             "gather",
             _how(opts),
             output_tensors,
-            lambda how: self._native.gather(lent, own, root, how),
+            lambda how: self._native.gather(lent, own, opts.rootRank, how),
             staged,
         )
 
-    def gather_single(self, output, input, opts=None):
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.GatherOptions()
         outputs = [list(output.chunk(self.size()))] if self.rank() == opts.rootRank else []
         return self.gather(outputs, [input], opts)
 
     gather_into_tensor = gather_single
 
-    def scatter(self, output_tensors, input_tensors, opts=None, timeout=None, *, root=None):
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
         if isinstance(output_tensors, torch.Tensor):
             root, opts = opts if root is None else root, c10d.ScatterOptions()
             opts.rootRank = root
@@ -487,8 +521,8 @@ class ProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
         else:
             _only_options("scatter", root=root, timeout=timeout)
-        output, root = self._one("scatter", output_tensors), opts.rootRank
-        is_root = self.rank() == root
+        output = self._one("scatter", output_tensors)
+        is_root = self.rank() == opts.rootRank
         if len(input_tensors) != int(is_root):
             raise ValueError("scatter: the root has one list of inputs, every other rank none")
         staged = _Staged()
@@ -499,11 +533,13 @@ class ProcessGroup(dist.ProcessGroup):
             "scatter",
             _how(opts),
             output_tensors,
-            lambda how: self._native.scatter(into, lent, root, how),
+            lambda how: self._native.scatter(into, lent, opts.rootRank, how),
             staged,
         )
 
-    def reduce_scatter(self, output_tensors, input_tensors, opts=None, timeout=None, *, op=None):
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
         if isinstance(output_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
             opts = _set(c10d.ReduceScatterOptions(), opts if op is None else op, timeout)
@@ -524,7 +560,7 @@ class ProcessGroup(dist.ProcessGroup):
             staged,
         )
 
-    def reduce_scatter_single(self, output, input, opts=None):
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
@@ -541,7 +577,7 @@ class ProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         works = [
             self.reduce_scatter_single(output, input, opts) for output, input in zip(outputs, inputs)
         ]
@@ -550,8 +586,8 @@ class ProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def all_to_all_single(
-        self, output, input, output_split_sizes=(), input_split_sizes=(), opts=None, timeout=None
-    ):
+        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (), opts: Any = None, timeout: datetime.timedelta | None = None
+    ) -> dist.Work:
         opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
         opts = opts or c10d.AllToAllOptions()
         staged = _Staged()
@@ -572,7 +608,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     alltoall_base = all_to_all_single
 
-    def alltoall(self, output_tensors, input_tensors, opts=None, timeout=None):
+    def alltoall(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None
+    ) -> dist.Work:
         opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
         opts = opts or c10d.AllToAllOptions()
         staged = _Staged()
@@ -585,14 +623,14 @@ class ProcessGroup(dist.ProcessGroup):
             staged,
         )
 
-    def barrier(self, opts=None, timeout=None):
+    def barrier(self, opts: Any = None, timeout: datetime.timedelta | None = None) -> dist.Work:
         if _is_time(opts):
             opts, timeout = None, opts
         opts = _timeout(opts or c10d.BarrierOptions(), timeout)
         self._barriers += 1
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
-    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+    def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that have not come, on all ranks, and begins as gloo's does."""
         seconds = (self._timeout if timeout is None else timeout).total_seconds()
         rank = self.rank()
@@ -618,7 +656,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Messages.
 
-    def _message(self, tensors, written, start):
+    def _message(self, tensors: Any, written: bool, start: Callable[[torch.Tensor], _native.Work]) -> Work:
         tensor, staged = self._one("send and recv", tensors), _Staged()
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
@@ -626,17 +664,17 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def send(self, tensors, dstRank, tag=0):
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:
         return self._message(
             tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
         )
 
-    def recv(self, tensors, srcRank, tag=0):
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
         )
 
-    def recv_anysource(self, tensors, tag=0):
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, None, tag, (None, False))
         )
@@ -645,10 +683,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Several calls as one.
 
-    def start_coalescing(self, device=None):
+    def start_coalescing(self, device: Any = None) -> None:
         self._coalesced = []
 
-    def end_coalescing(self, device=None):
+    def end_coalescing(self, device: Any = None) -> Works:
         works, self._coalesced = self._coalesced or [], None
         return Works(works, [tensor for work in works for tensor in work._tensors])
 
@@ -658,11 +696,17 @@ class ProcessGroup(dist.ProcessGroup):
     # Groups of some of the ranks.
 
     def split_group(
-        self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None
-    ):
+        self,
+        new_ranks: list[int],
+        timeout: datetime.timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> "ProcessGroup | None":
         if self.rank() not in new_ranks:
             return None
-        store = dist.PrefixStore(f"{group_name}/", self._store)
+        store = c10d.PrefixStore(f"{group_name}/", self._store)
         group = ProcessGroup(
             store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name
         )
@@ -681,30 +725,30 @@ for _name in dir(c10d.Backend):
         setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
 
 
-def _is_time(value):
+def _is_time(value: object) -> bool:
     return isinstance(value, datetime.timedelta)
 
 
-def _only_options(operation, **given):
+def _only_options(operation: str, **given: object) -> None:
     """Refuses what would be ignored beside lists of tensors, or beside options."""
     for name, value in given.items():
         if value is not None:
             raise TypeError(f"{operation}: {name}= is for a call with tensors and no options; set it in the options of the call")
 
 
-def _timeout(options, timeout):
+def _timeout(options: Any, timeout: object) -> Any:
     if _is_time(timeout):
         options.timeout = timeout
     return options
 
 
-def _set(options, op, timeout):
+def _set(options: Any, op: Any, timeout: object) -> Any:
     if op is not None:
         options.reduceOp = op
     return _timeout(options, timeout)
 
 
-def _overload(tensors, opts, timeout, op, options):
+def _overload(tensors: Any, opts: Any, timeout: object, op: Any, options: type[Any]) -> tuple[Any, Any]:
     """`(tensors, options)` of a call with options, or with a tensor or tensors, an operation and a time-out."""
     if isinstance(tensors, torch.Tensor):
         tensors = [tensors]
@@ -714,7 +758,7 @@ def _overload(tensors, opts, timeout, op, options):
     return tensors, _set(options(), op if op is not None else opts, timeout)
 
 
-def _counts(what, tensor, splits, size):
+def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     """The numbers of elements that belong to each rank; empty if all have the same."""
     # Arrays of NumPy and tensors are sizes, too, and have no truth value.
     splits = [] if splits is None else [int(split) for split in splits]

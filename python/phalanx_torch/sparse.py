@@ -1,11 +1,16 @@
 """The all_reduce of sparse tensors."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from phalanx_torch.work import Work
 
+if TYPE_CHECKING:
+    from phalanx_torch.process_group import How, Op, ProcessGroup
 
-def all_reduce_sparse(group, tensor, op, how):
+
+def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how: "How") -> Work:
     """Adds up tensors in coordinate format: every rank gets the elements of all. Returns when that is done."""
     if op[0] != 0:
         raise ValueError("all_reduce: sparse tensors can only be summed")

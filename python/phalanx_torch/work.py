@@ -1,9 +1,14 @@
 """Operations in flight, as PyTorch sees them."""
 
+import datetime
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from phalanx_torch import _native
 
 _NO_SOURCE = "source_rank: this operation has received from no rank"
 _NO_FUTURE_RESULT = "phalanx has no WorkResult futures: wait() raises the error, exception() returns it"
@@ -14,45 +19,48 @@ class Ended(dist.Work):
     is made in little time: by ``ended``, without a lock and without an ``__init__`` in Python."""
 
     __slots__ = ("_tensors", "_sequence", "_future")
+    _tensors: Any
+    _sequence: int
+    _future: "torch.futures.Future[Any] | None"
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         return True
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         pass
 
-    def is_completed(self):
+    def is_completed(self) -> bool:
         return True
 
-    def is_success(self):
+    def is_success(self) -> bool:
         return True
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return None
 
-    def source_rank(self):
+    def source_rank(self) -> int:
         raise RuntimeError(_NO_SOURCE)
 
     _source_rank = source_rank
 
-    def result(self):
+    def result(self) -> Any:
         return self._tensors
 
-    def get_future(self):
+    def get_future(self) -> "torch.futures.Future[Any]":
         if self._future is None:
-            future = torch.futures.Future()
+            future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(self._tensors)
             self._future = future
         return self._future
 
-    def get_future_result(self):
+    def get_future_result(self) -> Any:
         raise NotImplementedError(_NO_FUTURE_RESULT)
 
-    def _get_sequence_number(self):
+    def _get_sequence_number(self) -> int:
         return self._sequence
 
 
-def ended(tensors, sequence):
+def ended(tensors: Any, sequence: int) -> Ended:
     """The work of an operation that has ended."""
     work = Ended()
     work._tensors = tensors
@@ -64,21 +72,28 @@ def ended(tensors, sequence):
 class Work(dist.Work):
     """One operation; ``finish`` is called once on its end, before anybody learns of it."""
 
-    def __init__(self, native, tensors, finish=None, sequence=0, operation=""):
+    def __init__(
+        self,
+        native: _native.Work | None,
+        tensors: Any,
+        finish: Callable[[], None] | None = None,
+        sequence: int = 0,
+        operation: str = "",
+    ) -> None:
         super().__init__()
         # None if the operation ended before the call returned.
         self._native = native
         self._tensors = tensors
         self._finish = finish
-        self._error = None
+        self._error: BaseException | None = None
         self._sequence = sequence
         self._operation = operation
-        self._future = None
+        self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         if native is None:
             self._settle()
 
-    def _copied(self):
+    def _copied(self) -> BaseException | None:
         """Copies the results back; whoever comes meanwhile waits for that. Returns its error, to all, or None."""
         with self._lock:
             finish, self._finish = self._finish, None
@@ -90,12 +105,12 @@ class Work(dist.Work):
                     self._error = error
             return self._error
 
-    def _settle(self):
+    def _settle(self) -> None:
         error = self._copied()
         if error is not None:
             raise error
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if self._native is not None:
             seconds = timeout.total_seconds() if timeout else None
             if not self._native.wait(seconds if seconds and seconds > 0 else None):
@@ -105,20 +120,20 @@ class Work(dist.Work):
         self._settle()
         return True
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         self.wait()
 
-    def is_completed(self):
+    def is_completed(self) -> bool:
         if self._native is not None and not self._native.is_completed():
             return False
         # Results are there for whoever learns that they are.
         self.exception()
         return True
 
-    def is_success(self):
+    def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         if self._native is not None:
             if not self._native.is_completed():
                 return None
@@ -127,7 +142,7 @@ class Work(dist.Work):
                 return error
         return self._copied()
 
-    def source_rank(self):
+    def source_rank(self) -> int:
         source = None if self._native is None else self._native.source()
         if source is None:
             raise RuntimeError(_NO_SOURCE)
@@ -135,15 +150,15 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
-    def result(self):
+    def result(self) -> Any:
         self.wait()
         return self._tensors
 
-    def get_future(self):
+    def get_future(self) -> "torch.futures.Future[Any]":
         with self._lock:
             if self._future is not None:
                 return self._future
-            ended = torch.futures.Future()
+            ended: torch.futures.Future[Any] = torch.futures.Future()
             # PyTorch's reducer, in C++, takes what `set_exception` sets for a result. What a callback raises is an error
             # for it too.
             self._future = ended.then(self._outcome)
@@ -151,50 +166,50 @@ class Work(dist.Work):
             ended.set_result(None)
         return self._future
 
-    def _outcome(self, _):
+    def _outcome(self, _: object) -> Any:
         error = self.exception()
         if error is not None:
             raise error
         return self._tensors
 
-    def get_future_result(self):
+    def get_future_result(self) -> Any:
         raise NotImplementedError(_NO_FUTURE_RESULT)
 
-    def _get_sequence_number(self):
+    def _get_sequence_number(self) -> int:
         return self._sequence
 
 
 class Works(dist.Work):
     """Several operations, as one."""
 
-    def __init__(self, works, tensors):
+    def __init__(self, works: Sequence[Any], tensors: Any) -> None:
         super().__init__()
         self._works = works
         self._tensors = tensors
-        self._future = None
+        self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:
             work.wait(timeout)
         return True
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         self.wait()
 
-    def is_completed(self):
+    def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def is_success(self):
+    def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
-    def exception(self):
+    def exception(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
-    def result(self):
+    def result(self) -> Any:
         self.wait()
         return self._tensors
 
-    def get_future(self):
+    def get_future(self) -> "torch.futures.Future[Any]":
         if self._future is None:
             tensors = self._tensors
             every = torch.futures.collect_all([work.get_future() for work in self._works])

@@ -24,6 +24,9 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
+    #[allow(non_upper_case_globals)]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+    #[pymodule_export]
     use super::errors::set_error_class;
     #[pymodule_export]
     use super::group::Group;

@@ -58,7 +58,12 @@ def test_the_wheel_carries_what_cargo_says_it_has_built(build, tmp_path):
     for _ in range(2):
         assert build.build_wheel(str(tmp_path)) == "the wheel"
         assert (build.SCRIPTS / "phalanx").read_text() == f"the program {program}"
-    assert "--target" not in build.called()
+    called = build.called()
+    assert "--target" not in called
+    # With the features of maturin's own build, in its workspace: else the crates that both share would be compiled twice.
+    packages = [value for name, value in zip(called, called[1:]) if name == "--package"]
+    assert packages == ["phalanx-torch", "phalanx-cli"]
+    assert called[called.index("--manifest-path") + 1] == str(SOURCE.parent / "Cargo.toml")
     settings = {"build-args": "--target aarch64-unknown-linux-gnu --strip --offline --config=a=1"}
     build.build_wheel(str(tmp_path), settings)
     assert build.called()[-4:] == ["--target", "aarch64-unknown-linux-gnu", "--offline", "--config=a=1"]
@@ -71,6 +76,24 @@ def test_other_programs_than_one_are_refused(build, tmp_path):
     build.cargo(tmp_path / "one", tmp_path / "other")
     with pytest.raises(SystemExit, match="one, .*other, where the wheel takes one"):
         build.build_wheel(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "system, libc, why",
+    [
+        ("darwin", ("", ""), "Phalanx runs on Linux, and this is darwin: use a container"),
+        ("linux", ("glibc", "2.12"), "needs glibc 2.17 or later, and this system has 2.12"),
+        ("linux", ("glibc", "2.17"), None),
+        ("linux", ("glibc", "3.0"), None),
+        ("linux", ("", ""), None),
+    ],
+)
+def test_a_system_that_is_none_for_it_is_named(build, system, libc, why):
+    if why is None:
+        build._check_system(system, libc)
+        return
+    with pytest.raises(SystemExit, match=why):
+        build._check_system(system, libc)
 
 
 def test_without_cargo_it_says_what_to_install(build, tmp_path, monkeypatch):

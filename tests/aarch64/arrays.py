@@ -6,7 +6,7 @@ import sys
 import numpy
 import phalanx_torch
 
-assert platform.machine() == "aarch64", platform.machine()
+assert platform.machine() == (sys.argv[2] if len(sys.argv) > 2 else "aarch64"), platform.machine()
 assert "site-packages" in phalanx_torch.__path__[0], phalanx_torch.__path__
 group = phalanx_torch.init()
 rank, world = group.rank, group.world_size

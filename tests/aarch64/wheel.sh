@@ -43,31 +43,11 @@ folder=$(realpath -m "${CARGO_TARGET_DIR:-target}")/aarch64/debian
 build=$folder/build
 arm=$folder/arm64
 
-# What reaches servers on the host reaches them in there: mirror, proxies, certificates, settings of apt and pip.
-mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | grep -m1 '/debian/$' || true)
-mirror=${mirror:-http://deb.debian.org/debian/}
-mapfile -t settings < <(env | grep -iE '^(PIP_(CERT|INDEX_URL|EXTRA_INDEX_URL|DEFAULT_TIMEOUT)|(https?|all|no)_proxy)=' || true)
-like_the_host() {
-    mkdir -p "$1/etc/apt/apt.conf.d" "$1/etc/ssl/certs"
-    apt-config dump | grep -E '^Acquire::(Check-|https?::)' > "$1/etc/apt/apt.conf.d/90host" || true
-    for file in /etc/resolv.conf /etc/hosts /etc/pip.conf /etc/ssl/certs/ca-certificates.crt; do
-        [ ! -e $file ] || cp -L $file "$1$file"
-    done
-}
-# within ROOT COMMAND..: in that Debian.
-within() {
-    local root=$1
-    shift
-    chroot "$root" /usr/bin/env -i HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive "${settings[@]}" "$@"
-}
-# made ROOT PACKAGES..: is this Debian there, with these packages? One that was interrupted is made again.
-made() { [ "$(cat "$1/made" 2> /dev/null)" = "$debian ${*:2}" ]; }
+. .ci/debian
 # As debootstrap takes a Debian that it does not know yet.
 bootstrap() { debootstrap --variant=minbase "$@" "$mirror" /usr/share/debootstrap/scripts/sid; }
 mounted() {
-    mount -t proc proc "$1/proc"
-    mount --rbind /dev "$1/dev"
-    mount -t sysfs sysfs "$1/sys"
+    with_system "$1"
     mkdir -p "$1/src" "$1/wheels"
     mount --bind . "$1/src"
     mount --bind "$folder/wheels" "$1/wheels"
@@ -76,7 +56,7 @@ step() { printf '\n== %s\n' "$*"; "$@"; }
 
 mkdir -p "$folder/wheels"
 packages=(rustc cargo gcc libc6-dev libstd-rust-dev:arm64 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user python3-venv python3-pip)
-if ! made "$build" "${packages[@]}"; then
+if ! made "$build" $debian "${packages[@]}"; then
     rm -rf --one-file-system "$build"
     step bootstrap --include=ca-certificates $debian "$build"
     like_the_host "$build"
@@ -105,7 +85,7 @@ wheel=$(basename "$folder"/wheels/phalanx_torch-*.whl)
 case $wheel in *aarch64.whl) echo "built $wheel" ;; *) echo "this is no wheel for ARM: $wheel" >&2; exit 1 ;; esac
 
 packages=(ca-certificates python3-venv)
-made "$arm" "${packages[@]}" || {
+made "$arm" $debian "${packages[@]}" || {
     rm -rf --one-file-system "$arm"
     include=${packages[*]}
     step bootstrap --arch=arm64 --foreign --include="${include// /,}" $debian "$arm"

@@ -1,0 +1,12 @@
+"""Writes the Python programs of Markdown pages into a folder, each as a file of its own: programs.py FOLDER PAGE.."""
+
+import re
+import sys
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+for page in map(Path, sys.argv[2:]):
+    programs = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    for number, program in enumerate(programs, 1):
+        (folder / f"{page.stem.lower().replace('-', '_')}_{number}.py").write_text(program)
