@@ -242,6 +242,14 @@ impl Horovod {
         self.inner.engine.shutdown();
     }
 
+    /// Fails the job on every rank with `cause`: what is in flight and what is submitted later. For a program that ends before its time,
+    /// of which the others would otherwise only learn that it has left.
+    pub fn abort(&self, cause: phalanx::Error) {
+        let Groups { control, data } = &self.inner.groups;
+        data.abort(cause.clone());
+        control.abort(cause);
+    }
+
     pub(crate) fn engine(&self) -> &Engine {
         &self.inner.engine
     }
