@@ -7,7 +7,7 @@ import os
 
 
 def register():
-    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place."""
+    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -16,13 +16,21 @@ def register():
         dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
         # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
         getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("phalanx")
-    wanted = os.environ.get("PHALANX_AS_GLOO", "")
-    if wanted == "1":
+    if _is_wanted("PHALANX_AS_GLOO", "gloo"):
         from phalanx_torch._gloo import as_gloo
 
         as_gloo()
-    elif wanted not in ("", "0"):
-        raise ValueError(f"PHALANX_AS_GLOO is {wanted!r}; give 1 to be taken for gloo, or 0")
+    if _is_wanted("PHALANX_AS_HOROVOD", "Horovod"):
+        from phalanx_torch._horovod import install_later
+
+        install_later()
+
+
+def _is_wanted(variable, name):
+    wanted = os.environ.get(variable, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"{variable} is {wanted!r}; give 1 to be taken for {name}, or 0")
+    return wanted == "1"
 
 
 def _create(options, backend_options):

@@ -8,13 +8,13 @@ or, for programs that are to stay as they are, :func:`install`, ``PHALANX_AS_HOR
 ``python -m phalanx_torch.horovod PROGRAM``. Tensors are on the CPU. There is no elastic training and no ``horovod.run``.
 """
 
+from phalanx_torch._horovod import install, refused
 from phalanx_torch.horovod._functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from phalanx_torch.horovod._install import install, refused
 from phalanx_torch.horovod._job import (
     HorovodInternalError,
     ProcessSet,

@@ -251,16 +251,17 @@ def _differentiable(op):
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, op, before, after, process_set, *tensors):
+    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
         ctx.how = (op, before, after, process_set)
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, before, after, process_set)))
+        reduced = synchronize(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
+        return tuple(reduced) if grouped else (reduced,)
 
     @staticmethod
     def backward(ctx, *gradients):
         op, before, after, process_set = ctx.how
         _differentiable(op)
         reduced = synchronize(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
-        return (None,) * 5 + tuple(reduced)
+        return (None,) * 6 + tuple(reduced)
 
 
 def allreduce(
@@ -278,7 +279,7 @@ def allreduce(
     Gradients go through it: that of a sum is the sum of all ranks' gradients, of an average their average.
     """
     compressed, context = compression.compress(tensor)
-    reduced, = _Allreduce.apply(name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
+    reduced, = _Allreduce.apply(False, name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(reduced, context)
 
 
@@ -294,7 +295,7 @@ def grouped_allreduce(
 ):
     """As :func:`allreduce` of each of the tensors, which is carried out when all ranks have all of them."""
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    reduced = _Allreduce.apply(name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
+    reduced = _Allreduce.apply(True, name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts)]
 
 
@@ -351,9 +352,9 @@ def allgather_async(tensor, name=None, process_set=global_process_set):
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, process_set, *tensors):
+    def forward(ctx, grouped, name, process_set, *tensors):
         ctx.rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], process_set
-        if len(tensors) == 1:
+        if not grouped:
             return (synchronize(allgather_async(tensors[0], name, process_set)),)
         return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
 
@@ -364,7 +365,7 @@ class _Allgather(torch.autograd.Function):
         reduced = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
         before = counts[: process_set.rank()].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
-        return (None, None, *own)
+        return (None, None, None, *own)
 
 
 def allgather_(tensor, process_set):
@@ -376,14 +377,12 @@ def allgather(tensor, name=None, process_set=global_process_set):
 
     Its gradient is the average of what all ranks have for this rank's rows, as Horovod defines it.
     """
-    return _Allgather.apply(name, process_set, tensor)[0]
+    return _Allgather.apply(False, name, process_set, tensor)[0]
 
 
 def grouped_allgather(tensors, name=None, process_set=global_process_set):
     """As :func:`allgather` of each of the tensors, which is carried out when all ranks have all of them."""
-    if len(tensors) == 1:
-        return [allgather(tensors[0], name, process_set)]
-    return list(_Allgather.apply(name, process_set, *tensors))
+    return list(_Allgather.apply(True, name, process_set, *tensors))
 
 
 # Broadcast.
@@ -534,10 +533,10 @@ def grouped_reducescatter_async(
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, op, before, after, process_set, *tensors):
+    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
         ctx.how = (op, before, after, process_set)
-        handle = grouped_reducescatter_async(tensors, name, op, process_set, before, after)
-        return tuple(synchronize(handle))
+        shards = synchronize(_scatter(tensors, name, op, before, after, process_set, grouped))
+        return tuple(shards) if grouped else (shards,)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -546,7 +545,7 @@ class _Reducescatter(torch.autograd.Function):
         # What every rank's loss changes with these rows: Horovod counts a sum's for each rank, and an average's once.
         factor = before * after * (process_set.size() if op is Sum else 1)
         gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
-        return (None,) * 5 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
+        return (None,) * 6 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
 
 
 def reducescatter(
@@ -561,7 +560,7 @@ def reducescatter(
     """Combines the tensors of all ranks, and returns this rank's rows of the result: as many for each, and one more for each of the
     first ranks if they cannot be divided evenly."""
     compressed, context = compression.compress(tensor)
-    shard, = _Reducescatter.apply(name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
+    shard, = _Reducescatter.apply(False, name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(shard, context)
 
 
@@ -576,7 +575,7 @@ def grouped_reducescatter(
 ):
     """As :func:`reducescatter` of each of the tensors, which is carried out when all ranks have all of them."""
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    shards = _Reducescatter.apply(name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
+    shards = _Reducescatter.apply(True, name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(shard, context) for shard, context in zip(shards, contexts)]
 
 

@@ -108,11 +108,10 @@ class _Distributed:
             if p.grad is None:
                 # Another rank may have made one.
                 p.grad = torch.zeros_like(p)
-            if p.grad.is_sparse and self._sparse_as_dense:
-                p.grad = p.grad.to_dense()
-        if any(p.grad.is_sparse for p in parameters):
+        if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
             return self._allreduce_sparse(parameters, name)
-        compressed, contexts = zip(*(self._compression.compress(p.grad) for p in parameters))
+        dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+        compressed, contexts = zip(*map(self._compression.compress, dense))
         before, after, op = 1.0, 1.0, self._op
         if self._predivide != 1.0:
             before, after, op = 1.0 / self._predivide, self._predivide / self._process_set.size(), Sum
@@ -126,8 +125,11 @@ class _Distributed:
             averaged = synchronize(handle)
             for p, tensor, context in zip(parameters, averaged if len(parameters) > 1 else [averaged], contexts):
                 tensor = self._compression.decompress(tensor, context)
+                if p.grad.is_sparse:
+                    # As the optimizer expects it.
+                    p.grad = tensor.to_sparse(p.grad.sparse_dim())
                 # Usually it is the gradient's own memory.
-                if tensor.data_ptr() != p.grad.data_ptr():
+                elif tensor.data_ptr() != p.grad.data_ptr():
                     p.grad.detach().copy_(tensor)
 
         return wait

@@ -25,7 +25,7 @@ _INSTEAD = {
     "runner": "start ranks with `phalanx run -n 2 python PROGRAM`, or with `phalanx horovodrun`",
     "elastic": "restart the job from a checkpoint; `phalanx run --max-restarts` does so by itself",
 }
-_HERE = __name__.rpartition(".")[0]
+_HERE = "phalanx_torch.horovod"
 
 
 def refused(name):
@@ -42,6 +42,29 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name.startswith("horovod."):
             raise refused(name)
         return None
+
+
+class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Installs when the program imports Horovod, and not before: `import torch` shall not load the native library."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "horovod":
+            return None
+        sys.meta_path.remove(self)
+        install()
+        return importlib.util.spec_from_loader(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return sys.modules[spec.name]
+
+    def exec_module(self, module):
+        pass
+
+
+def install_later():
+    """As :func:`install`, when Horovod is imported first."""
+    if "horovod" not in sys.modules and not any(isinstance(finder, _Later) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Later())
 
 
 def install():
