@@ -1,7 +1,7 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
 use parking_lot::Mutex;
-use phalanx::{Error, INTERRUPT_INTERVAL, Rank};
+use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
@@ -22,6 +22,34 @@ impl phalanx_horovod::Memory for Memory {
     fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.as_bytes_mut()
     }
+}
+
+/// The ranks that have met, and the process: a program may shut down and begin again, and they meet once.
+static MET: Mutex<Option<(u32, ProcessGroup)>> = Mutex::new(None);
+
+fn met() -> phalanx::Result<ProcessGroup> {
+    let process = std::process::id();
+    let known = MET.lock().as_ref().filter(|(of, _)| *of == process).map(|(_, group)| group.clone());
+    if let Some(group) = known.filter(|group| group.failure().is_none()) {
+        return Ok(group);
+    }
+    let group = phalanx::init()?;
+    forget_met(Some((process, group.clone())));
+    Ok(group)
+}
+
+fn forget_met(next: Option<(u32, ProcessGroup)>) {
+    let last = std::mem::replace(&mut *MET.lock(), next);
+    if last.as_ref().is_some_and(|(process, _)| *process != std::process::id()) {
+        // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+        std::mem::forget(last);
+    }
+}
+
+/// Says goodbye to the ranks that have met: at the end of the program.
+#[pyfunction]
+pub fn leave_horovod(py: Python<'_>) {
+    py.detach(|| forget_met(None));
 }
 
 /// A handle to the ranks of a job, or of a process set.
@@ -204,7 +232,7 @@ impl Horovod {
     /// Meets the other ranks, as the launcher says.
     #[staticmethod]
     fn init(py: Python<'_>) -> PyResult<Self> {
-        let inner = interrupt::apart(py, || (), phalanx_horovod::init)?;
+        let inner = interrupt::apart(py, || (), || phalanx_horovod::init_in(&met()?))?;
         inner.map(Self::new).map_err(|error| raised(py, &error))
     }
 

@@ -30,7 +30,7 @@ mod _native {
     #[pymodule_export]
     use super::group::Group;
     #[pymodule_export]
-    use super::horovod::{Handle, Horovod};
+    use super::horovod::{Handle, Horovod, leave_horovod};
     #[pymodule_export]
     use super::work::{Work, close_callbacks};
 }

@@ -134,14 +134,13 @@ def shutdown():
 @atexit.register
 def _leave():
     job, error = _state["job"], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if job is None:
-        return
-    if error is not None:
+    if job is not None and error is not None:
         cause = f"the program of rank {job.rank()} ended with {type(error).__name__}: {error}"
         for part in [job, *(process_set._native for process_set in _state["sets"].values())]:
             if part is not None:
                 part.abort(cause)
     shutdown()
+    _native.leave_horovod()
 
 
 def is_initialized():
