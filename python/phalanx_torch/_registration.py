@@ -14,7 +14,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place."""
+    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -24,13 +24,21 @@ def register() -> None:
         # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("phalanx")
-    wanted = os.environ.get("PHALANX_AS_GLOO", "")
-    if wanted == "1":
+    if _is_wanted("PHALANX_AS_GLOO", "gloo"):
         from phalanx_torch._gloo import as_gloo
 
         as_gloo()
-    elif wanted not in ("", "0"):
-        raise ValueError(f"PHALANX_AS_GLOO is {wanted!r}; give 1 to be taken for gloo, or 0")
+    if _is_wanted("PHALANX_AS_HOROVOD", "Horovod"):
+        from phalanx_torch._horovod import install_later
+
+        install_later()
+
+
+def _is_wanted(variable: str, name: str) -> bool:
+    wanted = os.environ.get(variable, "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"{variable} is {wanted!r}; give 1 to be taken for {name}, or 0")
+    return wanted == "1"
 
 
 def register_with_torch() -> None:

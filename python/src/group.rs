@@ -12,10 +12,11 @@ use pyo3::prelude::*;
 
 use crate::dtypes::Meaning;
 use crate::errors::raised;
+use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
 use crate::messages::{Call, Messages, unexpected_bytes};
-use crate::store::TorchStore;
+use crate::store::{GivenUp, TorchStore};
 use crate::work::{Pending, Work};
 
 /// The ranks of a job, or some of them.
@@ -57,14 +58,16 @@ impl Group {
     fn join(
         py: Python<'_>,
         timeout: Duration,
-        meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send,
+        given_up: GivenUp,
+        meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send + 'static,
     ) -> PyResult<Self> {
         let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
-        let joined = py.detach(|| {
+        let join = move || {
             let mut options = GroupOptions::from_env()?;
             options.timeout = timeout;
             ProcessGroup::join(meet()?, options)
-        });
+        };
+        let joined = interrupt::apart(py, || given_up.give_up(), join)?;
         let group = joined.map_err(|error| raised(py, &error))?;
         let (rank, world) = (group.rank(), group.world_size());
         let worker = group.clone();
@@ -103,7 +106,8 @@ impl Group {
         let group = self.open(timeout)?;
         let operation = move || operation(&group).map(|()| None);
         if wait {
-            let outcome = py.detach(|| self.0.collectives.run(operation));
+            let outcome = interrupt::waiting(py, || self.0.collectives.run(operation));
+            let outcome = outcome.inspect_err(|raised| self.interrupted(py, raised))?;
             return outcome.map(|_| None).map_err(|error| raised(py, &error));
         }
         let pending = Arc::new(Pending::default());
@@ -124,6 +128,12 @@ impl Group {
             None => operation(group),
             Some(caller) => operation(&group.in_call(caller)),
         })
+    }
+
+    /// Fails the group: a handler has `raised` while this rank waited in a call, which the other ranks cannot take for done.
+    fn interrupted(&self, py: Python<'_>, raised: &PyErr) {
+        let cause = interrupt::cause(py, raised);
+        py.detach(|| self.0.abort(cause));
     }
 
     fn message(&self, (timeout, wait): How) -> PyResult<(Call, Work)> {
@@ -192,8 +202,9 @@ impl Group {
         timeout: f64,
     ) -> PyResult<Self> {
         let timeout = duration(timeout)?;
-        let store: SharedStore = Arc::new(TorchStore(store));
-        Self::join(py, timeout, move || {
+        let given_up = GivenUp::default();
+        let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
+        Self::join(py, timeout, given_up, move || {
             let world = WorldSize::new(world_size)?;
             rendezvous::from_store(store, world.rank(rank)?, world, timeout)
         })
@@ -210,7 +221,7 @@ impl Group {
         timeout: f64,
     ) -> PyResult<Self> {
         let timeout = duration(timeout)?;
-        Self::join(py, timeout, move || {
+        Self::join(py, timeout, GivenUp::default(), move || {
             let world = world_size.map(WorldSize::new).transpose()?;
             match (url.as_str(), rank, world) {
                 ("env://", None, None) => rendezvous::from_env(timeout),
@@ -257,16 +268,18 @@ impl Group {
         py.detach(|| self.0.abort(cause));
     }
 
-    /// Waits for what has been called, and leaves the group.
+    /// Waits for what has been called, and leaves the group. If a handler raises meanwhile, what has been called fails.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.0.leave()).map_err(|error| raised(py, &error))
+        let inner = self.0.clone();
+        let left = interrupt::apart(py, || (), move || inner.leave());
+        left.inspect_err(|raised| self.interrupted(py, raised))?.map_err(|error| raised(py, &error))
     }
 
     /// As `close`, but waits at most `timeout` seconds, and then aborts the group with `cause`. For the end of the program,
     /// when Python starts no threads any more.
     fn close_within(&self, py: Python<'_>, timeout: f64, cause: String) -> PyResult<()> {
         let timeout = duration(timeout)?;
-        py.detach(|| {
+        interrupt::waiting(py, || {
             let (inner, left) = (self.0.clone(), Arc::new(Pending::default()));
             let done = left.clone();
             let leave = move || {
@@ -280,8 +293,8 @@ impl Group {
                 self.0.abort(cause);
                 left.wait(Instant::now().checked_add(timeout));
             }
-        });
-        Ok(())
+        })
+        .inspect_err(|raised| self.interrupted(py, raised))
     }
 
     /// Whether it is this process's, and has not been left.
@@ -308,7 +321,8 @@ impl Group {
     fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, to: u32, tag: i64, how: How) -> PyResult<Work> {
         let memory = Memory::of(tensor, Meaning::Bytes, false)?;
         let (call, work) = self.message(how)?;
-        py.detach(|| self.0.messages.send(call, Rank::new(to), tag, memory));
+        let sent = interrupt::waiting(py, || self.0.messages.send(call, Rank::new(to), tag, memory));
+        sent.inspect_err(|raised| self.interrupted(py, raised))?;
         Ok(work)
     }
 
@@ -323,7 +337,9 @@ impl Group {
     ) -> PyResult<Work> {
         let memory = Memory::of(tensor, Meaning::Bytes, true)?;
         let (call, work) = self.message(how)?;
-        py.detach(|| self.0.messages.recv(call, from.map(Rank::new), tag, memory));
+        let received =
+            interrupt::waiting(py, || self.0.messages.recv(call, from.map(Rank::new), tag, memory));
+        received.inspect_err(|raised| self.interrupted(py, raised))?;
         Ok(work)
     }
 }

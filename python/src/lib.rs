@@ -13,6 +13,8 @@ mod collectives;
 mod dtypes;
 mod errors;
 mod group;
+mod horovod;
+mod interrupt;
 mod lane;
 mod memory;
 mod messages;
@@ -30,6 +32,8 @@ mod _native {
     use super::errors::set_error_class;
     #[pymodule_export]
     use super::group::Group;
+    #[pymodule_export]
+    use super::horovod::{Handle, Horovod, leave_horovod};
     #[pymodule_export]
     use super::work::{Work, close_callbacks};
 }

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use phalanx::{DType, Error, ProcessGroup, Rank};
+use phalanx::{DType, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 
+use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
 use crate::work::{Outcome, Pending};
@@ -203,7 +204,13 @@ impl Received {
     /// Receives from `peer` until the receive `number` has its message.
     fn serve(&self, group: &ProcessGroup, peer: Rank, number: u64, deadline: Instant) -> Outcome {
         while self.awaits(number) {
-            let _line = self.lines[peer.index()].lock();
+            let line = &self.lines[peer.index()];
+            let _line = loop {
+                match line.try_lock_for(INTERRUPT_INTERVAL) {
+                    Some(line) => break line,
+                    None => interrupt::look()?,
+                }
+            };
             if self.awaits(number) {
                 self.receive_one(group, peer, deadline)?;
             }
@@ -213,7 +220,7 @@ impl Received {
 
     /// Receives from whoever sends until the receive `number` has its message.
     fn serve_any(&self, group: &ProcessGroup, number: u64, deadline: Instant) -> Outcome {
-        let mut pause = PAUSES.0;
+        let (mut pause, mut looks) = (PAUSES.0, interrupt::Looks::new());
         while self.awaits(number) {
             let mut moved = false;
             for peer in group.world_size().ranks().filter(|peer| *peer != group.rank()) {
@@ -236,6 +243,7 @@ impl Received {
                 group.abort(error.clone());
                 return Err(error);
             } else {
+                looks.look_if_due()?;
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(PAUSES.1);
             }

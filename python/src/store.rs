@@ -1,5 +1,7 @@
 //! PyTorch's stores, as stores in which ranks meet.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use phalanx::store::Store;
@@ -15,16 +17,44 @@ const PAUSES: (Duration, Duration) = (Duration::from_micros(200), Duration::from
 ///
 /// Waits look again and again. PyTorch's `get` and `wait` hold a lock of the store until they end, so that another
 /// thread of the process could not set the key for which they wait.
-pub struct TorchStore(pub Py<PyAny>);
+pub struct TorchStore {
+    store: Py<PyAny>,
+    given_up: GivenUp,
+}
+
+/// Whether nobody waits for a group any more that meets in a store.
+#[derive(Clone, Default)]
+pub struct GivenUp(Arc<AtomicBool>);
+
+impl GivenUp {
+    pub fn give_up(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.0.load(Ordering::Relaxed) {
+            false => Ok(()),
+            true => Err(Error::aborted("the program of this rank was interrupted while it joined the group")),
+        }
+    }
+}
 
 impl TorchStore {
+    pub fn new(store: Py<PyAny>, given_up: GivenUp) -> Self {
+        Self { store, given_up }
+    }
+
     fn call<T>(
         &self,
         operation: &str,
         key: &str,
         call: impl for<'py> FnOnce(Python<'py>, &Bound<'py, PyAny>) -> PyResult<T>,
     ) -> Result<T> {
-        Python::attach(|py| call(py, self.0.bind(py))).map_err(|error| {
+        self.given_up.check()?;
+        // Not at the interpreter's end, when a join may still run that was given up.
+        let called = Python::try_attach(|py| call(py, self.store.bind(py)));
+        let called = called.ok_or_else(|| Error::aborted("Python ends while this rank joins a group"))?;
+        called.map_err(|error| {
             Error::other(error).with_remedy(format!("{operation} {key:?} in PyTorch's store failed"))
         })
     }

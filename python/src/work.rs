@@ -5,11 +5,12 @@ use std::mem::forget;
 use std::sync::{self, Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
-use phalanx::Error;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use phalanx::{Error, INTERRUPT_INTERVAL};
 use pyo3::prelude::*;
 
 use crate::errors::raised;
+use crate::interrupt;
 
 /// The outcome of an operation: from which rank it received, if it received from any.
 pub type Outcome = Result<Option<u32>, Error>;
@@ -44,20 +45,24 @@ impl Pending {
         }
     }
 
-    /// Waits for the end, or until `deadline`.
+    /// Waits for the end, or until `deadline`, or until a signal's handler raises: with that as the outcome, though the operation goes
+    /// on.
     pub fn wait(&self, deadline: Option<Instant>) -> Option<Outcome> {
         let mut state = self.state.lock();
         loop {
             if let Some(outcome) = &state.outcome {
                 return Some(outcome.clone());
             }
-            match deadline {
-                None => self.done.wait(&mut state),
-                Some(deadline) => {
-                    if self.done.wait_until(&mut state, deadline).timed_out() {
-                        return state.outcome.clone();
-                    }
-                }
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return None;
+            }
+            let look = Instant::now() + INTERRUPT_INTERVAL;
+            let until = deadline.map_or(look, |deadline| deadline.min(look));
+            if self.done.wait_until(&mut state, until).timed_out()
+                && until == look
+                && let Err(interrupted) = MutexGuard::unlocked(&mut state, interrupt::look)
+            {
+                return Some(Err(interrupted));
             }
         }
     }
@@ -85,7 +90,11 @@ impl Work {
         let timeout = timeout.map(Duration::try_from_secs_f64).transpose();
         let timeout = timeout.map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        match self.0.outcome().or_else(|| py.detach(|| self.0.wait(deadline))) {
+        let outcome = match self.0.outcome() {
+            Some(outcome) => Some(outcome),
+            None => interrupt::waiting(py, || self.0.wait(deadline))?,
+        };
+        match outcome {
             Some(Ok(_)) => Ok(true),
             Some(Err(error)) => Err(raised(py, &error)),
             None => Ok(false),

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use phalanx::{Error, Result};
@@ -48,6 +49,21 @@ impl<T> Handle<T> {
     /// Whether it is done, or has failed. If so, [`synchronize`](Self::synchronize) does not wait.
     pub fn poll(&self) -> bool {
         self.slot.outcome.lock().is_some()
+    }
+
+    /// Waits until the operation is done, or until `timeout` has passed. Returns whether it is done.
+    pub fn wait_for(&self, timeout: Duration) -> bool {
+        let Some(deadline) = Instant::now().checked_add(timeout).filter(|_| !self.poll()) else {
+            return self.poll();
+        };
+        let _waits = self.engine.waits();
+        let mut outcome = self.slot.outcome.lock();
+        while outcome.is_none() {
+            if self.slot.done.wait_until(&mut outcome, deadline).timed_out() {
+                break;
+            }
+        }
+        outcome.is_some()
     }
 
     /// Waits for the end of the operation, and returns its result. The wait is limited: tensors that some rank does not

@@ -53,13 +53,22 @@ struct Inner {
 /// As [`phalanx::init`], and if a `HOROVOD_*` variable has no valid value.
 #[doc(alias = "hvd.init")]
 pub fn init() -> Result<Horovod> {
+    // Before the others are kept waiting.
+    Options::from_env()?;
+    init_in(&phalanx::init()?)
+}
+
+/// As [`init`], among the ranks of `group`: for a program that shuts down and begins again, whose ranks have met already.
+///
+/// # Errors
+/// As [`Horovod::new`], and if a `HOROVOD_*` variable has no valid value.
+pub fn init_in(group: &ProcessGroup) -> Result<Horovod> {
     let options = Options::from_env()?;
-    let group = phalanx::init()?;
     if group.rank().is_main() {
         let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         warnings(is_set).for_each(phalanx::warn);
     }
-    Horovod::new(&group, options)
+    Horovod::new(group, options)
 }
 
 impl Horovod {
@@ -240,6 +249,14 @@ impl Horovod {
     /// does the same.
     pub fn shutdown(&self) {
         self.inner.engine.shutdown();
+    }
+
+    /// Fails the job on every rank with `cause`: what is in flight and what is submitted later. For a program that ends before its time,
+    /// of which the others would otherwise only learn that it has left.
+    pub fn abort(&self, cause: phalanx::Error) {
+        let Groups { control, data } = &self.inner.groups;
+        data.abort(cause.clone());
+        control.abort(cause);
     }
 
     pub(crate) fn engine(&self) -> &Engine {

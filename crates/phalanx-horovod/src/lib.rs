@@ -54,7 +54,7 @@ mod topology;
 
 pub use engine::Stats;
 pub use handle::Handle;
-pub use horovod::{Horovod, init};
+pub use horovod::{Horovod, init, init_in};
 pub use objects::SparseGradient;
 pub use op::{Compression, Op, Reduction};
 pub use operations::Received;

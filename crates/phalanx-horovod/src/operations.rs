@@ -264,7 +264,15 @@ impl Horovod {
     /// # Errors
     /// If a rank fails or leaves.
     pub fn barrier(&self) -> Result<()> {
-        self.submit("horovod.barrier", Kind::Barrier, Vec::new(), |_| Ok(()))?.synchronize()
+        self.barrier_async()?.synchronize()
+    }
+
+    /// Starts a [`barrier`](Self::barrier).
+    ///
+    /// # Errors
+    /// As [`allreduce_async`](Self::allreduce_async).
+    pub fn barrier_async(&self) -> Result<Handle<()>> {
+        self.submit("horovod.barrier", Kind::Barrier, Vec::new(), |_| Ok(()))
     }
 
     /// Says that this rank has no more data, and waits until all ranks say so. Returns the last one. Meanwhile this rank takes part
@@ -275,7 +283,15 @@ impl Horovod {
     /// If a rank fails or leaves. If some ranks do not join, and nothing is carried out for
     /// [`stall_shutdown_time`](crate::Options::stall_shutdown_time).
     pub fn join(&self) -> Result<Rank> {
-        self.engine().join(|outcome| Ok(Rank::new(outcome.last)))?.synchronize()
+        self.join_async()?.synchronize()
+    }
+
+    /// Starts a [`join`](Self::join): this rank has no more data until its handle is done.
+    ///
+    /// # Errors
+    /// If this rank has joined already, or the job has failed; otherwise from [`Handle::synchronize`].
+    pub fn join_async(&self) -> Result<Handle<Rank>> {
+        self.engine().join(|outcome| Ok(Rank::new(outcome.last)))
     }
 
     /// Whether the operation is done. If so, [`synchronize`](Self::synchronize) does not wait.

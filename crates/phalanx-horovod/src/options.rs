@@ -110,7 +110,7 @@ impl Options {
     /// | `HOROVOD_STALL_CHECK_DISABLE` | no [`stall_check_time`](Self::stall_check_time) | 1 or 0 |
     /// | `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` | [`stall_shutdown_time`](Self::stall_shutdown_time) | seconds; 0: none |
     /// | `HOROVOD_AUTOTUNE` | [`autotune`](Self::autotune) | 1 or 0 |
-    /// | `HOROVOD_TIMELINE` | [`timeline`](Self::timeline) | a path |
+    /// | `HOROVOD_TIMELINE` | [`timeline`](Self::timeline) | a path; `DYNAMIC`: none yet |
     ///
     /// A variable that is empty counts as unset. Other variables of Horovod have no meaning here: rank 0 warns of each that
     /// is set.
@@ -184,7 +184,8 @@ impl Variables<'_> {
             stall_check_time: if disabled { None } else { check.map_or(defaults.stall_check_time, seconds) },
             stall_shutdown_time: shutdown.and_then(seconds),
             autotune: self.flag("HOROVOD_AUTOTUNE")?,
-            timeline: self.text("HOROVOD_TIMELINE").map(PathBuf::from),
+            // "DYNAMIC" says that the program will start one.
+            timeline: self.text("HOROVOD_TIMELINE").filter(|path| path != "DYNAMIC").map(PathBuf::from),
         })
     }
 
@@ -255,6 +256,7 @@ mod tests {
             timeline: Some("t.json".into()),
         };
         assert_eq!(set.unwrap(), expected);
+        assert_eq!(options(&[("HOROVOD_TIMELINE", "DYNAMIC")]).unwrap().timeline, None);
         assert_eq!(options(&[("HOROVOD_STALL_CHECK_DISABLE", "1")]).unwrap().stall_check_time, None);
         assert_eq!(
             options(&[("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")]).unwrap().stall_shutdown_time,

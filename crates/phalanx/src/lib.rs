@@ -45,6 +45,7 @@ mod frozen;
 mod health;
 mod host;
 mod interfaces;
+mod interrupt;
 mod network;
 mod notice;
 mod poll;
@@ -94,6 +95,7 @@ pub use dtype::{Bool, DType, Element};
 pub use error::{Error, Result};
 pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;
+pub use interrupt::{INTERRUPT_INTERVAL, InterruptCheck, interruptible};
 pub use key::JobKey;
 // The two lines that follow are for adapters, which name and identify this host and warn as this crate does.
 #[doc(hidden)]

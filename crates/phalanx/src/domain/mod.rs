@@ -47,6 +47,7 @@ use crate::collective::kernel::Fold;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::notice::warn;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::transport::late;
@@ -276,6 +277,7 @@ impl DomainCall<'_> {
         if self.timeout.deadline().has_passed() {
             return Err(late(peer, health.host(peer)));
         }
+        interrupt::check()?;
         self.checks.set(self.checks.get().saturating_add(1));
         if self.checks.get() >= LONG_WAIT_CHECKS && health.waits.waits_in_memory(self.header(self.call), peer)
         {

@@ -11,6 +11,7 @@ use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::rank::Rank;
 use crate::wire::control::Notice;
 use crate::wire::frame::Header;
@@ -136,10 +137,10 @@ impl InProcess {
             if health.has_failed() || health.has_left(from) {
                 return Err(health.peer_failed(from, "its thread ended"));
             }
+            interrupt::check()?;
+            mailbox.arrived.wait_for(&mut frames, interrupt::at_most(deadline.remaining()));
             // A frame that came at the last moment still counts.
-            if mailbox.arrived.wait_until(&mut frames, deadline.instant()).timed_out()
-                && frames[from.index()].is_empty()
-            {
+            if deadline.has_passed() && frames[from.index()].is_empty() {
                 return Err(late(from, health.host(from)));
             }
         }

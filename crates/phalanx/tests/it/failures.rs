@@ -7,7 +7,7 @@ use phalanx::checkpoint::Checkpoints;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, Caller, DType, Error, ProcessGroup, Rank, ReduceOp};
+use phalanx::{Buffer, Caller, DType, Error, ProcessGroup, Rank, ReduceOp, interruptible};
 
 /// Nothing in here may wait for this long.
 const WAIT_LIMIT: Duration = Duration::from_secs(20);
@@ -41,6 +41,39 @@ fn ranks_that_call_different_collectives_all_see_both_calls() {
             let names =
                 ["calls", "called"].map(|verb| format!("rank 1 {verb} broadcast(10 x f32, root 1) #1"));
             assert!(names.iter().any(|named| text.contains(named)), "{text}");
+        }
+    }
+}
+
+/// As Ctrl-C does it in languages whose runtimes handle signals on the thread that waits.
+#[test]
+fn a_wait_that_its_own_thread_ends_fails_the_group_with_that_cause() {
+    fn pressed() -> phalanx::Result<()> {
+        Err(Error::aborted("somebody pressed Ctrl-C"))
+    }
+    type Wait = fn(&ProcessGroup) -> phalanx::Result<()>;
+    let waits: [Wait; 3] = [
+        ProcessGroup::barrier,
+        |group| group.all_reduce(&mut [0f32; 1 << 16], ReduceOp::Sum),
+        |group| group.recv(&mut [0f32; 4], Rank::new(1)),
+    ];
+    for fabric in Fabric::ALL {
+        for wait in waits {
+            let errors = run(2, fabric, |group| {
+                within(WAIT_LIMIT, &group, |group| {
+                    if group.rank().is_main() {
+                        return interruptible(pressed, || wait(group)).unwrap_err();
+                    }
+                    while group.failure().is_none() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    group.barrier().unwrap_err()
+                })
+            });
+            for error in errors {
+                assert!(error.is_aborted() && error.rank() == Some(Rank::MAIN), "{fabric:?}: {error}");
+                assert!(error.to_string().contains("somebody pressed Ctrl-C"), "{fabric:?}: {error}");
+            }
         }
     }
 }

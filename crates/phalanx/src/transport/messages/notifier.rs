@@ -10,6 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::poll::poll;
 
 /// A wait for memory lasts at most this long before it checks the health of its group.
@@ -56,7 +57,8 @@ impl Notifier {
         deadline: Deadline,
         ready: impl FnOnce() -> bool,
     ) -> Result<()> {
-        let remaining = deadline.remaining();
+        interrupt::check()?;
+        let remaining = interrupt::at_most(deadline.remaining());
         match (sockets, listens) {
             ([], _) => self.sleep_unless(remaining.min(SLEEP_LIMIT), ready),
             _ if ready() => {}

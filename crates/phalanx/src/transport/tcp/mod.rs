@@ -47,6 +47,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
+use crate::interrupt;
 use crate::poll::poll;
 use crate::rank::{Generation, Rank};
 use crate::store::Store;
@@ -201,6 +202,8 @@ fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -
     if remaining.is_zero() {
         return Ok(false);
     }
+    interrupt::check()?;
+    let remaining = interrupt::at_most(remaining);
     let polled = match fds {
         [Some((one, flags)), None] => poll(&mut [PollFd::from_borrowed_fd(one, flags)], Some(remaining)),
         [Some((one, flags)), Some((two, more))] => poll(

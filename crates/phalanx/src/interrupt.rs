@@ -1,0 +1,90 @@
+//! Waits that the calling thread may end.
+//!
+//! The runtimes of some languages handle signals only on one thread, and that one may be the thread that waits for peers. It gives
+//! a check, which its waits make from time to time.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+use crate::error::Result;
+
+/// How often a thread that waits for peers makes its check.
+pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What a thread checks while it waits.
+pub type InterruptCheck = fn() -> Result<()>;
+
+thread_local! {
+    static CHECK: Cell<Option<InterruptCheck>> = const { Cell::new(None) };
+    /// When the next check is due; none before the first wait.
+    static DUE: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Runs `body`, and makes `check` about every [`INTERRUPT_INTERVAL`] while the calls of this thread in `body` wait for peers in collectives
+/// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank.
+///
+/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is the start of a group.
+pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
+    /// Ends the checks, also when `body` panics.
+    struct Before(Option<InterruptCheck>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            CHECK.set(self.0);
+            DUE.set(None);
+        }
+    }
+    let _before = Before(CHECK.replace(Some(check)));
+    DUE.set(None);
+    body()
+}
+
+/// Makes the check of this thread, if it has one and it is due.
+pub(crate) fn check() -> Result<()> {
+    let Some(check) = CHECK.get() else { return Ok(()) };
+    let now = Instant::now();
+    if DUE.get().is_some_and(|due| now < due) {
+        return Ok(());
+    }
+    // A short wait makes none: the first is due an interval after the wait began.
+    let is_first = DUE.replace(Some(now + INTERRUPT_INTERVAL)).is_none();
+    if is_first { Ok(()) } else { check() }
+}
+
+/// `timeout`, or as long as this thread may sleep before its next check.
+pub(crate) fn at_most(timeout: Duration) -> Duration {
+    if CHECK.get().is_some() { timeout.min(INTERRUPT_INTERVAL) } else { timeout }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    thread_local! {
+        static CALLS: Cell<u32> = const { Cell::new(0) };
+    }
+
+    fn second_fails() -> Result<()> {
+        CALLS.set(CALLS.get() + 1);
+        if CALLS.get() < 2 { Ok(()) } else { Err(Error::aborted("enough")) }
+    }
+
+    #[test]
+    fn a_thread_checks_while_it_waits_and_no_longer() {
+        assert!(check().is_ok());
+        assert_eq!(at_most(Duration::MAX), Duration::MAX);
+        let error = interruptible(second_fails, || {
+            assert_eq!(at_most(Duration::MAX), INTERRUPT_INTERVAL);
+            loop {
+                if let Err(error) = check() {
+                    return error;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert!(error.to_string().contains("enough"), "{error}");
+        assert_eq!(CALLS.get(), 2);
+        assert!(check().is_ok() && at_most(Duration::MAX) == Duration::MAX);
+        assert_eq!(CALLS.get(), 2);
+    }
+}

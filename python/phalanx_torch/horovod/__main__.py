@@ -1,0 +1,20 @@
+"""``python -m phalanx_torch.horovod PROGRAM ARGUMENTS``: runs a program that imports ``horovod.torch``."""
+
+import os
+import runpy
+import sys
+
+from phalanx_torch.horovod import install
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m phalanx_torch.horovod PROGRAM [ARGUMENTS]")
+    install()
+    del sys.argv[0]
+    # As `python PROGRAM` has it.
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+main()

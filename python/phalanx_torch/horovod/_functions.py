@@ -1,0 +1,115 @@
+"""Parameters, the state of optimizers, and Python's objects."""
+
+import collections.abc
+import pickle
+
+import torch
+
+from phalanx_torch.horovod._job import global_process_set
+from phalanx_torch.horovod._operations import allgather_async, broadcast_async_, synchronize
+
+
+def _written(value):
+    try:
+        # As Horovod does: it takes functions and classes of the program, too.
+        import cloudpickle as pickler
+    except ImportError:
+        pickler = pickle
+    return torch.frombuffer(bytearray(pickler.dumps(value)), dtype=torch.uint8)
+
+
+def _read(tensor):
+    return pickle.loads(tensor.numpy().tobytes() if _has_numpy() else bytes(tensor.tolist()))
+
+
+def _has_numpy():
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def broadcast_object(obj, root_rank=0, name=None, process_set=global_process_set):
+    """The root's object, on every rank. It is pickled: ranks must trust each other."""
+    name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
+    is_root = process_set._root(int(root_rank)) == process_set.rank()
+    own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([own.numel()])
+    synchronize(broadcast_async_(length, root_rank, f"{name}.length", process_set))
+    if not is_root:
+        own = torch.empty(int(length), dtype=torch.uint8)
+    synchronize(broadcast_async_(own, root_rank, f"{name}.data", process_set))
+    return obj if is_root else _read(own)
+
+
+def allgather_object(obj, name=None, process_set=global_process_set):
+    """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other."""
+    name = process_set._numbered("allgather_object") if name is None else f"allgather_object.{name}"
+    own = _written(obj)
+    lengths = synchronize(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
+    every = synchronize(allgather_async(own, f"{name}.data", process_set))
+    return [_read(part) for part in every.split(lengths.tolist())]
+
+
+def broadcast_parameters(params, root_rank, process_set=global_process_set):
+    """Overwrites tensors with the root's: a ``state_dict()``, or pairs of names and tensors such as ``named_parameters()``."""
+    if isinstance(params, collections.abc.Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, collections.abc.Iterable) and not isinstance(params, torch.Tensor):
+        pairs = list(params)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError("broadcast_parameters: pairs of names and tensors are expected, such as named_parameters() returns")
+    else:
+        raise ValueError(f"broadcast_parameters: {type(params).__name__} is neither a state_dict nor pairs of names and tensors")
+    handles = []
+    for name, tensor in pairs:
+        # State that a module has not got, and what its get_extra_state returned.
+        if isinstance(tensor, torch.Tensor):
+            handles.append(broadcast_async_(tensor, root_rank, f"parameters.{name}", process_set))
+        elif tensor is not None:
+            raise ValueError(f"broadcast_parameters: {name} is a {type(tensor).__name__}: hvd.broadcast_object takes it")
+    for handle in handles:
+        synchronize(handle)
+
+
+class _Place:
+    """Stands for a tensor of the root's state, which is sent by itself."""
+
+    def __init__(self, index, tensor):
+        self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
+
+
+def _replaced(value, kind, replace):
+    if isinstance(value, kind):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _replaced(part, kind, replace) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(part, kind, replace) for part in value)
+    return value
+
+
+def broadcast_optimizer_state(optimizer, root_rank, model=None):
+    """Gives the optimizers of all ranks the root's state and options. ``model`` is ignored: it is for sharded optimizers of GPUs."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
+    is_root = global_process_set._root(int(root_rank)) == global_process_set.rank()
+    state, tensors = optimizer.state_dict(), []
+
+    def place(tensor):
+        tensors.append(tensor)
+        return _Place(len(tensors) - 1, tensor)
+
+    frame = broadcast_object(_replaced(state, torch.Tensor, place) if is_root else None, root_rank, name="optimizer")
+    if not is_root:
+        # Those with the same number share a tensor.
+        places = {}
+        _replaced(frame, _Place, lambda one: places.setdefault(one.index, one))
+        tensors = [torch.empty(places[index].shape, dtype=places[index].dtype) for index in sorted(places)]
+    own = [tensor.detach().contiguous() for tensor in tensors]
+    handles = [broadcast_async_(tensor, root_rank, f"optimizer.{index}") for index, tensor in enumerate(own)]
+    for handle in handles:
+        synchronize(handle)
+    if not is_root:
+        optimizer.load_state_dict(_replaced(frame, _Place, lambda one: own[one.index]))

@@ -1,0 +1,260 @@
+"""The job: its start and end, its ranks, and sets of them."""
+
+import atexit
+import sys
+
+import torch  # noqa: F401  Its threads are known before the native ones start.
+
+from phalanx_torch import _exit, _native
+from phalanx_torch._errors import Error
+
+
+class HorovodInternalError(Error):
+    """A failure of the job, or of an operation that ranks have submitted in different forms."""
+
+
+class ProcessSet:
+    """Some of the ranks. ``add_process_set`` or ``init(process_sets=...)`` makes it usable; every rank calls that."""
+
+    def __init__(self, ranks):
+        self.ranks = sorted(int(rank) for rank in ranks)
+        if len(set(self.ranks)) != len(self.ranks) or not self.ranks or self.ranks[0] < 0:
+            raise ValueError(f"a process set has at least one rank, and each once; these are {ranks}")
+        self.process_set_id = None
+        self._native = None
+        self._counts = {}
+
+    def included(self):
+        """Whether this process is one of its ranks."""
+        return _job().rank() in self._members()
+
+    def rank(self):
+        """The place of this process in it."""
+        return self._here().rank()
+
+    def size(self):
+        """The number of its ranks."""
+        return len(self._members())
+
+    def _members(self):
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not registered: every rank calls hvd.add_process_set, or passes it to hvd.init")
+        return self.ranks
+
+    def _here(self):
+        self._members()
+        if self._native is None:
+            raise ValueError(f"rank {_job().rank()} is not in {self}: only its ranks may submit operations in it")
+        return self._native
+
+    def _root(self, rank):
+        """The place in it of the rank with this number among all."""
+        if rank not in self._members():
+            raise ValueError(f"root_rank {rank} is not in {self}")
+        return self.ranks.index(rank)
+
+    def _numbered(self, operation):
+        """A name for an operation that has none: all ranks make such calls in the same order."""
+        number = self._counts[operation] = self._counts.get(operation, 0) + 1
+        return f"{operation}.noname.{number}"
+
+    def __repr__(self):
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _Global(ProcessSet):
+    def __init__(self):
+        self.process_set_id = 0
+        self._counts = {}
+
+    @property
+    def ranks(self):
+        return list(range(_job().size()))
+
+    @property
+    def _native(self):
+        return _job()
+
+    def _root(self, rank):
+        if not 0 <= rank < _job().size():
+            raise ValueError(f"root_rank {rank}: there are {_job().size()} ranks")
+        return rank
+
+
+#: All ranks.
+global_process_set = _Global()
+
+_state = {"job": None, "sets": {}, "next": 1}
+
+
+def _job():
+    job = _state["job"]
+    if job is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return job
+
+
+def _internal(error):
+    """The error of an operation as Horovod's users catch it."""
+    return HorovodInternalError(str(error), error.kind, error.peer)
+
+
+def init(comm=None, process_sets=None):
+    """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing."""
+    if comm is not None:
+        raise NotImplementedError(
+            "hvd.init(comm=...): there are no communicators of MPI here; the launcher says who the ranks are, and "
+            "hvd.add_process_set makes groups of some of them"
+        )
+    job = _state["job"]
+    if job is not None and job.is_initialized():
+        return
+    if job is not None:
+        shutdown()
+    _exit.check_not_forked()
+    _state.update(job=_native.Horovod.init(), sets={}, next=1)
+    global_process_set._counts = {}
+    # "dynamic" asks for what is always allowed here.
+    for process_set in [] if process_sets in (None, "dynamic") else process_sets:
+        add_process_set(process_set)
+
+
+def shutdown():
+    """Leaves. Operations that other ranks still wait for fail there. ``init`` may be called again."""
+    job, sets = _state["job"], _state["sets"]
+    _state.update(job=None, sets={})
+    for process_set in sets.values():
+        native, process_set._native, process_set.process_set_id = process_set._native, None, None
+        if native is not None:
+            native.shutdown()
+    if job is not None:
+        job.shutdown()
+
+
+@atexit.register
+def _leave():
+    job, error = _state["job"], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if job is not None and error is not None:
+        cause = f"the program of rank {job.rank()} ended with {type(error).__name__}: {error}"
+        for part in [job, *(process_set._native for process_set in _state["sets"].values())]:
+            if part is not None:
+                part.abort(cause)
+    shutdown()
+    _native.leave_horovod()
+
+
+def is_initialized():
+    """Whether operations can be submitted: not before ``init`` and after ``shutdown``, and not when the job has failed."""
+    return _state["job"] is not None and _state["job"].is_initialized()
+
+
+def add_process_set(process_set):
+    """Registers a :class:`ProcessSet`, or a list of ranks. Every rank calls it, with the same ranks and in the same order."""
+    job = _job()
+    process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if process_set.process_set_id is not None:
+        raise ValueError(f"{process_set} is registered already")
+    if process_set.ranks[-1] >= job.size():
+        raise ValueError(f"{process_set}: there are {job.size()} ranks")
+    if any(other.ranks == process_set.ranks for other in [global_process_set, *_state["sets"].values()]):
+        raise ValueError(f"a process set of the ranks {process_set.ranks} is registered already")
+    try:
+        native = job.add_process_set(process_set.ranks)
+    except Error as error:
+        raise _internal(error) from error
+    process_set._native, process_set._counts = native, {}
+    process_set.process_set_id = _state["next"]
+    _state["next"] += 1
+    _state["sets"][process_set.process_set_id] = process_set
+    return process_set
+
+
+def remove_process_set(process_set):
+    """Ends a process set. Every rank calls it. Returns whether it was registered."""
+    if process_set.process_set_id not in _state["sets"]:
+        return False
+    del _state["sets"][process_set.process_set_id]
+    native, process_set._native, process_set.process_set_id = process_set._native, None, None
+    if native is not None:
+        try:
+            native.leave_process_set()
+        except Error as error:
+            raise _internal(error) from error
+    return True
+
+
+def get_process_set_ids_and_ranks():
+    """The ranks of each registered process set, by its number."""
+    return {0: global_process_set.ranks, **{number: one.ranks for number, one in _state["sets"].items()}}
+
+
+def start_timeline(file_path, mark_cycles=False):
+    """Begins a timeline in this file. Every rank calls it. Cycles are always in it."""
+    _job().start_timeline(str(file_path))
+
+
+def stop_timeline():
+    """Ends the timeline; its file is complete when this returns."""
+    _job().stop_timeline()
+
+
+def rank():
+    """This process's rank."""
+    return _job().rank()
+
+
+def size():
+    """The number of ranks."""
+    return _job().size()
+
+
+def local_rank():
+    """The place of this process among the ranks of its host."""
+    return _job().local_rank()
+
+
+def local_size():
+    """The number of ranks on its host."""
+    return _job().local_size()
+
+
+def cross_rank():
+    """The place of its host among those that have a rank with this local rank."""
+    return _job().cross_rank()
+
+
+def cross_size():
+    """The number of hosts that have a rank with this local rank."""
+    return _job().cross_size()
+
+
+def is_homogeneous():
+    """Whether every host has the same number of ranks."""
+    return _job().is_homogeneous()
+
+
+def mpi_threads_supported():
+    """Whether MPI may be called from several threads: there is no MPI."""
+    _job()
+    return False
+
+
+def _absent(name, value):
+    def answer(verbose=False):
+        return value
+
+    answer.__name__ = answer.__qualname__ = name
+    answer.__doc__ = f"What a program asks of Horovod's build: always {value}, for this is Phalanx."
+    return answer
+
+
+mpi_enabled = _absent("mpi_enabled", False)
+mpi_built = _absent("mpi_built", False)
+# Programs take gloo for what works on CPUs and needs no MPI.
+gloo_enabled = _absent("gloo_enabled", True)
+gloo_built = _absent("gloo_built", True)
+nccl_built = _absent("nccl_built", 0)
+ddl_built = _absent("ddl_built", False)
+ccl_built = _absent("ccl_built", False)
+cuda_built = _absent("cuda_built", False)
+rocm_built = _absent("rocm_built", False)

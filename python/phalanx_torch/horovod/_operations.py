@@ -1,0 +1,598 @@
+"""Collectives by name."""
+
+import itertools
+
+import torch
+
+from phalanx_torch._errors import Error
+from phalanx_torch.horovod._job import _internal, global_process_set
+from phalanx_torch.horovod.compression import Compression
+
+
+class Op:
+    """How the elements of all ranks are combined."""
+
+    def __init__(self, name, number):
+        self._name, self._number = name, number
+
+    def __repr__(self):
+        return self._name
+
+    def __reduce__(self):
+        return self._name
+
+
+Average, Sum, Adasum = Op("Average", 0), Op("Sum", 1), Op("Adasum", 2)
+Min, Max, Product = Op("Min", 3), Op("Max", 4), Op("Product", 5)
+
+# Types that collectives do not combine, and those in which the result has the same bits.
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+# The sum that is to be divided does not overflow.
+_WIDER_FOR_AVERAGE = {**_WIDER, torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
+
+
+class _InFlight:
+    """An operation. ``finish`` makes its result of the native handle, once."""
+
+    def __init__(self, native, finish):
+        self._native, self._finish, self._result = native, finish, None
+
+    def poll(self):
+        return self._native.poll()
+
+    def synchronize(self):
+        if self._finish is not None:
+            try:
+                self._native.wait()
+                with torch.no_grad():
+                    self._result, self._finish = self._finish(self._native), None
+            except Error as error:
+                raise _internal(error) from error
+        return self._result
+
+
+_handles = {}
+_numbers = itertools.count()
+
+
+def _start(submit, finish):
+    """The number of an operation in flight."""
+    try:
+        operation = _InFlight(submit(), finish)
+    except Error as error:
+        raise _internal(error) from error
+    number = next(_numbers)
+    _handles[number] = operation
+    return number
+
+
+def poll(handle):
+    """Whether the operation is done; then ``synchronize`` does not wait."""
+    return _found(handle).poll()
+
+
+def synchronize(handle):
+    """Waits for the operation, and returns its result. A handle is used up by that."""
+    operation = _found(handle)
+    try:
+        return operation.synchronize()
+    finally:
+        # One whose wait was interrupted goes on, and can be waited for again.
+        if operation.poll():
+            _handles.pop(handle, None)
+
+
+def _found(handle):
+    operation = _handles.get(handle)
+    if operation is None:
+        raise ValueError(f"{handle!r} is no handle of an operation in flight: each is synchronized once")
+    return operation
+
+
+def _is_integer(tensor):
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
+
+
+def _op(op, average, default=Average):
+    if average is not None:
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        return Average if average else Sum
+    op = default if op is None else op
+    if not isinstance(op, Op):
+        raise ValueError(f"op is {op!r}; it is one of hvd.Average, Sum, Adasum, Min, Max and Product")
+    return op
+
+
+def _dense(what, tensor):
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what}: a torch.Tensor is expected, and not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what}: this tensor is sparse; hvd.sparse_allreduce_async takes it, or tensor.to_dense() makes it dense")
+    return tensor.detach()
+
+
+def _plain(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+class _Reduced:
+    """A tensor on its way through a reduction: what is lent, and how the result is made of what comes back."""
+
+    def __init__(self, what, tensor, op, before, after, ranks, into=None):
+        own = _dense(what, tensor)
+        self.type, self.into, self.divisor, self.after = own.dtype, into, 1, 1.0
+        self.factors = (before, after)
+        wider = (_WIDER_FOR_AVERAGE if op is Average else _WIDER).get(own.dtype)
+        if own.dtype is torch.uint64:
+            raise ValueError(f"{what}: torch.uint64 cannot be combined; convert the tensor")
+        lent = _plain(own)
+        if _is_integer(own):
+            # Factors of integers are applied in float64, and what comes of it is cut off.
+            if before != 1.0:
+                lent = lent.double().mul(before).to(own.dtype)
+            self.factors, self.after = (1.0, 1.0), after
+            if op is Average:
+                self.op, self.divisor = Sum, ranks
+            else:
+                self.op = op
+            if wider is not None:
+                lent = lent.to(wider)
+        else:
+            self.op = op
+        if into is None or lent.data_ptr() != own.data_ptr():
+            self.in_place = False
+            if lent.data_ptr() == own.data_ptr():
+                lent = lent.clone()
+        else:
+            self.in_place = True
+        self.lent = lent
+
+    def result(self, reduced):
+        if self.divisor != 1 and self.after == 1.0:
+            reduced = reduced.div(self.divisor, rounding_mode="trunc")
+        elif self.divisor != 1 or self.after != 1.0:
+            reduced = reduced.double().mul(self.after / self.divisor)
+        if self.into is None:
+            return reduced.to(self.type)
+        if not self.in_place or reduced is not self.lent:
+            self.into.detach().copy_(reduced)
+        return self.into
+
+
+def _ways(what, tensors, op, before, after, process_set, in_place=False):
+    """The tensors on their way, and the operation and factors that all of them have."""
+    ways = [
+        _Reduced(what, tensor, op, float(before), float(after), process_set.size(), tensor if in_place else None)
+        for tensor in tensors
+    ]
+    kinds = {(way.op, way.factors) for way in ways}
+    if len(kinds) > 1:
+        raise ValueError(f"{what}: a group of integers and floats cannot have factors or be averaged; make a group of each")
+    op, factors = next(iter(kinds), (op, (1.0, 1.0)))
+    return ways, op, factors
+
+
+def _name(operation, name, process_set):
+    return process_set._numbered(operation) if name is None else f"{operation}.{name}"
+
+
+def _first(finish):
+    return lambda native: finish(native)[0]
+
+
+# Allreduce.
+
+
+def _allreduce_async(tensors, name, op, before, after, process_set, in_place, grouped):
+    what = "grouped_allreduce" if grouped else "allreduce"
+    native = process_set._here()
+    ways, op, factors = _ways(what, tensors, op, before, after, process_set, in_place)
+    name = _name(what, name, process_set)
+
+    def finish(_):
+        return [way.result(way.lent) for way in ways]
+
+    lent = [way.lent for way in ways]
+    return _start(lambda: native.allreduce(name, lent, op._number, factors), finish if grouped else _first(finish))
+
+
+def allreduce_async(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """Starts an :func:`allreduce`."""
+    op = _op(op, average)
+    return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, False, False)
+
+
+def allreduce_async_(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """As :func:`allreduce_async`, into the tensor itself."""
+    op = _op(op, average)
+    return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, True, False)
+
+
+def allreduce_(
+    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """As :func:`allreduce`, into the tensor itself."""
+    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce_async(
+    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """Starts a :func:`grouped_allreduce`."""
+    op = _op(op, average)
+    return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, False, True)
+
+
+def grouped_allreduce_async_(
+    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """As :func:`grouped_allreduce_async`, into the tensors themselves."""
+    op = _op(op, average)
+    return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, True, True)
+
+
+def grouped_allreduce_(
+    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
+):
+    """As :func:`grouped_allreduce`, into the tensors themselves."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    return synchronize(handle)
+
+
+def _differentiable(op):
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"{op} has no gradient here: use hvd.Sum or hvd.Average, or a tensor that needs none")
+
+
+class _Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
+        ctx.how = (op, before, after, process_set)
+        reduced = synchronize(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
+        return tuple(reduced) if grouped else (reduced,)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        op, before, after, process_set = ctx.how
+        _differentiable(op)
+        reduced = synchronize(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
+        return (None,) * 6 + tuple(reduced)
+
+
+def allreduce(
+    tensor,
+    average=None,
+    name=None,
+    compression=Compression.none,
+    op=None,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+    process_set=global_process_set,
+):
+    """Combines the tensors of all ranks, element by element, and returns the result; the average, unless ``op`` says otherwise.
+
+    Gradients go through it: that of a sum is the sum of all ranks' gradients, of an average their average.
+    """
+    compressed, context = compression.compress(tensor)
+    reduced, = _Allreduce.apply(False, name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
+    return compression.decompress(reduced, context)
+
+
+def grouped_allreduce(
+    tensors,
+    average=None,
+    name=None,
+    compression=Compression.none,
+    op=None,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+    process_set=global_process_set,
+):
+    """As :func:`allreduce` of each of the tensors, which is carried out when all ranks have all of them."""
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
+    reduced = _Allreduce.apply(True, name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
+    return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts)]
+
+
+def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
+    """Starts an allreduce of a sparse tensor. Returns a function that waits for it, and returns the result."""
+    op = _op(op, None)
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
+    own = tensor.detach().coalesce()
+    # Rows are gathered.
+    parts = [own.indices().t().contiguous(), own.values().contiguous()]
+    handle = grouped_allgather_async(parts, name=f"sparse.{name}", process_set=process_set)
+
+    def result():
+        indices, values = synchronize(handle)
+        if op is Average:
+            values = values / process_set.size()
+        return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=True).coalesce()
+
+    return result
+
+
+# Allgather.
+
+
+def _rows(native, index, template, shape):
+    """The result with this index, of the type of ``template``."""
+    # The native part has a dimension more for elements that are several of those it knows.
+    out = torch.empty(shape[: template.dim()], dtype=template.dtype)
+    native.copy_to(index, out)
+    return out
+
+
+def _gathered(templates):
+    return lambda native: [
+        _rows(native, index, template, shape) for index, (template, shape) in enumerate(zip(templates, native.shapes()))
+    ]
+
+
+def grouped_allgather_async(tensors, name=None, process_set=global_process_set):
+    """Starts a :func:`grouped_allgather`."""
+    native = process_set._here()
+    lent = [_plain(_dense("allgather", tensor)) for tensor in tensors]
+    name = _name("grouped_allgather", name, process_set)
+    return _start(lambda: native.allgather(name, lent), _gathered(lent))
+
+
+def allgather_async(tensor, name=None, process_set=global_process_set):
+    """Starts an :func:`allgather`."""
+    native, lent = process_set._here(), _plain(_dense("allgather", tensor))
+    name = _name("allgather", name, process_set)
+    return _start(lambda: native.allgather(name, [lent]), _first(_gathered([lent])))
+
+
+class _Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grouped, name, process_set, *tensors):
+        ctx.rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], process_set
+        if not grouped:
+            return (synchronize(allgather_async(tensors[0], name, process_set)),)
+        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        process_set = ctx.process_set
+        counts = allgather_(torch.tensor([ctx.rows]), process_set)
+        reduced = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        before = counts[: process_set.rank()].sum(0).tolist()
+        own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
+        return (None, None, None, *own)
+
+
+def allgather_(tensor, process_set):
+    return synchronize(allgather_async(tensor, process_set=process_set))
+
+
+def allgather(tensor, name=None, process_set=global_process_set):
+    """The rows of all ranks below each other, in the order of the ranks, which may bring different numbers of them.
+
+    Its gradient is the average of what all ranks have for this rank's rows, as Horovod defines it.
+    """
+    return _Allgather.apply(False, name, process_set, tensor)[0]
+
+
+def grouped_allgather(tensors, name=None, process_set=global_process_set):
+    """As :func:`allgather` of each of the tensors, which is carried out when all ranks have all of them."""
+    return list(_Allgather.apply(True, name, process_set, *tensors))
+
+
+# Broadcast.
+
+
+def _broadcast_async(tensor, root_rank, name, process_set, in_place):
+    native, root = process_set._here(), process_set._root(int(root_rank))
+    own = _dense("broadcast", tensor)
+    lent = _plain(own)
+    if not in_place and lent.data_ptr() == own.data_ptr():
+        lent = lent.clone()
+    name = _name("broadcast", name, process_set)
+
+    def finish(_):
+        if not in_place:
+            return lent
+        if lent.data_ptr() != own.data_ptr():
+            own.copy_(lent)
+        return tensor
+
+    return _start(lambda: native.broadcast(name, lent, root), finish)
+
+
+def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set):
+    """Starts a :func:`broadcast`."""
+    return _broadcast_async(tensor, root_rank, name, process_set, False)
+
+
+def broadcast_async_(tensor, root_rank, name=None, process_set=global_process_set):
+    """As :func:`broadcast_async`, into the tensor itself."""
+    return _broadcast_async(tensor, root_rank, name, process_set, True)
+
+
+def broadcast_(tensor, root_rank, name=None, process_set=global_process_set):
+    """As :func:`broadcast`, into the tensor itself."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, root_rank, name, process_set):
+        ctx.is_root, ctx.process_set = process_set._root(int(root_rank)) == process_set.rank(), process_set
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        reduced = synchronize(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
+        return reduced if ctx.is_root else torch.zeros_like(reduced), None, None, None
+
+
+def broadcast(tensor, root_rank, name=None, process_set=global_process_set):
+    """The root's tensor, on every rank; ``root_rank`` counts among all ranks, also in a process set.
+
+    Its gradient is the average of all ranks' at the root, and zero elsewhere, as Horovod defines it.
+    """
+    return _Broadcast.apply(tensor, root_rank, name, process_set)
+
+
+# Alltoall.
+
+
+def _split_sizes(splits):
+    if splits is None:
+        return None
+    splits = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
+    if not _is_integer(splits) or splits.dim() != 1:
+        raise ValueError(f"alltoall: splits are integers, one for each rank, and not {splits.dtype} of shape {tuple(splits.shape)}")
+    if splits.numel() and splits.min() < 0:
+        raise ValueError(f"alltoall: splits are {splits.tolist()}")
+    return splits.tolist()
+
+
+def _alltoall_async(tensor, splits, name, process_set):
+    native, lent, sizes = process_set._here(), _plain(_dense("alltoall", tensor)), _split_sizes(splits)
+    name = _name("alltoall", name, process_set)
+
+    def finish(done):
+        received = _rows(done, 0, lent, done.shapes()[0])
+        return received, torch.tensor(done.splits(), dtype=torch.int32)
+
+    return _start(lambda: native.alltoall(name, lent, sizes), finish)
+
+
+def alltoall_async(tensor, splits=None, name=None, process_set=global_process_set):
+    """Starts an :func:`alltoall`."""
+    handle = _alltoall_async(tensor, splits, name, process_set)
+    if splits is None:
+        operation = _handles[handle]
+        both = operation._finish
+        operation._finish = lambda done: both(done)[0]
+    return handle
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, splits, name, process_set):
+        received, received_splits = synchronize(_alltoall_async(tensor, splits, name, process_set))
+        ctx.received_splits, ctx.process_set = received_splits, process_set
+        ctx.mark_non_differentiable(received_splits)
+        return received, received_splits
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        handle = _alltoall_async(gradient, ctx.received_splits, None, ctx.process_set)
+        return synchronize(handle)[0], None, None, None
+
+
+def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
+    """Sends the first ``splits[0]`` rows to rank 0, the next ``splits[1]`` to rank 1, and so on, and returns what came, in the order
+    of the ranks. With ``splits`` it returns also how many rows came from each rank; without, as many go to each."""
+    received, received_splits = _Alltoall.apply(tensor, splits, name, process_set)
+    return received if splits is None else (received, received_splits)
+
+
+# Reducescatter.
+
+
+def _scatter(tensors, name, op, before, after, process_set, grouped):
+    if op is Adasum:
+        raise NotImplementedError("reducescatter cannot be an Adasum: use hvd.Sum or hvd.Average, or hvd.allreduce")
+    what = "grouped_reducescatter" if grouped else "reducescatter"
+    native = process_set._here()
+    ways, op, factors = _ways(what, tensors, op, before, after, process_set)
+    name = _name(what, name, process_set)
+    lent = [way.lent for way in ways]
+
+    def finish(done):
+        shards = _gathered(lent)(done)
+        shards = [way.result(shard) for way, shard in zip(ways, shards)]
+        return shards if grouped else shards[0]
+
+    return _start(lambda: native.reducescatter(name, lent, op._number, factors), finish)
+
+
+def reducescatter_async(
+    tensor, name=None, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0
+):
+    """Starts a :func:`reducescatter`."""
+    return _scatter([tensor], name, _op(op, None), prescale_factor, postscale_factor, process_set, False)
+
+
+def grouped_reducescatter_async(
+    tensors, name=None, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0
+):
+    """Starts a :func:`grouped_reducescatter`."""
+    return _scatter(list(tensors), name, _op(op, None), prescale_factor, postscale_factor, process_set, True)
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
+        ctx.how = (op, before, after, process_set)
+        shards = synchronize(_scatter(tensors, name, op, before, after, process_set, grouped))
+        return tuple(shards) if grouped else (shards,)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        op, before, after, process_set = ctx.how
+        _differentiable(op)
+        # What every rank's loss changes with these rows: Horovod counts a sum's for each rank, and an average's once.
+        factor = before * after * (process_set.size() if op is Sum else 1)
+        gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
+        return (None,) * 6 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
+
+
+def reducescatter(
+    tensor,
+    name=None,
+    compression=Compression.none,
+    op=Average,
+    process_set=global_process_set,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+):
+    """Combines the tensors of all ranks, and returns this rank's rows of the result: as many for each, and one more for each of the
+    first ranks if they cannot be divided evenly."""
+    compressed, context = compression.compress(tensor)
+    shard, = _Reducescatter.apply(False, name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
+    return compression.decompress(shard, context)
+
+
+def grouped_reducescatter(
+    tensors,
+    name=None,
+    compression=Compression.none,
+    op=Average,
+    process_set=global_process_set,
+    prescale_factor=1.0,
+    postscale_factor=1.0,
+):
+    """As :func:`reducescatter` of each of the tensors, which is carried out when all ranks have all of them."""
+    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
+    shards = _Reducescatter.apply(True, name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
+    return [compression.decompress(shard, context) for shard, context in zip(shards, contexts)]
+
+
+# Others.
+
+
+def barrier(process_set=global_process_set):
+    """Returns when every rank has called it."""
+    native = process_set._here()
+    synchronize(_start(native.barrier, lambda _: None))
+
+
+def join(device=-1):
+    """Says that this rank has no more data, and waits until all ranks say so. Returns the rank that said it last.
+
+    Meanwhile this rank takes part in the operations of the others, with zeros in a sum and without rows in an allgather. ``device`` is for
+    GPUs, and ignored.
+    """
+    native = global_process_set._here()
+    return synchronize(_start(native.join, lambda done: done.last()))

@@ -1,0 +1,289 @@
+"""An optimizer whose gradients are those of all ranks."""
+
+import contextlib
+import warnings
+
+import torch
+
+from phalanx_torch.horovod._job import global_process_set
+from phalanx_torch.horovod._operations import (
+    Adasum,
+    Average,
+    Sum,
+    _op,
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+    synchronize,
+)
+from phalanx_torch.horovod.compression import Compression
+
+
+class _Distributed:
+    """What a wrapped optimizer has before its own class."""
+
+    def _begin(self, named_parameters, compression, passes, op, predivide, groups, sparse_as_dense, process_set):
+        self._compression, self._op, self._predivide = compression, op, predivide
+        self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
+        self._parameter_names = self._names(named_parameters)
+        self._reduced = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._groups, self._group_of = [], {}
+        for members in groups(self._reduced):
+            for p in members:
+                self._group_of[p] = len(self._groups)
+            self._groups.append(members)
+        self.backward_passes_per_step = passes
+        self._left = {}
+        # Which parameters' gradients are on their way, and what waits for each.
+        self._waits = {}
+        self._ready = {}
+        self._synchronized, self._should_synchronize = False, True
+        self._hooks = []
+        if process_set._native is not None and process_set.size() > 1:
+            for p in self._reduced:
+                # As Horovod's: programs look at gradients that no pass has made.
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                self._left[p] = passes
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._passed))
+
+    def _names(self, named_parameters):
+        every = [p for group in self.param_groups for p in group["params"]]
+        if named_parameters is None:
+            return {
+                p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(self.param_groups) for j, p in enumerate(group["params"])
+            }
+        pairs = list(named_parameters)
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError(
+                "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+            )
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+        named = {id(p) for _, p in pairs}
+        unnamed = sum(id(p) not in named for p in every)
+        if unnamed:
+            raise ValueError(
+                f"named_parameters was specified, but {unnamed} of the optimizer's {len(every)} parameters were not named; name all, "
+                "or pass none"
+            )
+        return {p: name for name, p in pairs}
+
+    def set_backward_passes_per_step(self, passes):
+        """How many passes add to the gradients until they are averaged."""
+        if self._waits:
+            raise AssertionError("backward_passes_per_step changes between steps, and not while gradients are on their way")
+        self.backward_passes_per_step = _whole("backward_passes_per_step", passes)
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+
+    def _passed(self, p):
+        if p in self._waits or self._left[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        self._left[p] -= 1
+        if self._left[p] == 0:
+            self._submit(p)
+
+    def _submit(self, p):
+        group = self._group_of.get(p)
+        if group is None:
+            self._waits[p] = self._allreduce([p], self._parameter_names[p])
+            return
+        ready = self._ready.setdefault(group, [])
+        ready.append(p)
+        self._waits[p] = None
+        if len(ready) == len(self._groups[group]):
+            self._waits.update(dict.fromkeys(ready))
+            first = self._groups[group][0]
+            self._waits[first] = self._allreduce(self._groups[group], f"group.{group}.{self._parameter_names[first]}")
+            del self._ready[group]
+
+    def _allreduce(self, parameters, name):
+        """Starts the average of gradients, and returns what waits for it."""
+        for p in parameters:
+            if p.grad is None:
+                # Another rank may have made one.
+                p.grad = torch.zeros_like(p)
+        if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
+            return self._allreduce_sparse(parameters, name)
+        dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+        compressed, contexts = zip(*map(self._compression.compress, dense))
+        before, after, op = 1.0, 1.0, self._op
+        if self._predivide != 1.0:
+            before, after, op = 1.0 / self._predivide, self._predivide / self._process_set.size(), Sum
+        how = dict(op=op, prescale_factor=before, postscale_factor=after, process_set=self._process_set)
+        if len(parameters) == 1:
+            handle = allreduce_async_(compressed[0], name=name, **how)
+        else:
+            handle = grouped_allreduce_async_(list(compressed), name=name, **how)
+
+        def wait():
+            averaged = synchronize(handle)
+            for p, tensor, context in zip(parameters, averaged if len(parameters) > 1 else [averaged], contexts):
+                tensor = self._compression.decompress(tensor, context)
+                if p.grad.is_sparse:
+                    # As the optimizer expects it.
+                    p.grad = tensor.to_sparse(p.grad.sparse_dim())
+                # Usually it is the gradient's own memory.
+                elif tensor.data_ptr() != p.grad.data_ptr():
+                    p.grad.detach().copy_(tensor)
+
+        return wait
+
+    def _allreduce_sparse(self, parameters, name):
+        if self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1:
+            raise NotImplementedError(
+                f"the gradient of {name} is sparse: gradient_predivide_factor, compression and groups are for dense ones; pass "
+                "sparse_as_dense=True, or leave these out"
+            )
+        p, = parameters
+        result = sparse_allreduce_async(p.grad, name, self._op, self._process_set)
+
+        def wait():
+            p.grad = result()
+
+        return wait
+
+    def synchronize(self):
+        """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros."""
+        for p in self._left:
+            # One that is frozen now is so on every rank.
+            if p not in self._waits and p.requires_grad:
+                self._submit(p)
+        # Groups some of whose parameters are frozen.
+        for group in list(self._ready):
+            for p in self._groups[group]:
+                if p not in self._waits:
+                    self._submit(p)
+        waits, self._waits = self._waits, {}
+        self._ready = {}
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        for wait in waits.values():
+            if wait is not None:
+                wait()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self):
+        """For a ``step`` of gradients that ``synchronize`` has been called for, and that the program has changed since."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure=None):
+        """Waits for the gradients, and makes a step."""
+        if closure is not None:
+            evaluate = closure
+
+            def closure():
+                loss = evaluate()
+                if self._should_synchronize:
+                    self.synchronize()
+                return loss
+
+        elif self._should_synchronize and self._left:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+                    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+                    "optimizer.synchronize() in your code."
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure) if closure is not None else super().step()
+
+    def zero_grad(self, *arguments, **named):
+        """Forgets the gradients; not while they are on their way."""
+        if self._waits:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). This "
+                "is prohibited as it can cause a race condition."
+            )
+        return super().zero_grad(*arguments, **named)
+
+
+def _whole(name, value):
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1, and is {value!r}")
+    return value
+
+
+def _grouping(num_groups, groups, optimizer):
+    """What divides the parameters with gradients into groups."""
+    if groups is None and not num_groups:
+        return lambda parameters: []
+    if isinstance(groups, int):
+        num_groups, groups = groups, None
+    if groups is None:
+        if num_groups < 0:
+            raise ValueError(f"num_groups is {num_groups}: there cannot be fewer than none")
+
+        def even(parameters):
+            count = min(num_groups, len(parameters))
+            quotient, rest = divmod(len(parameters), count) if count else (0, 0)
+            starts = [index * quotient + min(index, rest) for index in range(count + 1)]
+            return [parameters[start:end] for start, end in zip(starts, starts[1:])]
+
+        return even
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    groups = [list(members) for members in groups]
+    flat = [id(p) for members in groups for p in members]
+    if any(one not in known for one in flat) or len(set(flat)) < len(flat):
+        raise ValueError("groups: lists of this optimizer's parameters are expected, each in one group at most")
+    return lambda parameters: [
+        kept for members in groups if (kept := [p for p in members if any(p is other for other in parameters)])
+    ]
+
+
+def DistributedOptimizer(
+    optimizer,
+    named_parameters=None,
+    compression=Compression.none,
+    backward_passes_per_step=1,
+    op=Average,
+    gradient_predivide_factor=1.0,
+    num_groups=0,
+    groups=None,
+    sparse_as_dense=False,
+    process_set=global_process_set,
+):
+    """An optimizer of the class of ``optimizer``, with its parameters, options and state, whose gradients are averaged over all ranks.
+
+    The average of a gradient begins when the last of ``backward_passes_per_step`` passes has made it, and ``step`` waits for all.
+    ``op`` is ``hvd.Average`` or ``hvd.Sum``. With ``gradient_predivide_factor`` a part of the division comes before the sum.
+    ``num_groups`` and ``groups`` let gradients travel together. On ranks that are not in ``process_set`` it is as ``optimizer``.
+    """
+    op = _op(op, None)
+    if op is Adasum:
+        raise NotImplementedError(
+            "DistributedOptimizer(op=hvd.Adasum): Horovod's combines the changes of parameters, which this does not; use hvd.Average, or "
+            "hvd.allreduce(tensor, op=hvd.Adasum) of tensors"
+        )
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: it must be more than 0")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("DistributedOptimizer: this optimizer is one already")
+    process_set._members()
+    passes = _whole("backward_passes_per_step", backward_passes_per_step)
+    grouping = _grouping(num_groups, groups, optimizer)
+    base = type(optimizer)
+    wrapped = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    distributed = wrapped.__new__(wrapped)
+    # The same parameters, options and state, so that schedules of learning rates that know the optimizer go on. Such a schedule may have
+    # put a step of its own into it, which is bound to it.
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
+    vars(distributed).update(kept)
+    distributed._begin(
+        named_parameters, compression, passes, op, float(gradient_predivide_factor), grouping, sparse_as_dense, process_set
+    )
+    return distributed

@@ -1,0 +1,420 @@
+//! Horovod's way: collectives by name, on the memory of tensors.
+
+use parking_lot::Mutex;
+use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
+use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::dtypes::Meaning;
+use crate::errors::raised;
+use crate::interrupt;
+use crate::memory::Memory;
+
+type Tensors<'py> = Vec<Bound<'py, PyAny>>;
+
+impl phalanx_horovod::Memory for Memory {
+    fn as_bytes(&self) -> &[u8] {
+        self.as_bytes()
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.as_bytes_mut()
+    }
+}
+
+/// The ranks that have met, and the process: a program may shut down and begin again, and they meet once.
+static MET: Mutex<Option<(u32, ProcessGroup)>> = Mutex::new(None);
+
+fn met() -> phalanx::Result<ProcessGroup> {
+    let process = std::process::id();
+    let known = MET.lock().as_ref().filter(|(of, _)| *of == process).map(|(_, group)| group.clone());
+    if let Some(group) = known.filter(|group| group.failure().is_none()) {
+        return Ok(group);
+    }
+    let group = phalanx::init()?;
+    forget_met(Some((process, group.clone())));
+    Ok(group)
+}
+
+fn forget_met(next: Option<(u32, ProcessGroup)>) {
+    let last = std::mem::replace(&mut *MET.lock(), next);
+    if last.as_ref().is_some_and(|(process, _)| *process != std::process::id()) {
+        // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+        std::mem::forget(last);
+    }
+}
+
+/// Says goodbye to the ranks that have met: at the end of the program.
+#[pyfunction]
+pub fn leave_horovod(py: Python<'_>) {
+    py.detach(|| forget_met(None));
+}
+
+/// A handle to the ranks of a job, or of a process set.
+#[pyclass(frozen, module = "phalanx_torch._native")]
+pub struct Horovod {
+    inner: phalanx_horovod::Horovod,
+    /// A forked process has none of its parent's threads.
+    process: u32,
+}
+
+/// An operation in flight.
+#[pyclass(frozen, module = "phalanx_torch._native")]
+pub struct Handle(Mutex<State>);
+
+enum State {
+    One(Flight<Tensor>),
+    Many(Flight<Vec<Tensor>>),
+    Exchange(Flight<Received>),
+    Barrier(Flight<()>),
+    Join(Flight<Rank>),
+    Done(Result<Outcome, Error>),
+    /// Only for the time of a step from one of these to the next.
+    Moving,
+}
+
+#[derive(Default)]
+struct Outcome {
+    tensors: Vec<Tensor>,
+    splits: Vec<usize>,
+    last: Option<u32>,
+}
+
+impl State {
+    fn wait_for(&self) -> bool {
+        match self {
+            Self::One(flight) => flight.wait_for(INTERRUPT_INTERVAL),
+            Self::Many(flight) => flight.wait_for(INTERRUPT_INTERVAL),
+            Self::Exchange(flight) => flight.wait_for(INTERRUPT_INTERVAL),
+            Self::Barrier(flight) => flight.wait_for(INTERRUPT_INTERVAL),
+            Self::Join(flight) => flight.wait_for(INTERRUPT_INTERVAL),
+            Self::Done(_) | Self::Moving => true,
+        }
+    }
+
+    fn poll(&self) -> bool {
+        match self {
+            Self::One(flight) => flight.poll(),
+            Self::Many(flight) => flight.poll(),
+            Self::Exchange(flight) => flight.poll(),
+            Self::Barrier(flight) => flight.poll(),
+            Self::Join(flight) => flight.poll(),
+            Self::Done(_) | Self::Moving => true,
+        }
+    }
+
+    fn finish(&mut self) {
+        let of = |tensors| Outcome { tensors, ..Outcome::default() };
+        let outcome = match std::mem::replace(self, Self::Moving) {
+            Self::One(flight) => flight.synchronize().map(|tensor| of(vec![tensor])),
+            Self::Many(flight) => flight.synchronize().map(of),
+            Self::Exchange(flight) => {
+                let exchanged = flight.synchronize();
+                exchanged.map(|Received { tensor, splits }| Outcome { splits, ..of(vec![tensor]) })
+            }
+            Self::Barrier(flight) => flight.synchronize().map(|()| Outcome::default()),
+            Self::Join(flight) => {
+                flight.synchronize().map(|last| Outcome { last: Some(last.get()), ..Outcome::default() })
+            }
+            Self::Done(outcome) => outcome,
+            Self::Moving => Err(Error::aborted("the operation was lost")),
+        };
+        *self = Self::Done(outcome);
+    }
+}
+
+impl Handle {
+    fn new(py: Python<'_>, state: phalanx::Result<State>) -> PyResult<Self> {
+        state.map(|state| Self(Mutex::new(state))).map_err(|error| raised(py, &error))
+    }
+
+    /// Waits for the end, and calls `read` with the outcome.
+    fn outcome<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Outcome) -> R + Send) -> PyResult<R> {
+        let outcome = interrupt::waiting(py, || {
+            // Not held while it lets signals' handlers run, which may ask for this handle.
+            loop {
+                let mut state = self.0.lock();
+                if state.wait_for() {
+                    state.finish();
+                    return match &*state {
+                        State::Done(Err(error)) => Err(error.clone()),
+                        State::Done(Ok(outcome)) => Ok(read(outcome)),
+                        State::One(_)
+                        | State::Many(_)
+                        | State::Exchange(_)
+                        | State::Barrier(_)
+                        | State::Join(_)
+                        | State::Moving => Err(Error::aborted("the operation was lost")),
+                    };
+                }
+                drop(state);
+                interrupt::look()?;
+            }
+        })?;
+        outcome.map_err(|error| raised(py, &error))
+    }
+}
+
+#[pymethods]
+impl Handle {
+    /// Waits for the end, and raises the operation's error.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        self.outcome(py, |_| ())
+    }
+
+    /// Whether it has ended.
+    fn poll(&self) -> bool {
+        // Locked by whoever waits.
+        self.0.try_lock().is_some_and(|state| state.poll())
+    }
+
+    /// The shapes of the results, after the end.
+    fn shapes(&self, py: Python<'_>) -> PyResult<Vec<Vec<usize>>> {
+        self.outcome(py, |outcome| outcome.tensors.iter().map(|tensor| tensor.shape().to_vec()).collect())
+    }
+
+    /// How many rows came from each rank, after the end of an alltoall.
+    fn splits(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+        self.outcome(py, |outcome| outcome.splits.clone())
+    }
+
+    /// The rank that joined last, after the end of a join.
+    fn last(&self, py: Python<'_>) -> PyResult<Option<u32>> {
+        self.outcome(py, |outcome| outcome.last)
+    }
+
+    /// Copies the result with this index into `tensor`, which must have as many bytes.
+    fn copy_to(&self, py: Python<'_>, index: usize, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
+        let mut memory = Memory::of(tensor, Meaning::Bytes, true)?;
+        let copied = self.outcome(py, |outcome| {
+            let result = outcome.tensors.get(index).map(Tensor::as_bytes);
+            let result = result.filter(|result| result.len() == memory.as_bytes().len())?;
+            memory.as_bytes_mut().copy_from_slice(result);
+            Some(())
+        })?;
+        copied.ok_or_else(|| PyValueError::new_err(format!("result {index} has not this size")))
+    }
+}
+
+impl Horovod {
+    fn new(inner: phalanx_horovod::Horovod) -> Self {
+        Self { inner, process: std::process::id() }
+    }
+
+    fn is_here(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    fn here(&self) -> PyResult<&phalanx_horovod::Horovod> {
+        match self.is_here() {
+            true => Ok(&self.inner),
+            false => Err(PyValueError::new_err(
+                "hvd.init() was called in the process from which this one was forked; call it in this process, started with the \
+                 multiprocessing method \"spawn\"",
+            )),
+        }
+    }
+
+    fn start(
+        &self,
+        py: Python<'_>,
+        start: impl FnOnce(&phalanx_horovod::Horovod) -> phalanx::Result<State> + Send,
+    ) -> PyResult<Handle> {
+        let inner = self.here()?;
+        Handle::new(py, py.detach(|| start(inner)))
+    }
+}
+
+#[pymethods]
+impl Horovod {
+    /// Meets the other ranks, as the launcher says.
+    #[staticmethod]
+    fn init(py: Python<'_>) -> PyResult<Self> {
+        let inner = interrupt::apart(py, || (), || phalanx_horovod::init_in(&met()?))?;
+        inner.map(Self::new).map_err(|error| raised(py, &error))
+    }
+
+    /// Waits for this rank's thread, and leaves.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        if !self.is_here() {
+            return Ok(());
+        }
+        let inner = self.inner.clone();
+        interrupt::apart(py, || (), move || inner.shutdown())
+    }
+
+    /// Fails the job on all ranks with `cause`.
+    fn abort(&self, py: Python<'_>, cause: String) {
+        if self.is_here() {
+            py.detach(|| self.inner.abort(Error::aborted(cause)));
+        }
+    }
+
+    fn is_initialized(&self) -> bool {
+        self.is_here() && self.inner.is_initialized()
+    }
+
+    fn rank(&self) -> u32 {
+        self.inner.rank().get()
+    }
+
+    fn size(&self) -> u32 {
+        self.inner.size()
+    }
+
+    fn local_rank(&self) -> u32 {
+        self.inner.local_rank()
+    }
+
+    fn local_size(&self) -> u32 {
+        self.inner.local_size()
+    }
+
+    fn cross_rank(&self) -> u32 {
+        self.inner.cross_rank()
+    }
+
+    fn cross_size(&self) -> u32 {
+        self.inner.cross_size()
+    }
+
+    fn is_homogeneous(&self) -> bool {
+        self.inner.is_homogeneous()
+    }
+
+    /// A handle to some of the ranks; None on the others.
+    fn add_process_set(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<Option<Self>> {
+        let inner = self.here()?.clone();
+        let ranks: Vec<Rank> = ranks.into_iter().map(Rank::new).collect();
+        let set = interrupt::apart(py, || (), move || inner.add_process_set(&ranks))?;
+        set.map(|set| set.map(Self::new)).map_err(|error| raised(py, &error))
+    }
+
+    /// Every rank of the set calls it, and waits for the others.
+    fn leave_process_set(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.here()?.clone();
+        let left = interrupt::apart(py, || (), move || inner.remove_process_set(Some(inner.clone())))?;
+        left.map_err(|error| raised(py, &error))
+    }
+
+    fn start_timeline(&self, py: Python<'_>, path: String) -> PyResult<()> {
+        let inner = self.here()?.clone();
+        let started = interrupt::apart(py, || (), move || inner.start_timeline(path))?;
+        started.map_err(|error| raised(py, &error))
+    }
+
+    fn stop_timeline(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.here()?;
+        py.detach(|| inner.stop_timeline()).map_err(|error| raised(py, &error))
+    }
+
+    /// Combines the tensors where they are.
+    fn allreduce(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        tensors: Tensors<'_>,
+        op: u8,
+        factors: (f64, f64),
+    ) -> PyResult<Handle> {
+        let reduction = reduction(op, factors)?;
+        let tensors = lent(&tensors, meaning(op), true)?;
+        self.start(py, |hvd| hvd.grouped_allreduce_async(name, tensors, reduction).map(State::Many))
+    }
+
+    fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
+        let tensors = lent(&tensors, Meaning::Bytes, false)?;
+        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(State::Many))
+    }
+
+    /// Overwrites the tensor of every rank but the root.
+    fn broadcast(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        tensor: &Bound<'_, PyAny>,
+        root: u32,
+    ) -> PyResult<Handle> {
+        let tensor = lent_one(tensor, Meaning::Bytes, true)?;
+        self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(State::One))
+    }
+
+    fn alltoall(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        tensor: &Bound<'_, PyAny>,
+        splits: Option<Vec<usize>>,
+    ) -> PyResult<Handle> {
+        let tensor = lent_one(tensor, Meaning::Bytes, false)?;
+        self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(State::Exchange))
+    }
+
+    fn reducescatter(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        tensors: Tensors<'_>,
+        op: u8,
+        factors: (f64, f64),
+    ) -> PyResult<Handle> {
+        let reduction = reduction(op, factors)?;
+        // Its factor is applied to them where they are.
+        let tensors = lent(&tensors, meaning(op), true)?;
+        self.start(py, |hvd| hvd.grouped_reducescatter_async(name, tensors, reduction).map(State::Many))
+    }
+
+    fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {
+        self.start(py, |hvd| hvd.barrier_async().map(State::Barrier))
+    }
+
+    fn join(&self, py: Python<'_>) -> PyResult<Handle> {
+        self.start(py, |hvd| hvd.join_async().map(State::Join))
+    }
+}
+
+impl Drop for Horovod {
+    fn drop(&mut self) {
+        if !self.is_here() {
+            // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+            std::mem::forget(self.inner.clone());
+        }
+    }
+}
+
+/// The operation with the number that Horovod's users know.
+fn reduction(op: u8, (before, after): (f64, f64)) -> PyResult<Reduction> {
+    let op = match op {
+        0 => Op::Average,
+        1 => Op::Sum,
+        2 => Op::Adasum,
+        3 => Op::Min,
+        4 => Op::Max,
+        5 => Op::Product,
+        _ => return Err(PyValueError::new_err(format!("there is no reduce operation {op}"))),
+    };
+    Ok(Reduction::new(op).prescale(before).postscale(after))
+}
+
+/// Complex numbers can be added up.
+fn meaning(op: u8) -> Meaning {
+    if op <= 1 { Meaning::Sums } else { Meaning::Numbers }
+}
+
+fn lent(tensors: &[Bound<'_, PyAny>], meaning: Meaning, written: bool) -> PyResult<Vec<Tensor>> {
+    tensors.iter().map(|tensor| lent_one(tensor, meaning, written)).collect()
+}
+
+/// The tensor's memory. Elements that are several of those that collectives know have a dimension more, the last.
+fn lent_one(tensor: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyResult<Tensor> {
+    let py = tensor.py();
+    let memory = Memory::of(tensor, meaning, written)?;
+    let mut shape: Vec<usize> = tensor.getattr(intern!(py, "shape"))?.extract()?;
+    let itemsize: usize = tensor.getattr(intern!(py, "itemsize"))?.extract()?;
+    if itemsize != memory.dtype().size() {
+        shape.push(itemsize / memory.dtype().size());
+    }
+    Tensor::from_memory(memory.dtype(), shape, memory).map_err(|error| raised(py, &error))
+}

@@ -1,0 +1,487 @@
+"""Horovod's functions, against values known otherwise."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import environment, free_port, processes
+
+import phalanx_torch.horovod as hvd
+
+
+def _job(rank, world, port, body, arguments):
+    environment(rank, world, port)
+    hvd.init()
+    result = body(rank, *arguments)
+    hvd.shutdown()
+    return result
+
+
+def run(world, body, *arguments, dies=()):
+    """`body(rank, ...)` in each rank of a job."""
+    return processes(world, _job, world, free_port(), body, arguments, dies=dies)
+
+
+def _topology(rank):
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, 2, rank, 2)
+    assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous(), hvd.is_initialized()) == (0, 1, True, True)
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="hvd.init"):
+        hvd.rank()
+    # Once more.
+    hvd.init()
+    assert hvd.allreduce(torch.tensor([float(rank)]), op=hvd.Sum).item() == 1.0
+
+
+def test_ranks_and_sizes_and_a_second_start():
+    run(2, _topology)
+
+
+def _collectives(rank):
+    own = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+    assert hvd.allreduce(own).tolist() == [2.0, 4.0, 6.0]
+    assert hvd.allreduce(own, average=False).tolist() == [6.0, 12.0, 18.0]
+    assert hvd.allreduce(own, op=hvd.Min).tolist() == [1.0, 2.0, 3.0]
+    assert hvd.allreduce(own, op=hvd.Max).tolist() == [3.0, 6.0, 9.0]
+    assert hvd.allreduce(own, op=hvd.Product).tolist() == [6.0, 48.0, 162.0]
+    assert hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).tolist() == [12.0, 24.0, 36.0]
+    assert hvd.allreduce(own, compression=hvd.Compression.fp16).dtype is torch.float32
+    # Nothing of it has been written to.
+    assert own.tolist() == [rank + 1.0, 2 * rank + 2.0, 3 * rank + 3.0]
+    # 7 / 3 and -7 / 3, cut off; and types that collectives do not combine.
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        assert hvd.allreduce(torch.tensor([7, -7, 0], dtype=dtype) * (rank == 1)).tolist() == [2, -2, 0]
+        assert hvd.allreduce(torch.tensor([7, -7], dtype=dtype), op=hvd.Sum).tolist() == [21, -21]
+    assert hvd.allreduce(torch.full((2,), 100, dtype=torch.int8)).tolist() == [100, 100]
+    # 0.5 x 3 is 1.5, of which 1 is left.
+    assert hvd.allreduce(torch.tensor([3]), op=hvd.Sum, prescale_factor=0.5).tolist() == [3]
+    assert hvd.allreduce(torch.tensor([3]), op=hvd.Sum, postscale_factor=0.5).tolist() == [4]
+    assert hvd.allreduce(torch.tensor([1 + 2j]), op=hvd.Sum).tolist() == [3 + 6j]
+
+    into = own.clone()
+    assert hvd.allreduce_(into, op=hvd.Sum) is into and into.tolist() == [6.0, 12.0, 18.0]
+    # Of every second element.
+    table = torch.arange(6.0).reshape(3, 2)
+    hvd.allreduce_(table[:, 1], op=hvd.Sum)
+    assert table.tolist() == [[0.0, 3.0], [2.0, 9.0], [4.0, 15.0]]
+    pair = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+    assert [one.tolist() for one in hvd.grouped_allreduce(pair, op=hvd.Sum)] == [[3.0] * 2, [3.0] * 3]
+    hvd.grouped_allreduce_(pair, op=hvd.Sum)
+    assert [one.tolist() for one in pair] == [[3.0] * 2, [3.0] * 3]
+
+    rows = torch.full((rank + 1, 2), rank, dtype=torch.int16)
+    assert hvd.allgather(rows).tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+    one, two = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank + 0.5]])])
+    assert one.tolist() == [0, 1, 2] and two.tolist() == [[0.5], [1.5], [2.5]]
+
+    assert hvd.broadcast(own, 1).tolist() == [2.0, 4.0, 6.0]
+    hvd.broadcast_(into.copy_(own), 2)
+    assert into.tolist() == [3.0, 6.0, 9.0]
+
+    # Rank r sends r + 1 rows to rank 0, none to rank 1 and one to rank 2.
+    sent = torch.arange(rank + 2) + 10 * rank
+    received, splits = hvd.alltoall(sent, splits=torch.tensor([rank + 1, 0, 1]))
+    expected = {0: ([0, 10, 11, 20, 21, 22], [1, 2, 3]), 1: ([], [0, 0, 0]), 2: ([1, 12, 23], [1, 1, 1])}
+    assert (received.tolist(), splits.tolist()) == expected[rank]
+    assert hvd.alltoall(torch.arange(3) + 10 * rank).tolist() == [rank, 10 + rank, 20 + rank]
+
+    # Four rows: two for the first rank.
+    shards = {0: [0.0, 6.0], 1: [12.0], 2: [18.0]}
+    assert hvd.reducescatter(torch.arange(4.0) * (rank + 1), op=hvd.Sum).tolist() == shards[rank]
+    assert hvd.reducescatter(torch.arange(4) * (rank + 1)).tolist() == [int(shard) // 3 for shard in shards[rank]]
+    one, two = hvd.grouped_reducescatter([torch.ones(3), torch.ones(3, 2)], op=hvd.Sum)
+    assert one.tolist() == [3.0] and two.tolist() == [[3.0, 3.0]]
+
+    # In another order on each rank.
+    names = ["a", "b", "c"][rank:] + ["a", "b", "c"][:rank]
+    handles = {name: hvd.allreduce_async(torch.tensor([float(ord(name))]), name=name, op=hvd.Sum) for name in names}
+    assert {name: hvd.synchronize(handles[name]).item() for name in "abc"} == {name: 3.0 * ord(name) for name in "abc"}
+    with pytest.raises(ValueError, match="synchronized once"):
+        hvd.poll(handles["a"])
+    # A name is the same whether one waits or not.
+    if rank == 0:
+        mixed = [hvd.allreduce(torch.ones(1), name="m"), hvd.allgather(torch.ones(1), name="m"), hvd.reducescatter(torch.ones(3), name="m")]
+        mixed += [hvd.broadcast(torch.ones(1), 0, name="m"), hvd.alltoall(torch.ones(3), name="m")]
+    else:
+        calls = [hvd.allreduce_async(torch.ones(1), name="m"), hvd.allgather_async(torch.ones(1), name="m")]
+        calls += [hvd.reducescatter_async(torch.ones(3), name="m"), hvd.broadcast_async(torch.ones(1), 0, name="m")]
+        mixed = [hvd.synchronize(handle) for handle in [*calls, hvd.alltoall_async(torch.ones(3), name="m")]]
+    assert [one.tolist() for one in mixed] == [[1.0], [1.0] * 3, [1.0], [1.0], [1.0] * 3]
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert hvd.broadcast_object([rank, "x"], root_rank=2) == [2, "x"]
+
+
+def test_collectives():
+    run(3, _collectives)
+
+
+def _gradients(rank):
+    def of(function, shape, weights):
+        tensor = torch.ones(shape, requires_grad=True)
+        (function(tensor) * weights).sum().backward()
+        return tensor.grad.tolist()
+
+    weight = float(rank + 1)
+    assert of(lambda t: hvd.allreduce(t, op=hvd.Sum), 2, weight) == [3.0, 3.0]
+    assert of(lambda t: hvd.allreduce(t), 2, weight) == [1.5, 1.5]
+    # As Horovod has it: averages of what the ranks have for it.
+    assert of(lambda t: hvd.allgather(t), 1, torch.tensor([10.0, 20.0]) * weight) == [[15.0], [30.0]][rank]
+    assert of(lambda t: hvd.broadcast(t, 1), 1, weight) == [[0.0], [1.5]][rank]
+    # Rank 0 weighs what it has received from rank 0 with 1, from rank 1 with 2; rank 1 with 3 and 4.
+    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[rank]
+    assert of(lambda t: hvd.alltoall(t, splits=[1, 1])[0], 2, weights) == [[1.0, 3.0], [2.0, 4.0]][rank]
+    assert of(lambda t: hvd.reducescatter(t, op=hvd.Average), 2, weight) == [1.0, 2.0]
+    assert of(lambda t: hvd.reducescatter(t, op=hvd.Sum), 2, weight) == [2.0, 4.0]
+    with pytest.raises(NotImplementedError, match="Max has no gradient"):
+        of(lambda t: hvd.allreduce(t, op=hvd.Max), 2, weight)
+
+
+def test_gradients():
+    run(2, _gradients)
+
+
+def _errors(rank):
+    # A mismatch is of this name alone: all else goes on.
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
+        hvd.allreduce(torch.ones(rank + 1), name="wrong")
+    assert caught.value.kind == "mismatch" and isinstance(caught.value, RuntimeError)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    handle = hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None
+    if rank == 0:
+        with pytest.raises(ValueError, match="in flight already"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
+    hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="twice") if rank == 1 else handle)
+    for wrong, text in [
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "supersedes"),
+        (lambda: hvd.allreduce(torch.ones(1), op="sum"), "one of hvd.Average"),
+        (lambda: hvd.allreduce(torch.ones(1).to_sparse()), "sparse_allreduce_async"),
+        (lambda: hvd.broadcast(torch.ones(1), 2), "root_rank 2"),
+        (lambda: hvd.alltoall(torch.ones(3)), "3 rows cannot be divided by 2"),
+        (lambda: hvd.alltoall(torch.ones(3), splits=[1, 1]), "do not divide 3 rows"),
+        (lambda: hvd.alltoall(torch.ones(2), splits=[0.5, 1.5]), "integers"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "scalar"),
+        (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
+        (lambda: hvd.init(comm=[0]) or hvd.synchronize(-1), None),
+    ]:
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            wrong()
+    with pytest.raises(NotImplementedError, match="reducescatter cannot be an Adasum"):
+        hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+    hvd.barrier()
+
+
+def test_errors():
+    run(2, _errors)
+
+
+def _sets(rank):
+    even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
+    assert (even.included(), odd.included(), even.size()) == (rank != 1, rank == 1, 2)
+    with pytest.raises(ValueError, match="registered already"):
+        hvd.add_process_set([2, 0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in"):
+            hvd.allreduce(torch.ones(1), process_set=even)
+        assert hvd.allreduce(torch.tensor([5.0]), name="x", process_set=odd).item() == 5.0
+    else:
+        assert even.rank() == rank // 2
+        assert hvd.allreduce(torch.tensor([float(rank)]), name="x", process_set=even).item() == 1.0
+        # The root counts among all ranks.
+        assert hvd.broadcast(torch.tensor([rank]), 2, process_set=even).item() == 2
+        assert hvd.allgather_object(rank, process_set=even) == [0, 2]
+        hvd.barrier(even)
+    assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
+    assert hvd.remove_process_set(even) and not hvd.remove_process_set(even)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(torch.ones(1), process_set=even)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3.0
+
+
+def test_process_sets():
+    run(3, _sets)
+
+
+def _joins(rank):
+    sums = [hvd.allreduce(torch.tensor([1.0]), name=f"step {step}", op=hvd.Sum).item() for step in range(2 * (rank + 1))]
+    last = hvd.join()
+    assert sums == [2.0, 2.0, 1.0, 1.0][: len(sums)] and last == 1
+    return last
+
+
+def test_join():
+    assert run(2, _joins) == [1, 1]
+
+
+def _model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+
+
+def _batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=generator, dtype=torch.float64)
+
+
+STEPS = 4
+
+
+def _loss(model, rank, step):
+    return model(_batch(rank, step)).square().mean()
+
+
+def _train(rank, world, options, passes, clips):
+    model = _model()
+    if rank > 0:
+        # Other ranks begin elsewhere, and are given rank 0's.
+        for p in model.parameters():
+            p.data.add_(rank)
+    base = torch.optim.SGD(model.parameters(), lr=0.1 if rank == 0 else 0.7, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), backward_passes_per_step=passes, **options(model))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.1 and isinstance(optimizer, torch.optim.SGD)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(passes):
+            _loss(model, rank, step * passes + part).backward()
+        if clips:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    return [p.tolist() for p in model.parameters()]
+
+
+def _alone(world, passes, clips, factor):
+    """One process with all ranks' batches, without anything of ours."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [_loss(model, rank, step * passes + part) for rank in range(world) for part in range(passes)]
+        (sum(losses) * factor).backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+OPTIONS = {
+    "plain": lambda model: {},
+    "sum": lambda model: {"op": hvd.Sum},
+    "predivided": lambda model: {"gradient_predivide_factor": 4.0},
+    "two groups": lambda model: {"num_groups": 2},
+    "listed groups": lambda model: {"groups": [list(model[0].parameters())]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("passes, clips", [(1, False), (2, False), (1, True)])
+def test_training_is_that_of_one_process_with_all_batches(options, passes, clips):
+    ranks = run(2, _train, 2, OPTIONS[options], passes, clips)
+    expected = _alone(2, passes, clips, 1.0 if options == "sum" else 0.5)
+    assert ranks[0] == ranks[1]
+    for own, right in zip(ranks[0], expected):
+        torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), right, rtol=1e-12, atol=1e-12)
+
+
+def _optimizer(rank):
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+
+    def wrap(**options):
+        return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), **options)
+
+    for wrong, text in [
+        (lambda: wrap(op=hvd.Adasum), "op=hvd.Adasum"),
+        (lambda: wrap(op=hvd.Max), "combined with"),
+        (lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0), "gradient_predivide_factor"),
+        (lambda: wrap(backward_passes_per_step=0), "backward_passes_per_step"),
+        (lambda: wrap(groups=[[torch.nn.Parameter(torch.ones(1))]]), "parameters are expected"),
+        (lambda: hvd.DistributedOptimizer(wrap()), "one already"),
+    ]:
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            wrong()
+    model.weight._post_accumulate_grad_hooks.clear()
+    # Schedules may know the optimizer from before.
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), compression=hvd.Compression.fp16)
+    optimizer.zero_grad()
+    (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    # What a second pass has added on the way is gone with the average: both ranks have the same.
+    assert len(set(map(tuple, hvd.allgather_object(model.weight.flatten().tolist())))) == 1
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    # A closure's gradients are averaged, too: 1 - 0.5 x 1.5.
+    torch.nn.init.ones_(model.weight)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1, 2)) * (rank + 1)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert model.weight.tolist() == [[0.25, 0.25]]
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(model.parameters()), 0)
+
+
+def test_the_optimizer_and_what_it_refuses():
+    run(2, _optimizer)
+
+
+def _sparse(rank, sparse_as_dense):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=sparse_as_dense)
+    optimizer.zero_grad()
+    # Rows 1 and 2 on rank 0; row 2 twice on rank 1.
+    table(torch.tensor([[1, 2], [2, 2]][rank])).sum().backward()
+    optimizer.step()
+    assert table.weight.grad.is_sparse
+    assert table.weight[:, 0].tolist() == [0.0, -0.5, -1.5, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients(sparse_as_dense):
+    run(2, _sparse, sparse_as_dense)
+
+
+def _batch_norm(rank):
+    generator = torch.Generator().manual_seed(5)
+    every = torch.randn(7, 3, 4, generator=generator, dtype=torch.float64) * 3 + 100
+    weights = torch.randn(7, 3, 4, generator=generator, dtype=torch.float64)
+    mine = slice(0, 2) if rank == 0 else slice(2, 7)
+    own, right = every[mine].clone().requires_grad_(), every.clone().requires_grad_()
+    synced, plain = hvd.SyncBatchNorm(3).double(), torch.nn.BatchNorm1d(3).double()
+    output, expected = synced(own), plain(right)
+    (output * weights[mine]).sum().backward()
+    (expected * weights).sum().backward()
+    for got, wanted in [
+        (output, expected[mine]),
+        (synced.running_mean, plain.running_mean),
+        (synced.running_var, plain.running_var),
+        (own.grad, right.grad[mine]),
+        (hvd.allreduce(synced.weight.grad, op=hvd.Sum), plain.weight.grad),
+        (hvd.allreduce(synced.bias.grad, op=hvd.Sum), plain.bias.grad),
+    ]:
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    synced.eval(), plain.eval()
+    torch.testing.assert_close(synced(own), plain(right)[mine])
+
+
+def test_batches_of_different_sizes_are_normalized_as_one():
+    run(2, _batch_norm)
+
+
+def _timeline(rank, path):
+    hvd.start_timeline(path)
+    hvd.allreduce(torch.ones(1), name="traced")
+    hvd.stop_timeline()
+
+
+def test_the_timeline_has_the_names(tmp_path):
+    run(2, _timeline, str(tmp_path / "timeline.json"))
+    assert "allreduce.traced" in json.dumps(json.loads((tmp_path / "timeline.json").read_text()))
+
+
+def _interrupt(rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if rank == 0:
+        handle = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum)
+        pressed = time.monotonic() + 0.5
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            hvd.synchronize(handle)
+        assert time.monotonic() - pressed < 10.0
+        hvd.allreduce(torch.ones(1), name="pressed")
+        # It goes on.
+        assert hvd.synchronize(handle).item() == 2.0
+    else:
+        hvd.allreduce(torch.ones(1), name="pressed")
+        hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum)
+
+
+def test_ctrl_c_ends_a_wait_and_the_operation_goes_on():
+    run(2, _interrupt)
+
+
+PROGRAM = """
+import torch
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import allreduce
+from horovod.common.exceptions import HorovodInternalError
+hvd.init()
+assert hvd.HorovodInternalError is HorovodInternalError
+if hvd.size() == 2 and {fails} == hvd.rank():
+    raise KeyError("lost")
+print(hvd.rank(), allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item())
+"""
+
+
+def _programs(path, start, fails=-1, **variables):
+    path.write_text(PROGRAM.format(fails=fails))
+    port, started = free_port(), []
+    for rank in range(2):
+        # As horovodrun tells it.
+        place = {"HOROVOD_RANK": rank, "HOROVOD_SIZE": 2, "HOROVOD_LOCAL_RANK": rank, "HOROVOD_LOCAL_SIZE": 2}
+        place |= {"HOROVOD_CROSS_RANK": 0, "HOROVOD_CROSS_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *start, str(path)], env=os.environ | {name: str(value) for name, value in place.items()},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )
+    return [(process.communicate(timeout=120), process.returncode) for process in started]
+
+
+def test_a_program_of_horovods_runs_as_it_is(tmp_path):
+    for start, variables in [(["-m", "phalanx_torch.horovod"], {}), (["-c", REGISTERS], {"PHALANX_AS_HOROVOD": 1})]:
+        for rank, ((out, error), code) in enumerate(_programs(tmp_path / "program.py", start, **variables)):
+            assert (out, code) == (f"{rank} 3.0\n", 0), error
+
+
+# What `import torch` does where the package is installed.
+REGISTERS = """
+import runpy, sys
+import torch
+from phalanx_torch import _registration
+_registration.register()
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_a_program_that_fails_tells_the_others_why(tmp_path):
+    ended = _programs(tmp_path / "program.py", ["-m", "phalanx_torch.horovod"], fails=1)
+    assert all(code != 0 for _, code in ended)
+    assert "the program of rank 1 ended with KeyError: 'lost'" in ended[0][0][1], ended[0][0][1]
+
+
+def test_what_is_not_there_is_refused_by_name():
+    hvd.install()
+    hvd.install()
+    assert importlib.import_module("horovod.torch") is hvd
+    for part, instead in [("elastic", "--max-restarts"), ("run", "phalanx run")]:
+        with pytest.raises(NotImplementedError, match=f"hvd.{part} is not part of phalanx_torch.horovod.*{instead}"):
+            getattr(hvd, part)
+    with pytest.raises(NotImplementedError, match="horovod.torch.elastic"):
+        importlib.import_module("horovod.torch.elastic")
+    with pytest.raises(NotImplementedError, match="horovod.spark"):
+        importlib.import_module("horovod.spark")

@@ -1,0 +1,210 @@
+"""Ctrl-C: a real SIGINT to a rank that waits."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import processes
+
+import phalanx_torch
+
+# Before the signal, so that the rank waits when it comes.
+PAUSE = 0.5
+# What is to be answered within 0.2 s, on a machine that does other work, too: far less than the waits would take.
+PATIENCE = 10.0
+
+
+def _press():
+    """Sends this process a SIGINT later, and returns when that will be."""
+    threading.Timer(PAUSE, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return time.monotonic() + PAUSE
+
+
+def _interrupted(wait):
+    """How long after a SIGINT the `wait` raises KeyboardInterrupt. Text of another exception, or a result, is an error."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pressed = _press()
+    try:
+        result = wait()
+    except KeyboardInterrupt:
+        late = time.monotonic() - pressed
+        assert 0 <= late < PATIENCE, f"answered after {late} s"
+        return late
+    raise AssertionError(f"no KeyboardInterrupt, but {result}")
+
+
+COLLECTIVES = {
+    "barrier": lambda: dist.barrier(),
+    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+    "large all_reduce": lambda: dist.all_reduce(torch.ones(1 << 20)),
+    "all_gather_object": lambda: dist.all_gather_object([None, None], "x"),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([None], src=1),
+    "new_group": lambda: dist.new_group([0, 1]),
+}
+
+
+def _collective(rank, name):
+    if rank == 0:
+        _interrupted(COLLECTIVES[name])
+        failure = dist.group.WORLD.failure()
+    else:
+        while (failure := dist.group.WORLD.failure()) is None:
+            time.sleep(0.01)
+    # Both know why, and who.
+    assert failure.kind == "aborted" and "rank 0" in str(failure) and "interrupted by KeyboardInterrupt" in str(failure)
+    with pytest.raises(phalanx_torch.Error, match="interrupted by KeyboardInterrupt"):
+        dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if name != "new_group"])
+def test_a_call_that_waits_raises_and_the_group_fails_with_the_cause(ranks, name, transport, monkeypatch):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, _collective, name)
+
+
+def _work(rank, wait):
+    other = torch.full((4,), 7.0)
+    if rank == 0:
+        if wait == "all_reduce":
+            tensor = torch.ones(4)
+            work = dist.all_reduce(tensor, async_op=True)
+        else:
+            tensor = torch.zeros(4)
+            work = dist.irecv(tensor, 1)
+        _interrupted(work.wait)
+        dist.group.WORLD._store.set("pressed", "")
+        # It goes on, and can be waited for again.
+        work.wait()
+        assert tensor.tolist() == ([8.0] * 4 if wait == "all_reduce" else [7.0] * 4)
+    else:
+        dist.group.WORLD._store.get("pressed")
+        dist.all_reduce(other) if wait == "all_reduce" else dist.send(other, 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("wait", ["all_reduce", "recv"])
+def test_work_goes_on_when_its_wait_is_interrupted(ranks, wait):
+    ranks(2, _work, wait)
+
+
+def _recv(rank):
+    tensor = torch.full((4,), float(rank))
+    if rank == 0:
+        _interrupted(lambda: dist.recv(tensor, 1))
+        dist.group.WORLD._store.set("pressed", "")
+    else:
+        dist.group.WORLD._store.get("pressed")
+        dist.send(tensor, 0)
+    dist.barrier()
+    # What was sent to the recv that was given up is not taken for another's.
+    if rank == 1:
+        dist.send(tensor + 1, 0)
+    else:
+        dist.recv(tensor, 1)
+        assert tensor.tolist() == [2.0] * 4
+
+
+def test_a_recv_is_interrupted_as_the_work_that_it_waits_for(ranks):
+    ranks(2, _recv)
+
+
+def _destroy(rank):
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), async_op=True)
+        _interrupted(dist.destroy_process_group)
+    else:
+        while dist.group.WORLD.failure() is None:
+            time.sleep(0.01)
+
+
+def test_destroy_process_group_is_interrupted_and_what_it_waited_for_fails(ranks):
+    ranks(2, _destroy)
+
+
+def _join_store(rank, path):
+    _interrupted(
+        lambda: dist.init_process_group(
+            "phalanx", store=dist.FileStore(path, 2), rank=0, world_size=2, timeout=datetime.timedelta(seconds=60)
+        )
+    )
+
+
+def _join_url(rank, path):
+    _interrupted(lambda: phalanx_torch.init(f"file://{path}", rank=0, world_size=2, timeout=60.0))
+
+
+@pytest.mark.parametrize("join", [_join_store, _join_url])
+def test_a_start_that_waits_for_other_ranks_is_interrupted(join, tmp_path):
+    processes(1, join, str(tmp_path / "store"))
+
+
+def _array(rank, path, call):
+    group = phalanx_torch.init(f"file://{path}", rank=rank, world_size=2, timeout=60.0)
+    tensor = torch.zeros(4)
+    if rank == 0:
+        _interrupted({"recv": lambda: group.recv(tensor, 1), "all_reduce": lambda: group.all_reduce(tensor)}[call])
+    with pytest.raises(phalanx_torch.Error, match="interrupted by KeyboardInterrupt"):
+        while True:
+            time.sleep(0.01) if group._native.failure() is None else group.barrier()
+
+
+@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+def test_array_groups_are_interrupted(call, tmp_path):
+    processes(2, _array, str(tmp_path / "store"), call)
+
+
+def _handler_that_returns(rank):
+    seen = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    if rank == 0:
+        threading.Timer(PAUSE, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        # The handler runs while the call waits: it lets the other rank go on.
+        signal.signal(signal.SIGUSR1, lambda number, frame: dist.group.WORLD._store.set("handled", ""))
+    else:
+        dist.group.WORLD._store.get("handled")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_a_handler_that_returns_runs_while_a_call_waits_and_disturbs_nothing(ranks):
+    ranks(2, _handler_that_returns)
+
+
+PROGRAM = """
+import torch, torch.distributed as dist, phalanx_torch
+dist.init_process_group("phalanx", init_method="file://{path}", rank={rank}, world_size=2)
+dist.barrier()
+print("ready", flush=True)
+dist.barrier() if {rank} == 0 else input()
+dist.barrier()
+"""
+
+
+def test_a_program_ends_with_ctrl_c_and_the_other_rank_learns_why(tmp_path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(path=tmp_path / "store", rank=rank)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert all(process.stdout.readline() == "ready\n" for process in started)
+        time.sleep(PAUSE)
+        started[0].send_signal(signal.SIGINT)
+        _, first = started[0].communicate(timeout=60)
+        _, second = started[1].communicate("go on\n", timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+    assert "KeyboardInterrupt" in first and started[0].returncode != 0
+    assert "rank 0" in second and "interrupted by KeyboardInterrupt" in second, second
