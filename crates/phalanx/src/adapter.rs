@@ -24,7 +24,7 @@
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
 //! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too |
-//! | to save and load | [`StateWriter`](crate::state::StateWriter), [`StateReader`](crate::state::StateReader) | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs |
+//! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs |
 //!
 //! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
 //! Averages under [`JoinOptions::divide_by_initial_world_size`](crate::join::JoinOptions) set to false are multiplied by world size /
