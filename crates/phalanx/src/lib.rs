@@ -22,7 +22,7 @@
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
 //! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`], [`mesh`] |
-//! | average gradients of a framework of your own | [`reducer`] |
+//! | write an adapter for a framework of your own | [`adapter`], [`reducer`] |
 //! | let ranks end at different times | [`join`] |
 //! | go on when workers die or come | [`elastic`] |
 //! | call functions on other ranks | [`asynchronous`] |
@@ -52,6 +52,7 @@ mod poll;
 mod proc_stat;
 mod random;
 
+pub mod adapter;
 pub mod asynchronous;
 pub mod batch_statistics;
 pub mod checkpoint;
@@ -97,7 +98,7 @@ pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Wo
 pub use health::Heartbeat;
 pub use interrupt::{INTERRUPT_INTERVAL, InterruptCheck, interruptible};
 pub use key::JobKey;
-// The two lines that follow are for adapters, which name and identify this host and warn as this crate does.
+// Documented in `adapter`.
 #[doc(hidden)]
 pub use host::{id as host_id, name as host_name};
 #[doc(hidden)]

@@ -416,7 +416,6 @@ impl ProcessGroup {
 
     /// Restricts the calling thread to this rank's share of its host's processors, as the group's own workers are. For
     /// adapters with workers of their own.
-    #[doc(hidden)]
     pub fn keep_apart(&self) {
         affinity::keep_apart(self.inner.config.local);
     }

@@ -70,7 +70,6 @@ impl ProcessGroup {
 
     /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
     /// the program's. Every rank must call it, in the same order as its collectives.
-    #[doc(hidden)]
     pub fn new_group_aside(&self, trace: Trace) -> Result<Self> {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;

@@ -19,7 +19,8 @@ fn variables(text: &str) -> BTreeSet<String> {
 fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
-        if path.is_dir() {
+        // An example that is a workspace of its own is built in its own folder.
+        if path.is_dir() && !path.ends_with("target") {
             sources(&path, look);
         } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "sh") {
             look(&fs::read_to_string(&path).unwrap());

@@ -1,0 +1,103 @@
+//! The interface for adapters, which bring a tensor framework to this crate: what they call, and in which order.
+//!
+//! This crate knows no tensors. An adapter gives it bytes and parameters' names, and gets averages back. `phalanx-burn` does so for Burn
+//! and `phalanx-tch` for libtorch; `examples/candle`, for candle, is the shortest, and uses nothing but what is documented here.
+//!
+//! # The order of calls
+//!
+//! All ranks make the calls with collectives together, in the same order. "Agrees" marks those that compare ranks, and whose error
+//! is the same on every rank.
+//!
+//! | when | call | |
+//! |---|---|---|
+//! | once | [`JoinGroup::from`](crate::join::JoinGroup) the user's group | the handle through which all collectives of the adapter go; it costs nothing outside of `join` |
+//! | | [`verify_state`] | agrees: names, shapes and types of all tensors, in one order. If the framework lists them in none, sort them by name |
+//! | | [`Reducer::new`] | agrees: parameters with a gradient, and options; plans the buckets |
+//! | | [`broadcast_state`] | every rank gets rank 0's values |
+//! | | [`HookedReducer::new`] | if hooks of backward reach the reducer: it keeps the error that backward cannot return |
+//! | each step | [`JoinGroup::step`](crate::join::JoinGroup::step) | which ranks still have data |
+//! | | [`Reducer::start_with`], [`start_weighted_with`](Reducer::start_weighted_with) | before backward; [`check_weight`] before gradients are weighted |
+//! | | [`Reducer::ready`], [`ready_with`](Reducer::ready_with), [`ready_void`](Reducer::ready_void) | the gradient sink: once a parameter, when its gradient is finished; a full bucket leaves at once |
+//! | | [`Reducer::finish`] | after backward: waits; agrees on parameters without a gradient |
+//! | | [`Reducer::gradient`], [`take_gradients`](Reducer::take_gradients), [`gradient_view`](Reducer::gradient_view) | the averages: copied, given away, or where they lie |
+//! | | the norm | no call: all ranks have the same averages, and clip alike. Sharded ones need an all_reduce of the sum of squares |
+//! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
+//! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
+//! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too |
+//! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs |
+//!
+//! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
+//! Averages under [`JoinOptions::divide_by_initial_world_size`](crate::join::JoinOptions) set to false are multiplied by world size /
+//! [`active_ranks`](crate::join::JoinGroup::active_ranks).
+//!
+//! # What users must not hit
+//!
+//! - **An error on one rank alone**: the others would wait for it. [`HookedReducer::attempt`] ends the group with the error; elsewhere
+//!   [`Communicator::abort`] does.
+//! - **A gradient that is given twice or too early**: of a tied weight the sum of all uses is its gradient. The reducer refuses the second.
+//! - **A missing gradient that becomes zero**: an optimizer moves a parameter with a zero gradient. [`Reducer::gradient`] gives `None`
+//!   if no rank had one; leave it so.
+//! - **A collective without the user's call**: give each public function's collectives its [`Caller`] with [`Communicator::in_call`].
+//!   The variants `Ddp*` are for this. Errors name the call, and ranks that make different calls get a mismatch.
+//!
+//! # Errors and warnings
+//!
+//! The functions here make errors of the kinds of this crate, so that a user's [`Error::is_invalid_argument`] and
+//! [`Error::is_mismatch`] hold for adapters as well. A framework's own error is [`Error::other`]. Add the remedy with
+//! [`Error::with_remedy`].
+
+pub use crate::caller::Caller;
+pub use crate::group::{Communicator, GroupHandle};
+pub use crate::host::{id as host_id, name as host_name};
+pub use crate::join::JoinGroup;
+pub use crate::notice::warn;
+pub use crate::reducer::{
+    HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, broadcast_state,
+    broadcast_state_from, check_weight, states_identical, verify_state, verify_state_on,
+};
+pub use crate::state::{StateReader, StateWriter};
+
+use crate::error::Error;
+use crate::rank::Rank;
+
+/// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
+/// [`Error::is_invalid_argument`] is true for it.
+///
+/// ```
+/// use phalanx::adapter;
+/// let error = adapter::invalid_argument("max_norm is -1").with_remedy("give a positive number");
+/// assert!(error.is_invalid_argument());
+/// assert_eq!(error.to_string(), "max_norm is -1 (give a positive number)");
+/// ```
+pub fn invalid_argument(cause: impl Into<String>) -> Error {
+    Error::invalid_argument(cause)
+}
+
+/// An error for ranks, or a saved state and a model, that differ. [`Error::is_mismatch`] is true for it.
+pub fn mismatch(cause: impl Into<String>) -> Error {
+    Error::mismatch(cause)
+}
+
+/// An error for an operation, or a group, that was ended for another reason. [`Error::is_aborted`] is true for it.
+pub fn aborted(cause: impl Into<String>) -> Error {
+    Error::aborted(cause)
+}
+
+/// Notes in `error` that rank `peer` is to blame: [`Error::peer`] gives it.
+pub fn blaming(error: Error, peer: Rank) -> Error {
+    error.with_peer(peer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_adapters_are_of_the_kinds_of_the_core() {
+        let told = |error: &Error| [error.is_invalid_argument(), error.is_mismatch(), error.is_aborted()];
+        assert_eq!(told(&invalid_argument("a")), [true, false, false]);
+        assert_eq!(told(&mismatch("b")), [false, true, false]);
+        assert_eq!(told(&aborted("c")), [false, false, true]);
+        assert_eq!(blaming(mismatch("d"), Rank::new(3)).peer(), Some(Rank::new(3)));
+    }
+}
