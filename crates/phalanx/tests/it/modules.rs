@@ -54,7 +54,10 @@ fn check(name: &str, modules: &[String], beneath: &[String]) {
         if name == "lib" || OF_TESTS.contains(&name) {
             continue;
         }
-        let own = place(name).unwrap_or_else(|| panic!("ARCHITECTURE.md's drawing lacks the module {name}"));
+        let Some(own) = place(name) else {
+            against.push(format!("ARCHITECTURE.md's drawing lacks the module {name}"));
+            continue;
+        };
         let mut found = Vec::new();
         files(&path, &mut found);
         for file in found {
