@@ -22,7 +22,10 @@ fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
         // An example that is a workspace of its own is built in its own folder.
         if path.is_dir() && !path.ends_with("target") {
             sources(&path, look);
-        } else if path.extension().is_some_and(|extension| extension == "rs" || extension == "sh") {
+        } else if path
+            .extension()
+            .is_some_and(|extension| ["rs", "sh", "py"].iter().any(|known| extension == *known))
+        {
             look(&fs::read_to_string(&path).unwrap());
         }
     }
@@ -35,6 +38,7 @@ fn the_page_of_variables_has_those_that_the_sources_have() {
     let mut look = |text: &str| found.extend(variables(text));
     sources(&root.join("examples"), &mut look);
     sources(&root.join("python/src"), &mut look);
+    sources(&root.join("python/phalanx_torch"), &mut look);
     sources(&root.join("tests"), &mut look);
     for script in [".ci/run", ".ci/full", ".ci/gpu", "python/check.sh", "tch/check.sh"] {
         look(&fs::read_to_string(root.join(script)).unwrap());

@@ -27,7 +27,7 @@ use crate::health::calls::{LOOK_INTERVAL, Told};
 use crate::health::liveness::{Liveness, ProcessState, Silence};
 use crate::health::waits::Answer;
 use crate::network::Network;
-use crate::rank::Rank;
+use crate::rank::{Rank, Sequence};
 use crate::transport::process;
 use crate::wire::control::{
     self, Control, Introduction, LongWait, MAX_BODY, PREFIX, ProcessId, SHORTEST, WaitReport,
@@ -74,6 +74,10 @@ struct Peer {
     /// Whether its heartbeats do not wake this rank.
     is_quiet: bool,
     said_goodbye: bool,
+    /// Whether it waits for the answer to its goodbye.
+    awaits_answer: bool,
+    /// The number of its last call, if it has left.
+    last: Option<Sequence>,
     closed: bool,
 }
 
@@ -120,9 +124,11 @@ impl<'a> Watch<'a> {
                 Woken::By(ready) => ready,
             };
             self.read(ready);
+            self.answer_goodbyes();
             let now = Instant::now();
             if now >= next {
                 self.read(self.quiet());
+                self.answer_goodbyes();
             }
             if self.health.has_failed() {
                 continue;
@@ -205,9 +211,8 @@ impl<'a> Watch<'a> {
                     Control::Beat => {}
                     Control::Goodbye => {
                         peer.said_goodbye = true;
+                        peer.awaits_answer = true;
                         self.health.left(rank);
-                        let latest = self.health.calls.latest().filter(|_| !self.health.has_failed());
-                        self.connections.answer_goodbye(rank, latest);
                     }
                     Control::Failure(notice) => {
                         self.health.hear(notice.into_error(rank, self.health.host(rank)));
@@ -217,6 +222,7 @@ impl<'a> Watch<'a> {
                         self.health.compare_calls();
                     }
                     Control::Last(call) => {
+                        peer.last = Some(call.sequence);
                         self.health.calls.hear(rank, call, Told::Last);
                         self.health.compare_calls();
                     }
@@ -247,6 +253,24 @@ impl<'a> Watch<'a> {
             }
             if !self.peers[rank.index()].said_goodbye {
                 self.health.lost(rank, &reason, self.state_of_lost(rank));
+            }
+        }
+    }
+
+    /// Answers the peers that have left, each when this rank has made its last call too: until then neither knows whether it is the same.
+    fn answer_goodbyes(&mut self) {
+        if !self.peers.iter().any(|peer| peer.awaits_answer) {
+            return;
+        }
+        // If the calls differ, the peers are told before they are answered.
+        self.health.compare_calls();
+        let latest = self.health.calls.latest();
+        let has_failed = self.health.has_failed();
+        for (rank, peer) in self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer) {
+            let has_made_it = peer.last <= latest.map(|latest| latest.sequence);
+            if has_made_it || has_failed || peer.closed {
+                peer.awaits_answer = false;
+                self.connections.answer_goodbye(rank, latest.filter(|_| !has_failed));
             }
         }
     }
