@@ -435,8 +435,11 @@ pub(crate) fn loopback_is_down(target: &SocketAddr, error: &std::io::Error) -> O
     let is_down = target.is_ipv4()
         && target.ip().is_loopback()
         && Errno::from_io_error(error) == Some(Errno::NETUNREACH);
-    is_down.then_some("the loopback interface is down, as in a new network namespace: `ip link set lo up`")
+    is_down.then_some(LOOPBACK_IS_DOWN)
 }
+
+pub(crate) const LOOPBACK_IS_DOWN: &str =
+    "the loopback interface is down, as in a new network namespace: `ip link set lo up`";
 
 /// The remedy if `error`, of starting a process or a thread, says that no more may be started. For other calls the same
 /// error may mean something else.
