@@ -449,8 +449,12 @@ pub fn no_more_files(error: &std::io::Error) -> Option<&'static str> {
 pub fn loopback_is_down(target: &SocketAddr, error: &std::io::Error) -> Option<&'static str> {
     let is_down =
         target.is_ipv4() && target.ip().is_loopback() && error.raw_os_error() == Some(libc::ENETUNREACH);
-    is_down.then_some("the loopback interface is down, as in a new network namespace: `ip link set lo up`")
+    is_down.then_some(LOOPBACK_IS_DOWN)
 }
+
+/// What [`loopback_is_down`] says.
+pub const LOOPBACK_IS_DOWN: &str =
+    "the loopback interface is down, as in a new network namespace: `ip link set lo up`";
 
 /// The remedy if `error`, of starting a process or a thread, says that no more may be started. For other calls the same
 /// error may mean something else.

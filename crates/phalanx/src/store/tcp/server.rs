@@ -25,7 +25,7 @@ use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result, no_more_files};
+use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
 use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
 use crate::notice::warn;
@@ -217,6 +217,10 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
              for every rank",
             address.port()
         ),
+        // While it is up, each of its addresses of IPv4 can be listened at.
+        ErrorKind::AddrNotAvailable if address.is_ipv4() && address.ip().is_loopback() => {
+            LOOPBACK_IS_DOWN.to_owned()
+        }
         ErrorKind::AddrNotAvailable => {
             format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
         }

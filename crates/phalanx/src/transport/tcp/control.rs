@@ -215,14 +215,18 @@ impl Connections {
         deadline: Deadline,
         awaits_near: bool,
         is_awaited: impl Fn(IpAddr) -> bool,
-        has_ended: impl FnMut(&Connection) -> bool,
+        mut has_ended: impl FnMut(&Connection) -> bool,
     ) -> HashSet<IpAddr> {
         let near = self.control.iter().flatten().filter(|one| awaits_near && one.is_within_host());
         let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
         let all = all.filter(|connection| !connection.is_within_host()).chain(near);
         let is_awaited = |connection: &&Connection| connection.host().is_some_and(&is_awaited);
         let (awaited, others): (Vec<_>, Vec<_>) = all.partition(is_awaited);
-        others.into_iter().for_each(Connection::finish_sending);
+        for connection in others {
+            connection.finish_sending();
+            // What has come before its peer has gone, or fallen silent, still counts.
+            has_ended(connection);
+        }
         finish(awaited, deadline, has_ended).into_iter().filter_map(Connection::host).collect()
     }
 
