@@ -167,18 +167,20 @@ impl Inner {
 
     /// Waits for what has been called, and leaves the group. An error if ranks have made different calls, which no call has returned.
     fn leave(&self) -> Result<(), Error> {
+        self.take().map_or(Ok(()), ProcessGroup::leave)
+    }
+
+    /// Waits for what has been called. The group is the caller's then, to be dropped; None if it has been taken.
+    fn take(&self) -> Option<ProcessGroup> {
         if self.is_here() {
             self.collectives.close();
             if let Some(awaited) = self.messages.close_outbound(RECEIVE_TIMEOUT) {
                 self.abort(format!("rank {} has left the group while it waited for {awaited}", self.rank));
             }
             self.messages.close();
-            let group = self.group.write().take();
-            if let Some(group) = group {
-                return group.leave();
-            }
+            return self.group.write().take();
         }
-        Ok(())
+        None
     }
 
     fn abort(&self, cause: String) {
@@ -283,8 +285,8 @@ impl Group {
             let (inner, left) = (self.0.clone(), Arc::new(Pending::default()));
             let done = left.clone();
             let leave = move || {
-                // Standard error and the launcher have got it.
-                let _ = inner.leave();
+                // Standard error and the launcher get what there is to say.
+                drop(inner.take());
                 done.complete(Ok(None));
             };
             // Without a thread there is no time to wait.

@@ -3,6 +3,7 @@
 //! A call that waits for its operation runs it on its own thread, if nothing is before it: a worker would cost two
 //! wake-ups. Everything else is for the lane's worker, which is started by the first such operation.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,6 +16,11 @@ use crate::work::{Outcome, Pending};
 
 type Job = Box<dyn FnOnce() + Send>;
 type Prepare = Box<dyn FnOnce() + Send>;
+
+thread_local! {
+    /// Whether this thread runs an operation. While that waits, Python may run a signal's handler.
+    static RUNS: Cell<bool> = const { Cell::new(false) };
+}
 
 /// Operations in order.
 pub struct Lane {
@@ -46,6 +52,12 @@ impl Lane {
 
     /// Runs `operation` after all before it, and returns when it has ended.
     pub fn run(&self, operation: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+        if RUNS.get() {
+            return Err(Error::aborted(
+                "a signal's handler called this while the call that it has interrupted waits",
+            )
+            .with_remedy("let the handler set a flag, and look at it between two calls"));
+        }
         let mut state = self.shared.state.lock();
         if state.closed {
             return Err(closed());
@@ -59,7 +71,9 @@ impl Lane {
         }
         state.busy = true;
         drop(state);
+        RUNS.set(true);
         let outcome = guarded(operation);
+        RUNS.set(false);
         self.shared.leave();
         outcome
     }
@@ -100,7 +114,8 @@ impl Lane {
             let _ = worker.join();
         }
         let mut state = self.shared.state.lock();
-        while state.busy {
+        // What this thread runs itself ends after this.
+        while state.busy && !RUNS.get() {
             self.shared.changed.wait(&mut state);
         }
     }

@@ -125,7 +125,10 @@ impl ProcessGroup {
     /// ```
     pub fn leave(self) -> Result<()> {
         let health = self.inner.health.clone();
+        health.ask(true);
         drop(self);
+        // If there are other handles, the last of them is dropped.
+        health.ask(false);
         health.parting().inspect(|_| health.note_returned()).map_or(Ok(()), Err)
     }
 

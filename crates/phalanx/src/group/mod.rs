@@ -324,6 +324,8 @@ impl ProcessGroup {
     pub fn abort(&self, cause: Error) {
         self.inner.aborted.store(true, Ordering::Relaxed);
         self.inner.health.fail(cause);
+        // The program knows it.
+        self.inner.health.note_returned();
     }
 
     /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections

@@ -69,6 +69,8 @@ pub(crate) struct Health {
     returned: AtomicBool,
     /// What this rank has learned when it left: no call is left that could return it.
     parting: OnceLock<Error>,
+    /// Whether the program leaves by a call that returns it.
+    is_asked: AtomicBool,
 }
 
 struct HealthState {
@@ -115,6 +117,7 @@ impl Health {
             surroundings: OnceLock::new(),
             returned: AtomicBool::new(false),
             parting: OnceLock::new(),
+            is_asked: AtomicBool::new(false),
         })
     }
 
@@ -221,7 +224,7 @@ impl Health {
     }
 
     /// This rank has left, and has heard all that the others said: if ranks have made different calls, and no call has returned that to
-    /// the program, it is the error of leaving. Says it by `say`, and leaves it to the launcher.
+    /// the program, it is the error of leaving. If no call returns it, says it by `say`, and leaves it to the launcher.
     pub(crate) fn part(&self, say: impl FnOnce(String)) {
         let error = match self.cause() {
             Some(cause) if cause.is_mismatch() && !self.returned.load(Ordering::Relaxed) => cause,
@@ -234,11 +237,18 @@ impl Health {
                 error.at(self.rank, self.host(self.rank))
             }
         };
-        say(error.to_string());
-        if self.of_processes {
-            worker_error::disagreed(&error.to_string());
+        if !self.is_asked.load(Ordering::Relaxed) {
+            say(error.to_string());
+            if self.of_processes {
+                worker_error::disagreed(&error.to_string());
+            }
         }
         let _ = self.parting.set(error);
+    }
+
+    /// Whether a call returns the error of [`part`](Self::part): then nobody else is told.
+    pub(crate) fn ask(&self, returns: bool) {
+        self.is_asked.store(returns, Ordering::Relaxed);
     }
 
     /// The error of [`part`](Self::part).

@@ -178,7 +178,9 @@ impl Drop for Monitor {
         let is_awaited = |host| !silent.contains(&host);
         let mut parting = Parting { connections: &self.connections, health: &self.health, unread };
         let last = self.health.calls.latest().filter(|_| !self.health.has_failed());
-        let awaits_near = last.is_some_and(|last| last.call.root.is_some());
+        let has_root = last.is_some_and(|last| last.call.root.is_some());
+        // What one that has left had to say has been read.
+        let awaits_near = |peer| has_root && !self.health.has_left(peer);
         let deadline = Deadline::after(grace);
         let unanswered = self
             .connections
@@ -208,16 +210,17 @@ impl Connections {
 
     /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
     /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
-    /// host what is sent has arrived, and there is only something to wait for if `awaits_near`: which calls the others have made.
+    /// host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they have made.
     /// `has_ended` reads what comes. Returns the hosts that have not answered by the deadline.
     fn leave(
         &self,
         deadline: Deadline,
-        awaits_near: bool,
+        awaits_near: impl Fn(Rank) -> bool,
         is_awaited: impl Fn(IpAddr) -> bool,
         mut has_ended: impl FnMut(&Connection) -> bool,
     ) -> HashSet<IpAddr> {
-        let near = self.control.iter().flatten().filter(|one| awaits_near && one.is_within_host());
+        let near = (0..).map(Rank::new).zip(&self.control).filter(|(peer, _)| awaits_near(*peer));
+        let near = near.filter_map(|(_, one)| one.as_ref()).filter(|one| one.is_within_host());
         let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
         let all = all.filter(|connection| !connection.is_within_host()).chain(near);
         let is_awaited = |connection: &&Connection| connection.host().is_some_and(&is_awaited);

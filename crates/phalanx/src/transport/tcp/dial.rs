@@ -40,7 +40,7 @@ fn answer_timeout(config: &MeshConfig<'_>) -> Duration {
 pub(super) type Attempt = io::Result<(Connection, Hello)>;
 
 /// Makes the first attempt to connect to each of these peers. All are called before the first answer is read, and so on: so
-/// processes that share few processors wait for each other a few times, and not for each connection.
+/// processes that share few processors wait for each other a few times, and not for each connection. All together have the time of one.
 pub(super) fn attempt_together<'a>(
     config: &MeshConfig<'_>,
     peers: impl Iterator<Item = (&'a Address, Hello)>,
@@ -49,8 +49,9 @@ pub(super) fn attempt_together<'a>(
 ) -> Result<Vec<Attempt>> {
     let called = peers.map(|(address, own)| call(config, address, (own, secret), deadline));
     let called = called.collect::<Result<Vec<_>>>()?;
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(Call::prove)).collect();
-    Ok(proven.into_iter().map(|proof| proof.and_then(Proof::end)).collect())
+    let by = deadline.at_most(answer_timeout(config));
+    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(|call| call.prove(by))).collect();
+    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(by))).collect())
 }
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
@@ -79,7 +80,9 @@ pub(super) fn dial(
         let attempt = match first.take() {
             Some(attempt) => attempt,
             None => {
-                call(config, address, (own, secret), deadline)?.and_then(Call::prove).and_then(Proof::end)
+                let by = || deadline.at_most(answering);
+                let called = call(config, address, (own, secret), deadline)?;
+                called.and_then(|call| call.prove(by())).and_then(|proof| proof.end(by()))
             }
         };
         let error = match attempt {
@@ -142,15 +145,12 @@ fn no_answer(peer: Rank, address: &Address, answering: Duration) -> Error {
 
 /// A connection on which this rank has said hello.
 ///
-/// After its hello, a rank waits for each answer. If the peer drops the connection then, the whole start fails. If this
-/// rank only tried again, a peer that answers late and no longer listens could count it as connected. And without
-/// waiting for the last answer, it could count on a peer that has dropped the connection.
+/// After its hello, a rank waits for each answer: without the last one it could count on a peer that has dropped the connection.
 struct Call {
     stream: Connection,
     initiator: Initiator,
     secret: GroupSecret,
     is_encrypted: bool,
-    patience: Patience,
 }
 
 /// A connection on which this rank has proven itself, and the peer too.
@@ -158,17 +158,6 @@ struct Proof {
     stream: Connection,
     answered: Answered,
     secret: GroupSecret,
-    patience: Patience,
-}
-
-/// How long each answer may take, and all together.
-#[derive(Clone, Copy)]
-struct Patience(Duration, Deadline);
-
-impl Patience {
-    fn deadline(self) -> Deadline {
-        self.1.at_most(self.0)
-    }
 }
 
 /// Connects and says hello. The outer error concerns this rank alone.
@@ -179,7 +168,7 @@ fn call(
     deadline: Deadline,
 ) -> Result<io::Result<Call>> {
     let (own, tls) = (own.saying(random::bytes()?), config.credentials.tls.as_ref());
-    Ok(say_hello(address.socket, own, secret, tls, Patience(answer_timeout(config), deadline)))
+    Ok(say_hello(address.socket, own, secret, tls, (answer_timeout(config), deadline)))
 }
 
 fn say_hello(
@@ -187,15 +176,15 @@ fn say_hello(
     own: Hello,
     secret: &GroupSecret,
     tls: Option<&Tls>,
-    patience: Patience,
+    (answering, deadline): (Duration, Deadline),
 ) -> io::Result<Call> {
-    let timeout = patience.1.remaining().max(Duration::from_millis(1));
+    let timeout = deadline.remaining().max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, timeout.min(CONNECT_TIMEOUT))?;
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(timeout))?;
     let mut stream = Connection::new(stream);
     let secret = match tls {
-        Some(tls) => secure(&mut stream, secret, tls, patience.deadline())?,
+        Some(tls) => secure(&mut stream, secret, tls, deadline.at_most(answering))?,
         None => secret.clone(),
     };
     let initiator = Initiator::new(own);
@@ -205,7 +194,7 @@ fn say_hello(
     if tls.is_none() {
         said?;
     }
-    Ok(Call { stream, initiator, secret, is_encrypted: tls.is_some(), patience })
+    Ok(Call { stream, initiator, secret, is_encrypted: tls.is_some() })
 }
 
 fn invalid(error: Error) -> io::Error {
@@ -214,33 +203,33 @@ fn invalid(error: Error) -> io::Error {
 
 impl Call {
     /// Takes the peer's answer, and sends this rank's proof.
-    fn prove(self) -> io::Result<Proof> {
-        let Self { stream, initiator, secret, is_encrypted, patience } = self;
+    fn prove(self, by: Deadline) -> io::Result<Proof> {
+        let Self { stream, initiator, secret, is_encrypted } = self;
         let mut answer = [0; ANSWER];
         let (hello, proof) = answer.split_at_mut(HELLO);
         // A refusal is no longer than a hello, and that of a peer with TLS is much shorter.
         let (start, rest) = hello.split_at_mut(tls::REFUSAL.len());
-        receive_all(&stream, start, patience.deadline())?;
+        receive_all(&stream, start, by)?;
         if !is_encrypted && tls::is_alert(start) {
             return Err(Refusal::wanted());
         }
-        receive_all(&stream, rest, patience.deadline())?;
+        receive_all(&stream, rest, by)?;
         if let Some(hello) = hello.first_chunk() {
             Hello::decode(hello).map_err(invalid)?;
         }
-        receive_all(&stream, proof, patience.deadline())?;
+        receive_all(&stream, proof, by)?;
         let answered = initiator.answered(&secret, answer).map_err(invalid)?;
         send_all(&stream, answered.proof())?;
-        Ok(Proof { stream, answered, secret, patience })
+        Ok(Proof { stream, answered, secret })
     }
 }
 
 impl Proof {
     /// Takes the last message: the peer keeps the connection.
-    fn end(self) -> Attempt {
-        let Self { stream, answered, secret, patience } = self;
+    fn end(self, by: Deadline) -> Attempt {
+        let Self { stream, answered, secret } = self;
         let mut welcome = [0; TAG];
-        receive_all(&stream, &mut welcome, patience.deadline())?;
+        receive_all(&stream, &mut welcome, by)?;
         let hello = answered.welcomed(&secret, &welcome).map_err(invalid)?;
         stream.admit();
         stream.socket().set_nonblocking(true)?;

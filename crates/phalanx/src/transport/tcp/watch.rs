@@ -268,7 +268,7 @@ impl<'a> Watch<'a> {
         let has_failed = self.health.has_failed();
         for (rank, peer) in self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer) {
             let has_made_it = peer.last <= latest.map(|latest| latest.sequence);
-            if has_made_it || has_failed || peer.closed {
+            if has_made_it || has_failed {
                 peer.awaits_answer = false;
                 self.connections.answer_goodbye(rank, latest.filter(|_| !has_failed));
             }
