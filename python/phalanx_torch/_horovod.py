@@ -28,11 +28,19 @@ _INSTEAD = {
 _HERE = "phalanx_torch.horovod"
 
 
-def refused(name):
+class _NoModule(ModuleNotFoundError, NotImplementedError):
+    """A program that goes on without the module catches it as ``ImportError``."""
+
+
+class _NoAttribute(AttributeError, NotImplementedError):
+    """``hasattr`` is false."""
+
+
+def refused(name, kind=NotImplementedError):
     """The error for a part of Horovod that is not there."""
     part = name.split(".")[-1]
     instead = _INSTEAD.get(part, "phalanx_torch.horovod is horovod.torch, and nothing else of Horovod's")
-    return NotImplementedError(f"{name} is not part of phalanx_torch.horovod: {instead}")
+    return kind(f"{name} is not part of phalanx_torch.horovod: {instead}")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -40,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name, path=None, target=None):
         if name.startswith("horovod."):
-            raise refused(name)
+            raise refused(name, _NoModule)
         return None
 
 
@@ -102,5 +110,5 @@ def install():
 
 def _missing(name):
     if name in _INSTEAD:
-        raise refused(f"horovod.{name}")
+        raise refused(f"horovod.{name}", _NoAttribute)
     raise AttributeError(f"module 'horovod' has no attribute {name!r}")

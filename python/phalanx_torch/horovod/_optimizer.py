@@ -159,12 +159,18 @@ class _Distributed:
             for p in self._groups[group]:
                 if p not in self._waits:
                     self._submit(p)
-        waits, self._waits = self._waits, {}
+        # What Ctrl-C leaves is waited for by the next call.
+        for p in list(self._waits):
+            if self._waits[p] is not None:
+                try:
+                    self._waits[p]()
+                except Exception:
+                    # The job has failed, and with it what is left.
+                    self._waits = {}
+                    raise
+            del self._waits[p]
         self._ready = {}
         self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
-        for wait in waits.values():
-            if wait is not None:
-                wait()
         self._synchronized = True
 
     @contextlib.contextmanager
