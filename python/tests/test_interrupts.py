@@ -208,3 +208,31 @@ def test_a_program_ends_with_ctrl_c_and_the_other_rank_learns_why(tmp_path):
             process.kill()
     assert "KeyboardInterrupt" in first and started[0].returncode != 0
     assert "rank 0" in second and "interrupted by KeyboardInterrupt" in second, second
+
+
+def _handler(rank, transport):
+    refusals = []
+
+    def collective(number, frame):
+        try:
+            dist.barrier()
+        except phalanx_torch.Error as error:
+            refusals.append(str(error))
+
+    if rank == 0:
+        signal.signal(signal.SIGINT, collective)
+        _press()
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0] * 3
+        assert len(refusals) == 1 and "let the handler set a flag" in refusals[0], refusals
+    else:
+        time.sleep(4 * PAUSE)
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_collective_of_a_handler_is_refused_while_a_call_waits(ranks, transport, monkeypatch):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, _handler, transport)
