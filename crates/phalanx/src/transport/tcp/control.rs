@@ -219,12 +219,16 @@ impl Connections {
         is_awaited: impl Fn(IpAddr) -> bool,
         mut has_ended: impl FnMut(&Connection) -> bool,
     ) -> HashSet<IpAddr> {
-        let near = (0..).map(Rank::new).zip(&self.control).filter(|(peer, _)| awaits_near(*peer));
-        let near = near.filter_map(|(_, one)| one.as_ref()).filter(|one| one.is_within_host());
+        let peers = (0..).map(Rank::new).zip(&self.control);
+        let near = peers.filter_map(|(peer, one)| Some((awaits_near(peer), one.as_ref()?)));
+        let near = near.filter(|(_, one)| one.is_within_host());
         let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
-        let all = all.filter(|connection| !connection.is_within_host()).chain(near);
-        let is_awaited = |connection: &&Connection| connection.host().is_some_and(&is_awaited);
-        let (awaited, others): (Vec<_>, Vec<_>) = all.partition(is_awaited);
+        let far = all.filter(|connection| !connection.is_within_host());
+        let far = far.map(|connection| (connection.host().is_some_and(&is_awaited), connection));
+        let (mut awaited, mut others) = (Vec::new(), Vec::new());
+        for (is_awaited, connection) in far.chain(near) {
+            if is_awaited { awaited.push(connection) } else { others.push(connection) }
+        }
         for connection in others {
             connection.finish_sending();
             // What has come before its peer has gone, or fallen silent, still counts.

@@ -37,6 +37,8 @@ use crate::world_size::WorldSize;
 /// The time between the end of a process's connections and the end of the process.
 const PROCESS_END_GRACE: Duration = Duration::from_millis(100);
 
+/// The pauses between two looks whether the goodbye of a peer can be answered: they grow with the time.
+const ANSWER_INTERVALS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 /// How many connections are read at once.
 const MAX_EVENTS: usize = 64;
 /// The number of what stops the thread, beside the ranks.
@@ -74,8 +76,8 @@ struct Peer {
     /// Whether its heartbeats do not wake this rank.
     is_quiet: bool,
     said_goodbye: bool,
-    /// Whether it waits for the answer to its goodbye.
-    awaits_answer: bool,
+    /// Since when it waits for the answer to its goodbye, if it does.
+    awaits_answer: Option<Instant>,
     /// The number of its last call, if it has left.
     last: Option<Sequence>,
     closed: bool,
@@ -117,6 +119,7 @@ impl<'a> Watch<'a> {
             // silence.
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| if soon { beats } else { beats.min(looks) });
+            let next = self.answer_due().map_or(next, |due| due.min(next));
             let ready = match self.wait((!over).then_some(next))? {
                 Woken::Stopped => {
                     return Ok(self.peers.into_iter().map(|peer| peer.received.bytes).collect());
@@ -148,6 +151,13 @@ impl<'a> Watch<'a> {
                 looks = Instant::now() + LOOK_INTERVAL;
             }
         }
+    }
+
+    /// When to look again whether a goodbye can be answered, if one is not: usually that is soon.
+    fn answer_due(&self) -> Option<Instant> {
+        let owed = self.peers.iter().filter_map(|peer| peer.awaits_answer).min()?;
+        let (shortest, longest) = ANSWER_INTERVALS;
+        Some(Instant::now() + (owed.elapsed() / 4).clamp(shortest, longest))
     }
 
     /// Waits until there is data to read, or until `next`.
@@ -211,7 +221,7 @@ impl<'a> Watch<'a> {
                     Control::Beat => {}
                     Control::Goodbye => {
                         peer.said_goodbye = true;
-                        peer.awaits_answer = true;
+                        peer.awaits_answer = Some(now);
                         self.health.left(rank);
                     }
                     Control::Failure(notice) => {
@@ -259,17 +269,19 @@ impl<'a> Watch<'a> {
 
     /// Answers the peers that have left, each when this rank has made its last call too: until then neither knows whether it is the same.
     fn answer_goodbyes(&mut self) {
-        if !self.peers.iter().any(|peer| peer.awaits_answer) {
+        if self.peers.iter().all(|peer| peer.awaits_answer.is_none()) {
             return;
         }
         // If the calls differ, the peers are told before they are answered.
         self.health.compare_calls();
         let latest = self.health.calls.latest();
         let has_failed = self.health.has_failed();
-        for (rank, peer) in self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer) {
+        for (rank, peer) in
+            self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer.is_some())
+        {
             let has_made_it = peer.last <= latest.map(|latest| latest.sequence);
             if has_made_it || has_failed {
-                peer.awaits_answer = false;
+                peer.awaits_answer = None;
                 self.connections.answer_goodbye(rank, latest.filter(|_| !has_failed));
             }
         }
