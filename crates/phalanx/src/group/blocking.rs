@@ -109,7 +109,7 @@ impl ProcessGroup {
     /// A rank that leaves tells its last call to the others, and waits a moment, at most for the time-out between hosts, for theirs. A
     /// rank that is still busy answers with its latest call. So at least one of two ranks that differ gets the error, and both if
     /// both have made the call; [`close`](Self::close) waits until all have. A rank that leaves without a call that others have
-    /// made gets it too, and those who have made that call, [`is_peer_left`](Error::is_peer_left).
+    /// made gets it too, and those who have made that call, [`is_peer_left`](crate::Error::is_peer_left).
     ///
     /// A drop writes this error to standard error, and leaves it to the launcher: `phalanx run`, `phalanx launch` and
     /// [`spawn`](crate::spawn) take exit code 0 of such a rank for a failure.
