@@ -65,7 +65,7 @@ if ! made "$old" "${needed[@]}"; then
     echo "deb-src $mirror bookworm main" >> "$old/etc/apt/sources.list"
     step within "$old" apt-get update -q
     step within "$old" apt-get install -q -y --no-install-recommends "${needed[@]}"
-    step within "$old" sh -ec "mkdir /root/python && cd /root/python && apt-get source -q --download-only python3.11 &&
+    step within "$old" sh -ec "mkdir -p /usr/src/python && cd /usr/src/python && apt-get source -q --download-only python3.11 &&
         tar -xf python3.11_*.orig.tar.* --strip-components 1 && ./configure -q --prefix=/python && make -s -j$(nproc) > log 2>&1 && make -s install >> log 2>&1"
     echo "${needed[*]}" > "$old/made"
 fi

@@ -62,7 +62,8 @@ impl Shared {
         });
         let launched = queued.map_err(|error| {
             // What other ranks wait for will not come.
-            let cause = self.group.fail_unless_explained(flight.says(error));
+            let error = flight.says(self.unless_left(&flight, error));
+            let cause = self.group.fail_unless_explained(error);
             self.fail(cause.clone());
             self.await_settled(None);
             flight.says(cause)

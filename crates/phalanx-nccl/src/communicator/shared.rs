@@ -18,6 +18,8 @@ use crate::nccl::{Comm, Nccl};
 pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a call waits for a rank that has left the group: what it has sent before may still be under way.
 const LEAVE_GRACE: Duration = Duration::from_secs(2);
+/// How long an error of NCCL waits for the goodbye of a rank that may be its cause.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the watchdog waits for the poller, which the driver may hold up.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -367,14 +369,29 @@ impl Shared {
 
     /// NCCL's own error, if it has one, as the oldest call reports it. While another thread calls NCCL, that one looks.
     pub(super) fn look_at_nccl(&self) -> Result<()> {
-        let Some(_calling) = self.calling.try_lock() else { return Ok(()) };
-        let Ok(raw) = self.alive() else { return Ok(()) };
-        // SAFETY: only this thread ends it, and no other is in a call of NCCL.
-        unsafe { self.is_settled(raw) }.map(drop).map_err(|error| {
-            let state = self.state.lock();
-            let waiting = state.flights.iter().find(|flight| !flight.is_known_done());
-            waiting.map_or(error.clone(), |flight| flight.says(error))
+        let looked = {
+            let Some(_calling) = self.calling.try_lock() else { return Ok(()) };
+            let Ok(raw) = self.alive() else { return Ok(()) };
+            // SAFETY: only this thread ends it, and no other is in a call of NCCL.
+            unsafe { self.is_settled(raw) }
+        };
+        looked.map(drop).map_err(|error| {
+            let waiting = self.state.lock().flights.iter().find(|flight| !flight.is_known_done()).cloned();
+            waiting.map_or(error.clone(), |flight| flight.says(self.unless_left(&flight, error)))
         })
+    }
+
+    /// `error`, which NCCL has for this call, unless a rank has left that the call needs. A rank that leaves closes NCCL's connections too,
+    /// and that may be seen before its goodbye.
+    pub(super) fn unless_left(&self, flight: &Flight, error: Error) -> Error {
+        let (deadline, mut pause) = (Deadline::after(GOODBYE_TIMEOUT), Pause::default());
+        while !deadline.has_passed() && self.group.failure().is_none() {
+            if let Some(left) = self.group.left_by(|rank| flight.needs(rank)) {
+                return left;
+            }
+            pause.pause();
+        }
+        error
     }
 }
 

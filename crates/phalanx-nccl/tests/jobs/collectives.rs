@@ -20,7 +20,7 @@ pub const TESTS: &[Test] = &[
     ("a_variable_of_nccls_makes_communicators_block", 2, Needs::StandIn, || {
         all_done("collectives::few", 2, &[("NCCL_COMM_BLOCKING", "1"), ("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
     }),
-    ("misuse_is_refused_and_the_communicator_goes_on", 2, Needs::Nothing, || {
+    ("misuse_is_refused_and_the_communicator_goes_on", 2, Needs::Devices, || {
         all_done("collectives::misuse", 2, &[]);
     }),
     ("host_and_device_memory_in_one_group_and_its_parts_alone", 1, Needs::Nothing, || {

@@ -16,6 +16,7 @@ pub const TESTS: &[Test] = &[
     ("a_rank_that_is_stopped_is_named", 3, Needs::Nothing, stopped),
     ("a_rank_that_does_not_call_ends_with_the_time_out_of_the_call", 2, Needs::Nothing, late),
     ("a_rank_that_leaves_is_named", 2, Needs::Nothing, leaves),
+    ("a_rank_that_leaves_is_named_and_not_only_its_connection", 2, Needs::StandIn, leaves_with_remote_error),
     ("an_error_of_nccl_reaches_every_rank", 3, Needs::StandIn, asynchronous),
     ("a_launch_that_is_refused_reaches_every_rank", 3, Needs::StandIn, refused),
     ("a_call_that_hangs_on_one_device_ends_with_its_time_out", 2, Needs::StandIn, hangs),
@@ -346,7 +347,16 @@ fn late_with(variables: &[(&str, &str)]) {
 }
 
 fn leaves() {
-    let outputs = World::start("faults::leaves", 2, &[], &[]).outputs();
+    leaves_with(&[]);
+}
+
+/// NCCL says it before the goodbye is there.
+fn leaves_with_remote_error() {
+    leaves_with(&[("STANDIN_NCCL_REMOTE_ERROR", "1")]);
+}
+
+fn leaves_with(variables: &[(&str, &str)]) {
+    let outputs = World::start("faults::leaves", 2, variables, &[]).outputs();
     check(&outputs, &[0], &["blames 1", CALL, "has left the group"]);
     assert_eq!(outputs[1].trim(), "done");
 }

@@ -1,5 +1,5 @@
 //! Ranks as real processes, on the stand-ins for libcuda and libnccl (tests/stand_in), which are no GPU; with `PHALANX_TEST_GPU=1` on the
-//! real ones. This program starts itself as the ranks, so that it has a `main` of its own.
+//! real ones, and with `PHALANX_TEST_GPU=shared` all ranks on the first device. This program starts itself as the ranks, so that it has a `main` of its own.
 //! `cargo test -p phalanx-nccl --test jobs -- faults::` runs one file.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
@@ -21,6 +21,8 @@ pub type Test = (&'static str, u32, Needs, fn());
 pub enum Needs {
     /// Nothing.
     Nothing,
+    /// That a process sees all of them.
+    Devices,
     /// Faults that only the stand-in has.
     StandIn,
 }
@@ -31,6 +33,11 @@ const REAL: &str = "PHALANX_TEST_GPU";
 /// Whether the real libraries are wanted.
 pub fn is_real() -> bool {
     std::env::var_os(REAL).is_some_and(|value| !value.is_empty())
+}
+
+/// Whether all ranks share one real device. NCCL takes them for ranks of different hosts, which talk over sockets.
+pub fn is_shared() -> bool {
+    std::env::var(REAL).is_ok_and(|value| value == "shared")
 }
 
 fn main() {
@@ -46,7 +53,11 @@ fn main() {
         }
     }
     // A real driver that cannot be opened is a failure of every test, and no reason to leave them out.
-    let devices = if real { Device::count().unwrap() } else { 8 };
+    let devices = match real.then(|| Device::count().unwrap()) {
+        Some(found) if !is_shared() => found,
+        // As many as any test wants.
+        Some(_) | None => 8,
+    };
     let files = [
         ("collectives", collectives::TESTS),
         ("faults", faults::TESTS),
@@ -57,6 +68,7 @@ fn main() {
         tests.iter().map(move |(name, ranks, needs, test)| {
             let reason = match needs {
                 Needs::StandIn if real => " (needs the stand-in)".to_owned(),
+                Needs::Devices if is_shared() => format!(" (needs {ranks} devices)"),
                 _ if *ranks > devices => format!(" (needs {ranks} devices, this machine has {devices})"),
                 _ => String::new(),
             };

@@ -9,6 +9,8 @@ use phalanx::{Deadline, ProcessGroup, Result};
 
 /// Set for a rank: what it does.
 pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
+/// What leaves NCCL nothing but sockets.
+const NCCL_SOCKETS: [&str; 3] = ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"];
 /// No test takes so long, even on a slow machine; what does hangs.
 const HANG_LIMIT: Duration = Duration::from_secs(150);
 
@@ -26,6 +28,15 @@ impl World {
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+            if crate::is_real() {
+                // Its own threads otherwise have the names of ours that have started them.
+                command.env("NCCL_SET_THREAD_NAME", "1");
+            }
+            if crate::is_shared() {
+                // It refuses two ranks of one host on one device, and tells hosts apart by this.
+                command.env("NCCL_HOSTID", format!("host-of-rank-{rank}")).env("CUDA_VISIBLE_DEVICES", "0");
+                command.env("NCCL_SOCKET_IFNAME", "lo").envs(NCCL_SOCKETS.map(|variable| (variable, "1")));
+            }
             command.envs(variables.iter().copied());
             command.envs(of_rank.iter().filter(|(of, ..)| *of == rank).map(|(_, name, value)| (name, value)));
             command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()

@@ -38,7 +38,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device);
 
 struct box { atomic_int full; int bytes; char data[PIECE]; };
 struct shared {
-    atomic_int arrived[MOST_RANKS], finalized[MOST_RANKS], device[MOST_RANKS], pid[MOST_RANKS];
+    atomic_int arrived[MOST_RANKS], finalized[MOST_RANKS], device[MOST_RANKS], pid[MOST_RANKS], aborted[MOST_RANKS];
     struct box box[MOST_RANKS][MOST_RANKS]; /* from, to */
 };
 #define MOST_OPS 8
@@ -268,9 +268,11 @@ static int advance(struct launch *launch) {
     return left;
 }
 
-static int somebody_died(ncclComm_t comm) {
-    for (int rank = 0; rank < comm->ranks; rank++)
+static int somebody_is_gone(ncclComm_t comm) {
+    for (int rank = 0; rank < comm->ranks; rank++) {
+        if (rank != comm->rank && atomic_load(&comm->shared->aborted[rank])) return 1;
         if (kill(comm->shared->pid[rank], 0) && errno == ESRCH) return 1;
+    }
     return 0;
 }
 
@@ -287,7 +289,7 @@ static void run(void *data) {
     }
     for (int turns = 0; !comm->aborted && (launch->never || launch->fails || advance(launch)); turns++) {
         if (turns > 100) nap(100);
-        if (turns % 100 == 99 && getenv("STANDIN_NCCL_REMOTE_ERROR") && somebody_died(comm)) {
+        if (turns % 100 == 99 && getenv("STANDIN_NCCL_REMOTE_ERROR") && somebody_is_gone(comm)) {
             fail(0, "socketProgress: Connection closed by remote peer");
             atomic_store(&comm->state, REMOTE_ERROR);
             while (!comm->aborted) nap(500);
@@ -488,6 +490,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     nap(1000L * number("STANDIN_NCCL_ABORT_HANG", 0));
+    atomic_store(&comm->shared->aborted[comm->rank], 1);
     atomic_store(&comm->aborted, 1);
     return ncclCommDestroy(comm);
 }
