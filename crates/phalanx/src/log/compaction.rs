@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use super::{Log, Machine, Read, key};
+use super::{Fetched, Log, Machine, key};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -51,13 +51,13 @@ impl<M: Machine> Log<M> {
         }
     }
 
-    /// [`read`](Self::read) of a log that is compacted.
-    pub(super) fn read_compacted(
+    /// [`fetch`](Self::fetch) from a log that is compacted.
+    pub(super) fn fetch_compacted(
         &self,
         index: u64,
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Read<M>> {
+    ) -> Result<Fetched<M>> {
         let mut is_removed = false;
         let mut watch = || {
             go_on()?;
@@ -75,11 +75,13 @@ impl<M: Machine> Log<M> {
             }
             Err(error) => return Err(error),
         };
-        match found.as_deref() {
-            Some([entry, base]) if number::<M>(base)? <= index => self.decode_at(index, entry),
-            _ => answer::<M, _>(|deadline| self.begin(deadline))
-                .map(|(state, next)| Read::Compacted(state, next)),
+        if let Some([entry, base]) = found.and_then(|found| <[Vec<u8>; 2]>::try_from(found).ok())
+            && number::<M>(&base)? <= index
+        {
+            return Ok(Fetched::Entry(entry));
         }
+        let (state, next) = answer::<M, _>(|deadline| self.begin(deadline))?;
+        Ok(Fetched::Compacted(state, next))
     }
 
     /// Returns `index` if the entry that was written there is certainly in the log. Removes the entry otherwise.

@@ -52,7 +52,15 @@ pub(crate) struct Log<M> {
     machine: PhantomData<fn() -> M>,
 }
 
-/// The result of [`Log::read`].
+/// What the store has for an entry. Entries may be fetched out of their order, and are decoded in it.
+enum Fetched<M> {
+    /// Its bytes.
+    Entry(Vec<u8>),
+    /// The entry has been removed: the state after it, and the index of the next entry.
+    Compacted(M, u64),
+}
+
+/// A decoded entry.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Read<M: Machine> {
     Entry(M::Entry),
@@ -92,27 +100,36 @@ impl<M: Machine> Log<M> {
     /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
     #[cfg(any(test, fuzzing))]
     pub(crate) fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
-        self.read_while(index, deadline, &mut || Ok(()))
+        let found = self.fetch(index, deadline, &mut || Ok(()))?;
+        self.decode(index, found)
     }
 
-    /// Reads the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
+    /// Fetches the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
     /// the wait. The wait itself is one request: on a slow network a wait in parts would never see its answer.
-    fn read_while(
+    fn fetch(
         &self,
         index: u64,
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Read<M>> {
-        let read = match M::COMPACTION {
-            Some(_) => self.read_compacted(index, deadline, go_on)?,
+    ) -> Result<Fetched<M>> {
+        let fetched = match M::COMPACTION {
+            Some(_) => self.fetch_compacted(index, deadline, go_on)?,
             None => {
                 let found = self.store.set_and_get(&[], &[&key(index)], deadline, go_on)?;
-                self.decode_at(index, found.first().map_or(&[], Vec::as_slice))?
+                Fetched::Entry(found.into_iter().next().unwrap_or_default())
             }
         };
         // A writer need not try the places before.
         self.end.fetch_max(index + 1, Ordering::Relaxed);
-        Ok(read)
+        Ok(fetched)
+    }
+
+    /// Decodes what was fetched for `index`. The error is about that entry alone: the entries before it count.
+    fn decode(&self, index: u64, fetched: Fetched<M>) -> Result<Read<M>> {
+        match fetched {
+            Fetched::Entry(bytes) => self.decode_at(index, &bytes),
+            Fetched::Compacted(state, next) => Ok(Read::Compacted(state, next)),
+        }
     }
 
     fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {

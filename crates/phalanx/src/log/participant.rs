@@ -141,14 +141,18 @@ fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64, readers: u64
             true => Err(Error::aborted("the log is closed")),
             false => Ok(()),
         };
-        let read = log.read_while(index, Deadline::after(READ_TIMEOUT), &mut go_on);
-        if read.is_ok() && !comes_to(replica, index) {
-            return;
-        }
-        match read {
-            Ok(Read::Entry(entry)) => replica.apply(entry),
-            Ok(Read::Forged) => replica.skip(),
-            Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+        match log.fetch(index, Deadline::after(READ_TIMEOUT), &mut go_on) {
+            Ok(fetched) => {
+                if !comes_to(replica, index) {
+                    return;
+                }
+                match log.decode(index, fetched) {
+                    Ok(Read::Entry(entry)) => replica.apply(entry),
+                    Ok(Read::Forged) => replica.skip(),
+                    Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+                    Err(error) => return replica.lose(error),
+                }
+            }
             Err(_) if replica.view().is_closing() => return,
             Err(error) if error.is_timeout() => {}
             Err(error) => return replica.lose(error),

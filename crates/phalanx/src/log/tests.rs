@@ -446,6 +446,18 @@ fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
 }
 
 #[test]
+fn an_entry_that_cannot_be_read_counts_after_those_before_it() {
+    let store = memory();
+    let mac = Mac::new(Some(&[1; 32]), "job");
+    // It is there first, as on a network that reorders.
+    store.set("log/1", &mac.sign(1, &encode(7, &Entry::Word(2)).unwrap()), limit()).unwrap();
+    let (keyless, _) = participant::<Whole>(&store, Mac::none());
+    Log::<Whole>::new(Arc::clone(&store), Mac::none()).append(&Entry::Word(1), limit()).unwrap();
+    wait_for(keyless.replica(), |view| view.lost.is_some());
+    assert_eq!(keyless.replica().view().state.words, [1]);
+}
+
+#[test]
 fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
     let store = memory();
     let (mut first, _) = participant::<Compacted>(&store, Mac::none());
