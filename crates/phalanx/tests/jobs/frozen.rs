@@ -19,6 +19,7 @@ const DETECTION_LIMIT: Duration = Duration::from_secs(4);
 pub const TESTS: &[(&str, fn())] = &[
     ("a_frozen_rank_is_named_by_all", a_frozen_rank_is_named_by_all),
     ("a_frozen_rank_is_named_by_who_waits_for_another", a_frozen_rank_is_named_by_who_waits_for_another),
+    ("a_frozen_rank_is_named_by_who_is_next_to_it_when_others_have_left", named_when_others_have_left),
     ("a_rank_that_freezes_before_the_group_stands_is_named", a_rank_that_freezes_before_is_named),
     ("who_is_continued_before_the_group_stands_is_waited_for", who_is_continued_before_is_waited_for),
     ("a_rank_that_is_slow_is_not_frozen", a_rank_that_is_slow_is_not_frozen),
@@ -34,6 +35,7 @@ pub fn play(scenario: &str) {
         "train" => train(),
         "idle" => idle(),
         "chain" => chain(),
+        "left" => left(),
         "regroup" => regroup(),
         "late" => late(),
         other => panic!("no scenario {other}"),
@@ -46,6 +48,20 @@ fn chain() -> phalanx::Result<()> {
     println!("training");
     let next = Rank::new((group.rank().get() + 1) % group.world_size().get());
     group.recv(&mut [0u8; 8], next)
+}
+
+/// The ranks of one host that are next to rank 4 leave. Each of the others waits for a word of the next that has stayed.
+fn left() -> phalanx::Result<()> {
+    const STAY: [u32; 5] = [0, 1, 4, 7, 8];
+    let group = phalanx::init()?;
+    let place = STAY.iter().position(|rank| *rank == group.rank().get());
+    let Some(place) = place else {
+        group.leave()?;
+        println!("training");
+        return Ok(());
+    };
+    println!("training");
+    group.recv(&mut [0u8; 8], Rank::new(STAY[(place + 1) % STAY.len()]))
 }
 
 /// Joins a group; the victim is stopped after it has come to the roll-call.
@@ -223,6 +239,28 @@ fn survivors_name(scenario: &str, world: u32, victim: usize) {
                 // The frozen rank hears the same of itself, or that the others have ended since.
                 let named = error.contains(&format!("rank {victim} (")) && silence(error) >= Some(1.0);
                 assert!(named || rank == victim, "rank {rank}: {error}");
+            }
+            took
+        });
+    }
+}
+
+fn named_when_others_have_left() {
+    for transport in ["tcp", "shm"] {
+        in_time(DETECTION_LIMIT, transport, || {
+            let mut ranks = World::start("frozen::left", 9, false, &[("PHALANX_TRANSPORT", transport)]);
+            ranks.training();
+            let frozen = ranks.send(4, Signal::STOP);
+            let took = ranks.await_all_but(&[4]) - frozen;
+            ranks.send(4, Signal::CONT);
+            let (outcomes, _) = ranks.end();
+            for rank in [0, 1, 7, 8] {
+                let (code, error) = &outcomes[rank];
+                let is_named = error.contains("rank 4 (") && silence(error) >= Some(1.0);
+                assert!(*code == Some(3) && is_named, "rank {rank}: {code:?} {error}");
+            }
+            for rank in [2, 3, 5, 6] {
+                assert_eq!(outcomes[rank].0, Some(0), "rank {rank}: {}", outcomes[rank].1);
             }
             took
         });

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::calls::{LOOK_INTERVAL, Told};
-use crate::health::liveness::{Liveness, ProcessState, Silence};
+use crate::health::liveness::{Liveness, ProcessState, Silence, listened_to};
 use crate::health::waits::Answer;
 use crate::network::Network;
 use crate::rank::{Rank, Sequence};
@@ -201,6 +201,7 @@ impl<'a> Watch<'a> {
     /// are read before a lost peer is reported.
     fn read(&mut self, ready: Vec<Rank>) {
         let now = Instant::now();
+        let leavers = self.peers.iter().filter(|peer| peer.said_goodbye).count();
         let (mut gone, mut waits) = (Vec::new(), Vec::new());
         for rank in ready {
             let Some(Some(stream)) = self.connections.control.get(rank.index()) else { continue };
@@ -255,6 +256,9 @@ impl<'a> Watch<'a> {
                 self.liveness.end(rank);
             }
         }
+        if self.peers.iter().filter(|peer| peer.said_goodbye).count() > leavers {
+            self.watch_in_their_place(now);
+        }
         waits.into_iter().for_each(|wait| self.answer(wait));
         for (rank, reason) in gone {
             // The first cause stays: no other process needs to be checked.
@@ -263,6 +267,33 @@ impl<'a> Watch<'a> {
             }
             if !self.peers[rank.index()].said_goodbye {
                 self.health.lost(rank, &reason, self.state_of_lost(rank));
+            }
+        }
+    }
+
+    /// Ranks have left: those of this host that are next to this one now listen to it, and it to them. Both hear of it, each when it reads
+    /// the goodbye, and the one that is later has a time-out to do so.
+    fn watch_in_their_place(&mut self, now: Instant) {
+        let peers = self.connections.control.iter().zip(&self.peers);
+        let is_near = |(stream, peer): (&Option<Connection>, &Peer)| {
+            !peer.said_goodbye && stream.as_ref().is_some_and(Connection::is_within_host)
+        };
+        let near: Vec<bool> = peers.map(is_near).collect();
+        let listened = listened_to(self.rank, &near);
+        let introduction = Control::Watching(Introduction::new(self.heartbeat.interval, self.process));
+        for (rank, stream) in self.world.ranks().zip(&self.connections.control) {
+            let (Some(stream), true) = (stream, near[rank.index()] && listened[rank.index()]) else {
+                continue;
+            };
+            let peer = &mut self.peers[rank.index()];
+            if peer.listens || peer.closed {
+                continue;
+            }
+            peer.listens = true;
+            peer.is_quiet = self.heartbeat.step().is_some() && quieten(stream);
+            self.connections.tell(&introduction, |other| other == rank);
+            if let Some(introduction) = peer.introduction {
+                self.liveness.begin(rank, introduction.interval(), self.heartbeat.timeout, now);
             }
         }
     }
