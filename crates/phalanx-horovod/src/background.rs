@@ -12,12 +12,12 @@ use phalanx::trace::{Trace, Track};
 use phalanx::{Error, Rank, ReduceOp, Result};
 
 use crate::autotune::Autotune;
-use crate::controller::{Batch, Controller, StallTimes, fuse};
 use crate::engine::{Groups, Inbox, Pace, Shared};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
 use crate::options::Options;
-use crate::request::{Message, Response, Round, Settings};
+use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
+use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
 
 /// A rank that has nothing in flight begins a cycle after so long, for what is not negotiated: ranks that leave, and stalls.
 const IDLE_INTERVAL: Duration = Duration::from_millis(50);
@@ -55,7 +55,7 @@ impl Background {
         };
         let (rank, size) = (groups.control.rank(), groups.control.world_size().count());
         Self {
-            controller: Controller::new(rank, size, options.cache_capacity, stall),
+            controller: Controller::new(rank, size, options.cache_capacity, stall, Instant::now()),
             executor: Executor::new(groups.data.clone(), settings.threshold),
             shared,
             groups,

@@ -4,7 +4,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use phalanx::{Bool, DType, Element, Error, ProcessGroup, ReduceOp, Result};
 
-use crate::op::Op;
+use phalanx_proto::horovod::reduction::Op;
 
 /// Runs `$body` with `$T` as the Rust type of `$dtype`.
 macro_rules! with_type {

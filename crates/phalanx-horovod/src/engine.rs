@@ -13,8 +13,8 @@ use phalanx::{Error, ProcessGroup, Result};
 use crate::background::{Background, Timeline};
 use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
-use crate::request::{MAX_IN_FLIGHT, Request};
 use crate::tensor::Tensor;
+use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
 
 /// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]

@@ -6,13 +6,13 @@ use std::ops::Range;
 use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result, TransportKind};
 
 use crate::adasum;
-use crate::controller::{Fused, Member};
 use crate::elements::{all_reduce, convert, fill_neutral, scale};
 use crate::engine::Submission;
 use crate::handle::{Completer, Outcome};
-use crate::op::{Factor, Op, Reduction};
-use crate::request::{Kind, Request, Response};
 use crate::tensor::Tensor;
+use phalanx_proto::horovod::controller::{Fused, Member};
+use phalanx_proto::horovod::reduction::{Factor, Op, Reduction};
+use phalanx_proto::horovod::request::{Kind, Request, Response};
 
 /// A tensor that is larger than the fusion buffer, and travels in another type, passes through it in pieces of at least
 /// this many bytes.

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use phalanx::{DType, Rank};
 use serde::de::DeserializeOwned;
 
-use crate::controller::{Controller, StallTimes, fuse};
-use crate::op::Op;
-use crate::request::{Kind, Message, Part, Request, Round};
+use phalanx_proto::horovod::controller::{Controller, StallTimes, fuse};
+use phalanx_proto::horovod::reduction::Op;
+use phalanx_proto::horovod::request::{Kind, Message, Part, Request, Round};
 
 /// Accepts any bytes. Returns whether they are valid.
 pub type Target = fn(&[u8]) -> bool;
@@ -22,7 +22,7 @@ fn read<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
 
 fn controller(rank: u32) -> Controller {
     let stall = StallTimes { warn: None, end: Duration::from_secs(60) };
-    Controller::new(Rank::new(rank), 2, 8, stall)
+    Controller::new(Rank::new(rank), 2, 8, stall, Instant::now())
 }
 
 /// What a rank sends to rank 0: rank 0 answers it, or refuses it. Returns whether it answers.
@@ -94,7 +94,7 @@ mod tests {
     use serde::Serialize;
 
     use super::*;
-    use crate::request::{Response, Settings};
+    use phalanx_proto::horovod::request::{Response, Settings};
 
     fn fuzz() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")

@@ -9,11 +9,11 @@ use phalanx::trace::Trace;
 use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
-use crate::controller::is_alone;
 use crate::engine::{Engine, Groups, Stats};
-use crate::op::Reduction;
 use crate::options::{Options, warnings};
 use crate::topology::Topology;
+use phalanx_proto::horovod::controller::is_alone;
+use phalanx_proto::horovod::reduction::Reduction;
 
 /// What `import horovod.torch as hvd; hvd.init()` is in Python: the functions of `hvd` are the methods of this handle. Clones
 /// are handles to the same.

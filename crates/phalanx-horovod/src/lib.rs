@@ -34,7 +34,6 @@
 mod adasum;
 mod autotune;
 mod background;
-mod controller;
 pub mod elastic;
 mod elements;
 mod engine;
@@ -45,10 +44,8 @@ pub mod fuzzing;
 mod handle;
 mod horovod;
 mod objects;
-mod op;
 mod operations;
 mod options;
-mod request;
 mod tensor;
 mod topology;
 
@@ -56,10 +53,10 @@ pub use engine::Stats;
 pub use handle::Handle;
 pub use horovod::{Horovod, init, init_in};
 pub use objects::SparseGradient;
-pub use op::{Compression, Op, Reduction};
 pub use operations::Received;
 pub use options::{
     DEFAULT_CACHE_CAPACITY, DEFAULT_CYCLE_TIME, DEFAULT_FUSION_THRESHOLD, DEFAULT_STALL_CHECK_TIME, Options,
 };
-pub use request::{MAX_DIMENSIONS, MAX_GROUP, MAX_IN_FLIGHT, MAX_NAME_BYTES};
+pub use phalanx_proto::horovod::reduction::{Compression, Op, Reduction};
+pub use phalanx_proto::horovod::request::{MAX_DIMENSIONS, MAX_GROUP, MAX_IN_FLIGHT, MAX_NAME_BYTES};
 pub use tensor::{Memory, Tensor};

@@ -5,11 +5,11 @@ use phalanx::{DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::controller::ranks;
 use crate::elements::scale;
 use crate::horovod::Horovod;
-use crate::op::Op;
 use crate::tensor::Tensor;
+use phalanx_proto::horovod::controller::ranks;
+use phalanx_proto::horovod::reduction::Op;
 
 /// The gradient of a tensor of which few rows have one: the numbers of these rows, and what is to be added to them. A row may
 /// occur more than once.

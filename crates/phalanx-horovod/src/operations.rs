@@ -4,9 +4,9 @@ use phalanx::{Error, Rank, Result};
 
 use crate::handle::{Handle, Outcome};
 use crate::horovod::Horovod;
-use crate::op::Reduction;
-use crate::request::{Kind, Part, Request};
 use crate::tensor::Tensor;
+use phalanx_proto::horovod::reduction::Reduction;
+use phalanx_proto::horovod::request::{Kind, Part, Request};
 
 /// What an alltoall brings: the rows of all ranks, in the order of the ranks, and how many are of each.
 #[derive(Debug)]

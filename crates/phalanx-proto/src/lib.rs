@@ -25,6 +25,7 @@
 //! | [`elastic`] | which workers are in the next round, and whether the step that a failure cut off counts |
 //! | [`launch`] | which nodes and hosts take part, which process gets which signal, and whose failure was the first |
 //! | [`log`] | which processes that share a log are silent, and whether an entry is a member's |
+//! | [`horovod`] | which names are ready on all ranks, and which tensors travel together |
 //! | [`mesh`], [`pipeline`], [`sampler`], [`clock`] | grids of ranks, schedules of micro-batches, orders of samples, who waits for whom |
 //! | [`rank`], [`world_size`], [`dtype`], [`caller`], [`error`], [`hash`] | the basic types |
 //!
@@ -43,6 +44,7 @@ pub mod elastic;
 pub mod error;
 pub mod hash;
 pub mod health;
+pub mod horovod;
 pub mod launch;
 pub mod log;
 pub mod mesh;

@@ -10,6 +10,10 @@ pub mod rpc;
 pub mod store;
 pub mod tls;
 
+/// The most bytes that the serialised objects of one call may take, of all ranks together. A peer's length is checked
+/// against it before memory is allocated.
+pub const MAX_OBJECT_BYTES: usize = 256 << 20;
+
 /// A cursor over bytes of a fixed length, for decoding little-endian fields in order.
 pub(crate) struct Fields<'a>(&'a [u8]);
 

@@ -41,12 +41,12 @@ use self::engine::Engine;
 pub use self::handle::GroupHandle;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;
-pub use self::objects::MAX_OBJECT_BYTES;
 pub use self::point_to_point::P2pOp;
 pub(crate) use self::remote_error::RemoteError;
 pub(crate) use self::work::Completer;
 pub use self::work::Work;
 use self::work_queue::WorkQueue;
+pub use crate::wire::MAX_OBJECT_BYTES;
 use parking_lot::Mutex;
 
 use crate::buffer::Buffer;

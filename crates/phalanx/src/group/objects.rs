@@ -12,11 +12,8 @@ use crate::deadline::Timeout;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::wire::MAX_OBJECT_BYTES;
 use crate::wire::frame::Operation;
-
-/// The most bytes that the serialised objects of one call may take, of all ranks together. A peer's length is checked
-/// against it before memory is allocated.
-pub const MAX_OBJECT_BYTES: usize = 256 << 20;
 
 /// Sent in place of the length if a rank could not serialise its object: the others need an answer all the same.
 const UNWRITTEN: i64 = -1;

@@ -1,11 +1,11 @@
 //! Which tensors travel together: a pure function of what all ranks agree on.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
-use phalanx::DType;
+use crate::dtype::DType;
 
-use crate::op::{Compression, Factor, Op, Reduction};
-use crate::request::{Kind, Response};
+use crate::horovod::reduction::{Compression, Factor, Op, Reduction};
+use crate::horovod::request::{Kind, Response};
 
 /// A tensor of so many bytes, which could be combined where it is, is: what an operation costs beside its bytes is less than two
 /// copies of these.
@@ -13,14 +13,16 @@ const ALONE: usize = 1 << 20;
 
 /// A tensor of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Member {
+pub struct Member {
+    /// Which of the responses.
     pub response: usize,
+    /// Which of its tensors.
     pub part: usize,
 }
 
 /// What is carried out as one operation.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Batch {
+pub enum Batch {
     /// An allreduce of several tensors.
     Reduce(Fused),
     /// All other operations, one response each.
@@ -29,17 +31,21 @@ pub(crate) enum Batch {
 
 /// Tensors that are combined in the same way.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Fused {
+pub struct Fused {
+    /// The tensors, in their order in the buffer.
     pub members: Vec<Member>,
+    /// The type of their elements.
     pub dtype: DType,
     /// The type in which elements travel.
     pub wire: DType,
+    /// How they are combined.
     pub reduction: Reduction,
     /// The elements of all members.
     pub elements: usize,
 }
 
 impl Fused {
+    /// The bytes that travel.
     pub fn wire_bytes(&self) -> usize {
         self.elements.saturating_mul(self.wire.size())
     }
@@ -50,7 +56,7 @@ impl Fused {
     }
 }
 
-#[derive(PartialEq, Eq, Hash)]
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     dtype: DType,
     op: Op,
@@ -66,7 +72,7 @@ impl Key {
 }
 
 /// Whether a tensor is combined where it is, whatever else is ready.
-pub(crate) fn is_alone(reduction: &Reduction, dtype: DType, elements: usize) -> bool {
+pub fn is_alone(reduction: &Reduction, dtype: DType, elements: usize) -> bool {
     let travels_as_it_is = reduction.compression.travels_as(dtype) == dtype && reduction.op != Op::Adasum;
     elements.saturating_mul(dtype.size()) >= ALONE && travels_as_it_is
 }
@@ -74,9 +80,9 @@ pub(crate) fn is_alone(reduction: &Reduction, dtype: DType, elements: usize) -> 
 /// Puts the tensors of allreduces into batches of at most `threshold` bytes, in the order of the responses. A tensor that is
 /// larger has a batch of its own, and so has one of 1 MiB that travels as it is. A tensor may join an earlier batch of its kind,
 /// past others.
-pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
+pub fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
     let mut batches = Vec::new();
-    let mut open: HashMap<Key, usize> = HashMap::new();
+    let mut open: BTreeMap<Key, usize> = BTreeMap::new();
     for (response, Response { request, error, .. }) in responses.iter().enumerate() {
         let reduction = match &request.kind {
             Kind::Allreduce(reduction) if error.is_none() && !request.parts.is_empty() => *reduction,
@@ -112,7 +118,7 @@ pub(crate) fn fuse(responses: &[Response], threshold: usize) -> Vec<Batch> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{Part, Request};
+    use crate::horovod::request::{Part, Request};
 
     fn response(reduction: impl Into<Reduction>, tensors: &[(DType, u64)]) -> Response {
         let parts =

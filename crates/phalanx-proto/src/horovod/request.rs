@@ -2,11 +2,13 @@
 
 use std::fmt;
 
-use phalanx::group::MAX_OBJECT_BYTES;
-use phalanx::{DType, Error, Rank, Result};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::MAX_OBJECT_BYTES;
 use serde::{Deserialize, Serialize};
 
-use crate::op::{Op, Reduction};
+use crate::horovod::reduction::{Op, Reduction};
 
 /// The most bytes of a name.
 pub const MAX_NAME_BYTES: usize = 1024;
@@ -18,41 +20,52 @@ pub const MAX_IN_FLIGHT: usize = 1 << 20;
 pub const MAX_DIMENSIONS: usize = 32;
 
 /// The most bytes of an answer of rank 0. Answers begin until there are so many, and all go in one message.
-pub(crate) const MAX_ANSWER_BYTES: usize = MAX_OBJECT_BYTES / 4;
+pub const MAX_ANSWER_BYTES: usize = MAX_OBJECT_BYTES / 4;
 /// The most bytes on the wire of a length, a type, a code or an extent.
 const NUMBER: usize = 10;
 
 /// The bytes of a rank's share of the messages that `size` ranks send to rank 0 in a cycle.
-pub(crate) fn share(size: usize) -> usize {
+pub fn share(size: usize) -> usize {
     // A list has a length of its own.
     (MAX_OBJECT_BYTES / size).saturating_sub(32)
 }
 
 /// What a rank wants to do with the tensors of a name.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Request {
+pub struct Request {
+    /// The name, the same on all ranks.
     pub name: String,
+    /// The operation.
     pub kind: Kind,
     /// One tensor, or those of a group, or none.
     pub parts: Vec<Part>,
 }
 
+/// An operation, with what all ranks must give alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum Kind {
+pub enum Kind {
+    /// All ranks get the tensors of all, combined.
     Allreduce(Reduction),
+    /// All ranks get the rows of all, in the order of the ranks.
     Allgather,
+    /// All ranks get the tensors of one.
     Broadcast {
+        /// That rank.
         root: u32,
     },
-    /// How many rows go to each rank.
+    /// Each rank gets a part of the rows of each.
     Alltoall {
+        /// How many rows go to each rank.
         splits: Vec<u64>,
     },
+    /// Each rank gets a part of the rows of the tensors of all, combined.
     Reducescatter(Reduction),
+    /// No rank goes on before all have come.
     Barrier,
 }
 
 impl Kind {
+    /// Horovod's name for it.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Allreduce(_) => "allreduce",
@@ -83,8 +96,10 @@ impl Kind {
 
 /// A tensor, without its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Part {
+pub struct Part {
+    /// The type of its elements.
     pub dtype: DType,
+    /// Its extents; none for a scalar.
     pub shape: Vec<u64>,
 }
 
@@ -94,14 +109,17 @@ impl Part {
         self.shape.iter().skip(1).product::<u64>() as usize
     }
 
+    /// The first dimension; 1 for a scalar.
     pub fn rows(&self) -> u64 {
         self.shape.first().copied().unwrap_or(1)
     }
 
+    /// The number of its elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<u64>() as usize
     }
 
+    /// Its shape, in this machine's numbers.
     pub fn dims(&self) -> Vec<usize> {
         self.shape.iter().map(|extent| *extent as usize).collect()
     }
@@ -259,7 +277,7 @@ impl fmt::Display for Request {
 
 /// What a rank sends to the coordinator in a cycle.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Message {
+pub struct Message {
     /// Requests that are new to the coordinator, with the milliseconds for which they have waited.
     pub requests: Vec<(Request, u64)>,
     /// Whether this rank has joined, in this cycle.
@@ -268,7 +286,7 @@ pub(crate) struct Message {
 
 /// What the coordinator sends to all ranks in a cycle.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Round {
+pub struct Round {
     /// What is ready on all ranks, in the order in which all carry it out.
     pub responses: Vec<Response>,
     /// The last rank to join, if all have.
@@ -281,7 +299,7 @@ pub(crate) struct Round {
 
 /// What all ranks must have alike.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Settings {
+pub struct Settings {
     /// Bytes of a fused batch.
     pub threshold: usize,
     /// The time from cycle to cycle in microseconds.
@@ -290,7 +308,7 @@ pub(crate) struct Settings {
 
 /// A name is ready on all ranks, or never will be.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Response {
+pub struct Response {
     /// That of the first rank that has one.
     pub request: Request,
     /// For each rank: the rows of each of its tensors (allgather), or its splits (alltoall).

@@ -2,12 +2,14 @@
 
 use std::fmt;
 
-use phalanx::{DType, Error, ReduceOp, Result};
+use crate::collective::ReduceOp;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How the elements of all ranks are combined.
 #[doc(alias = "ReduceOp")]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Op {
     /// The sum divided by the number of ranks. Only for floats.
     #[default]
@@ -27,7 +29,7 @@ pub enum Op {
 
 impl Op {
     /// The core's operation. `None` for Adasum, which is made of messages.
-    pub(crate) fn reduce_op(self) -> Option<ReduceOp> {
+    pub fn reduce_op(self) -> Option<ReduceOp> {
         match self {
             Self::Average => Some(ReduceOp::Avg),
             Self::Sum => Some(ReduceOp::Sum),
@@ -53,7 +55,7 @@ impl fmt::Display for Op {
 }
 
 /// In what form f32 and f64 travel. Tensors of other types always travel as they are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Compression {
     /// As they are.
     #[default]
@@ -66,7 +68,7 @@ pub enum Compression {
 
 impl Compression {
     /// The type in which elements of `dtype` travel.
-    pub(crate) fn travels_as(self, dtype: DType) -> DType {
+    pub fn travels_as(self, dtype: DType) -> DType {
         match (self, dtype) {
             (Self::Fp16, DType::F32 | DType::F64) => DType::F16,
             (Self::Bf16, DType::F32 | DType::F64) => DType::BF16,
@@ -85,15 +87,19 @@ impl Compression {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Reduction {
-    pub(crate) op: Op,
-    pub(crate) prescale: Factor,
-    pub(crate) postscale: Factor,
-    pub(crate) compression: Compression,
+    /// The operation.
+    pub op: Op,
+    /// The factor of each rank's elements, before.
+    pub prescale: Factor,
+    /// The factor of the combined elements.
+    pub postscale: Factor,
+    /// The form in which elements travel.
+    pub compression: Compression,
 }
 
 /// A factor of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Factor(pub f64);
+pub struct Factor(pub f64);
 
 impl Default for Factor {
     fn default() -> Self {
@@ -125,7 +131,7 @@ impl Reduction {
     }
 
     /// An error if this has no meaning for elements of `dtype` in a world of `size`.
-    pub(crate) fn check(self, dtype: DType, size: usize) -> Result<()> {
+    pub fn check(self, dtype: DType, size: usize) -> Result<()> {
         let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
         let supported = match self.op.reduce_op() {
             Some(op) => op.supports(dtype),

@@ -19,20 +19,21 @@ mod simulation;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use phalanx::{Error, Rank, Result};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
 
 use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
-pub(crate) use self::coordinator::ranks;
-pub(crate) use self::fusion::{Batch, Fused, Member, fuse, is_alone};
-use crate::request::{Kind, Message, Request, Response, Round, Settings, share};
+pub use self::coordinator::ranks;
+pub use self::fusion::{Batch, Fused, Member, fuse, is_alone};
+use crate::horovod::request::{Kind, Message, Request, Response, Round, Settings, share};
 
 /// How long tensors wait for ranks that lack them.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct StallTimes {
+pub struct StallTimes {
     /// Until a warning; none without.
     pub warn: Option<Duration>,
     /// Until everything ends.
@@ -41,13 +42,13 @@ pub(crate) struct StallTimes {
 
 /// A rank's share of the negotiation.
 #[derive(Debug)]
-pub(crate) struct Controller {
+pub struct Controller {
     rank: Rank,
     size: usize,
     stall: StallTimes,
     cache: Cache,
     /// What this rank has in flight.
-    pending: HashMap<String, Pending>,
+    pending: BTreeMap<String, Pending>,
     /// Of these, what waits for the others in a slot of the cache.
     hits: BTreeMap<usize, String>,
     /// Of these, what the coordinator has not heard of, in the order of submission.
@@ -76,7 +77,7 @@ struct Pending {
 
 /// What a cycle has to do after the vectors of all ranks were combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Next {
+pub struct Next {
     /// Some rank has something to tell the coordinator.
     pub negotiate: bool,
     /// Some rank shuts down.
@@ -108,20 +109,21 @@ impl Flag {
 }
 
 impl Controller {
-    pub fn new(rank: Rank, size: usize, capacity: usize, stall: StallTimes) -> Self {
+    /// The controller of `rank` in a world of `size`, with a cache of `capacity` responses. Its time begins `now`.
+    pub fn new(rank: Rank, size: usize, capacity: usize, stall: StallTimes, now: Instant) -> Self {
         Self {
             rank,
             size,
             stall,
             cache: Cache::new(capacity),
-            pending: HashMap::new(),
+            pending: BTreeMap::new(),
             hits: BTreeMap::new(),
             unsent: VecDeque::new(),
             stale: Vec::new(),
             joined: false,
             joins: false,
             leaves: false,
-            now: Instant::now(),
+            now,
             coordinator: rank.is_main().then(|| Coordinator::new(size, stall)),
             settings: None,
             ready: Vec::new(),

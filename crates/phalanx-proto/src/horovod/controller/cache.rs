@@ -1,15 +1,15 @@
 //! The responses that the ranks have agreed on before. Every rank holds the same responses in the same slots, so that a bit can stand for one.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
-use crate::request::{Request, Response};
+use crate::horovod::request::{Request, Response};
 
 /// Responses in numbered slots; the one that has been unused for the longest time makes room for a new one.
 #[derive(Debug)]
 pub(super) struct Cache {
     capacity: usize,
     slots: Vec<Option<Cached>>,
-    by_name: HashMap<String, usize>,
+    by_name: BTreeMap<String, usize>,
     free: BTreeSet<usize>,
     /// Slots by the time of their last use.
     by_use: BTreeSet<(u64, usize)>,
@@ -39,7 +39,7 @@ impl Cache {
         Self {
             capacity,
             slots: Vec::new(),
-            by_name: HashMap::new(),
+            by_name: BTreeMap::new(),
             free: BTreeSet::new(),
             by_use: BTreeSet::new(),
             time: 0,
@@ -115,7 +115,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::Kind;
+    use crate::horovod::request::Kind;
 
     fn request(name: &str) -> Request {
         Request { name: name.into(), kind: Kind::Allgather, parts: Vec::new() }

@@ -1,14 +1,14 @@
 //! Single situations of the controller.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use phalanx::DType;
-use phalanx::group::MAX_OBJECT_BYTES;
+use crate::dtype::DType;
+use crate::wire::MAX_OBJECT_BYTES;
 
 use super::simulation::{World, allreduce, tensor};
 use super::*;
-use crate::op::Op;
-use crate::request::Part;
+use crate::horovod::reduction::Op;
+use crate::horovod::request::Part;
 
 fn world(size: usize) -> World {
     World::new(size, 8, StallTimes { warn: Some(Duration::from_secs(60)), end: Duration::from_secs(1800) })
@@ -187,8 +187,8 @@ fn ranks_that_have_joined_do_not_wait_for_ever() {
 #[test]
 fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
     let size = 1 << 15; // a share of 8 KiB
-    let mut controller = Controller::new(Rank::new(1), size, 8, world(1).stall);
-    let now = Instant::now();
+    let mut controller = Controller::new(Rank::new(1), size, 8, world(1).stall, crate::some_time());
+    let now = crate::some_time();
     let name = |index: usize| format!("{index} {}", "n".repeat(1000));
     (0..20).for_each(|index| controller.submit(allreduce(&name(index), 4), now));
     controller.join();
@@ -210,8 +210,8 @@ fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
 
 #[test]
 fn an_answer_to_something_else_is_refused() {
-    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall);
-    controller.submit(allreduce("a", 4), Instant::now());
+    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall, crate::some_time());
+    controller.submit(allreduce("a", 4), crate::some_time());
     let response = Response { request: allreduce("a", 5), rows: Vec::new(), absent: Vec::new(), error: None };
     let round = Round { responses: vec![response], ..Round::default() };
     let error = controller.finish(round).unwrap_err();
@@ -220,11 +220,11 @@ fn an_answer_to_something_else_is_refused() {
 
 #[test]
 fn bits_of_another_length_and_answers_for_unknown_names_are_refused() {
-    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall);
+    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall, crate::some_time());
     assert!(controller.combined(&[]).unwrap_err().is_mismatch());
     assert!(controller.combined(&[0, 0, 0]).unwrap_err().is_mismatch());
     let response = Response { request: allreduce("a", 4), rows: Vec::new(), absent: Vec::new(), error: None };
     let round = Round { responses: vec![response], ..Round::default() };
     assert!(controller.finish(round).unwrap_err().to_string().contains("which rank 1 lacks"));
-    assert!(controller.round(Vec::new(), Instant::now()).is_err());
+    assert!(controller.round(Vec::new(), crate::some_time()).is_err());
 }

@@ -1,15 +1,15 @@
 //! All ranks' controllers without I/O, and properties of them under random orders of submission.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use phalanx::DType;
+use crate::dtype::DType;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 
 use super::*;
-use crate::op::Op;
-use crate::request::Part;
+use crate::horovod::reduction::Op;
+use crate::horovod::request::Part;
 
 /// A world of controllers.
 pub(super) struct World {
@@ -24,9 +24,10 @@ pub(super) struct World {
 
 impl World {
     pub fn new(size: usize, capacity: usize, stall: StallTimes) -> Self {
-        let ranks =
-            (0..size).map(|rank| Controller::new(Rank::new(rank as u32), size, capacity, stall)).collect();
-        Self { ranks, stall, now: Instant::now(), negotiated: false, all_joined: None, stalled: None }
+        let now = crate::some_time();
+        let controller = |rank| Controller::new(Rank::new(rank as u32), size, capacity, stall, now);
+        let ranks = (0..size).map(controller).collect();
+        Self { ranks, stall, now, negotiated: false, all_joined: None, stalled: None }
     }
 
     pub fn submit(&mut self, rank: usize, request: Request) {
@@ -104,8 +105,8 @@ fn play(plan: &Plan) -> Result<(), TestCaseError> {
     let mut world = World::new(*size, *capacity, StallTimes { warn: Some(forever), end: forever });
     for step in steps {
         let mut submitted = vec![0; *size];
-        let mut ranks_with: HashMap<usize, usize> = HashMap::new();
-        let mut reduced = HashSet::new();
+        let mut ranks_with: BTreeMap<usize, usize> = BTreeMap::new();
+        let mut reduced = BTreeSet::new();
         let mut complete = 0;
         while reduced.len() < tensors.len() {
             let before = complete;
@@ -135,7 +136,7 @@ fn play(plan: &Plan) -> Result<(), TestCaseError> {
 }
 
 fn check_batches(ready: &[Response], threshold: usize) {
-    let mut members = HashSet::new();
+    let mut members = BTreeSet::new();
     for batch in fuse(ready, threshold) {
         match batch {
             Batch::Reduce(fused) => {

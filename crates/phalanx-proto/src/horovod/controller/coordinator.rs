@@ -1,11 +1,11 @@
 //! Rank 0's part: it counts which ranks have asked for which names, and says what is ready.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::request::{Kind, MAX_ANSWER_BYTES, Message, Request, Response, Round};
+use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Message, Request, Response, Round};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
@@ -16,7 +16,7 @@ pub(super) struct Coordinator {
     stall: StallTimes,
     /// What some ranks have asked for, by the order of arrival.
     waiting: BTreeMap<u64, Waiting>,
-    by_name: HashMap<String, u64>,
+    by_name: BTreeMap<String, u64>,
     arrivals: u64,
     /// What may be ready now, and has not been looked at.
     due: VecDeque<u64>,
@@ -49,7 +49,7 @@ impl Coordinator {
             size,
             stall,
             waiting: BTreeMap::new(),
-            by_name: HashMap::new(),
+            by_name: BTreeMap::new(),
             arrivals: 0,
             due: VecDeque::new(),
             room: MAX_ANSWER_BYTES,
@@ -214,8 +214,8 @@ impl Coordinator {
     }
 }
 
-/// "rank 3", "ranks 0, 2".
-pub(crate) fn ranks(ranks: impl Iterator<Item = usize>) -> String {
+/// Names ranks in a message: "rank 3", "ranks 0, 2".
+pub fn ranks(ranks: impl Iterator<Item = usize>) -> String {
     const SHOWN: usize = 16;
     let all: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
     let more = if all.len() > SHOWN { ", .." } else { "" };
@@ -259,21 +259,21 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::op::Op;
-    use crate::request::Part;
+    use crate::horovod::reduction::Op;
+    use crate::horovod::request::Part;
 
     #[test]
     fn answers_that_no_message_has_room_for_go_with_the_next_rounds() {
         let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
         let mut coordinator = Coordinator { room: 1, ..Coordinator::new(2, stall) };
-        let parts = vec![Part { dtype: phalanx::DType::F32, shape: vec![1] }];
+        let parts = vec![Part { dtype: crate::dtype::DType::F32, shape: vec![1] }];
         let kind = Kind::Allreduce(Op::Sum.into());
         let request =
             |name: &str| (Request { name: name.into(), kind: kind.clone(), parts: parts.clone() }, 0);
         let names = ["a", "b", "c"];
         let first = Message { requests: names.map(request).into(), joins: true };
         let second = Message { requests: Vec::new(), joins: true };
-        let now = Instant::now();
+        let now = crate::some_time();
         let mut round = coordinator.round(vec![first, second], now);
         for (index, name) in names.iter().enumerate() {
             let [response] = &round.responses[..] else { panic!("{round:?}") };
