@@ -13,6 +13,7 @@ use super::dial::{ANSWER_TIMEOUT, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
+use crate::error::Error;
 use crate::health::Heartbeat;
 use crate::key::JobKey;
 use crate::rank::{Generation, Rank};
@@ -261,28 +262,42 @@ fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
     }
 }
 
-#[test]
-fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
+/// One rank of the world is frozen while the others connect: its kernel accepts connections, but the process does not.
+fn all_name_the_frozen(world: u32, frozen: u32) {
     let store = MemoryStore::new();
-    // Its kernel accepts connections, but the process does not.
-    let frozen = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
-    let address = Address { socket: frozen.local_addr().unwrap(), host: "node7".into() };
+    let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let address = Address { socket: listener.local_addr().unwrap(), host: "node7".into() };
     let within = Deadline::after(Duration::from_secs(1));
-    store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+    store.set(&key(Rank::new(frozen)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+    if frozen == 0 {
+        store.set("mesh/job", &[0; 16], within).unwrap();
+    }
     let started = Instant::now();
     let deadline = Deadline::after(ANSWER_TIMEOUT * 10);
-    let errors = thread::scope(|scope| {
-        let ranks = [0, 2].map(|rank| {
-            let config = config_in(&store, rank, 3);
+    let errors: Vec<Error> = thread::scope(|scope| {
+        let ranks = (0..world).filter(|rank| *rank != frozen).map(|rank| {
+            let config = config_in(&store, rank, world);
             scope.spawn(move || mesh(&config, deadline).err().unwrap())
         });
-        ranks.map(|rank| rank.join().unwrap())
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
     assert!(started.elapsed() < ANSWER_TIMEOUT * 5, "{:?}", started.elapsed());
     for error in errors {
-        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
-        assert!(error.to_string().contains("rank 1 (node7) has not answered at"), "{error}");
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(frozen)), "{error}");
+        assert!(error.to_string().contains(&format!("rank {frozen} (node7) has not answered at")), "{error}");
     }
+}
+
+#[test]
+fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
+    all_name_the_frozen(3, 1);
+}
+
+/// The others call it together with ranks that answer.
+#[test]
+fn a_rank_that_is_frozen_behind_others_that_answer_is_named_by_all() {
+    all_name_the_frozen(4, 0);
 }
 
 #[test]

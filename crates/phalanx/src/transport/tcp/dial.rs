@@ -40,7 +40,8 @@ fn answer_timeout(config: &MeshConfig<'_>) -> Duration {
 pub(super) type Attempt = io::Result<(Connection, Hello)>;
 
 /// Makes the first attempt to connect to each of these peers. All are called before the first answer is read, and so on: so
-/// processes that share few processors wait for each other a few times, and not for each connection. All together have the time of one.
+/// processes that share few processors wait for each other a few times, and not for each connection. All together have the time of one for each answer.
+/// What has come of a peer counts also if another has let it pass.
 pub(super) fn attempt_together<'a>(
     config: &MeshConfig<'_>,
     peers: impl Iterator<Item = (&'a Address, Hello)>,
@@ -49,9 +50,11 @@ pub(super) fn attempt_together<'a>(
 ) -> Result<Vec<Attempt>> {
     let called = peers.map(|(address, own)| call(config, address, (own, secret), deadline));
     let called = called.collect::<Result<Vec<_>>>()?;
-    let by = deadline.at_most(answer_timeout(config));
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(|call| call.prove(by))).collect();
-    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(by))).collect())
+    let by = || deadline.at_most(answer_timeout(config));
+    let proving = by();
+    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(|call| call.prove(proving))).collect();
+    let ending = by();
+    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(ending))).collect())
 }
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
@@ -268,15 +271,16 @@ fn send_all(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Fills `into` from a blocking connection, whose peer should answer at once.
+/// Fills `into` from a blocking connection, whose peer should answer at once. What has come counts after the deadline too: this process
+/// may have been stopped, or have waited for another peer.
 fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
     while !into.is_empty() {
-        wait_until(stream, deadline)?;
+        let left = deadline.remaining();
+        stream.socket().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         match stream.receive(&mut [IoSliceMut::new(into)]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
-            // The loop checks above whether the time-out has passed.
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {}
             Err(error) => return Err(error),
         }
     }
