@@ -17,6 +17,9 @@ pub(crate) type Comm = *mut c_void;
 pub(crate) type Code = c_int;
 
 pub(crate) const SUCCESS: Code = 0;
+pub(crate) const SYSTEM_ERROR: Code = 2;
+pub(crate) const INTERNAL_ERROR: Code = 3;
+pub(crate) const REMOTE_ERROR: Code = 6;
 pub(crate) const IN_PROGRESS: Code = 7;
 
 /// The variable that names the library.

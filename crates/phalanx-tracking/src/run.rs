@@ -301,7 +301,7 @@ impl Drop for Run {
         let Some(recorder) = self.recorder.take() else { return };
         let outcome = if thread::panicking() {
             Outcome::Failed("rank 0 panicked".to_owned())
-        } else if let Some(cause) = self.group.failure() {
+        } else if let Some(cause) = self.group.watched_failure() {
             Outcome::Failed(cause.to_string())
         } else {
             warn(

@@ -9,10 +9,23 @@ use super::call::{self, Call};
 use super::flight::Flight;
 use super::shared::Shared;
 use crate::cuda::{Event, Pause};
-use crate::nccl::{Comm, IN_PROGRESS, SUCCESS};
+use crate::nccl::{Code, Comm, IN_PROGRESS, INTERNAL_ERROR, REMOTE_ERROR, SUCCESS, SYSTEM_ERROR};
 
 /// The most calls in flight. A stream takes about a thousand kernels; the next launch then waits inside the driver, without a time-out.
 const MOST: usize = 128;
+
+/// Why NCCL has not done what it was asked for.
+pub(super) struct Refusal {
+    pub error: Error,
+    /// Whether a connection may have ended, as all do whose rank leaves.
+    pub is_of_connection: bool,
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        Self { error, is_of_connection: false }
+    }
+}
 
 impl Shared {
     /// Queues `calls` as one, after all that was called before. The outer error is that of a call that NCCL did not get; the inner one
@@ -57,12 +70,12 @@ impl Shared {
         // SAFETY: no other thread is in a call of NCCL, and the caller answers for the memory.
         let queued = unsafe { self.queue(calls, world.count()) }.and_then(|()| self.settle(deadline));
         drop(calling);
-        let queued = queued.and_then(|()| Event::at_end_of(&self.stream)).map(|end| {
+        let queued = queued.and_then(|()| Ok(Event::at_end_of(&self.stream)?)).map(|end| {
             let _ = flight.end.set(end);
         });
-        let launched = queued.map_err(|error| {
+        let launched = queued.map_err(|refusal| {
             // What other ranks wait for will not come.
-            let error = flight.says(self.unless_left(&flight, error));
+            let error = flight.says(self.unless_left(&flight, refusal));
             let cause = self.group.fail_unless_explained(error);
             self.fail(cause.clone());
             self.await_settled(None);
@@ -92,13 +105,13 @@ impl Shared {
     ///
     /// # Safety
     /// As [`launch`](Self::launch); the caller holds `calling`.
-    unsafe fn queue(&self, calls: &[Call], world: usize) -> Result<()> {
+    unsafe fn queue(&self, calls: &[Call], world: usize) -> Result<(), Refusal> {
         let raw = self.alive()?;
         let _bound = self.stream.device().bind()?;
         // SAFETY: it has no conditions.
         let code = unsafe { (self.nccl.ncclGroupStart)() };
         if code != SUCCESS {
-            return Err(self.nccl.error("ncclGroupStart", code));
+            return Err(self.refusal("ncclGroupStart", code));
         }
         let noted = calls.iter().try_for_each(|call| {
             // SAFETY: the caller says so.
@@ -107,15 +120,11 @@ impl Shared {
         // SAFETY: a group has been started on this thread. It is ended whatever a call has returned.
         let code = unsafe { (self.nccl.ncclGroupEnd)() };
         noted?;
-        if code == SUCCESS || code == IN_PROGRESS {
-            Ok(())
-        } else {
-            Err(self.nccl.error("ncclGroupEnd", code))
-        }
+        if code == SUCCESS || code == IN_PROGRESS { Ok(()) } else { Err(self.refusal("ncclGroupEnd", code)) }
     }
 
     /// Waits until NCCL has queued what it was given. It returns before when it has to connect ranks first.
-    fn settle(&self, deadline: Deadline) -> Result<()> {
+    fn settle(&self, deadline: Deadline) -> Result<(), Refusal> {
         let mut pause = Pause::default();
         loop {
             // Before each look: the watchdog aborts when this thread has been inside NCCL for some seconds after a failure.
@@ -125,10 +134,10 @@ impl Shared {
                 return Ok(());
             }
             if let Some(cause) = self.group.failure() {
-                return Err(cause);
+                return Err(cause.into());
             }
             if deadline.has_passed() {
-                return Err(Error::timeout("NCCL has not started it in time"));
+                return Err(Error::timeout("NCCL has not started it in time").into());
             }
             pause.pause();
         }
@@ -138,14 +147,19 @@ impl Shared {
     ///
     /// # Safety
     /// `raw` is alive, and no other thread is in a call of NCCL with it.
-    pub(super) unsafe fn is_settled(&self, raw: Comm) -> Result<bool> {
+    pub(super) unsafe fn is_settled(&self, raw: Comm) -> Result<bool, Refusal> {
         let mut state = SUCCESS;
         // SAFETY: the caller says so.
         let code = unsafe { (self.nccl.ncclCommGetAsyncError)(raw, &mut state) };
         match if code == SUCCESS { state } else { code } {
             SUCCESS => Ok(true),
             IN_PROGRESS => Ok(false),
-            code => Err(self.nccl.error("ncclCommGetAsyncError", code)),
+            code => Err(self.refusal("ncclCommGetAsyncError", code)),
         }
+    }
+
+    fn refusal(&self, function: &str, code: Code) -> Refusal {
+        let is_of_connection = [SYSTEM_ERROR, INTERNAL_ERROR, REMOTE_ERROR].contains(&code);
+        Refusal { error: self.nccl.error(function, code), is_of_connection }
     }
 }

@@ -9,7 +9,9 @@ use parking_lot::{Condvar, Mutex};
 use phalanx::{Deadline, Error, ProcessGroup, Result, Sequence};
 
 use super::flight::Flight;
+use super::launch::Refusal;
 use super::record::{CallRecord, REMEMBERED};
+use super::watchdog::END_TIMEOUT;
 use crate::cuda::{Pause, Stream};
 use crate::nccl::{Comm, Nccl};
 
@@ -18,8 +20,8 @@ use crate::nccl::{Comm, Nccl};
 pub(super) const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a call waits for a rank that has left the group: what it has sent before may still be under way.
 const LEAVE_GRACE: Duration = Duration::from_secs(2);
-/// How long an error of NCCL waits for the goodbye of a rank that may be its cause.
-const GOODBYE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long an error of NCCL waits for the goodbye of a rank that may be its cause, which comes when its communicator has ended.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(END_TIMEOUT.as_secs() + 1);
 /// How long the watchdog waits for the poller, which the driver may hold up.
 const LOOK_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -126,7 +128,7 @@ impl Shared {
                 self.await_settled(deadline);
                 return Some(Err(flight.says(cause)));
             }
-            if self.group.failure().is_some() {
+            if self.group.watched_failure().is_some() {
                 self.wake_watchdog();
             }
             if deadline.is_some_and(Deadline::has_passed) {
@@ -157,7 +159,7 @@ impl Shared {
     pub(super) fn is_aborting(&self) -> bool {
         let state = self.state.lock();
         // The group fails a moment before the watchdog notes that, and aborts.
-        let will_fail = || state.failure.is_none() && self.group.failure().is_some();
+        let will_fail = || state.failure.is_none() && self.group.watched_failure().is_some();
         state.is_aborting || will_fail() && state.flights.iter().any(|flight| !flight.is_known_done())
     }
 
@@ -375,17 +377,23 @@ impl Shared {
             // SAFETY: only this thread ends it, and no other is in a call of NCCL.
             unsafe { self.is_settled(raw) }
         };
-        looked.map(drop).map_err(|error| {
+        looked.map(drop).map_err(|refusal| {
             let waiting = self.state.lock().flights.iter().find(|flight| !flight.is_known_done()).cloned();
-            waiting.map_or(error.clone(), |flight| flight.says(self.unless_left(&flight, error)))
+            match waiting {
+                Some(flight) => flight.says(self.unless_left(&flight, refusal)),
+                None => refusal.error,
+            }
         })
     }
 
-    /// `error`, which NCCL has for this call, unless a rank has left that the call needs. A rank that leaves closes NCCL's connections too,
+    /// The error that NCCL has for this call, unless a rank has left that the call needs. A rank that leaves closes NCCL's connections too,
     /// and that may be seen before its goodbye.
-    pub(super) fn unless_left(&self, flight: &Flight, error: Error) -> Error {
+    pub(super) fn unless_left(&self, flight: &Flight, Refusal { error, is_of_connection }: Refusal) -> Error {
+        if !is_of_connection {
+            return error;
+        }
         let (deadline, mut pause) = (Deadline::after(GOODBYE_TIMEOUT), Pause::default());
-        while !deadline.has_passed() && self.group.failure().is_none() {
+        while !deadline.has_passed() && self.group.watched_failure().is_none() {
             if let Some(left) = self.group.left_by(|rank| flight.needs(rank)) {
                 return left;
             }

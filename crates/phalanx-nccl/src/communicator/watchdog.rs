@@ -62,10 +62,10 @@ fn look_after(shared: &Arc<Shared>) {
         if shared.failure().is_some() {
             return abort(shared);
         }
-        if shared.group.failure().is_some() || shared.is_late() {
+        if shared.group.watched_failure().is_some() || shared.is_late() {
             shared.await_look();
         }
-        let cause = shared.failure().or_else(|| shared.group.failure()).or_else(|| {
+        let cause = shared.failure().or_else(|| shared.group.watched_failure()).or_else(|| {
             let looked = shared
                 .look_at_clock()
                 .and_then(|()| shared.look_for_leavers(&mut left_since))
@@ -104,7 +104,7 @@ fn stop(shared: &Shared) {
 /// Ends the communicator together with the other ranks, or without them if they do not come.
 fn end(shared: &Arc<Shared>) {
     // The program may have dropped the communicator before this thread has seen the failure.
-    if let Some(cause) = shared.group.failure() {
+    if let Some(cause) = shared.group.watched_failure() {
         shared.fail(cause);
         return abort(shared);
     }
@@ -116,7 +116,7 @@ fn end(shared: &Arc<Shared>) {
     while state == IN_PROGRESS
         && finalizing.is_ok()
         && !deadline.has_passed()
-        && shared.group.failure().is_none()
+        && shared.group.watched_failure().is_none()
     {
         match returned.get() {
             None => {}
@@ -134,7 +134,7 @@ fn end(shared: &Arc<Shared>) {
     if state == SUCCESS {
         // SAFETY: it is finalized, and nobody uses it after this.
         unsafe { (shared.nccl.ncclCommDestroy)(raw) };
-    } else if let Some(cause) = shared.group.failure() {
+    } else if let Some(cause) = shared.group.watched_failure() {
         shared.fail(cause);
         abort(shared);
     } else {

@@ -303,7 +303,7 @@ impl Checkpoints {
     /// An error that may come from another rank, as this rank returns it.
     fn note_remote_error(&self, error: Error) -> Error {
         match error.peer() {
-            Some(peer) if peer != self.group.rank() && self.group.failure().is_none() => {
+            Some(peer) if peer != self.group.rank() && self.group.watched_failure().is_none() => {
                 self.group.note_remote_error(error)
             }
             _ => error,

@@ -320,6 +320,12 @@ impl ProcessGroup {
         self.inner.health.cause().inspect(|_| self.inner.health.note_returned())
     }
 
+    /// The cause of the group's failure, for a library that watches the group beside the program: which is not told of it by this.
+    #[doc(hidden)]
+    pub fn watched_failure(&self) -> Option<Error> {
+        self.inner.health.cause()
+    }
+
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
         self.inner.aborted.store(true, Ordering::Relaxed);
