@@ -19,6 +19,7 @@ use super::engine::Engine;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::rank::Rank;
 
 /// The most queued asynchronous operations; a caller that is further ahead waits.
@@ -102,17 +103,24 @@ impl WorkQueue {
         mut ready: impl FnMut(&QueueState) -> bool,
     ) {
         while !ready(state) {
-            if self.shared.changed.wait_until(state, timeout.deadline().instant()).timed_out()
-                && !ready(state)
-            {
-                MutexGuard::unlocked(state, || {
-                    self.health.fail(
-                        Error::timeout("the operations called before this one have not ended in time")
-                            .with_remedy(
-                                "is a rank stuck, or far behind? A longer time-out can be set on the group",
-                            ),
-                    );
+            let deadline = timeout.deadline();
+            // No longer than until this thread's next check.
+            let _ = self.shared.changed.wait_for(state, interrupt::at_most(deadline.remaining()));
+            if ready(state) {
+                return;
+            }
+            // It may run code of the program.
+            let mut ended = MutexGuard::unlocked(state, interrupt::check).err();
+            if deadline.has_passed() {
+                ended.get_or_insert_with(|| {
+                    Error::timeout("the operations called before this one have not ended in time")
+                        .with_remedy(
+                            "is a rank stuck, or far behind? A longer time-out can be set on the group",
+                        )
                 });
+            }
+            if let Some(error) = ended {
+                MutexGuard::unlocked(state, || self.health.fail(error));
                 self.shared.changed.wait_while(state, |state| !ready(state));
             }
         }

@@ -52,8 +52,17 @@ fn a_wait_that_its_own_thread_ends_fails_the_group_with_that_cause() {
         Err(Error::aborted("somebody pressed Ctrl-C"))
     }
     type Wait = fn(&ProcessGroup) -> phalanx::Result<()>;
-    let waits: [Wait; 3] = [
+    let waits: [Wait; 5] = [
         ProcessGroup::barrier,
+        // What was called before is not this thread's wait; its turn is.
+        |group| {
+            let before = group.all_reduce_async(group.alloc(DType::F32, 4)?, ReduceOp::Sum)?;
+            group.barrier().map(|()| drop(before))
+        },
+        |group| {
+            let before = group.irecv(group.alloc(DType::F32, 4)?, Rank::new(1))?;
+            group.recv(&mut [0f32; 4], Rank::new(1)).map(|()| drop(before))
+        },
         |group| group.all_reduce(&mut [0f32; 1 << 16], ReduceOp::Sum),
         |group| group.recv(&mut [0f32; 4], Rank::new(1)),
     ];

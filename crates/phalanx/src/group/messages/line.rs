@@ -5,6 +5,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::rank::Rank;
 use crate::transport::messages::LineEnd;
 
@@ -49,7 +50,13 @@ impl<E: LineEnd> Line<E> {
     pub(super) fn wait_for_turn(&self, ticket: u64, deadline: Deadline, health: &Health) -> Result<()> {
         let mut turns = self.turns.lock();
         while turns.serving < ticket {
-            if self.changed.wait_until(&mut turns, deadline.instant()).timed_out() && turns.serving < ticket {
+            // No longer than until this thread's next check.
+            let _ = self.changed.wait_for(&mut turns, interrupt::at_most(deadline.remaining()));
+            if turns.serving >= ticket {
+                break;
+            }
+            MutexGuard::unlocked(&mut turns, interrupt::check)?;
+            if deadline.has_passed() && turns.serving < ticket {
                 return Err(Error::timeout("the messages called before this one have not ended in time")
                     .with_remedy(
                         "is the peer stuck, or far behind? A longer time-out can be set on the group",
