@@ -128,20 +128,29 @@ mod tests {
         let (mut peer, _) = listener.accept().unwrap();
         own.set_nonblocking(true).unwrap();
         set_receive_low_water(&own, 3).unwrap();
-        let is_readable = |own: &TcpStream| {
+        let is_readable = |own: &TcpStream, seconds| {
             let mut fds = [rustix::event::PollFd::new(own, rustix::event::PollFlags::IN)];
-            rustix::event::poll(&mut fds, Some(&rustix::event::Timespec::default())).unwrap() == 1
+            let timeout = rustix::event::Timespec { tv_sec: seconds, tv_nsec: 0 };
+            rustix::event::poll(&mut fds, Some(&timeout)).unwrap() == 1
+        };
+        // A busy kernel may deliver later what is sent.
+        let await_bytes = |own: &TcpStream, bytes| {
+            while rustix::io::ioctl_fionread(own).unwrap() < bytes {
+                std::thread::yield_now();
+            }
         };
         peer.write_all(b"ab").unwrap();
-        assert!(!is_readable(&own));
+        await_bytes(&own, 2);
+        assert!(!is_readable(&own, 0));
         peer.write_all(b"c").unwrap();
-        assert!(is_readable(&own));
+        assert!(is_readable(&own, 20));
         own.read_exact(&mut [0; 3]).unwrap();
         peer.write_all(b"d").unwrap();
-        assert!(!is_readable(&own));
+        await_bytes(&own, 1);
+        assert!(!is_readable(&own, 0));
         own.read_exact(&mut [0]).unwrap();
         drop(peer);
-        assert!(is_readable(&own));
+        assert!(is_readable(&own, 20));
     }
 
     #[test]

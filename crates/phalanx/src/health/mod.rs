@@ -451,6 +451,8 @@ impl Health {
     pub(crate) fn fail_operation(&self, error: Error, call: Call, sequence: Sequence) -> Error {
         if error.kind() == Kind::PeerFailed {
             self.await_explanation(&error);
+            // One that has left may have made another call instead of this one.
+            self.compare_calls();
         }
         let error = match error.peer() {
             Some(peer) if error.kind() == Kind::PeerFailed && self.has_left(peer) => {

@@ -25,7 +25,7 @@ pub enum Fabric {
     Tcp,
     /// Shared memory among all.
     SharedMemory,
-    /// TCP, with shared memory among the lower and among the upper half of the ranks.
+    /// TCP, with shared memory among the lower and among the upper half of the ranks. The connections are those between hosts.
     TwoHosts,
 }
 
@@ -131,7 +131,9 @@ fn join(
     options: TransportOptions<'_>,
     credentials: &Credentials,
 ) -> Result<ProcessGroup> {
-    let (interface, heartbeat) = (IpAddr::V4(Ipv4Addr::LOCALHOST), Heartbeat::default());
+    // A connection to another address than its own is one to another host.
+    let address = if options.host.is_some() { Ipv4Addr::new(127, 0, 0, 2) } else { Ipv4Addr::LOCALHOST };
+    let (interface, heartbeat) = (IpAddr::V4(address), Heartbeat::default());
     let generation = Generation::default();
     let config = MeshConfig {
         store: &*store,

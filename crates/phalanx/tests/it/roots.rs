@@ -139,6 +139,25 @@ fn who_leaves_after_another_root_hears_of_it() {
     }
 }
 
+/// It comes to its call when a rank that has made another one has left.
+#[test]
+fn a_late_rank_compares_calls_before_it_says_that_another_has_left() {
+    for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+        let outcomes = run(3, fabric, |group| {
+            let root = Rank::new(u32::from(group.rank().get() == 2));
+            if root == Rank::new(1) {
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            group.with_timeout(Duration::from_secs(60)).broadcast(&mut [1.0f32; 4], root)?;
+            group.leave()
+        });
+        for rank in [1, 2] {
+            let is_mismatch = outcomes[rank].as_ref().is_err_and(phalanx::Error::is_mismatch);
+            assert!(is_mismatch, "rank {rank} over {fabric:?}: {outcomes:?}");
+        }
+    }
+}
+
 /// After the call that differs, a rank hears nothing from the one whose frame it has not read.
 #[test]
 fn a_call_in_which_ranks_differed_is_found_in_any_later_one() {

@@ -73,6 +73,9 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 /// a few round trips, and packets that are sent again. A connection that is closed before is reset by the next heartbeat of the peer, and
 /// what has not arrived is lost.
 const LEAVE_GRACE: Duration = Duration::from_secs(5);
+/// How long it waits for ranks of its own host, which answer when they have made its last call too. A rank that is later compares the
+/// calls itself.
+const NEAR_LEAVE_GRACE: Duration = Duration::from_secs(2);
 /// The same after a failure, when a peer that does not answer may be the cause.
 const FAILURE_GRACE: Duration = Duration::from_secs(1);
 
@@ -176,17 +179,17 @@ impl Drop for Monitor {
         };
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
-        let mut parting = Parting { connections: &self.connections, health: &self.health, unread };
+        let mut parting = Parting { health: &self.health, unread, heard: HashSet::new() };
         let last = self.health.calls.latest().filter(|_| !self.health.has_failed());
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
-        let deadline = Deadline::after(grace);
-        let unanswered = self
-            .connections
-            .leave(deadline, awaits_near, is_awaited, |connection| parting.has_ended(connection));
+        let (near, far) = (Deadline::after(grace.min(NEAR_LEAVE_GRACE)), Deadline::after(grace));
+        let unanswered =
+            self.connections.leave((near, far), awaits_near, is_awaited, |end| parting.has_ended(end));
         if !grace.is_zero() {
-            self.silent.remember(unanswered.into_iter());
+            // A rank that still sends is only busy.
+            self.silent.remember(unanswered.difference(&parting.heard).copied());
             self.health.compare_calls();
             self.health.part(warn);
         }
@@ -211,30 +214,36 @@ impl Connections {
     /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
     /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
     /// host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they have made.
-    /// `has_ended` reads what comes. Returns the hosts that have not answered by the deadline.
+    /// `has_ended` reads what comes. Returns the other hosts that have not answered by the deadline.
     fn leave(
         &self,
-        deadline: Deadline,
+        (near, far): (Deadline, Deadline),
         awaits_near: impl Fn(Rank) -> bool,
         is_awaited: impl Fn(IpAddr) -> bool,
-        mut has_ended: impl FnMut(&Connection) -> bool,
+        mut has_ended: impl FnMut(&End<'_>) -> bool,
     ) -> HashSet<IpAddr> {
-        let peers = (0..).map(Rank::new).zip(&self.control);
-        let near = peers.filter_map(|(peer, one)| Some((awaits_near(peer), one.as_ref()?)));
-        let near = near.filter(|(_, one)| one.is_within_host());
-        let all = self.control.iter().chain(&self.data).chain(&self.messages).flatten();
-        let far = all.filter(|connection| !connection.is_within_host());
-        let far = far.map(|connection| (connection.host().is_some_and(&is_awaited), connection));
+        let control = (0..).map(|peer| Some(Rank::new(peer))).zip(&self.control);
+        let all = control.chain(self.data.iter().chain(&self.messages).map(|one| (None, one)));
+        let all = all.filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)));
         let (mut awaited, mut others) = (Vec::new(), Vec::new());
-        for (is_awaited, connection) in far.chain(near) {
-            if is_awaited { awaited.push(connection) } else { others.push(connection) }
+        for (peer, connection) in all {
+            let is_near = connection.is_within_host();
+            let end = End { connection, peer, deadline: if is_near { near } else { far } };
+            let is_awaited = match (is_near, peer) {
+                (true, Some(peer)) => awaits_near(peer),
+                // It stays open for a rank that still waits on it.
+                (true, None) => continue,
+                (false, _) => connection.host().is_some_and(&is_awaited),
+            };
+            if is_awaited { awaited.push(end) } else { others.push(end) }
         }
-        for connection in others {
-            connection.finish_sending();
+        for end in others {
+            end.connection.finish_sending();
             // What has come before its peer has gone, or fallen silent, still counts.
-            has_ended(connection);
+            has_ended(&end);
         }
-        finish(awaited, deadline, has_ended).into_iter().filter_map(Connection::host).collect()
+        let late = finish(awaited, has_ended).into_iter().map(|end| end.connection);
+        late.filter(|connection| !connection.is_within_host()).filter_map(Connection::host).collect()
     }
 
     /// `peer` has left, and waits until this rank sends nothing more. It can still compare its calls with this rank's `latest` one.
@@ -266,27 +275,39 @@ impl Connections {
     }
 }
 
+/// A connection on which a rank that leaves sends nothing more.
+struct End<'a> {
+    connection: &'a Connection,
+    /// Whose control connection it is, if it is one.
+    peer: Option<Rank>,
+    /// Until when it is waited for.
+    deadline: Deadline,
+}
+
 /// What a rank that leaves still hears: which calls the others have made.
 struct Parting<'a> {
-    connections: &'a Connections,
     health: &'a Health,
     /// Of messages that are not complete, by rank.
     unread: Vec<Vec<u8>>,
+    /// The hosts of which something has come since.
+    heard: HashSet<IpAddr>,
 }
 
 impl Parting<'_> {
     /// Reads what has come. Returns whether the peer will send nothing more.
-    fn has_ended(&mut self, connection: &Connection) -> bool {
-        let is_this =
-            |control: &Option<Connection>| control.as_ref().is_some_and(|one| std::ptr::eq(one, connection));
-        let peer = self.connections.control.iter().position(is_this);
-        let Some(peer) = peer.filter(|peer| *peer < self.unread.len()) else { return connection.has_ended() };
-        let mut received = Buffered { bytes: std::mem::take(&mut self.unread[peer]) };
-        let has_ended = received.fill(connection).is_err();
-        while let Ok(Some(message)) = received.next() {
-            self.hear(Rank::new(peer as u32), message);
+    fn has_ended(&mut self, end: &End<'_>) -> bool {
+        let unread = end.peer.and_then(|peer| Some((peer, self.unread.get_mut(peer.index())?)));
+        let Some((peer, unread)) = unread else { return end.connection.has_ended() };
+        let mut received = Buffered { bytes: std::mem::take(unread) };
+        let held = received.bytes.len();
+        let has_ended = received.fill(end.connection).is_err();
+        if received.bytes.len() > held {
+            self.heard.extend(end.connection.host());
         }
-        self.unread[peer] = received.bytes;
+        while let Ok(Some(message)) = received.next() {
+            self.hear(peer, message);
+        }
+        self.unread[peer.index()] = received.bytes;
         has_ended
     }
 
@@ -311,24 +332,20 @@ impl Parting<'_> {
     }
 }
 
-/// Sends nothing more on these connections, and reads until their peers send nothing more either, or `deadline` has passed. Returns
+/// Sends nothing more on these connections, and reads until their peers send nothing more either, or their deadlines have passed. Returns
 /// those on which more may come. `has_ended` reads one of them.
-fn finish(
-    mut open: Vec<&Connection>,
-    deadline: Deadline,
-    mut has_ended: impl FnMut(&Connection) -> bool,
-) -> Vec<&Connection> {
-    open.iter().for_each(|connection| connection.finish_sending());
+fn finish<'a>(mut open: Vec<End<'a>>, mut has_ended: impl FnMut(&End<'a>) -> bool) -> Vec<End<'a>> {
+    open.iter().for_each(|end| end.connection.finish_sending());
+    let mut late = Vec::new();
     loop {
-        open.retain(|connection| !has_ended(connection));
-        let remaining = deadline.remaining();
-        if open.is_empty() || remaining.is_zero() {
-            return open;
-        }
+        open.retain(|end| !has_ended(end));
+        late.extend(open.extract_if(.., |end| end.deadline.has_passed()));
+        let Some(next) = open.iter().map(|end| end.deadline.remaining()).min() else { return late };
         let mut fds: Vec<PollFd<'_>> =
-            open.iter().map(|connection| PollFd::new(*connection, PollFlags::IN)).collect();
-        if poll(&mut fds, Some(remaining)).is_err() {
-            return open;
+            open.iter().map(|end| PollFd::new(end.connection, PollFlags::IN)).collect();
+        if poll(&mut fds, Some(next)).is_err() {
+            late.extend(open);
+            return late;
         }
     }
 }
@@ -357,6 +374,10 @@ mod tests {
         assert_eq!([0, 1, 10, 15, 60].map(seconds), [None, Some(30), Some(30), Some(30), Some(120)]);
     }
 
+    fn end(connection: &Connection, timeout: Duration) -> End<'_> {
+        End { connection, peer: None, deadline: Deadline::after(timeout) }
+    }
+
     #[test]
     fn a_rank_that_leaves_reads_heartbeats_until_its_goodbye_is_answered() {
         let (own, mut peer) = pair();
@@ -382,7 +403,7 @@ mod tests {
                     Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
                 }
             }
-            finish(vec![&own], Deadline::after(Duration::from_secs(60)), Connection::has_ended);
+            finish(vec![end(&own, Duration::from_secs(60))], |end| end.connection.has_ended());
             drop(own);
             let all = reading.join().unwrap();
             assert!(all.iter().all(|byte| *byte == 7));
@@ -396,13 +417,13 @@ mod tests {
         let ((own, _peer), (other, gone)) = (pair(), pair());
         drop(gone);
         let begun = Instant::now();
-        let unanswered =
-            finish(vec![&own, &other], Deadline::after(Duration::from_millis(50)), Connection::has_ended);
-        assert!(matches!(unanswered.as_slice(), [one] if std::ptr::eq(*one, &own)));
+        let ends = [&own, &other].map(|one| end(one, Duration::from_millis(50)));
+        let unanswered = finish(ends.into(), |end| end.connection.has_ended());
+        assert!(matches!(unanswered.as_slice(), [one] if std::ptr::eq(one.connection, &own)));
         assert!(begun.elapsed() >= Duration::from_millis(50));
         // One that has gone is not waited for at all.
         let begun = Instant::now();
-        finish(vec![&other], Deadline::after(Duration::from_secs(3600)), Connection::has_ended);
+        finish(vec![end(&other, Duration::from_secs(3600))], |end| end.connection.has_ended());
         assert!(begun.elapsed() < Duration::from_secs(600));
     }
 
@@ -412,6 +433,19 @@ mod tests {
         let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         own.set_nonblocking(true).unwrap();
         (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn a_host_that_still_sends_is_busy_and_not_silent() {
+        let (control, mut peer) = far();
+        let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
+        let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
+        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        peer.write_all(&control::encode(&Control::Beat).unwrap()).unwrap();
+        let soon = Deadline::after(Duration::from_millis(300));
+        let unanswered = connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
+        assert_eq!(unanswered.len(), 1);
+        assert_eq!(unanswered, parting.heard);
     }
 
     #[test]
