@@ -201,8 +201,10 @@ impl<M: Module> Ddp<M> {
         self.unsynchronised(loss, None)
     }
 
-    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward).
-    pub(crate) fn drop_held(&mut self) {
+    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), on this rank alone:
+    /// all ranks call it in the same place, such as after an epoch whose last batches make no whole step.
+    #[doc(alias("zero_grad", "no_sync"))]
+    pub fn drop_accumulated(&mut self) {
         self.accumulated = Accumulated::Nothing;
         match &mut self.engine {
             Engine::Alone { held } => *held = None,

@@ -37,6 +37,8 @@
 //! - **A gradient that is given twice or too early**: of a tied weight the sum of all uses is its gradient. The reducer refuses the second.
 //! - **A missing gradient that becomes zero**: an optimizer moves a parameter with a zero gradient. [`Reducer::gradient`] gives `None`
 //!   if no rank had one; leave it so.
+//! - **A state without the gradients that are held** for a step of several backward passes: refuse to save it then, and drop them when a
+//!   state is loaded.
 //! - **A collective without the user's call**: give each public function's collectives its [`Caller`] with [`Communicator::in_call`].
 //!   The variants `Ddp*` are for this. Errors name the call, and ranks that make different calls get a mismatch.
 //!

@@ -181,7 +181,16 @@ impl Ddp {
 
     /// Saves the variables and the optimizer's state, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save). It has no
     /// collectives.
+    ///
+    /// # Errors
+    /// If gradients of [`backward_no_sync`](Self::backward_no_sync) are held, which the saved state would lack.
     pub fn save(&self, optimizer: &impl OptimizerState, to: &mut impl StateWriter) -> Result<()> {
+        if self.sink.holds()? {
+            let cause =
+                "a state was to be saved in the middle of a step: gradients of backward_no_sync are held";
+            let remedy = "save between a step and the first backward_no_sync of the next";
+            return Err(adapter::invalid_argument(cause).with_remedy(remedy));
+        }
         let state = self.with_optimizer(optimizer)?;
         to.value(CONTENTS, &specs(&state))?;
         state
@@ -189,7 +198,7 @@ impl Ddp {
             .try_for_each(|one| to.tensor(&one.spec.name, one.spec.dtype, &one.spec.shape, &one.bytes()?))
     }
 
-    /// Goes on from a saved state, the same on every rank.
+    /// Goes on from a saved state, the same on every rank. Gradients that are held are dropped.
     ///
     /// # Errors
     /// If it is that of another model or optimizer; it names the first difference, and nothing has changed.
@@ -206,6 +215,7 @@ impl Ddp {
         }
         let values = here.iter().map(|spec| from.tensor(&spec.name, spec.dtype, &spec.shape));
         let values = values.collect::<Result<Vec<_>>>()?;
+        self.sink.forget()?;
         state.iter().zip(&values).try_for_each(|(one, bytes)| one.write(bytes))
     }
 

@@ -60,9 +60,21 @@ impl Sink {
     /// Takes over the reducer of rank `root`. What is held belongs to no step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.reducer.attempt(|reducer, gradients| {
-            gradients.held.fill(None);
-            gradients.total = None;
+            gradients.forget();
             reducer.adopt(root)
+        })
+    }
+
+    /// Whether gradients are held for a step.
+    pub fn holds(&self) -> Result<bool> {
+        self.reducer.attempt(|_, gradients| Ok(gradients.total.is_some()))
+    }
+
+    /// Drops what is held.
+    pub fn forget(&self) -> Result<()> {
+        self.reducer.attempt(|_, gradients| {
+            gradients.forget();
+            Ok(())
         })
     }
 
@@ -155,6 +167,11 @@ impl Gradients {
         };
         (self.mode, self.weight, self.total) = (Some(mode), weight, Some(total));
         Ok(total)
+    }
+
+    fn forget(&mut self) {
+        self.held.fill(None);
+        self.total = None;
     }
 
     fn start(&mut self, reducer: &mut Reducer, total: Option<f64>) -> Result<()> {

@@ -8,6 +8,7 @@ use candle_core::{CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear};
 use phalanx::adapter::{Caller, Communicator, JoinGroup};
 use phalanx::checkpoint::Checkpoints;
+use phalanx::elastic::Parts;
 use phalanx::join::JoinOptions;
 use phalanx::reducer::ReducerOptions;
 use phalanx::testing::{Fabric, run};
@@ -448,6 +449,11 @@ fn a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended() {
         let error = ddp.load(&mut sgd, &saved).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("optimizer.first.bias.exp_avg"), "{error}");
         assert_eq!(values(&map), before);
+        // What is held for a step is in no state, and does not outlive a load.
+        let held = ddp.forward(|vb| loss(&vb, 9, rows(&group), dtype)).unwrap();
+        ddp.backward_no_sync_weighted(&held, 1.0).unwrap();
+        let error = ddp.save(&optimizer, &mut Parts::default()).unwrap_err();
+        assert!(error.to_string().contains("in the middle of a step"), "{error}");
         ddp.load(&mut optimizer, &saved).unwrap();
         train(&mut ddp, &mut optimizer, &group, saved.step() as usize..6);
         values(&map)

@@ -105,7 +105,7 @@ impl<M: Module> Ddp<M> {
     /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted, and those that are held are dropped.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
-        self.drop_held();
+        self.drop_accumulated();
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 

@@ -199,7 +199,9 @@ impl<M: Module> Ddp<M> {
             Accumulated::Unweighted | Accumulated::Weighted(_) => Err(Error::invalid_argument(
                 "a state was to be saved in the middle of a step: gradients of backward_no_sync are held, and would be missing in it",
             )
-            .with_remedy("save, or commit, between a step and the first backward_no_sync of the next")),
+            .with_remedy(
+                "save, or commit, between a step and the first backward_no_sync of the next; or drop them with drop_accumulated",
+            )),
         }
     }
 

@@ -177,8 +177,7 @@ impl<M: Module> Fsdp<M> {
         let ids = self.units.keys().copied().collect();
         // Deferred updates of forward passes would overwrite the loaded values.
         self.ddp.settle_buffers();
-        self.accumulated = Accumulated::Nothing;
-        self.exchanges.drop_held();
+        self.drop_accumulated();
         self.ddp.map(|model| {
             let model = model::loaded(model, Select::Except(&ids), rest);
             parameters::replaced(model, &places, |piece| pieces.get(piece).map(|piece| piece.as_slice()))

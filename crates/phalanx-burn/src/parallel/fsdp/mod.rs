@@ -326,6 +326,15 @@ impl<M: Module> Fsdp<M> {
         self.backward_with(|ddp| ddp.backward_no_sync(&loss), Some(weight), None).map(|_| ())
     }
 
+    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), on this rank alone:
+    /// all ranks call it in the same place.
+    #[doc(alias("zero_grad", "no_sync"))]
+    pub fn drop_accumulated(&mut self) {
+        self.accumulated = Accumulated::Nothing;
+        self.exchanges.drop_held();
+        self.ddp.drop_accumulated();
+    }
+
     /// Gives the outcome of `backward`, which is a pass of this `weight`, if the step is weighted; by unit of `order` which of its
     /// parameters have got a gradient on any rank; and the sum of all weights.
     fn backward_with<T>(

@@ -260,7 +260,7 @@ impl<const D: usize> Pipeline<D> {
     ) -> Result<PipelineStep> {
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
         outcome.inspect_err(|error| {
-            ddp.drop_held();
+            ddp.drop_accumulated();
             self.group.abort_all(error.clone());
         })
     }
