@@ -181,7 +181,7 @@ def _warn_if_unused(group: "ProcessGroup") -> None:
 
 @atexit.register
 def _warn_at_exit() -> None:
-    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+    if _exit.cause_of_end() is None:
         for group in list(_groups):
             _warn_if_unused(group)
 

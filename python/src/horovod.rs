@@ -1,6 +1,6 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
@@ -24,32 +24,65 @@ impl phalanx_horovod::Memory for Memory {
     }
 }
 
-/// The ranks that have met, and the process: a program may shut down and begin again, and they meet once.
-static MET: Mutex<Option<(u32, ProcessGroup)>> = Mutex::new(None);
-
-fn met() -> phalanx::Result<ProcessGroup> {
-    let process = std::process::id();
-    let known = MET.lock().as_ref().filter(|(of, _)| *of == process).map(|(_, group)| group.clone());
-    if let Some(group) = known.filter(|group| group.failure().is_none()) {
-        return Ok(group);
-    }
-    let group = phalanx::init()?;
-    forget_met(Some((process, group.clone())));
-    Ok(group)
+/// The ranks that have met: a program may shut down and begin again, and they meet once.
+#[pyclass(frozen, module = "phalanx_torch._native")]
+pub struct Ranks {
+    /// None when it has been left.
+    group: Mutex<Option<ProcessGroup>>,
+    process: u32,
 }
 
-fn forget_met(next: Option<(u32, ProcessGroup)>) {
-    let last = std::mem::replace(&mut *MET.lock(), next);
-    if last.as_ref().is_some_and(|(process, _)| *process != std::process::id()) {
-        // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
-        std::mem::forget(last);
+#[pymethods]
+impl Ranks {
+    /// Meets the other ranks, as the launcher says.
+    #[staticmethod]
+    fn meet(py: Python<'_>) -> PyResult<Self> {
+        let group = interrupt::apart(py, || (), phalanx::init)?.map_err(|error| raised(py, &error))?;
+        Ok(Self { group: Mutex::new(Some(group)), process: std::process::id() })
+    }
+
+    /// Whether they can begin again: not after a failure, nor in a process that was forked from theirs.
+    fn can_begin(&self) -> bool {
+        self.here().is_some_and(|group| group.failure().is_none())
+    }
+
+    /// Says goodbye to them.
+    fn leave(&self, py: Python<'_>) {
+        if is_here(self.process) {
+            py.detach(|| drop(self.group.lock().take()));
+        }
     }
 }
 
-/// Says goodbye to the ranks that have met: at the end of the program.
-#[pyfunction]
-pub fn leave_horovod(py: Python<'_>) {
-    py.detach(|| forget_met(None));
+impl Ranks {
+    fn here(&self) -> Option<ProcessGroup> {
+        // The lock may have been held when this process was forked from theirs.
+        is_here(self.process).then(|| self.group.lock().clone()).flatten()
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        if !is_here(self.process) {
+            // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+            std::mem::forget(self.group.get_mut().take());
+        }
+    }
+}
+
+/// Whether this is the process with this number, and not one that was forked from it.
+fn is_here(process: u32) -> bool {
+    process == std::process::id()
+}
+
+fn check_here(process: u32) -> PyResult<()> {
+    match is_here(process) {
+        true => Ok(()),
+        false => Err(PyValueError::new_err(
+            "hvd.init() was called in the process from which this one was forked; call it in this process, started with the \
+             multiprocessing method \"spawn\"",
+        )),
+    }
 }
 
 /// A handle to the ranks of a job, or of a process set.
@@ -62,7 +95,11 @@ pub struct Horovod {
 
 /// An operation in flight.
 #[pyclass(frozen, module = "phalanx_torch._native")]
-pub struct Handle(Mutex<State>);
+pub struct Handle {
+    /// Shared by threads that wait for the operation and those that ask for it.
+    state: RwLock<State>,
+    process: u32,
+}
 
 enum State {
     One(Flight<Tensor>),
@@ -127,17 +164,19 @@ impl State {
 
 impl Handle {
     fn new(py: Python<'_>, state: phalanx::Result<State>) -> PyResult<Self> {
-        state.map(|state| Self(Mutex::new(state))).map_err(|error| raised(py, &error))
+        let handle = |state| Self { state: RwLock::new(state), process: std::process::id() };
+        state.map(handle).map_err(|error| raised(py, &error))
     }
 
     /// Waits for the end, and calls `read` with the outcome.
     fn outcome<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Outcome) -> R + Send) -> PyResult<R> {
+        check_here(self.process)?;
         let outcome = interrupt::waiting(py, || {
-            // Not held while it lets signals' handlers run, which may ask for this handle.
             loop {
-                let mut state = self.0.lock();
-                if state.wait_for() {
+                if self.state.read().wait_for() {
+                    let mut state = self.state.write();
                     state.finish();
+                    let state = RwLockWriteGuard::downgrade(state);
                     return match &*state {
                         State::Done(Err(error)) => Err(error.clone()),
                         State::Done(Ok(outcome)) => Ok(read(outcome)),
@@ -149,7 +188,7 @@ impl Handle {
                         | State::Moving => Err(Error::aborted("the operation was lost")),
                     };
                 }
-                drop(state);
+                // The lock is not held while signals' handlers run, which may ask for this handle.
                 interrupt::look()?;
             }
         })?;
@@ -165,9 +204,10 @@ impl Handle {
     }
 
     /// Whether it has ended.
-    fn poll(&self) -> bool {
-        // Locked by whoever waits.
-        self.0.try_lock().is_some_and(|state| state.poll())
+    fn poll(&self, py: Python<'_>) -> PyResult<bool> {
+        check_here(self.process)?;
+        // Only a thread that takes the result of an operation that has ended holds the lock alone.
+        Ok(py.detach(|| self.state.read().poll()))
     }
 
     /// The shapes of the results, after the end.
@@ -204,17 +244,29 @@ impl Horovod {
     }
 
     fn is_here(&self) -> bool {
-        self.process == std::process::id()
+        is_here(self.process)
     }
 
     fn here(&self) -> PyResult<&phalanx_horovod::Horovod> {
-        match self.is_here() {
-            true => Ok(&self.inner),
-            false => Err(PyValueError::new_err(
-                "hvd.init() was called in the process from which this one was forked; call it in this process, started with the \
-                 multiprocessing method \"spawn\"",
-            )),
-        }
+        check_here(self.process).map(|()| &self.inner)
+    }
+
+    /// Combines `tensors` with those of the other ranks. Factors are applied where the tensors are.
+    fn reduce(
+        &self,
+        py: Python<'_>,
+        tensors: &Tensors<'_>,
+        (op, factors): (u8, (f64, f64)),
+        start: impl FnOnce(
+            &phalanx_horovod::Horovod,
+            Vec<Tensor>,
+            Reduction,
+        ) -> phalanx::Result<Flight<Vec<Tensor>>>
+        + Send,
+    ) -> PyResult<Handle> {
+        let reduction = reduction(op, factors)?;
+        let tensors = lent(tensors, meaning(op), true)?;
+        self.start(py, |hvd| start(hvd, tensors, reduction).map(State::Many))
     }
 
     fn start(
@@ -229,10 +281,11 @@ impl Horovod {
 
 #[pymethods]
 impl Horovod {
-    /// Meets the other ranks, as the launcher says.
+    /// Begins a job of `ranks`. Every one of them calls it.
     #[staticmethod]
-    fn init(py: Python<'_>) -> PyResult<Self> {
-        let inner = interrupt::apart(py, || (), || phalanx_horovod::init_in(&met()?))?;
+    fn begin(py: Python<'_>, ranks: &Ranks) -> PyResult<Self> {
+        let group = ranks.here().ok_or_else(|| PyValueError::new_err("these ranks have been left"))?;
+        let inner = interrupt::apart(py, || (), move || phalanx_horovod::init_in(&group))?;
         inner.map(Self::new).map_err(|error| raised(py, &error))
     }
 
@@ -319,9 +372,9 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        let reduction = reduction(op, factors)?;
-        let tensors = lent(&tensors, meaning(op), true)?;
-        self.start(py, |hvd| hvd.grouped_allreduce_async(name, tensors, reduction).map(State::Many))
+        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+            hvd.grouped_allreduce_async(name, tensors, reduction)
+        })
     }
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
@@ -360,10 +413,9 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        let reduction = reduction(op, factors)?;
-        // Its factor is applied to them where they are.
-        let tensors = lent(&tensors, meaning(op), true)?;
-        self.start(py, |hvd| hvd.grouped_reducescatter_async(name, tensors, reduction).map(State::Many))
+        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+            hvd.grouped_reducescatter_async(name, tensors, reduction)
+        })
     }
 
     fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {

@@ -423,6 +423,42 @@ def test_ctrl_c_ends_a_wait_and_the_operation_goes_on():
     run(2, _interrupt)
 
 
+def _threads(rank):
+    for number in range(20):
+        if rank == 1:
+            # When rank 0's threads wait.
+            hvd.allreduce(torch.ones(1), name=f"wait {number}")
+            hvd.allreduce(torch.ones(3), name=f"waited {number}", op=hvd.Sum)
+            continue
+        handle = hvd.allreduce_async(torch.full((3,), 2.0), name=f"waited {number}", op=hvd.Sum)
+        start, results = threading.Barrier(5), []
+
+        def wait():
+            start.wait()
+            try:
+                results.append(hvd.synchronize(handle).tolist())
+            except ValueError as error:
+                # It came when others had the result.
+                assert "synchronized once" in str(error)
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        assert not hvd.poll(handle)
+        hvd.allreduce(torch.ones(1), name=f"wait {number}")
+        for thread in threads:
+            thread.join()
+        assert results and all(result == [3.0] * 3 for result in results), results
+        # The last one that has it has used up the handle, though others waited for it too.
+        with pytest.raises(ValueError, match="synchronized once"):
+            hvd.poll(handle)
+
+
+def test_threads_may_wait_for_one_operation():
+    run(2, _threads)
+
+
 PROGRAM = """
 import torch
 import horovod.torch as hvd
