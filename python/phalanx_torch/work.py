@@ -233,4 +233,4 @@ def _give_and_keep(reducer: Any, work: Any, use_static_world_size: bool) -> None
     _give(reducer, work, use_static_world_size)
 
 
-c10d.Reducer._set_forward_pass_work_handle = _give_and_keep  # type: ignore[method-assign]
+c10d.Reducer._set_forward_pass_work_handle = _give_and_keep  # type: ignore[method-assign,assignment]

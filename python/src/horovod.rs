@@ -1,6 +1,6 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use parking_lot::{Mutex, RwLock};
 use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
@@ -93,23 +93,22 @@ pub struct Horovod {
     process: u32,
 }
 
-/// An operation in flight.
+/// An operation. Threads may wait for it at the same time, and ask for it meanwhile.
 #[pyclass(frozen, module = "phalanx_torch._native")]
 pub struct Handle {
-    /// Shared by threads that wait for the operation and those that ask for it.
-    state: RwLock<State>,
+    /// None when the operation has ended and `outcome` has its result.
+    in_flight: RwLock<Option<InFlight>>,
+    /// Locked before `in_flight`, by a thread that does not wait.
+    outcome: Mutex<Option<Result<Outcome, Error>>>,
     process: u32,
 }
 
-enum State {
+enum InFlight {
     One(Flight<Tensor>),
     Many(Flight<Vec<Tensor>>),
     Exchange(Flight<Received>),
     Barrier(Flight<()>),
     Join(Flight<Rank>),
-    Done(Result<Outcome, Error>),
-    /// Only for the time of a step from one of these to the next.
-    Moving,
 }
 
 #[derive(Default)]
@@ -119,7 +118,7 @@ struct Outcome {
     last: Option<u32>,
 }
 
-impl State {
+impl InFlight {
     fn wait_for(&self) -> bool {
         match self {
             Self::One(flight) => flight.wait_for(INTERRUPT_INTERVAL),
@@ -127,7 +126,6 @@ impl State {
             Self::Exchange(flight) => flight.wait_for(INTERRUPT_INTERVAL),
             Self::Barrier(flight) => flight.wait_for(INTERRUPT_INTERVAL),
             Self::Join(flight) => flight.wait_for(INTERRUPT_INTERVAL),
-            Self::Done(_) | Self::Moving => true,
         }
     }
 
@@ -138,13 +136,12 @@ impl State {
             Self::Exchange(flight) => flight.poll(),
             Self::Barrier(flight) => flight.poll(),
             Self::Join(flight) => flight.poll(),
-            Self::Done(_) | Self::Moving => true,
         }
     }
 
-    fn finish(&mut self) {
+    fn finish(self) -> Result<Outcome, Error> {
         let of = |tensors| Outcome { tensors, ..Outcome::default() };
-        let outcome = match std::mem::replace(self, Self::Moving) {
+        match self {
             Self::One(flight) => flight.synchronize().map(|tensor| of(vec![tensor])),
             Self::Many(flight) => flight.synchronize().map(of),
             Self::Exchange(flight) => {
@@ -155,41 +152,36 @@ impl State {
             Self::Join(flight) => {
                 flight.synchronize().map(|last| Outcome { last: Some(last.get()), ..Outcome::default() })
             }
-            Self::Done(outcome) => outcome,
-            Self::Moving => Err(Error::aborted("the operation was lost")),
-        };
-        *self = Self::Done(outcome);
+        }
     }
 }
 
 impl Handle {
-    fn new(py: Python<'_>, state: phalanx::Result<State>) -> PyResult<Self> {
-        let handle = |state| Self { state: RwLock::new(state), process: std::process::id() };
-        state.map(handle).map_err(|error| raised(py, &error))
+    fn new(py: Python<'_>, in_flight: phalanx::Result<InFlight>) -> PyResult<Self> {
+        let handle = |in_flight| Self {
+            in_flight: RwLock::new(Some(in_flight)),
+            outcome: Mutex::new(None),
+            process: std::process::id(),
+        };
+        in_flight.map(handle).map_err(|error| raised(py, &error))
     }
 
     /// Waits for the end, and calls `read` with the outcome.
     fn outcome<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Outcome) -> R + Send) -> PyResult<R> {
         check_here(self.process)?;
         let outcome = interrupt::waiting(py, || {
-            loop {
-                if self.state.read().wait_for() {
-                    let mut state = self.state.write();
-                    state.finish();
-                    let state = RwLockWriteGuard::downgrade(state);
-                    return match &*state {
-                        State::Done(Err(error)) => Err(error.clone()),
-                        State::Done(Ok(outcome)) => Ok(read(outcome)),
-                        State::One(_)
-                        | State::Many(_)
-                        | State::Exchange(_)
-                        | State::Barrier(_)
-                        | State::Join(_)
-                        | State::Moving => Err(Error::aborted("the operation was lost")),
-                    };
-                }
-                // The lock is not held while signals' handlers run, which may ask for this handle.
+            // No lock is held while signals' handlers run, which may ask for this handle.
+            while !self.in_flight.read().as_ref().is_none_or(InFlight::wait_for) {
                 interrupt::look()?;
+            }
+            let mut outcome = self.outcome.lock();
+            if let Some(ended) = self.in_flight.write().take() {
+                *outcome = Some(ended.finish());
+            }
+            match &*outcome {
+                Some(Ok(outcome)) => Ok(read(outcome)),
+                Some(Err(error)) => Err(error.clone()),
+                None => Err(Error::aborted("the operation was lost")),
             }
         })?;
         outcome.map_err(|error| raised(py, &error))
@@ -206,8 +198,7 @@ impl Handle {
     /// Whether it has ended.
     fn poll(&self, py: Python<'_>) -> PyResult<bool> {
         check_here(self.process)?;
-        // Only a thread that takes the result of an operation that has ended holds the lock alone.
-        Ok(py.detach(|| self.state.read().poll()))
+        Ok(py.detach(|| self.in_flight.read().as_ref().is_none_or(InFlight::poll)))
     }
 
     /// The shapes of the results, after the end.
@@ -266,13 +257,13 @@ impl Horovod {
     ) -> PyResult<Handle> {
         let reduction = reduction(op, factors)?;
         let tensors = lent(tensors, meaning(op), true)?;
-        self.start(py, |hvd| start(hvd, tensors, reduction).map(State::Many))
+        self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
     }
 
     fn start(
         &self,
         py: Python<'_>,
-        start: impl FnOnce(&phalanx_horovod::Horovod) -> phalanx::Result<State> + Send,
+        start: impl FnOnce(&phalanx_horovod::Horovod) -> phalanx::Result<InFlight> + Send,
     ) -> PyResult<Handle> {
         let inner = self.here()?;
         Handle::new(py, py.detach(|| start(inner)))
@@ -379,7 +370,7 @@ impl Horovod {
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
         let tensors = lent(&tensors, Meaning::Bytes, false)?;
-        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(State::Many))
+        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
     }
 
     /// Overwrites the tensor of every rank but the root.
@@ -391,7 +382,7 @@ impl Horovod {
         root: u32,
     ) -> PyResult<Handle> {
         let tensor = lent_one(tensor, Meaning::Bytes, true)?;
-        self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(State::One))
+        self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(InFlight::One))
     }
 
     fn alltoall(
@@ -402,7 +393,7 @@ impl Horovod {
         splits: Option<Vec<usize>>,
     ) -> PyResult<Handle> {
         let tensor = lent_one(tensor, Meaning::Bytes, false)?;
-        self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(State::Exchange))
+        self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(InFlight::Exchange))
     }
 
     fn reducescatter(
@@ -419,11 +410,11 @@ impl Horovod {
     }
 
     fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {
-        self.start(py, |hvd| hvd.barrier_async().map(State::Barrier))
+        self.start(py, |hvd| hvd.barrier_async().map(InFlight::Barrier))
     }
 
     fn join(&self, py: Python<'_>) -> PyResult<Handle> {
-        self.start(py, |hvd| hvd.join_async().map(State::Join))
+        self.start(py, |hvd| hvd.join_async().map(InFlight::Join))
     }
 }
 
