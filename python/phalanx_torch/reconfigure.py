@@ -6,7 +6,7 @@ so that must live on: not in a process that may die.
 """
 
 # mypy: disable-error-code="override"
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
 import hashlib
 import sys

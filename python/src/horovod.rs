@@ -49,7 +49,11 @@ impl Ranks {
     /// Says goodbye to them.
     fn leave(&self, py: Python<'_>) {
         if is_here(self.process) {
-            py.detach(|| drop(self.group.lock().take()));
+            py.detach(|| {
+                // The lock is released before the others are waited for.
+                let group = self.group.lock().take();
+                drop(group);
+            });
         }
     }
 }
@@ -98,7 +102,7 @@ pub struct Horovod {
 pub struct Handle {
     /// None when the operation has ended and `outcome` has its result.
     in_flight: RwLock<Option<InFlight>>,
-    /// Locked before `in_flight`, by a thread that does not wait.
+    /// Locked before `in_flight`, by threads for whom the operation has ended.
     outcome: Mutex<Option<Result<Outcome, Error>>>,
     process: u32,
 }

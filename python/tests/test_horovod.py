@@ -459,6 +459,30 @@ def test_threads_may_wait_for_one_operation():
     run(2, _threads)
 
 
+def _forked(rank):
+    if rank == 0:
+        handle = hvd.allreduce_async(torch.ones(1), name="in flight", op=hvd.Sum)
+        child = os.fork()
+        if child == 0:
+            code = 0
+            for call in (hvd.poll, hvd.synchronize):
+                try:
+                    call(handle)
+                except ValueError as error:
+                    code += "from which this one was forked" in str(error)
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        hvd.allreduce(torch.ones(1), name="forked")
+        assert hvd.synchronize(handle).item() == 2.0
+    else:
+        hvd.allreduce(torch.ones(1), name="forked")
+        hvd.allreduce(torch.ones(1), name="in flight", op=hvd.Sum)
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_operations():
+    run(2, _forked)
+
+
 PROGRAM = """
 import torch
 import horovod.torch as hvd
