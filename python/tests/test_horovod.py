@@ -459,6 +459,22 @@ def test_threads_may_wait_for_one_operation():
     run(2, _threads)
 
 
+def _polled(rank):
+    handle = hvd.allgather_async(torch.zeros(1 << 21), name="large")
+    native = importlib.import_module("phalanx_torch.horovod._operations")._handles[handle]._native
+    native.wait()
+    into = torch.empty(2 << 21)
+    thread = threading.Thread(target=lambda: [native.copy_to(0, into) for _ in range(50)])
+    thread.start()
+    while thread.is_alive():
+        assert hvd.poll(handle)
+    assert len(hvd.synchronize(handle)) == 2 << 21
+
+
+def test_an_operation_that_has_ended_is_done_whatever_others_do_with_it():
+    run(2, _polled)
+
+
 def _forked(rank):
     if rank == 0:
         handle = hvd.allreduce_async(torch.ones(1), name="in flight", op=hvd.Sum)

@@ -433,6 +433,13 @@ impl ArrivalError {
 }
 
 fn read_outcome(outcome: &[u8]) -> Error {
+    if outcome == OVER {
+        // As this rank's time was up.
+        return Error::timeout("rank 0 has left the group that was met in this store")
+            .with_peer(Rank::MAIN)
+            .in_operation("rendezvous", None)
+            .with_remedy("let every rank join, and leave, equally often");
+    }
     match serde_json::from_slice::<ArrivalError>(outcome) {
         Ok(error) => error.into_error(),
         Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
@@ -536,6 +543,8 @@ mod tests {
         assert!(settled(b"ok 0123456789abcde").unwrap_err().to_string().contains("cannot be read"));
         let error = settled(b"").unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
+        let error = settled(OVER).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("rank 0 has left"), "{error}");
         let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
         let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
