@@ -29,8 +29,22 @@ def check_not_forked() -> None:
         )
 
 
-def _leave() -> None:
+def cause_of_end() -> BaseException | None:
+    """The exception that ends the program, if one does.
+
+    Python keeps an exception that it has printed in ``sys.last_exc``. So do consoles, notebooks and pytest, which go on afterwards. An
+    exception that ends the program has passed through the outermost frame, which nothing called, and theirs have not. Python's own
+    console, and IPython, whose frames may look outermost, say by ``sys.ps1`` that they are there.
+    """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    trace = getattr(error, "__traceback__", None)
+    if hasattr(sys, "ps1") or trace is None or trace.tb_frame.f_back is not None:
+        return None
+    return error
+
+
+def _leave() -> None:
+    error = cause_of_end()
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in _open if group.is_open()]
     if error is not None:

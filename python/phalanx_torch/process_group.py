@@ -9,6 +9,8 @@ import datetime
 import os
 import re
 import sys
+import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +46,12 @@ def create(options: Any, backend_options: object) -> Any:
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
     store = _of_this_attempt(options.store, os.environ)
+    if getattr(options, "enable_reconfigure", False):
+        if device_backend.has_other_backends(options):
+            raise ValueError("phalanx: enable_reconfigure=True is for a group of one backend; leave out the other devices'")
+        from phalanx_torch.reconfigure import ReconfigurableGroup
+
+        return ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
     group = ProcessGroup(
         store, options.group_rank, options.group_size, options.timeout, options.group_id
     )
@@ -60,12 +68,24 @@ def _of_this_attempt(store: c10d.Store, variables: Mapping[str, str]) -> c10d.St
     is_torchruns = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and variables.get("GROUP_WORLD_SIZE") == "1"
     if attempt == "0" or not is_torchruns:
         return store
-    server = store
-    while isinstance(server, c10d.PrefixStore):
-        server = server.underlying_store
+    server = _underlying(store)
     if not isinstance(server, c10d.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
         return store
     return c10d.PrefixStore(f"attempt_{attempt}", store)
+
+
+def _of_this_meeting(store: c10d.Store) -> c10d.Store:
+    """``store``, and for a group of some ranks a part of it without the keys of groups of the same name, and perhaps of other ranks, that
+    these processes had before they left their last job. PyTorch counts from the beginning with each job."""
+    meeting = dist.group.WORLD._native.meeting if isinstance(dist.group.WORLD, ProcessGroup) else None
+    return store if meeting is None else c10d.PrefixStore(f"meeting_{meeting}", store)
+
+
+def _underlying(store: c10d.Store) -> c10d.Store:
+    """The store without its prefixes."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _how(options: Any) -> How:
@@ -179,9 +199,56 @@ def _warn_if_unused(group: "ProcessGroup") -> None:
         )
 
 
+_watch_lock = threading.Lock()
+# How often a group that has hooks is looked at, in seconds.
+_WATCH_INTERVAL = 0.02
+
+
+def _watch(reference: "weakref.ref[ProcessGroup]") -> None:
+    """Calls the hooks of a group once for each time that it fails, until it has none any more."""
+    told: object = None
+    while True:
+        group = reference()
+        if group is None:
+            return
+        native, hooks = group._native, []
+        with _watch_lock:
+            if not group._abort_hooks or group.has_ended():
+                group._watcher = None
+                return
+            if native is not told and native.failure() is not None:
+                told, hooks = native, list(group._abort_hooks.values())
+        for hook in hooks:
+            try:
+                hook()
+            except Exception as error:
+                warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1)
+        del group, native, hooks
+        time.sleep(_WATCH_INTERVAL)
+
+
+# The store of the last job that this process has left as rank 0.
+_last_store: c10d.Store | None = None
+
+
+def _keep_store(group: "ProcessGroup") -> None:
+    """Lets the ranks of a job, which leave it, meet again at the same address.
+
+    PyTorch serves the store in the process of rank 0 while that holds it, and serves it on if that makes another at the same port meanwhile.
+    Other ranks may come to the next meeting before rank 0 does, or before it has left: what they find would end, and rank 0 would wait for
+    them in a new one. Groups of other backends cannot meet twice in one store, whose keys they use anew.
+    """
+    global _last_store
+    if group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1 or group.failure() is not None:
+        return
+    store = _underlying(group._store)
+    if isinstance(store, c10d.TCPStore) and all(isinstance(other, ProcessGroup) for other in dist.distributed_c10d._world.pg_map):
+        _last_store = store
+
+
 @atexit.register
 def _warn_at_exit() -> None:
-    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+    if _exit.cause_of_end() is None:
         for group in list(_groups):
             _warn_if_unused(group)
 
@@ -200,10 +267,20 @@ class ProcessGroup(dist.ProcessGroup):
         self._has_moved_data = False
         self._coalesced: list[Ended | Work] | None = None
         self._timeout = timeout
-        _exit.check_not_forked()
-        self._native = _native.Group.in_store(store, rank, size, timeout.total_seconds())
-        _exit.remember(self._native)
+        self._abort_hooks: dict[int, Callable[[], object]] = {}
+        self._watcher: threading.Thread | None = None
+        self._native = self._first(store, rank, size)
         _groups.add(self)
+
+    def _first(self, store: c10d.Store, rank: int, size: int) -> Any:
+        return self._met(_of_this_meeting(store), rank, size, self._timeout)
+
+    def _met(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta) -> _native.Group:
+        """The native part, when all ranks have met in ``store``."""
+        _exit.check_not_forked()
+        group = _native.Group.in_store(store, rank, size, timeout.total_seconds())
+        _exit.remember(group)
+        return group
 
     # What it is.
 
@@ -223,7 +300,8 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def transport(self) -> str | None:
         """``"shm"``, ``"tcp"``, or None in a world of one."""
-        return self._native.transport
+        transport: str | None = self._native.transport
+        return transport
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -285,6 +363,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._has_moved_data = self.has_moved_data()
         self._sequence = self._barriers = 0
 
+    def has_ended(self) -> bool:
+        """Whether the group has been left."""
+        return not self._native.is_open()
+
     def has_moved_data(self) -> bool:
         """Whether there has been any call but barriers."""
         return self._has_moved_data or self._sequence > self._barriers
@@ -300,6 +382,7 @@ class ProcessGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Waits for what has been called, and leaves the group."""
         _warn_if_unused(self)
+        _keep_store(self)
         self._native.close()
 
     def abort(self) -> None:
@@ -318,7 +401,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     def failure(self) -> Error | None:
         """The :class:`phalanx_torch.Error` for which the group refuses work, or None."""
-        return self._native.failure()
+        failure: Error | None = self._native.failure()
+        return failure
+
+    supports_abort_hooks = True
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Calls ``hook``, on a thread, when the group has failed, whatever this rank does then, or when a rank has aborted it."""
+        with _watch_lock:
+            self._abort_hooks[hook_id] = hook
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="phalanx-hooks", daemon=True)
+                self._watcher.start()
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        """Forgets the hook; no error if there is none."""
+        with _watch_lock:
+            self._abort_hooks.pop(hook_id, None)
 
     # The collectives.
 

@@ -33,6 +33,8 @@ struct Inner {
     world: WorldSize,
     /// A process that is forked from the group's has its memory, and none of its threads.
     process: u32,
+    /// What distinguishes it from groups of the same ranks before it, on every rank; none in a world of one.
+    meeting: Option<String>,
 }
 
 /// How long a rank that leaves waits for messages that it has called for.
@@ -65,10 +67,12 @@ impl Group {
         let join = move || {
             let mut options = GroupOptions::from_env()?;
             options.timeout = timeout;
-            ProcessGroup::join(meet()?, options)
+            let met = meet()?;
+            let number = met.group_number;
+            Ok((ProcessGroup::join(met, options)?, number))
         };
-        let joined = interrupt::apart(py, || given_up.give_up(), join)?;
-        let group = joined.map_err(|error| raised(py, &error))?;
+        let joined: Result<_, Error> = interrupt::apart(py, || given_up.give_up(), join)?;
+        let (group, number) = joined.map_err(|error| raised(py, &error))?;
         let (rank, world) = (group.rank(), group.world_size());
         let worker = group.clone();
         Ok(Self(Arc::new(Inner {
@@ -78,6 +82,7 @@ impl Group {
             rank,
             world,
             process: std::process::id(),
+            meeting: number.map(|number| format!("{:032x}", u128::from_le_bytes(number))),
             group: RwLock::new(Some(group)),
         })))
     }
@@ -257,6 +262,12 @@ impl Group {
     fn set_timeout(&self, timeout: f64) -> PyResult<()> {
         *self.0.timeout.write() = duration(timeout)?;
         Ok(())
+    }
+
+    /// What distinguishes this group from those of the same ranks before it, on every rank; None in a world of one.
+    #[getter]
+    fn meeting(&self) -> Option<&str> {
+        self.0.meeting.as_deref()
     }
 
     /// The cause of the group's failure, if it has failed.

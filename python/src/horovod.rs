@@ -1,6 +1,6 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
@@ -24,32 +24,69 @@ impl phalanx_horovod::Memory for Memory {
     }
 }
 
-/// The ranks that have met, and the process: a program may shut down and begin again, and they meet once.
-static MET: Mutex<Option<(u32, ProcessGroup)>> = Mutex::new(None);
-
-fn met() -> phalanx::Result<ProcessGroup> {
-    let process = std::process::id();
-    let known = MET.lock().as_ref().filter(|(of, _)| *of == process).map(|(_, group)| group.clone());
-    if let Some(group) = known.filter(|group| group.failure().is_none()) {
-        return Ok(group);
-    }
-    let group = phalanx::init()?;
-    forget_met(Some((process, group.clone())));
-    Ok(group)
+/// The ranks that have met: a program may shut down and begin again, and they meet once.
+#[pyclass(frozen, module = "phalanx_torch._native")]
+pub struct Ranks {
+    /// None when it has been left.
+    group: Mutex<Option<ProcessGroup>>,
+    process: u32,
 }
 
-fn forget_met(next: Option<(u32, ProcessGroup)>) {
-    let last = std::mem::replace(&mut *MET.lock(), next);
-    if last.as_ref().is_some_and(|(process, _)| *process != std::process::id()) {
-        // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
-        std::mem::forget(last);
+#[pymethods]
+impl Ranks {
+    /// Meets the other ranks, as the launcher says.
+    #[staticmethod]
+    fn meet(py: Python<'_>) -> PyResult<Self> {
+        let group = interrupt::apart(py, || (), phalanx::init)?.map_err(|error| raised(py, &error))?;
+        Ok(Self { group: Mutex::new(Some(group)), process: std::process::id() })
+    }
+
+    /// Whether they can begin again: not after a failure, nor in a process that was forked from theirs.
+    fn can_begin(&self) -> bool {
+        self.here().is_some_and(|group| group.failure().is_none())
+    }
+
+    /// Says goodbye to them.
+    fn leave(&self, py: Python<'_>) {
+        if is_here(self.process) {
+            py.detach(|| {
+                // The lock is released before the others are waited for.
+                let group = self.group.lock().take();
+                drop(group);
+            });
+        }
     }
 }
 
-/// Says goodbye to the ranks that have met: at the end of the program.
-#[pyfunction]
-pub fn leave_horovod(py: Python<'_>) {
-    py.detach(|| forget_met(None));
+impl Ranks {
+    fn here(&self) -> Option<ProcessGroup> {
+        // The lock may have been held when this process was forked from theirs.
+        is_here(self.process).then(|| self.group.lock().clone()).flatten()
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        if !is_here(self.process) {
+            // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
+            std::mem::forget(self.group.get_mut().take());
+        }
+    }
+}
+
+/// Whether this is the process with this number, and not one that was forked from it.
+fn is_here(process: u32) -> bool {
+    process == std::process::id()
+}
+
+fn check_here(process: u32) -> PyResult<()> {
+    match is_here(process) {
+        true => Ok(()),
+        false => Err(PyValueError::new_err(
+            "hvd.init() was called in the process from which this one was forked; call it in this process, started with the \
+             multiprocessing method \"spawn\"",
+        )),
+    }
 }
 
 /// A handle to the ranks of a job, or of a process set.
@@ -60,19 +97,22 @@ pub struct Horovod {
     process: u32,
 }
 
-/// An operation in flight.
+/// An operation. Threads may wait for it at the same time, and ask for it meanwhile.
 #[pyclass(frozen, module = "phalanx_torch._native")]
-pub struct Handle(Mutex<State>);
+pub struct Handle {
+    /// None when the operation has ended and `outcome` has its result.
+    in_flight: RwLock<Option<InFlight>>,
+    /// Locked before `in_flight`, by threads for whom the operation has ended.
+    outcome: Mutex<Option<Result<Outcome, Error>>>,
+    process: u32,
+}
 
-enum State {
+enum InFlight {
     One(Flight<Tensor>),
     Many(Flight<Vec<Tensor>>),
     Exchange(Flight<Received>),
     Barrier(Flight<()>),
     Join(Flight<Rank>),
-    Done(Result<Outcome, Error>),
-    /// Only for the time of a step from one of these to the next.
-    Moving,
 }
 
 #[derive(Default)]
@@ -82,7 +122,7 @@ struct Outcome {
     last: Option<u32>,
 }
 
-impl State {
+impl InFlight {
     fn wait_for(&self) -> bool {
         match self {
             Self::One(flight) => flight.wait_for(INTERRUPT_INTERVAL),
@@ -90,7 +130,6 @@ impl State {
             Self::Exchange(flight) => flight.wait_for(INTERRUPT_INTERVAL),
             Self::Barrier(flight) => flight.wait_for(INTERRUPT_INTERVAL),
             Self::Join(flight) => flight.wait_for(INTERRUPT_INTERVAL),
-            Self::Done(_) | Self::Moving => true,
         }
     }
 
@@ -101,13 +140,12 @@ impl State {
             Self::Exchange(flight) => flight.poll(),
             Self::Barrier(flight) => flight.poll(),
             Self::Join(flight) => flight.poll(),
-            Self::Done(_) | Self::Moving => true,
         }
     }
 
-    fn finish(&mut self) {
+    fn finish(self) -> Result<Outcome, Error> {
         let of = |tensors| Outcome { tensors, ..Outcome::default() };
-        let outcome = match std::mem::replace(self, Self::Moving) {
+        match self {
             Self::One(flight) => flight.synchronize().map(|tensor| of(vec![tensor])),
             Self::Many(flight) => flight.synchronize().map(of),
             Self::Exchange(flight) => {
@@ -118,39 +156,36 @@ impl State {
             Self::Join(flight) => {
                 flight.synchronize().map(|last| Outcome { last: Some(last.get()), ..Outcome::default() })
             }
-            Self::Done(outcome) => outcome,
-            Self::Moving => Err(Error::aborted("the operation was lost")),
-        };
-        *self = Self::Done(outcome);
+        }
     }
 }
 
 impl Handle {
-    fn new(py: Python<'_>, state: phalanx::Result<State>) -> PyResult<Self> {
-        state.map(|state| Self(Mutex::new(state))).map_err(|error| raised(py, &error))
+    fn new(py: Python<'_>, in_flight: phalanx::Result<InFlight>) -> PyResult<Self> {
+        let handle = |in_flight| Self {
+            in_flight: RwLock::new(Some(in_flight)),
+            outcome: Mutex::new(None),
+            process: std::process::id(),
+        };
+        in_flight.map(handle).map_err(|error| raised(py, &error))
     }
 
     /// Waits for the end, and calls `read` with the outcome.
     fn outcome<R: Send>(&self, py: Python<'_>, read: impl FnOnce(&Outcome) -> R + Send) -> PyResult<R> {
+        check_here(self.process)?;
         let outcome = interrupt::waiting(py, || {
-            // Not held while it lets signals' handlers run, which may ask for this handle.
-            loop {
-                let mut state = self.0.lock();
-                if state.wait_for() {
-                    state.finish();
-                    return match &*state {
-                        State::Done(Err(error)) => Err(error.clone()),
-                        State::Done(Ok(outcome)) => Ok(read(outcome)),
-                        State::One(_)
-                        | State::Many(_)
-                        | State::Exchange(_)
-                        | State::Barrier(_)
-                        | State::Join(_)
-                        | State::Moving => Err(Error::aborted("the operation was lost")),
-                    };
-                }
-                drop(state);
+            // No lock is held while signals' handlers run, which may ask for this handle.
+            while !self.in_flight.read().as_ref().is_none_or(InFlight::wait_for) {
                 interrupt::look()?;
+            }
+            let mut outcome = self.outcome.lock();
+            if let Some(ended) = self.in_flight.write().take() {
+                *outcome = Some(ended.finish());
+            }
+            match &*outcome {
+                Some(Ok(outcome)) => Ok(read(outcome)),
+                Some(Err(error)) => Err(error.clone()),
+                None => Err(Error::aborted("the operation was lost")),
             }
         })?;
         outcome.map_err(|error| raised(py, &error))
@@ -165,9 +200,9 @@ impl Handle {
     }
 
     /// Whether it has ended.
-    fn poll(&self) -> bool {
-        // Locked by whoever waits.
-        self.0.try_lock().is_some_and(|state| state.poll())
+    fn poll(&self, py: Python<'_>) -> PyResult<bool> {
+        check_here(self.process)?;
+        Ok(py.detach(|| self.in_flight.read().as_ref().is_none_or(InFlight::poll)))
     }
 
     /// The shapes of the results, after the end.
@@ -204,23 +239,35 @@ impl Horovod {
     }
 
     fn is_here(&self) -> bool {
-        self.process == std::process::id()
+        is_here(self.process)
     }
 
     fn here(&self) -> PyResult<&phalanx_horovod::Horovod> {
-        match self.is_here() {
-            true => Ok(&self.inner),
-            false => Err(PyValueError::new_err(
-                "hvd.init() was called in the process from which this one was forked; call it in this process, started with the \
-                 multiprocessing method \"spawn\"",
-            )),
-        }
+        check_here(self.process).map(|()| &self.inner)
+    }
+
+    /// Combines `tensors` with those of the other ranks. Factors are applied where the tensors are.
+    fn reduce(
+        &self,
+        py: Python<'_>,
+        tensors: &Tensors<'_>,
+        (op, factors): (u8, (f64, f64)),
+        start: impl FnOnce(
+            &phalanx_horovod::Horovod,
+            Vec<Tensor>,
+            Reduction,
+        ) -> phalanx::Result<Flight<Vec<Tensor>>>
+        + Send,
+    ) -> PyResult<Handle> {
+        let reduction = reduction(op, factors)?;
+        let tensors = lent(tensors, meaning(op), true)?;
+        self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
     }
 
     fn start(
         &self,
         py: Python<'_>,
-        start: impl FnOnce(&phalanx_horovod::Horovod) -> phalanx::Result<State> + Send,
+        start: impl FnOnce(&phalanx_horovod::Horovod) -> phalanx::Result<InFlight> + Send,
     ) -> PyResult<Handle> {
         let inner = self.here()?;
         Handle::new(py, py.detach(|| start(inner)))
@@ -229,10 +276,11 @@ impl Horovod {
 
 #[pymethods]
 impl Horovod {
-    /// Meets the other ranks, as the launcher says.
+    /// Begins a job of `ranks`. Every one of them calls it.
     #[staticmethod]
-    fn init(py: Python<'_>) -> PyResult<Self> {
-        let inner = interrupt::apart(py, || (), || phalanx_horovod::init_in(&met()?))?;
+    fn begin(py: Python<'_>, ranks: &Ranks) -> PyResult<Self> {
+        let group = ranks.here().ok_or_else(|| PyValueError::new_err("these ranks have been left"))?;
+        let inner = interrupt::apart(py, || (), move || phalanx_horovod::init_in(&group))?;
         inner.map(Self::new).map_err(|error| raised(py, &error))
     }
 
@@ -319,14 +367,14 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        let reduction = reduction(op, factors)?;
-        let tensors = lent(&tensors, meaning(op), true)?;
-        self.start(py, |hvd| hvd.grouped_allreduce_async(name, tensors, reduction).map(State::Many))
+        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+            hvd.grouped_allreduce_async(name, tensors, reduction)
+        })
     }
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
         let tensors = lent(&tensors, Meaning::Bytes, false)?;
-        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(State::Many))
+        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
     }
 
     /// Overwrites the tensor of every rank but the root.
@@ -338,7 +386,7 @@ impl Horovod {
         root: u32,
     ) -> PyResult<Handle> {
         let tensor = lent_one(tensor, Meaning::Bytes, true)?;
-        self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(State::One))
+        self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(InFlight::One))
     }
 
     fn alltoall(
@@ -349,7 +397,7 @@ impl Horovod {
         splits: Option<Vec<usize>>,
     ) -> PyResult<Handle> {
         let tensor = lent_one(tensor, Meaning::Bytes, false)?;
-        self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(State::Exchange))
+        self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(InFlight::Exchange))
     }
 
     fn reducescatter(
@@ -360,18 +408,17 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        let reduction = reduction(op, factors)?;
-        // Its factor is applied to them where they are.
-        let tensors = lent(&tensors, meaning(op), true)?;
-        self.start(py, |hvd| hvd.grouped_reducescatter_async(name, tensors, reduction).map(State::Many))
+        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+            hvd.grouped_reducescatter_async(name, tensors, reduction)
+        })
     }
 
     fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {
-        self.start(py, |hvd| hvd.barrier_async().map(State::Barrier))
+        self.start(py, |hvd| hvd.barrier_async().map(InFlight::Barrier))
     }
 
     fn join(&self, py: Python<'_>) -> PyResult<Handle> {
-        self.start(py, |hvd| hvd.join_async().map(State::Join))
+        self.start(py, |hvd| hvd.join_async().map(InFlight::Join))
     }
 }
 

@@ -33,7 +33,7 @@ mod _native {
     #[pymodule_export]
     use super::group::Group;
     #[pymodule_export]
-    use super::horovod::{Handle, Horovod, leave_horovod};
+    use super::horovod::{Handle, Horovod, Ranks};
     #[pymodule_export]
     use super::work::{Work, close_callbacks};
 }

@@ -331,3 +331,81 @@ def test_programs_end_without_a_hang(how):
         assert codes[0] not in (0, None) and codes[1] not in (0, None), (codes, output)
         assert re.search(ENDS[how], output[0], re.DOTALL), output[0]
     assert not any("panicked" in text or "Fatal Python" in text for text in output), output
+
+
+RAISES = """
+import atexit, sys
+from phalanx_torch import _exit
+atexit.register(lambda: print("ended by", type(_exit.cause_of_end()).__name__))
+def deep():
+    raise KeyError("raised")
+{rest}
+"""
+# In the program's own process, as Python's and IPython's consoles do it: the exception is printed and kept, and the program goes on.
+CONSOLE = "import code; code.InteractiveConsole({'deep': deep}).push('deep()')"
+RUNPY = "import runpy, pathlib; pathlib.Path(sys.argv[1]).write_text('raise KeyError'); runpy.run_path(sys.argv[1])"
+THREAD = "import threading; thread = threading.Thread(target=deep); thread.start(); thread.join()"
+
+
+@pytest.mark.parametrize(
+    ("started", "rest", "ended_by"),
+    [
+        ("file", "deep()", "KeyError"),
+        ("-m", "deep()", "KeyError"),
+        ("-c", "deep()", "KeyError"),
+        ("stdin", "deep()", "KeyError"),
+        ("file", RUNPY, "KeyError"),
+        ("file", "raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("file", "", "NoneType"),
+        ("file", THREAD, "NoneType"),
+        # Not by what they have printed.
+        ("file", CONSOLE, "NoneType"),
+        ("-i", "deep()", "NoneType"),
+        ("-i", "\ndeep()", "NoneType"),
+        ("console", "\ndeep()", "NoneType"),
+    ],
+)
+def test_the_end_of_a_program_has_a_cause_only_if_that_ended_it(tmp_path, started, rest, ended_by):
+    text, file = RAISES.format(rest=rest), tmp_path / "program.py"
+    file.write_text(text)
+    arguments, given = {
+        "file": ([str(file), str(tmp_path / "other.py")], ""),
+        "-m": (["-m", "program"], ""),
+        "-c": (["-c", text], ""),
+        "stdin": (["-"], text),
+        "-i": (["-i", str(file)], "1 + 1\n"),
+        "console": (["-i", "-"], text),
+    }[started]
+    ended = subprocess.run([sys.executable, *arguments], input=given, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert f"ended by {ended_by}\n" in ended.stdout, (ended.stdout, ended.stderr)
+
+
+CONSOLE_OF_A_RANK = """
+import os, torch, torch.distributed as dist, phalanx_torch
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(1))
+1 / 0
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_console_that_has_printed_an_exception_ends_without_an_abort():
+    port, started = free_port(), []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-i"], env={**os.environ, **place}, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )
+    # Rank 0 still calls when rank 1 has ended.
+    texts = [CONSOLE_OF_A_RANK + "dist.all_reduce(torch.ones(1))\n", CONSOLE_OF_A_RANK]
+    for process, text in zip(started, texts):
+        process.stdin.write(text)
+        process.stdin.close()
+        process.stdin = None
+    outputs = [process.communicate(timeout=120)[1] for process in started]
+    assert "rank 1" in outputs[0] and "has left" in outputs[0], outputs
+    assert all("ZeroDivisionError" in output for output in outputs), outputs
+    assert not any("the program of rank" in output for output in outputs), outputs

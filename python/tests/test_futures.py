@@ -9,7 +9,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from conftest import needs_async_op, waiting
+from torch.distributed import rpc
 
 from phalanx_torch.work import Work
 
@@ -154,3 +156,35 @@ def trained(rank, hook):
 def test_ddp_and_its_hooks_keep_replicas_equal(ranks, hook):
     first, second = ranks(2, trained, hook)
     assert first == second
+
+
+def _join(rank, with_rpc):
+    """Rank 1 has one batch more."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    ddp, gradients = torch.nn.parallel.DistributedDataParallel(model), []
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            if with_rpc:
+                with dist_autograd.context() as context:
+                    dist_autograd.backward(context, [ddp(torch.full((1, 2), rank + 1.0)).sum()])
+                    gradients.append(dist_autograd.get_gradients(context)[model.weight].tolist())
+            else:
+                ddp.zero_grad()
+                ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
+                gradients.append(model.weight.grad.tolist())
+    return gradients
+
+
+def _join_with_rpc(rank, url):
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=url))
+    gradients = _join(rank, True)
+    rpc.shutdown()
+    return gradients
+
+
+@pytest.mark.parametrize("with_rpc", [False, True])
+def test_ddp_waits_in_backward_for_who_has_joined(ranks, tmp_path, with_rpc):
+    # It has only the part in C++ of a work by then. Both have a batch first, and then rank 1 alone.
+    gradients = ranks(2, _join_with_rpc, f"file://{tmp_path}/rpc") if with_rpc else ranks(2, _join, False)
+    assert gradients == [[[[1.5, 1.5]]], [[[1.5, 1.5]], [[2.0, 2.0]]]]

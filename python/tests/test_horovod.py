@@ -423,6 +423,82 @@ def test_ctrl_c_ends_a_wait_and_the_operation_goes_on():
     run(2, _interrupt)
 
 
+def _threads(rank):
+    for number in range(20):
+        if rank == 1:
+            # When rank 0's threads wait.
+            hvd.allreduce(torch.ones(1), name=f"wait {number}")
+            hvd.allreduce(torch.ones(3), name=f"waited {number}", op=hvd.Sum)
+            continue
+        handle = hvd.allreduce_async(torch.full((3,), 2.0), name=f"waited {number}", op=hvd.Sum)
+        start, results = threading.Barrier(5), []
+
+        def wait():
+            start.wait()
+            try:
+                results.append(hvd.synchronize(handle).tolist())
+            except ValueError as error:
+                # It came when others had the result.
+                assert "synchronized once" in str(error)
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        start.wait()
+        assert not hvd.poll(handle)
+        hvd.allreduce(torch.ones(1), name=f"wait {number}")
+        for thread in threads:
+            thread.join()
+        assert results and all(result == [3.0] * 3 for result in results), results
+        # The last one that has it has used up the handle, though others waited for it too.
+        with pytest.raises(ValueError, match="synchronized once"):
+            hvd.poll(handle)
+
+
+def test_threads_may_wait_for_one_operation():
+    run(2, _threads)
+
+
+def _polled(rank):
+    handle = hvd.allgather_async(torch.zeros(1 << 21), name="large")
+    native = importlib.import_module("phalanx_torch.horovod._operations")._handles[handle]._native
+    native.wait()
+    into = torch.empty(2 << 21)
+    thread = threading.Thread(target=lambda: [native.copy_to(0, into) for _ in range(50)])
+    thread.start()
+    while thread.is_alive():
+        assert hvd.poll(handle)
+    assert len(hvd.synchronize(handle)) == 2 << 21
+
+
+def test_an_operation_that_has_ended_is_done_whatever_others_do_with_it():
+    run(2, _polled)
+
+
+def _forked(rank):
+    if rank == 0:
+        handle = hvd.allreduce_async(torch.ones(1), name="in flight", op=hvd.Sum)
+        child = os.fork()
+        if child == 0:
+            code = 0
+            for call in (hvd.poll, hvd.synchronize):
+                try:
+                    call(handle)
+                except ValueError as error:
+                    code += "from which this one was forked" in str(error)
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        hvd.allreduce(torch.ones(1), name="forked")
+        assert hvd.synchronize(handle).item() == 2.0
+    else:
+        hvd.allreduce(torch.ones(1), name="forked")
+        hvd.allreduce(torch.ones(1), name="in flight", op=hvd.Sum)
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_operations():
+    run(2, _forked)
+
+
 PROGRAM = """
 import torch
 import horovod.torch as hvd

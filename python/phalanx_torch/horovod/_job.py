@@ -1,7 +1,6 @@
 """The job: its start and end, its ranks, and sets of them."""
 
 import atexit
-import sys
 
 import torch  # noqa: F401  Its threads are known before the native ones start.
 
@@ -84,7 +83,7 @@ class _Global(ProcessSet):
 #: All ranks.
 global_process_set = _Global()
 
-_state = {"job": None, "sets": {}, "next": 1}
+_state = {"ranks": None, "job": None, "sets": {}, "next": 1}
 
 
 def _job():
@@ -112,7 +111,10 @@ def init(comm=None, process_sets=None):
     if job is not None:
         shutdown()
     _exit.check_not_forked()
-    _state.update(job=_native.Horovod.init(), sets={}, next=1)
+    if _state["ranks"] is None or not _state["ranks"].can_begin():
+        _leave_ranks()
+        _state["ranks"] = _native.Ranks.meet()
+    _state.update(job=_native.Horovod.begin(_state["ranks"]), sets={}, next=1)
     global_process_set._counts = {}
     # "dynamic" asks for what is always allowed here.
     for process_set in [] if process_sets in (None, "dynamic") else process_sets:
@@ -133,14 +135,20 @@ def shutdown():
 
 @atexit.register
 def _leave():
-    job, error = _state["job"], getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    job, error = _state["job"], _exit.cause_of_end()
     if job is not None and error is not None:
         cause = f"the program of rank {job.rank()} ended with {type(error).__name__}: {error}"
         for part in [job, *(process_set._native for process_set in _state["sets"].values())]:
             if part is not None:
                 part.abort(cause)
     shutdown()
-    _native.leave_horovod()
+    _leave_ranks()
+
+
+def _leave_ranks():
+    ranks, _state["ranks"] = _state["ranks"], None
+    if ranks is not None:
+        ranks.leave()
 
 
 def is_initialized():

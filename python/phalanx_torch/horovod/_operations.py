@@ -1,6 +1,7 @@
 """Collectives by name."""
 
 import itertools
+import threading
 
 import torch
 
@@ -36,18 +37,21 @@ class _InFlight:
 
     def __init__(self, native, finish):
         self._native, self._finish, self._result = native, finish, None
+        self._lock = threading.Lock()
 
     def poll(self):
         return self._native.poll()
 
     def synchronize(self):
-        if self._finish is not None:
-            try:
-                self._native.wait()
-                with torch.no_grad():
-                    self._result, self._finish = self._finish(self._native), None
-            except Error as error:
-                raise _internal(error) from error
+        try:
+            self._native.wait()
+            # Threads may wait for one operation. Its result is made once.
+            with self._lock:
+                if self._finish is not None:
+                    with torch.no_grad():
+                        self._result, self._finish = self._finish(self._native), None
+        except Error as error:
+            raise _internal(error) from error
         return self._result
 
 

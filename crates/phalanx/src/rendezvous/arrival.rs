@@ -6,13 +6,17 @@
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store, and what
 //!            identifies the host and the process, as their names and numbers do not
 //! world      the world size that the first to come expects, and the version of this protocol
-//! verdict    the outcome: "ok" with the number of the first group, or what went wrong; written once, read by all
+//! verdict    the outcome: "ok" with the number of the first group, "over", or what went wrong; written once, read by all
 //! ```
 //!
 //! A rank writes the first two in one request and waits for the third in the next: two round trips, however far away the store is.
 //!
 //! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
 //! `rank/<r>`, and goes on to the next round.
+//!
+//! If rank 0 serves the store, the next meeting has a store of its own, at the same address. A rank that is sooner there than rank 0 finds
+//! the last one. So rank 0, before it ends that, writes that the next round is over: whoever waits there, or still comes, begins again.
+//! Without that it would wait in a store that rank 0 has left, and rank 0 for it in another.
 
 use std::net::IpAddr;
 use std::sync::{Arc, OnceLock};
@@ -33,6 +37,8 @@ use crate::world_size::WorldSize;
 
 /// How the outcome begins if all have come. The random number of the first group follows.
 const OK: &[u8] = b"ok ";
+/// The outcome of the round after the last one in a store that ends.
+const OVER: &[u8] = b"over";
 /// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome; in the second,
 /// the outcome had no number.
 const VERSION: u32 = 3;
@@ -75,12 +81,38 @@ fn process_nonce() -> Result<u64> {
     }
 }
 
+/// How a start has ended for a rank that has met no error.
+pub(super) enum Arrival {
+    /// All have come.
+    Met(Arrived),
+    /// The store ends: rank 0 has left the world that was met there.
+    Over,
+}
+
+impl Arrival {
+    /// The world, in a store that only its last user ends.
+    ///
+    /// # Errors
+    /// If something else has written to the store.
+    pub fn met(self) -> Result<Arrived> {
+        match self {
+            Self::Met(arrived) => Ok(arrived),
+            Self::Over => {
+                Err(Error::protocol("the store says that rank 0 has left it, and rank 0 does not serve it")
+                    .in_operation("rendezvous", None))
+            }
+        }
+    }
+}
+
 /// A complete world.
 pub(super) struct Arrived {
     /// The part of the store that belongs to it.
     pub store: SharedStore,
     /// The number of its first group.
     pub group_number: JobId,
+    /// What rank 0 ends if it serves the store.
+    pub rounds: Option<Rounds>,
     roll_call: PrefixStore,
     world_size: WorldSize,
 }
@@ -97,6 +129,10 @@ struct Entry {
 }
 
 impl Entry {
+    fn new(store: Option<IpAddr>, config: &RankConfig, me: &Identity) -> Result<Self> {
+        Ok(Self { nonce: nonce()?, world: expectation(config.world_size), identity: me.clone(), store })
+    }
+
     fn to_text(&self) -> String {
         let Self { nonce, world, identity: Identity { host, process, host_id, process_id }, store } = self;
         let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
@@ -161,11 +197,12 @@ pub(super) fn arrive(
     config: &RankConfig,
     me: &Identity,
     deadline: Deadline,
-) -> Result<Arrived> {
+) -> Result<Arrival> {
     let started = Instant::now();
-    let (world, identity) = (expectation(config.world_size), me.clone());
-    let entry = Entry { nonce: nonce()?, world, identity, store: found };
-    let (roll_call, round, expected) = sign_in(store, config, &entry, deadline)?;
+    let entry = Entry::new(found, config, me)?;
+    let Some((roll_call, round, expected)) = sign_in(store, config, &entry, deadline)? else {
+        return Ok(Arrival::Over);
+    };
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
     if expected != entry.world.as_bytes() {
@@ -187,13 +224,61 @@ pub(super) fn arrive(
         }
     });
     let group_number = match outcome {
+        Ok(outcome) if outcome == OVER => return Ok(Arrival::Over),
         Ok(outcome) => number_in(&outcome),
         Err(error) if error.is_timeout() => {
             report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)
         }
         Err(error) => Err(error),
     }?;
-    Ok(Arrived { store: group, group_number, roll_call, world_size: config.world_size })
+    let rounds = Some(Rounds { scope: config.scope.clone(), met: round });
+    Ok(Arrival::Met(Arrived { store: group, group_number, rounds, roll_call, world_size: config.world_size }))
+}
+
+/// The rounds of a job in a store.
+#[derive(Debug)]
+pub(super) struct Rounds {
+    scope: String,
+    /// The one in which this rank has met the others.
+    met: u64,
+}
+
+impl Rounds {
+    /// Writes that the next round is over. Those in between have ended with an error.
+    ///
+    /// # Errors
+    /// If the store does not answer.
+    pub fn end(&self, store: &dyn Store, deadline: Deadline) -> Result<()> {
+        let mut round = self.met + 1;
+        while store.compare_set(&format!("{}/{round}/verdict", self.scope), b"", OVER, deadline)? != OVER {
+            round += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Lets the next start in `store` fail on every rank, if this process has met its world there already and still serves it. None if it has not.
+pub(super) fn refuse_another(
+    store: &SharedStore,
+    config: &RankConfig,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Option<Error>> {
+    let first = PrefixStore::new(format!("{}/0", config.scope), Arc::clone(store));
+    let key = format!("rank/{}", config.rank);
+    if !first.check(&[&key], deadline)?
+        || Entry::parse(&first.get(&key, deadline)?).is_ok_and(|entry| entry.identity != *me)
+    {
+        return Ok(None);
+    }
+    let signed_in = sign_in(store, config, &Entry::new(None, config, me)?, deadline)?;
+    Ok(signed_in.map(|(roll_call, ..)| {
+        let cause = format!(
+            "process {} on {} is rank {} of another group already, whose store it serves at this address",
+            me.process, me.host, config.rank
+        );
+        fail(&roll_call, Kind::InvalidArgument, Some(config.rank), cause, deadline)
+    }))
 }
 
 /// Rank 0: waits until all have come, and writes the outcome, unless there is one before.
@@ -242,14 +327,14 @@ pub(super) fn nonce() -> Result<String> {
     Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
 }
 
-/// Writes the entry into the first round in which this process has no entry yet. Returns also the world size that the first to come
-/// expects there.
+/// Writes the entry into the first round in which this process has no entry yet. Returns also the number of the round, and the world size
+/// that the first to come expects there. None if rank 0 has ended that round.
 fn sign_in(
     store: &SharedStore,
     config: &RankConfig,
     entry: &Entry,
     deadline: Deadline,
-) -> Result<(PrefixStore, u64, Vec<u8>)> {
+) -> Result<Option<(PrefixStore, u64, Vec<u8>)>> {
     let mine = entry.to_text().into_bytes();
     let name = format!("rank/{}", config.rank);
     for round in 0.. {
@@ -259,7 +344,7 @@ fn sign_in(
         let [there, expected] = <[_; 2]>::try_from(found)
             .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
         if there == mine {
-            return Ok((roll_call, round, expected));
+            return Ok(Some((roll_call, round, expected)));
         }
         let other = Entry::parse(&there).map_err(|cause| {
             let peer = format!("another rank {}", config.rank);
@@ -273,6 +358,13 @@ fn sign_in(
                 config.rank, other.process, other.host, entry.identity.process, entry.identity.host
             );
             return Err(fail(&roll_call, Kind::Mismatch, Some(config.rank), cause, deadline));
+        }
+        // The first round of a store has been met, or this process has left it with an error.
+        if round > 0
+            && roll_call.check(&["verdict"], deadline)?
+            && roll_call.get("verdict", deadline)? == OVER
+        {
+            return Ok(None);
         }
     }
     Err(Error::protocol("the store refuses this rank's arrival in every round"))
@@ -331,12 +423,23 @@ impl ArrivalError {
             Kind::Protocol => {
                 "run the same version of Phalanx in all processes of a job, and let nothing else write to its store"
             }
+            Kind::InvalidArgument => {
+                "end that group on every rank before the next is made (drop it; in Python, destroy_process_group), or make \
+                 others of its ranks with new_group"
+            }
             _ => "give every process its own rank and the same world size; a launcher does",
         })
     }
 }
 
 fn read_outcome(outcome: &[u8]) -> Error {
+    if outcome == OVER {
+        // As this rank's time was up.
+        return Error::timeout("rank 0 has left the group that was met in this store")
+            .with_peer(Rank::MAIN)
+            .in_operation("rendezvous", None)
+            .with_remedy("let every rank join, and leave, equally often");
+    }
     match serde_json::from_slice::<ArrivalError>(outcome) {
         Ok(error) => error.into_error(),
         Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
@@ -440,6 +543,8 @@ mod tests {
         assert!(settled(b"ok 0123456789abcde").unwrap_err().to_string().contains("cannot be read"));
         let error = settled(b"").unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
+        let error = settled(OVER).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("rank 0 has left"), "{error}");
         let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
         let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
@@ -450,7 +555,7 @@ mod tests {
         RankConfig::given("the store", Some(Rank::new(rank)), Some(world)).unwrap()
     }
 
-    fn start(store: &SharedStore, rank: u32, seconds: u64) -> Result<Arrived> {
+    fn start(store: &SharedStore, rank: u32, seconds: u64) -> Result<Arrival> {
         let (process, process_id) = (rank.to_string(), rank.to_string());
         let me = Identity { host: "here".into(), process, host_id: "here".into(), process_id };
         arrive(store, None, &config(rank), &me, Deadline::after(Duration::from_secs(seconds)))

@@ -38,7 +38,7 @@ pub(super) fn join(
     };
     let file = Arc::new(file);
     let store: SharedStore = Arc::<FileStore>::clone(&file);
-    let arrived = arrive(&store, None, config, me, deadline)?;
+    let arrived = arrive(&store, None, config, me, deadline)?.met()?;
     config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 

@@ -6,6 +6,9 @@
 //!
 //! A group needs the store for start-up only. Rank 0, which hosts it unless the launcher does, serves it until the
 //! other ranks have closed their connections, but no longer than [`GRACE`] after its own [`KeepAlive`] was dropped.
+//!
+//! The same processes may meet again at the same place, as often as each other: where rank 0 hosts the store, when the last group has
+//! been dropped, and under a launcher that hosts it also before.
 
 mod arrival;
 mod env;
@@ -19,7 +22,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::arrival::{Arrived, Identity};
+use self::arrival::{Arrived, Identity, Rounds};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
@@ -32,6 +35,9 @@ use crate::world_size::WorldSize;
 
 /// How long rank 0, when it is done, serves the store for ranks that still use it.
 pub const GRACE: Duration = Duration::from_secs(5);
+
+/// How long rank 0, when it is done, waits for its own store's answer.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of a rendezvous for one rank: a complete world.
 pub struct Rendezvous {
@@ -321,7 +327,7 @@ pub struct KeepAlive(Held);
 enum Held {
     Nothing,
     Client(Arc<TcpStore>),
-    Host { client: Arc<TcpStore>, server: Option<TcpStoreServer> },
+    Host { client: Arc<TcpStore>, server: Option<TcpStoreServer>, rounds: Option<Rounds> },
     File { _store: Arc<FileStore> },
 }
 
@@ -330,11 +336,16 @@ impl Drop for KeepAlive {
         match &mut self.0 {
             Held::Nothing | Held::File { .. } => {}
             Held::Client(client) => client.close_idle(),
-            Held::Host { client, server } => {
-                client.close_idle();
+            Held::Host { client, server, rounds } => {
                 // A rank that panics does not wait: the sooner the others notice, the better.
+                let waits = !std::thread::panicking();
+                if let Some(rounds) = rounds.take().filter(|_| waits) {
+                    // Ranks that are to meet this one again may be here already. If they cannot be told, they lose their connection.
+                    let _ = rounds.end(&**client, Deadline::after(FAREWELL_TIMEOUT));
+                }
+                client.close_idle();
                 if let Some(server) = server.take()
-                    && !std::thread::panicking()
+                    && waits
                 {
                     server.drain(Deadline::after(GRACE));
                 }

@@ -18,6 +18,6 @@ pub(super) fn join(
     if config.world_size.get() == 1 {
         return Ok(config.alone());
     }
-    let arrived = arrive(store, None, config, me, deadline)?;
+    let arrived = arrive(store, None, config, me, deadline)?.met()?;
     config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::Nothing), deadline)
 }

@@ -2,11 +2,12 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::arrival::{Identity, arrive};
+use super::arrival::{Arrival, Identity, arrive, refuse_another};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::store::{
     Access, KeylessClients, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
 };
@@ -20,6 +21,12 @@ pub(super) enum Host {
     Elsewhere,
 }
 
+/// How long a rank that finds rank 0's last store waits before it looks for the next one.
+const NEXT_STORE_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How long rank 0 looks whether what has its port is a store of its own.
+const OWN_STORE_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Meets at `address`.
 pub(super) fn join(
     address: &str,
@@ -31,22 +38,38 @@ pub(super) fn join(
     if config.world_size.get() == 1 {
         return Ok(config.alone());
     }
-    // Another program of this user, such as a monitor, may use the store without the key.
-    let access = Access::to(config.credentials.clone(), KeylessClients::OfThisUser);
-    let server = match host {
-        Host::Rank0 { bind: None } if config.rank.is_main() => {
-            let server = TcpStoreServer::bind_to(address, access, deadline)?;
-            // All ranks of one host reach it, if the launcher says that they are on one.
-            if config.local.is_none_or(|(_, size)| size < config.world_size.get()) {
-                let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-                warn_of_own_name(host, server.local_addr().ip());
+    let mut is_over = false;
+    loop {
+        match join_once(address, host, config, me, deadline) {
+            Ok(Some(met)) => return Ok(met),
+            Err(error) if is_over && error.is_timeout() => {
+                return Err(error.with_remedy(
+                    "rank 0 has left the group that it met there, and has not come to meet another: let every rank join, and leave, \
+                     equally often",
+                ));
             }
-            Some(server)
+            Err(error) => return Err(error),
+            Ok(None) => is_over = true,
         }
-        Host::Rank0 { bind: Some(ip) } if config.rank.is_main() => {
-            Some(TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access)?)
+        // Until rank 0 has ended that store, and its next one is there. Both take it milliseconds, or it does something else before.
+        std::thread::sleep(NEXT_STORE_INTERVAL.min(deadline.remaining()));
+    }
+}
+
+/// Meets at `address`; None if the store there is rank 0's last one, which ends.
+fn join_once(
+    address: &str,
+    host: Host,
+    config: &RankConfig,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Option<Rendezvous>> {
+    let server = match serve(address, host, config, deadline) {
+        Err(error) if error.is_address_in_use() => {
+            let own = refused_by_own(address, config, me, deadline.at_most(OWN_STORE_TIMEOUT));
+            return Err(own.unwrap_or(error));
         }
-        _ => None,
+        outcome => outcome?,
     };
     let connect = |address: &str, connections| {
         let patience = Patience { connections, ..Patience::WHOLE };
@@ -62,12 +85,50 @@ pub(super) fn join(
     let store: SharedStore = Arc::<TcpStore>::clone(&client);
     // From here on, the server stays up also after an error, until the others have read it.
     let held = match server {
-        Some(server) => Held::Host { client, server: Some(server) },
+        Some(server) => Held::Host { client, server: Some(server), rounds: None },
         None => Held::Client(client),
     };
-    let keep_alive = KeepAlive(held);
-    let arrived = arrive(&store, Some(found), config, me, deadline)?;
-    config.met(arrived, interface, keep_alive, deadline)
+    let mut keep_alive = KeepAlive(held);
+    let mut arrived = match arrive(&store, Some(found), config, me, deadline)? {
+        Arrival::Met(arrived) => arrived,
+        Arrival::Over => return Ok(None),
+    };
+    if let Held::Host { rounds, .. } = &mut keep_alive.0 {
+        *rounds = arrived.rounds.take();
+    }
+    config.met(arrived, interface, keep_alive, deadline).map(Some)
+}
+
+/// The store's server, if it is this rank that serves it.
+fn serve(
+    address: &str,
+    host: Host,
+    config: &RankConfig,
+    deadline: Deadline,
+) -> Result<Option<TcpStoreServer>> {
+    // Another program of this user, such as a monitor, may use the store without the key.
+    let access = Access::to(config.credentials.clone(), KeylessClients::OfThisUser);
+    match host {
+        Host::Rank0 { bind: None } if config.rank.is_main() => {
+            let server = TcpStoreServer::bind_to(address, access, deadline)?;
+            // All ranks of one host reach it, if the launcher says that they are on one.
+            if config.local.is_none_or(|(_, size)| size < config.world_size.get()) {
+                let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+                warn_of_own_name(host, server.local_addr().ip());
+            }
+            Ok(Some(server))
+        }
+        Host::Rank0 { bind: Some(ip) } if config.rank.is_main() => {
+            TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access).map(Some)
+        }
+        Host::Rank0 { .. } | Host::Elsewhere => Ok(None),
+    }
+}
+
+/// Rank 0, whose port is in use: if by a group of this process, the error that it gives to all ranks.
+fn refused_by_own(address: &str, config: &RankConfig, me: &Identity, deadline: Deadline) -> Option<Error> {
+    let store: SharedStore = Arc::new(TcpStore::connect_with(address, &config.credentials, deadline).ok()?);
+    refuse_another(&store, config, me, deadline).ok().flatten()
 }
 
 /// Whether `host:port` is an address of this host alone.

@@ -4,6 +4,7 @@ use std::thread;
 use std::time::Instant;
 
 use super::*;
+use crate::store::Store;
 
 const RANK_0: tcp::Host = tcp::Host::Rank0 { bind: None };
 
@@ -249,4 +250,80 @@ fn a_stale_file_alone_is_not_taken_for_a_world() {
     let deadline = Deadline::after(Duration::from_secs(3));
     let error = file::join(&path, &config(0, 2), &identity(0, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
+}
+
+/// Waits until rank 1 has come for the second time to the store at `address`.
+fn wait_for_the_second_arrival_of_1(address: &str) {
+    let store = TcpStore::connect(address, soon()).unwrap();
+    store.wait(&["phalanx/1/rank/1"], soon()).unwrap();
+}
+
+#[test]
+fn the_same_processes_meet_again_whoever_is_first() {
+    let address = free_address();
+    let join = |config: &RankConfig, i: u32| {
+        tcp::join(&address, RANK_0, config, &identity(i, "here"), soon()).unwrap()
+    };
+    run(&configs(2), |config, i| {
+        for meeting in 0..4 {
+            let world = join(config, i);
+            assert!(!world.store.check(&[&format!("said/{i}")], soon()).unwrap());
+            talk_alone(&world);
+            if meeting == 1 && i == 0 {
+                // It still has the last world.
+                wait_for_the_second_arrival_of_1(&address);
+            }
+            if meeting == 2 && i == 1 {
+                // Until rank 0 serves the next one.
+                drop(world.keep_alive);
+                thread::sleep(Duration::from_millis(300));
+            }
+        }
+    });
+}
+
+/// This rank's part of `talk`.
+fn talk_alone(world: &Rendezvous) {
+    world.store.set(&format!("said/{}", world.rank), b"here", soon()).unwrap();
+    for rank in world.world_size.ranks() {
+        assert_eq!(world.store.get(&format!("said/{rank}"), soon()).unwrap(), b"here");
+    }
+}
+
+#[test]
+fn a_second_world_beside_the_first_is_refused_on_every_rank() {
+    let address = free_address();
+    let started = Instant::now();
+    run(&configs(2), |config, i| {
+        let join = || tcp::join(&address, RANK_0, config, &identity(i, "here"), soon());
+        let first = join().unwrap();
+        if i == 0 {
+            wait_for_the_second_arrival_of_1(&address);
+        }
+        let error = join().unwrap_err();
+        let said = error.to_string();
+        assert!(said.contains("rank 0 of another group already"), "{said}");
+        assert!(error.is_invalid_argument() && said.contains("new_group"), "{said}");
+        drop(first);
+        // They are told, and meet again.
+        talk_alone(&join().unwrap());
+    });
+    assert!(started.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_rank_that_comes_once_more_than_rank_0_is_told_why_nobody_is_there() {
+    let address = free_address();
+    run(&configs(2), |config, i| {
+        let first = tcp::join(&address, RANK_0, config, &identity(i, "here"), soon()).unwrap();
+        if i == 0 {
+            wait_for_the_second_arrival_of_1(&address);
+            return;
+        }
+        drop(first);
+        let deadline = Deadline::after(Duration::from_secs(4));
+        let error = tcp::join(&address, RANK_0, config, &identity(i, "here"), deadline).unwrap_err();
+        let said = error.to_string();
+        assert!(error.is_timeout() && said.contains("rank 0 has left the group"), "{said}");
+    });
 }

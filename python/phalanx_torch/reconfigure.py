@@ -1,0 +1,128 @@
+"""Groups whose ranks change in place: PyTorch's ``enable_reconfigure``, ``_get_reconfigure_handle`` and ``_reconfigure``.
+
+Each process has a handle, which the program brings to the others. ``reconfigure`` makes a new group of the processes whose handles it gets,
+in the same ``ProcessGroup``, and ends the last one on every rank that still has it. They meet in the store with which the group was made,
+so that must live on: not in a process that may die.
+"""
+
+# mypy: disable-error-code="override"
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
+import hashlib
+import sys
+import uuid
+from typing import Any, NoReturn
+
+from torch._C import _distributed_c10d as c10d
+
+from phalanx_torch import _uncompiled
+from phalanx_torch._errors import Error
+from phalanx_torch.process_group import ProcessGroup
+from phalanx_torch.work import Ended, Work, ended
+
+
+class _NoRanks:
+    """In place of the native part, before ``reconfigure`` has made one, and when it has failed."""
+
+    meeting = None
+    transport = None
+
+    def is_open(self) -> bool:
+        return True
+
+    def failure(self) -> None:
+        return None
+
+    def set_timeout(self, timeout: float) -> None:
+        """Nothing: ``reconfigure`` takes the group's."""
+
+    def abort(self, cause: str) -> None:
+        """Nothing: no rank waits."""
+
+    def close(self) -> None:
+        """Nothing: there is nobody to say goodbye to."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "phalanx: this group has no ranks yet; with enable_reconfigure=True, reconfigure() connects it before the first call, and "
+            "again after a reconfigure() that has failed"
+        )
+
+
+class ReconfigurableGroup(ProcessGroup):
+    """A group of which ``reconfigure`` says which processes are its ranks."""
+
+    supports_reconfigure = True
+
+    def _first(self, store: c10d.Store, rank: int, size: int) -> Any:
+        self._rank, self._size = rank, size
+        self._handle = f"phalanx/{uuid.uuid4().hex}"
+        self._uuids: set[int] = set()
+        return _NoRanks()
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    # PyTorch's C++ asks by these names.
+    getRank = rank
+    getSize = size
+
+    def get_reconfigure_handle(self) -> str:
+        """What names this process in the ``handles`` of ``reconfigure``, for as long as the group exists."""
+        return self._handle
+
+    def reconfigure(self, opts: Any) -> Ended:
+        """Makes the processes of ``opts.handles`` the ranks: in their order, if that is a list. All of them call it with the same.
+
+        Waits until they have met. Ends the last group of this process first, with what its ranks still wait for.
+        """
+        handles = list(opts.handles) if isinstance(opts.handles, list) else sorted(opts.handles)
+        if opts.uuid in self._uuids:
+            raise RuntimeError(
+                f"phalanx: reconfigure: uuid {opts.uuid} was already used in this group; each call of all ranks takes a new one"
+            )
+        if len(set(handles)) != len(handles) or self._handle not in handles:
+            raise ValueError(
+                "phalanx: reconfigure: handles has each process once, and this one among them; its own is that of get_reconfigure_handle"
+            )
+        self._uuids.add(opts.uuid)
+        timeout = opts.timeout or self._timeout
+        rank, last, self._native = handles.index(self._handle), self._native, _NoRanks()
+        last.abort(f"rank {self._rank} of this group has left it with reconfigure")
+        try:
+            last.close()
+        except Error:
+            # Why it has failed is known to whoever has called something in it.
+            pass
+        store = c10d.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        self._agree(store, handles)
+        native = self._met(store, rank, len(handles), timeout)
+        native.set_timeout(self._timeout.total_seconds())
+        self._native, self._rank, self._size = native, rank, len(handles)
+        self._sequence = self._barriers = 0
+        return ended([], 0)
+
+    def _agree(self, store: c10d.Store, handles: list[str]) -> None:
+        """An error if another rank has come with other handles."""
+        own = hashlib.sha256("\n".join(handles).encode()).hexdigest()
+        found = bytes(store.compare_set("handles", "", own)).decode()
+        if found != own:
+            raise Error("reconfigure: another rank has been given other handles, or in another order, for the same uuid", "mismatch")
+
+    def _call(self, operation: str, *arguments: Any, **options: Any) -> "Ended | Work":
+        # In others, whoever waits learns of it. Here the program decides by the call whether to reconfigure.
+        failure = self.failure()
+        if failure is not None:
+            how = "timed out" if failure.kind == "timeout" else "failed"
+            raise Error(
+                f"{operation}: the group has {how}, and reconfigure() makes another: {failure}", failure.kind, failure.peer
+            )
+        return super()._call(operation, *arguments, **options)
+
+
+_uncompiled.skip(sys.modules[__name__])

@@ -1,0 +1,163 @@
+"""Groups that change in place: PyTorch's `enable_reconfigure`."""
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import SINCE_2_15, processes
+from torch._C import _distributed_c10d as c10d
+
+import phalanx_torch
+
+pytestmark = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch has no enable_reconfigure")
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def _begin(path, rank, world):
+    """A store, and the job's group, which has no ranks yet."""
+    store = dist.FileStore(path, 16)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=world, timeout=TIMEOUT, enable_reconfigure=True)
+    assert dist._supports_reconfigure()
+    return store
+
+
+def _handles(store, name, numbers, own):
+    """The handles of the processes with these numbers, of which this is `own`."""
+    store.set(f"{name}/{own}", dist._get_reconfigure_handle())
+    return [store.get(f"{name}/{number}").decode() for number in numbers]
+
+
+def _sum():
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def _replaced(number, path):
+    """Processes 0 to 2 begin, 2 is killed, 0 and 1 go on, and 3 takes its place."""
+    store = _begin(path, min(number, 2), 3)
+    if number < 3:
+        with pytest.raises(RuntimeError, match="has no ranks yet"):
+            dist.all_reduce(torch.ones(1))
+        dist._reconfigure(1, _handles(store, "first", [0, 1, 2], number)).wait()
+        assert (dist.get_rank(), dist.get_world_size(), _sum()) == (number, 3, 6.0)
+        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        ddp(torch.full((1, 1), number + 1.0)).sum().backward()
+        assert ddp.module.weight.grad.item() == 2.0
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(phalanx_torch.Error) as caught:
+            while True:
+                dist.all_reduce(torch.ones(1))
+        assert (caught.value.kind, caught.value.peer) == ("peer_failed", 2)
+        assert dist.group.WORLD.get_error() == c10d.ErrorType.REMOTE_ERROR
+        began = time.monotonic()
+        # In another order, by a set.
+        dist._reconfigure(2, set(_handles(store, "second", [0, 1], number))).wait()
+        assert time.monotonic() - began < 30.0
+        assert (dist.get_world_size(), _sum()) == (2, 3.0)
+        assert dist.group.WORLD.get_error() == c10d.ErrorType.SUCCESS
+    dist._reconfigure(3, _handles(store, "third", [3, 0, 1], number)).wait()
+    rank = {3: 0, 0: 1, 1: 2}[number]
+    assert (dist.get_rank(), dist.get_world_size(), _sum()) == (rank, 3, 6.0)
+    sent = torch.tensor([float(rank)])
+    dist.broadcast(sent, 2)
+    assert sent.item() == 2.0
+    # A reducer asks the group for its size.
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+    assert ddp.module.weight.grad.item() == 2.0
+    part = dist.new_group([1, 2])
+    if rank > 0:
+        dist.all_reduce(sent, group=part)
+        assert sent.item() == 4.0
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_dies_is_replaced(tmp_path):
+    processes(4, _replaced, f"{tmp_path}/store", dies=(2,))
+
+
+def _merged(number, path):
+    """Two groups of two become one of four, and that four of one."""
+    store = _begin(path, number, 4)
+    pair = [0, 1] if number < 2 else [2, 3]
+    dist._reconfigure(number // 2, _handles(store, "pair", pair, number)).wait()
+    assert (dist.get_rank(), _sum()) == (number % 2, 3.0)
+    dist._reconfigure(2, _handles(store, "all", range(4), number)).wait()
+    assert (dist.get_rank(), _sum()) == (number, 10.0)
+    dist._reconfigure(3 + number, [dist._get_reconfigure_handle()]).wait()
+    assert (dist.get_rank(), dist.get_world_size(), _sum()) == (0, 1, 1.0)
+    dist.destroy_process_group()
+
+
+def test_groups_merge_and_part(tmp_path):
+    processes(4, _merged, f"{tmp_path}/store")
+
+
+def _refused(number, path):
+    store = _begin(path, number, 2)
+    own = dist._get_reconfigure_handle()
+    dist._reconfigure(10 + number, [own]).wait()
+    with pytest.raises(RuntimeError, match="already used"):
+        dist._reconfigure(10 + number, [own])
+    for handles in ([], [own, own], ["another"]):
+        with pytest.raises(ValueError, match="each process once, and this one"):
+            dist._reconfigure(20, handles)
+    # Each names itself first.
+    other = _handles(store, "given", [0, 1], number)[1 - number]
+    errors = 0
+    try:
+        dist._reconfigure(30, [own, other], timeout=datetime.timedelta(seconds=4))
+    except phalanx_torch.Error as error:
+        # Whoever comes second sees it, and the first one misses it.
+        assert error.kind in ("mismatch", "timeout"), error
+        errors = 1
+    with pytest.raises(RuntimeError, match="has no ranks yet"):
+        dist.all_reduce(torch.ones(1))
+    dist._reconfigure(40, _handles(store, "again", [0, 1], number)).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+    return errors
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path):
+    assert processes(2, _refused, f"{tmp_path}/store") == [1, 1]
+
+
+def _hooked(number, path):
+    store = _begin(path, number, 2)
+    dist._reconfigure(1, _handles(store, "first", [0, 1], number)).wait()
+    group, called = dist.group.WORLD, threading.Event()
+    assert group.supports_abort_hooks
+    group.register_abort_hook(7, called.set)
+    if number == 0:
+        group.abort()
+    # Also on a rank that waits for nothing.
+    assert called.wait(60.0)
+    expected = c10d.ErrorType.COMM_ERROR if number == 0 else c10d.ErrorType.REMOTE_ERROR
+    assert group.get_error() == expected
+    # Also of a call that nobody waits for.
+    with pytest.raises(phalanx_torch.Error, match="has failed, and reconfigure"):
+        dist.all_reduce(torch.ones(1), async_op=True)
+    called.clear()
+    dist._reconfigure(2, _handles(store, "second", [0, 1], number)).wait()
+    assert _sum() == 3.0 and group.get_error() == c10d.ErrorType.SUCCESS and not called.is_set()
+    group.unregister_abort_hook(7)
+    group.unregister_abort_hook(7)
+    dist.barrier()
+    if number == 1:
+        group.abort()
+    while group.failure() is None:
+        time.sleep(0.01)
+    assert not called.wait(0.2)
+    dist.destroy_process_group()
+
+
+def test_abort_hooks_are_called_on_every_rank(tmp_path):
+    processes(2, _hooked, f"{tmp_path}/store")
