@@ -233,3 +233,133 @@ def _handler(rank, transport):
 def test_a_collective_of_a_handler_is_refused_while_a_call_waits(ranks, transport, monkeypatch):
     monkeypatch.setenv("PHALANX_TRANSPORT", transport)
     ranks(2, _handler, transport)
+
+
+def _large():
+    """More than a connection takes before the other rank receives."""
+    return torch.zeros(1 << 23)
+
+
+def _after_another(wait):
+    dist.all_reduce(torch.ones(4), async_op=True)
+    return wait
+
+
+# Each makes the calls before, and returns the one that waits.
+WAITS = {
+    "barrier": lambda: dist.barrier,
+    "all_reduce": lambda: lambda: dist.all_reduce(torch.ones(3)),
+    "barrier behind another": lambda: _after_another(dist.barrier),
+    "work": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait,
+    "recv": lambda: dist.irecv(torch.zeros(4), 1).wait,
+    "recv from any": lambda: dist.irecv(torch.zeros(4)).wait,
+    "send": lambda: dist.isend(_large(), 1).wait,
+    "destroy_process_group": lambda: _after_another(dist.destroy_process_group),
+}
+CLOSED = "closed the group in a signal's handler"
+
+
+def _group_closed_in_handler(rank, name, leaves):
+    if rank == 0:
+        def end(number, frame):
+            dist.destroy_process_group()
+            if leaves:
+                sys.exit(7)
+
+        group, wait = dist.group.WORLD, WAITS[name]()
+        signal.signal(signal.SIGTERM, end)
+        press(signal.SIGTERM)
+        # The wait ends with what the handler raises, or with the cause.
+        with pytest.raises(SystemExit if leaves else phalanx_torch.Error, match="7" if leaves else CLOSED):
+            wait()
+        assert not dist.is_initialized()
+        # As at the end of the program.
+        group._native.close_within(60.0, "late")
+        assert not group._native.is_open()
+    else:
+        while (failure := dist.group.WORLD.failure()) is None:
+            time.sleep(0.01)
+        assert failure.kind == "aborted" and "rank 0" in str(failure) and CLOSED in str(failure), failure
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("name", WAITS)
+def test_a_handler_that_destroys_the_group_ends_the_wait(ranks, name, transport, monkeypatch):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, _group_closed_in_handler, name, True)
+
+
+@pytest.mark.parametrize("name", ["barrier", "recv"])
+def test_a_handler_that_destroys_the_group_and_returns_lets_the_call_fail(ranks, name):
+    ranks(2, _group_closed_in_handler, name, False)
+
+
+def _array_group_closed_in_handler(rank, path, call):
+    group = phalanx_torch.init(f"file://{path}", rank=rank, world_size=2, timeout=60.0)
+    tensor = torch.zeros(4)
+    if rank == 0:
+        signal.signal(signal.SIGTERM, lambda number, frame: (group.close(), sys.exit(7)))
+        press(signal.SIGTERM)
+        calls = {
+            "recv": lambda: group.recv(tensor, 1),
+            "recv from any": lambda: group.recv(tensor),
+            "send": lambda: group.send(_large(), 1),
+            "all_reduce": lambda: group.all_reduce(tensor),
+        }
+        with pytest.raises(SystemExit):
+            calls[call]()
+        group.close()
+        assert not group._native.is_open()
+    else:
+        while (failure := group._native.failure()) is None:
+            time.sleep(0.01)
+        assert "rank 0" in str(failure) and CLOSED in str(failure), failure
+
+
+@pytest.mark.parametrize("call", ["recv", "recv from any", "send", "all_reduce"])
+def test_a_handler_that_closes_an_array_group_ends_the_wait(call, tmp_path):
+    processes(2, _array_group_closed_in_handler, str(tmp_path / "store"), call)
+
+
+def _other_group_closed_in_handler(rank):
+    other = dist.new_group([0, 1])
+    total = torch.ones(2)
+    if rank == 0:
+        store = dist.group.WORLD._store
+        signal.signal(signal.SIGTERM, lambda number, frame: (dist.destroy_process_group(other), store.set("closed", "")))
+        press(signal.SIGTERM)
+    else:
+        dist.group.WORLD._store.get("closed")
+        # It has been left, and not failed.
+        assert other.failure() is None or other.failure().kind == "peer_left"
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0, 2.0]
+
+
+def test_a_handler_may_destroy_a_group_in_which_nothing_waits(ranks):
+    ranks(2, _other_group_closed_in_handler)
+
+
+ENDS = """
+import sys
+sys.path.insert(0, {tests!r})
+import signal, torch, torch.distributed as dist, phalanx_torch
+from conftest import press
+dist.init_process_group("phalanx", init_method="file://{path}", rank={rank}, world_size=2)
+dist.barrier()
+if {rank} == 0:
+    def end(number, frame):
+        dist.destroy_process_group()
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, end)
+    press(signal.SIGTERM)
+else:
+    input()
+dist.barrier()
+"""
+
+
+def test_a_program_that_destroys_the_group_in_a_handler_ends(tmp_path):
+    ended = _two_programs(ENDS, tmp_path)
+    assert ended[0].returncode == 7, ended[0].errors
+    assert ended[1].returncode not in (0, None) and "rank 0" in ended[1].errors and CLOSED in ended[1].errors, ended[1].errors
