@@ -294,6 +294,43 @@ def test_training_is_that_of_one_process_with_all_batches(options, passes, clips
         torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), right, rtol=1e-12, atol=1e-12)
 
 
+def _later(rank, world, later, passes):
+    """As `_train`, with parameters that are trained from the second step on."""
+    model = _model()
+    first, last = model[0], model[2]
+    if later == "group":
+        base = torch.optim.SGD(first.parameters(), lr=0.1)
+    else:
+        [p.requires_grad_(False) for p in (model if later == "all frozen" else last).parameters()]
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = base
+    if world > 1:
+        named = model.named_parameters() if later != "unnamed" else None
+        optimizer = hvd.DistributedOptimizer(base, named, backward_passes_per_step=passes)
+    for step in range(STEPS):
+        if step == 1 and later == "group":
+            optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.05})
+        elif step == 1:
+            [p.requires_grad_(True) for p in model.parameters()]
+        optimizer.zero_grad()
+        ranks = [rank] if world > 1 else [0, 1]
+        # All frozen: nothing has a gradient yet.
+        if step > 0 or later != "all frozen":
+            for part in range(passes):
+                (sum(_loss(model, one, step * passes + part) for one in ranks) / len(ranks)).backward()
+        optimizer.step()
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("later", ["frozen", "all frozen", "unnamed", "group"])
+def test_parameters_that_come_later_are_averaged(later, passes):
+    ranks = run(2, _later, 2, later, passes)
+    assert ranks[0] == ranks[1]
+    for own, right in zip(ranks[0], _later(0, 1, later, passes)):
+        torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
 def _optimizer(rank):
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)

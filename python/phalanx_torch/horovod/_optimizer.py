@@ -39,20 +39,31 @@ class _Distributed:
         self._ready = {}
         self._synchronized, self._should_synchronize = False, True
         self._hooks = []
-        if process_set._native is not None and process_set.size() > 1:
+        self._is_shared = process_set._native is not None and process_set.size() > 1
+        if self._is_shared:
             for p in self._reduced:
                 # As Horovod's: programs look at gradients that no pass has made.
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-                self._left[p] = passes
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._passed))
+                self._watch(p)
+
+    def _watch(self, p):
+        """Lets the passes that make this parameter's gradient be counted."""
+        self._left[p] = self.backward_passes_per_step
+        self._hooks.append(p.register_post_accumulate_grad_hook(self._passed))
+
+    def _watch_later_ones(self):
+        """Takes the parameters that were frozen when the optimizer was made, and those of groups that were added to it since."""
+        for i, group in enumerate(self.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self._left:
+                    self._parameter_names.setdefault(p, _unnamed(i, j))
+                    self._watch(p)
 
     def _names(self, named_parameters):
         every = [p for group in self.param_groups for p in group["params"]]
         if named_parameters is None:
-            return {
-                p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(self.param_groups) for j, p in enumerate(group["params"])
-            }
+            return {p: _unnamed(i, j) for i, group in enumerate(self.param_groups) for j, p in enumerate(group["params"])}
         pairs = list(named_parameters)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise ValueError(
@@ -150,6 +161,8 @@ class _Distributed:
 
     def synchronize(self):
         """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros."""
+        if self._is_shared:
+            self._watch_later_ones()
         for p in self._left:
             # One that is frozen now is so on every rank.
             if p not in self._waits and p.requires_grad:
@@ -193,7 +206,7 @@ class _Distributed:
                     self.synchronize()
                 return loss
 
-        elif self._should_synchronize and self._left:
+        elif self._should_synchronize and self._is_shared:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -212,6 +225,11 @@ class _Distributed:
                 "is prohibited as it can cause a race condition."
             )
         return super().zero_grad(*arguments, **named)
+
+
+def _unnamed(group, index):
+    """The name of a parameter that has none, by its place."""
+    return f"allreduce.noname.{group}.{index}"
 
 
 def _whole(name, value):
