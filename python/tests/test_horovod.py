@@ -503,6 +503,34 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+SPAWNS = """
+import torch
+from phalanx_torch import _registration
+_registration.register()  # What `import torch` does where the package is installed.
+import horovod.torch as hvd
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, batch_size=4, multiprocessing_context="{method}")
+    print([batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_run_the_file_again_find_horovod(method, tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNS.format(method=method))
+    start = [sys.executable, "-m", "phalanx_torch.horovod", str(tmp_path / "program.py")]
+    variables = {name: value for name, value in os.environ.items() if name != "PHALANX_AS_HOROVOD"}
+    ended = subprocess.run(start, env=variables, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("[[0, 1, 2, 3]]\n", 0), ended.stderr
+
+
 def test_a_program_that_fails_tells_the_others_why(tmp_path):
     ended = _programs(tmp_path / "program.py", ["-m", "phalanx_torch.horovod"], fails=1)
     assert all(code != 0 for _, code in ended)
