@@ -98,9 +98,9 @@ def install():
             module = importlib.import_module(f"{_HERE}.{part}") if part else package
         made[name] = module
         parent, _, child = name.rpartition(".")
-        # The package's own names stay: its submodules have others.
-        if parent and made[parent] is not package:
-            setattr(made[parent], child, module)
+        if parent:
+            # The package's own names stay.
+            vars(made[parent]).setdefault(child, module)
     # The release whose functions these are.
     made["horovod"].__version__ = "0.28.1"
     made["horovod"].__getattr__ = _missing

@@ -548,3 +548,15 @@ def test_what_is_not_there_is_refused_by_name():
         importlib.import_module("horovod.torch.elastic")
     with pytest.raises(NotImplementedError, match="horovod.spark"):
         importlib.import_module("horovod.spark")
+
+
+def test_modules_of_horovods_are_attributes_of_their_packages():
+    hvd.install()
+    import horovod.torch.mpi_ops as operations
+    from horovod.torch import functions, mpi_ops, optimizer, sync_batch_norm
+
+    assert operations.allreduce is mpi_ops.allreduce is hvd.mpi_ops.allreduce is hvd.allreduce
+    assert hvd.functions.broadcast_object is functions.broadcast_object is hvd.broadcast_object
+    assert hvd.optimizer.DistributedOptimizer is optimizer.DistributedOptimizer is hvd.DistributedOptimizer
+    assert hvd.sync_batch_norm.SyncBatchNorm is sync_batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
+    assert hvd.compression.Compression is hvd.Compression
