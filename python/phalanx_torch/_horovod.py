@@ -32,11 +32,11 @@ class _NoModule(ModuleNotFoundError, NotImplementedError):
     """A program that goes on without the module catches it as ``ImportError``."""
 
 
-class _NoAttribute(AttributeError, NotImplementedError):
+class NoAttribute(AttributeError, NotImplementedError):
     """``hasattr`` is false."""
 
 
-def refused(name, kind=NotImplementedError):
+def refused(name, kind):
     """The error for a part of Horovod that is not there."""
     part = name.split(".")[-1]
     instead = _INSTEAD.get(part, "phalanx_torch.horovod is horovod.torch, and nothing else of Horovod's")
@@ -47,7 +47,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Says by name what is not there."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.startswith("horovod."):
+        # `from horovod.torch import elastic` asks for the package by its own name.
+        if name.startswith("horovod.") or name in [f"{_HERE}.{part}" for part in _INSTEAD]:
             raise refused(name, _NoModule)
         return None
 
@@ -110,5 +111,5 @@ def install():
 
 def _missing(name):
     if name in _INSTEAD:
-        raise refused(f"horovod.{name}", _NoAttribute)
+        raise refused(f"horovod.{name}", NoAttribute)
     raise AttributeError(f"module 'horovod' has no attribute {name!r}")

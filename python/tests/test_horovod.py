@@ -544,6 +544,10 @@ def test_what_is_not_there_is_refused_by_name():
     for part, instead in [("elastic", "--max-restarts"), ("run", "phalanx run")]:
         with pytest.raises(NotImplementedError, match=f"hvd.{part} is not part of phalanx_torch.horovod.*{instead}"):
             getattr(hvd, part)
+        # A program that goes on without it asks for it so.
+        assert not hasattr(hvd, part)
+        with pytest.raises(ImportError, match=f"{part} is not part of phalanx_torch.horovod.*{instead}"):
+            exec(f"from horovod.torch import {part}")
     with pytest.raises(NotImplementedError, match="horovod.torch.elastic"):
         importlib.import_module("horovod.torch.elastic")
     with pytest.raises(NotImplementedError, match="horovod.spark"):

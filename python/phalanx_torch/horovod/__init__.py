@@ -8,7 +8,7 @@ or, for programs that are to stay as they are, :func:`install`, ``PHALANX_AS_HOR
 ``python -m phalanx_torch.horovod PROGRAM``. Tensors are on the CPU. There is no elastic training and no ``horovod.run``.
 """
 
-from phalanx_torch._horovod import install, refused
+from phalanx_torch._horovod import NoAttribute, install, refused
 from phalanx_torch.horovod._functions import (
     allgather_object,
     broadcast_object,
@@ -84,10 +84,10 @@ from phalanx_torch.horovod._optimizer import DistributedOptimizer
 from phalanx_torch.horovod._sync_batch_norm import SyncBatchNorm
 from phalanx_torch.horovod.compression import Compression
 
-__all__ = sorted(name for name in dir() if not name.startswith("_") and name not in ("compression", "refused"))
+__all__ = sorted(name for name in dir() if not name.startswith("_") and name not in ("NoAttribute", "compression", "refused"))
 
 
 def __getattr__(name):
     if name in ("elastic", "run"):
-        raise refused(f"hvd.{name}")
+        raise refused(f"hvd.{name}", NoAttribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
