@@ -122,6 +122,29 @@ def test_collectives():
     run(3, _collectives)
 
 
+def _large_averages(rank):
+    most, least = 2**63 - 1, -(2**63)
+    columns = [
+        [2**62, 2**62, 2**62], [most, most, most], [least, least, least], [most, most, most - 1], [least, least, least + 1],
+        [most, least, 0], [least, most, 2], [5, -1, 0], [-5, 1, 0], [-7, 0, 0], [7, 0, 0], [0, -1, 0],
+    ]
+    # Python's integers know no bounds.
+    expected = [abs(sum(column)) // 3 * (1 if sum(column) > 0 else -1) for column in columns]
+    own = torch.tensor([column[rank] for column in columns])
+    assert hvd.allreduce(own).tolist() == expected
+    assert hvd.allreduce_(own.clone()).tolist() == expected
+    assert hvd.allreduce(own[0]).item() == 2**62
+    both = hvd.grouped_allreduce([own, own.reshape(3, 4)])
+    assert both[0].tolist() == expected and both[1].flatten().tolist() == expected
+    assert hvd.reducescatter(own).tolist() == expected[4 * rank : 4 * rank + 4]
+    assert hvd.reducescatter(own.reshape(6, 2)).flatten().tolist() == expected[4 * rank : 4 * rank + 4]
+    assert hvd.allreduce(torch.tensor([2**62, 6]), postscale_factor=0.5).tolist() == [2**61, 3]
+
+
+def test_averages_of_large_integers_do_not_overflow():
+    run(3, _large_averages)
+
+
 def _gradients(rank):
     def of(function, shape, weights):
         tensor = torch.ones(shape, requires_grad=True)

@@ -27,7 +27,7 @@ Min, Max, Product = Op("Min", 3), Op("Max", 4), Op("Product", 5)
 
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-# The sum that is to be divided does not overflow.
+# The sum that is to be divided does not overflow. There is no wider type than int64: see `_shares`.
 _WIDER_FOR_AVERAGE = {**_WIDER, torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
 
@@ -116,13 +116,25 @@ def _plain(tensor):
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def _shares(tensor, ranks):
+    """Each element as how often it contains the number of ranks, and the rest: neither sum overflows. The pairs are a dimension more, the
+    last, so that rows stay rows."""
+    return torch.stack([tensor.div(ranks, rounding_mode="floor"), tensor.remainder(ranks)], dim=-1)
+
+
+def _average(shares, ranks):
+    """The averages, rounded towards zero, of which `shares` are the sums."""
+    whole = shares[..., 0] + shares[..., 1].div(ranks, rounding_mode="floor")
+    return whole + ((whole < 0) & (shares[..., 1] % ranks != 0))
+
+
 class _Reduced:
     """A tensor on its way through a reduction: what is lent, and how the result is made of what comes back."""
 
     def __init__(self, what, tensor, op, before, after, ranks, into=None):
         own = _dense(what, tensor)
         self.type, self.into, self.divisor, self.after = own.dtype, into, 1, 1.0
-        self.factors = (before, after)
+        self.factors, self.has_shares = (before, after), False
         wider = (_WIDER_FOR_AVERAGE if op is Average else _WIDER).get(own.dtype)
         if own.dtype is torch.uint64:
             raise ValueError(f"{what}: torch.uint64 cannot be combined; convert the tensor")
@@ -134,6 +146,8 @@ class _Reduced:
             self.factors, self.after = (1.0, 1.0), after
             if op is Average:
                 self.op, self.divisor = Sum, ranks
+                if own.dtype is torch.int64 and ranks > 1:
+                    lent, self.has_shares = _shares(lent, ranks), True
             else:
                 self.op = op
             if wider is not None:
@@ -149,7 +163,11 @@ class _Reduced:
         self.lent = lent
 
     def result(self, reduced):
-        if self.divisor != 1 and self.after == 1.0:
+        if self.has_shares and self.after == 1.0:
+            reduced = _average(reduced, self.divisor)
+        elif self.has_shares:
+            reduced = (reduced[..., 0].double() + reduced[..., 1].double() / self.divisor) * self.after
+        elif self.divisor != 1 and self.after == 1.0:
             reduced = reduced.div(self.divisor, rounding_mode="trunc")
         elif self.divisor != 1 or self.after != 1.0:
             reduced = reduced.double().mul(self.after / self.divisor)
