@@ -423,6 +423,44 @@ def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
 
 
+def _sparse_on_one_rank(rank, sparse_as_dense):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=sparse_as_dense)
+    for step in range(3):
+        optimizer.zero_grad()
+        # Both use it first; then one of them at a time.
+        if step in (0, 1 + rank):
+            table(torch.tensor([rank, step])).sum().backward()
+        optimizer.step()
+        assert table.weight.grad.is_sparse
+    return table.weight.tolist()
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_a_sparse_gradient_that_one_rank_lacks_counts_as_zeros(sparse_as_dense):
+    ranks = run(2, _sparse_on_one_rank, sparse_as_dense)
+    # Rows 0 and 0, 1 and 0; 0 and 1 on rank 0; 1 and 2 on rank 1: halves of what was used.
+    assert ranks[0] == ranks[1] == [[-2.0, -2.0], [-1.5, -1.5], [-0.5, -0.5], *[[0.0, 0.0]] * 3]
+
+
+def _sparse_at_first_on_one_rank(rank):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)])
+    optimizer.zero_grad()
+    if rank == 0:
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match="allreduce.table.*sparse on some ranks only.*sparse_as_dense=True") as caught:
+        optimizer.step()
+    assert caught.value.kind == "mismatch"
+    # All else goes on.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+
+
+def test_a_gradient_that_is_sparse_at_first_on_one_rank_is_an_error_of_both():
+    run(2, _sparse_at_first_on_one_rank)
+
+
 def _batch_norm(rank):
     generator = torch.Generator().manual_seed(5)
     every = torch.randn(7, 3, 4, generator=generator, dtype=torch.float64) * 3 + 100

@@ -319,13 +319,16 @@ def grouped_allreduce(
 
 def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
     """Starts an allreduce of a sparse tensor. Returns a function that waits for it, and returns the result."""
-    op = _op(op, None)
+    return _sparse_allreduce_async(tensor, f"grouped_allgather.sparse.{name}", _op(op, None), process_set)
+
+
+def _sparse_allreduce_async(tensor, name, op, process_set):
     if op not in (Average, Sum):
         raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
-    own = tensor.detach().coalesce()
+    native, own = process_set._here(), tensor.detach().coalesce()
     # Rows are gathered.
-    parts = [own.indices().t().contiguous(), own.values().contiguous()]
-    handle = grouped_allgather_async(parts, name=f"sparse.{name}", process_set=process_set)
+    lent = [_plain(own.indices().t()), _plain(own.values())]
+    handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
 
     def result():
         indices, values = synchronize(handle)

@@ -5,15 +5,16 @@ import warnings
 
 import torch
 
-from phalanx_torch.horovod._job import global_process_set
+from phalanx_torch._errors import Error
+from phalanx_torch.horovod._job import HorovodInternalError, global_process_set
 from phalanx_torch.horovod._operations import (
     Adasum,
     Average,
     Sum,
     _op,
+    _sparse_allreduce_async,
     allreduce_async_,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
     synchronize,
 )
 from phalanx_torch.horovod.compression import Compression
@@ -37,6 +38,8 @@ class _Distributed:
         # Which parameters' gradients are on their way, and what waits for each.
         self._waits = {}
         self._ready = {}
+        # Of parameters that have had a sparse gradient.
+        self._sparse_dims = {}
         self._synchronized, self._should_synchronize = False, True
         self._hooks = []
         self._is_shared = process_set._native is not None and process_set.size() > 1
@@ -118,7 +121,9 @@ class _Distributed:
         for p in parameters:
             if p.grad is None:
                 # Another rank may have made one.
-                p.grad = torch.zeros_like(p)
+                p.grad = self._no_gradient(p)
+            elif p.grad.is_sparse:
+                self._sparse_dims[p] = p.grad.sparse_dim()
         if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
             return self._allreduce_sparse(parameters, name)
         dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
@@ -145,6 +150,14 @@ class _Distributed:
 
         return wait
 
+    def _no_gradient(self, p):
+        """What stands for the gradient of a parameter that no pass of this rank has used: zeros, sparse if those before were."""
+        sparse_dim = self._sparse_dims.get(p)
+        if sparse_dim is None:
+            return torch.zeros_like(p)
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+        return torch.sparse_coo_tensor(indices, p.new_empty((0, *p.shape[sparse_dim:])), p.shape, check_invariants=True)
+
     def _allreduce_sparse(self, parameters, name):
         if self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1:
             raise NotImplementedError(
@@ -152,7 +165,8 @@ class _Distributed:
                 "sparse_as_dense=True, or leave these out"
             )
         p, = parameters
-        result = sparse_allreduce_async(p.grad, name, self._op, self._process_set)
+        # The name of a dense one: if other ranks have that, they are told so.
+        result = _sparse_allreduce_async(p.grad, f"allreduce.{name}", self._op, self._process_set)
 
         def wait():
             p.grad = result()
@@ -177,9 +191,12 @@ class _Distributed:
             if self._waits[p] is not None:
                 try:
                     self._waits[p]()
-                except Exception:
+                except Exception as error:
                     # The job has failed, and with it what is left.
                     self._waits = {}
+                    if isinstance(error, Error) and error.kind == "mismatch" and "allgather" in str(error):
+                        why = "this gradient is sparse on some ranks only, and one that no pass has made counts as dense until it was sparse once"
+                        raise HorovodInternalError(f"{error}. {why}: pass sparse_as_dense=True", error.kind, error.peer) from error
                     raise
             del self._waits[p]
         self._ready = {}
