@@ -1,8 +1,10 @@
 """Horovod's functions, against values known otherwise."""
 
+import copy
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -486,6 +488,29 @@ def _batch_norm(rank):
 
 def test_batches_of_different_sizes_are_normalized_as_one():
     run(2, _batch_norm)
+
+
+def _copies(rank, path):
+    even = hvd.add_process_set([0, 2])
+    for process_set in (even, hvd.global_process_set):
+        model = hvd.SyncBatchNorm(2, process_set=process_set)
+        torch.save(model, path / f"{rank}")
+        for other in (copy.deepcopy(model), copy.copy(model), torch.load(path / f"{rank}", weights_only=False)):
+            assert other._process_set is process_set
+            if rank != 1 or process_set is not even:
+                # The ranks' batches have the means 0, 1 and 2.
+                other(torch.tensor([[rank - 1.0] * 2, [rank + 1.0] * 2]))
+                torch.testing.assert_close(other.running_mean, torch.full((2,), 0.1))
+    saved = pickle.dumps(even)
+    hvd.remove_process_set(even)
+    # For whoever registers it again.
+    again = pickle.loads(saved)
+    assert again.ranks == [0, 2] and again.process_set_id is None
+    hvd.add_process_set(again)
+
+
+def test_models_with_process_sets_are_copied_and_saved(tmp_path):
+    run(3, _copies, tmp_path)
 
 
 def _timeline(rank, path):

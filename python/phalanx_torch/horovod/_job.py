@@ -58,6 +58,13 @@ class ProcessSet:
         number = self._counts[operation] = self._counts.get(operation, 0) + 1
         return f"{operation}.noname.{number}"
 
+    def __deepcopy__(self, memo):
+        # Of a model with it: both submit to the same ranks, and count their operations together.
+        return self
+
+    def __reduce__(self):
+        return _registered, (self.ranks,)
+
     def __repr__(self):
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
@@ -66,6 +73,9 @@ class _Global(ProcessSet):
     def __init__(self):
         self.process_set_id = 0
         self._counts = {}
+
+    def __reduce__(self):
+        return "global_process_set"
 
     @property
     def ranks(self):
@@ -85,6 +95,11 @@ class _Global(ProcessSet):
 global_process_set = _Global()
 
 _state = {"job": None, "sets": {}, "next": 1}
+
+
+def _registered(ranks):
+    """The process set of these ranks: the one that is registered here, or one that is not yet."""
+    return next((one for one in _state["sets"].values() if one.ranks == ranks), None) or ProcessSet(ranks)
 
 
 def _job():
