@@ -21,7 +21,7 @@ class Error(RuntimeError):
     kind: str
     peer: int | None
 
-    def __new__(cls, *arguments: Any) -> "Error":
+    def __new__(cls, *arguments: Any, **named: Any) -> "Error":
         kind: type[Error] = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
         return RuntimeError.__new__(kind, *arguments)
 
@@ -32,8 +32,9 @@ class Error(RuntimeError):
         self.peer = peer
 
     def __reduce__(self) -> tuple[type["Error"], tuple[object, ...], dict[str, object]]:
-        # The class that PyTorch's programs get has no place of its own.
-        return (Error, self.args, vars(self))
+        # The class that PyTorch's programs get has no place of its own: it is made where the error is read.
+        is_of_torch = "torch.distributed" in sys.modules and type(self) is _of_torch()
+        return (Error if is_of_torch else type(self), self.args, vars(self))
 
 
 @functools.cache
