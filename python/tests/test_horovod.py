@@ -15,6 +15,7 @@ import torch
 from conftest import environment, free_port, press, processes
 
 import phalanx_torch.horovod as hvd
+from phalanx_torch.horovod import _operations
 
 
 def _job(rank, world, port, body, arguments):
@@ -538,6 +539,20 @@ def _interrupt(rank):
     else:
         hvd.allreduce(torch.ones(1), name="pressed")
         hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum)
+    # Also without a handle.
+    if rank == 0:
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum)
+        assert not _operations._handles
+        with pytest.raises(ValueError, match="in flight already"):
+            hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum)
+        hvd.allreduce(torch.ones(1), name="pressed")
+    else:
+        hvd.allreduce(torch.ones(1), name="pressed")
+        assert hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum).item() == 2.0
+    hvd.barrier()
+    assert hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum).item() == 2.0
 
 
 def test_ctrl_c_ends_a_wait_and_the_operation_goes_on():

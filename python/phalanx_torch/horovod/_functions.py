@@ -6,7 +6,7 @@ import pickle
 import torch
 
 from phalanx_torch.horovod._job import global_process_set
-from phalanx_torch.horovod._operations import allgather_async, broadcast_async_, synchronize
+from phalanx_torch.horovod._operations import _synchronized, allgather_async, broadcast_async_, synchronize
 
 
 def _written(value):
@@ -36,10 +36,10 @@ def broadcast_object(obj, root_rank=0, name=None, process_set=global_process_set
     is_root = process_set._root(int(root_rank)) == process_set.rank()
     own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([own.numel()])
-    synchronize(broadcast_async_(length, root_rank, f"{name}.length", process_set))
+    _synchronized(broadcast_async_(length, root_rank, f"{name}.length", process_set))
     if not is_root:
         own = torch.empty(int(length), dtype=torch.uint8)
-    synchronize(broadcast_async_(own, root_rank, f"{name}.data", process_set))
+    _synchronized(broadcast_async_(own, root_rank, f"{name}.data", process_set))
     return obj if is_root else _read(own)
 
 
@@ -47,8 +47,8 @@ def allgather_object(obj, name=None, process_set=global_process_set):
     """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other."""
     name = process_set._numbered("allgather_object") if name is None else f"allgather_object.{name}"
     own = _written(obj)
-    lengths = synchronize(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
-    every = synchronize(allgather_async(own, f"{name}.data", process_set))
+    lengths = _synchronized(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
+    every = _synchronized(allgather_async(own, f"{name}.data", process_set))
     return [_read(part) for part in every.split(lengths.tolist())]
 
 

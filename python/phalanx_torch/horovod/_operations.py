@@ -82,6 +82,14 @@ def synchronize(handle):
             _handles.pop(handle, None)
 
 
+def _synchronized(handle):
+    """As :func:`synchronize`, for a call whose caller never gets the handle."""
+    try:
+        return synchronize(handle)
+    finally:
+        _handles.pop(handle, None)
+
+
 def _found(handle):
     operation = _handles.get(handle)
     if operation is None:
@@ -235,7 +243,7 @@ def allreduce_(
     tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
 ):
     """As :func:`allreduce`, into the tensor itself."""
-    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+    return _synchronized(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
 def grouped_allreduce_async(
@@ -259,7 +267,7 @@ def grouped_allreduce_(
 ):
     """As :func:`grouped_allreduce`, into the tensors themselves."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)
+    return _synchronized(handle)
 
 
 def _differentiable(op):
@@ -271,14 +279,14 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
         ctx.how = (op, before, after, process_set)
-        reduced = synchronize(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
+        reduced = _synchronized(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
         return tuple(reduced) if grouped else (reduced,)
 
     @staticmethod
     def backward(ctx, *gradients):
         op, before, after, process_set = ctx.how
         _differentiable(op)
-        reduced = synchronize(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
+        reduced = _synchronized(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
         return (None,) * 6 + tuple(reduced)
 
 
@@ -376,21 +384,21 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx, grouped, name, process_set, *tensors):
         ctx.rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], process_set
         if not grouped:
-            return (synchronize(allgather_async(tensors[0], name, process_set)),)
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+            return (_synchronized(allgather_async(tensors[0], name, process_set)),)
+        return tuple(_synchronized(grouped_allgather_async(tensors, name, process_set)))
 
     @staticmethod
     def backward(ctx, *gradients):
         process_set = ctx.process_set
         counts = allgather_(torch.tensor([ctx.rows]), process_set)
-        reduced = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        reduced = _synchronized(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
         before = counts[: process_set.rank()].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
         return (None, None, None, *own)
 
 
 def allgather_(tensor, process_set):
-    return synchronize(allgather_async(tensor, process_set=process_set))
+    return _synchronized(allgather_async(tensor, process_set=process_set))
 
 
 def allgather(tensor, name=None, process_set=global_process_set):
@@ -439,18 +447,18 @@ def broadcast_async_(tensor, root_rank, name=None, process_set=global_process_se
 
 def broadcast_(tensor, root_rank, name=None, process_set=global_process_set):
     """As :func:`broadcast`, into the tensor itself."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return _synchronized(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, root_rank, name, process_set):
         ctx.is_root, ctx.process_set = process_set._root(int(root_rank)) == process_set.rank(), process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return _synchronized(broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
     def backward(ctx, gradient):
-        reduced = synchronize(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
+        reduced = _synchronized(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
         return reduced if ctx.is_root else torch.zeros_like(reduced), None, None, None
 
 
@@ -500,7 +508,7 @@ def alltoall_async(tensor, splits=None, name=None, process_set=global_process_se
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, splits, name, process_set):
-        received, received_splits = synchronize(_alltoall_async(tensor, splits, name, process_set))
+        received, received_splits = _synchronized(_alltoall_async(tensor, splits, name, process_set))
         ctx.received_splits, ctx.process_set = received_splits, process_set
         ctx.mark_non_differentiable(received_splits)
         return received, received_splits
@@ -508,7 +516,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, _):
         handle = _alltoall_async(gradient, ctx.received_splits, None, ctx.process_set)
-        return synchronize(handle)[0], None, None, None
+        return _synchronized(handle)[0], None, None, None
 
 
 def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
@@ -556,7 +564,7 @@ class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
         ctx.how = (op, before, after, process_set)
-        shards = synchronize(_scatter(tensors, name, op, before, after, process_set, grouped))
+        shards = _synchronized(_scatter(tensors, name, op, before, after, process_set, grouped))
         return tuple(shards) if grouped else (shards,)
 
     @staticmethod
@@ -565,7 +573,7 @@ class _Reducescatter(torch.autograd.Function):
         _differentiable(op)
         # What every rank's loss changes with these rows: Horovod counts a sum's for each rank, and an average's once.
         factor = before * after * (process_set.size() if op is Sum else 1)
-        gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
+        gathered = _synchronized(grouped_allgather_async(gradients, process_set=process_set))
         return (None,) * 6 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
 
 
@@ -606,7 +614,7 @@ def grouped_reducescatter(
 def barrier(process_set=global_process_set):
     """Returns when every rank has called it."""
     native = process_set._here()
-    synchronize(_start(native.barrier, lambda _: None))
+    _synchronized(_start(native.barrier, lambda _: None))
 
 
 def join(device=-1):
@@ -616,4 +624,4 @@ def join(device=-1):
     GPUs, and ignored.
     """
     native = global_process_set._here()
-    return synchronize(_start(native.join, lambda done: done.last()))
+    return _synchronized(_start(native.join, lambda done: done.last()))
