@@ -21,8 +21,8 @@ _MODULES = {
     "horovod.torch.sync_batch_norm": "_sync_batch_norm",
 }
 _INSTEAD = {
-    "run": "start ranks with `phalanx run -n 2 python PROGRAM`, or with `phalanx horovodrun`",
-    "runner": "start ranks with `phalanx run -n 2 python PROGRAM`, or with `phalanx horovodrun`",
+    "run": "start ranks with `phalanx run --nproc-per-node 2 -- python PROGRAM`, or with `phalanx horovodrun`",
+    "runner": "start ranks with `phalanx run --nproc-per-node 2 -- python PROGRAM`, or with `phalanx horovodrun`",
     "elastic": "restart the job from a checkpoint; `phalanx run --max-restarts` does so by itself",
 }
 _HERE = "phalanx_torch.horovod"
