@@ -2,9 +2,12 @@
 
 import functools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx_torch import _native
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Error(RuntimeError):
@@ -21,9 +24,10 @@ class Error(RuntimeError):
     kind: str
     peer: int | None
 
-    def __new__(cls, *arguments: Any, **named: Any) -> "Error":
-        kind: type[Error] = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
-        return RuntimeError.__new__(kind, *arguments)
+    def __new__(cls, *arguments: Any, **named: Any) -> "Self":
+        kind: Any = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
+        error: Self = RuntimeError.__new__(kind, *arguments)
+        return error
 
     def __init__(self, message: str, kind: str = "other", peer: int | None = None) -> None:
         # PyTorch's programs look for this text in the errors of every backend.

@@ -7,7 +7,7 @@ import sys
 from phalanx_torch.horovod import install
 
 
-def main():
+def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m phalanx_torch.horovod PROGRAM [ARGUMENTS]")
     install()
