@@ -126,6 +126,8 @@ def main():
     arguments = parser.parse_args()
     tests = _load(arguments.checkout)
     names = [name for name in unittest.TestLoader().getTestCaseNames(tests) if arguments.only in name]
+    if not names:
+        sys.exit(f"no test has {arguments.only!r} in its name")
     unexpected = []
     for ranks in arguments.ranks:
         counts = {"passed": 0, "failed": 0, "skipped": 0}

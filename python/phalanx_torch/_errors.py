@@ -2,9 +2,12 @@
 
 import functools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx_torch import _native
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Error(RuntimeError):
@@ -21,9 +24,10 @@ class Error(RuntimeError):
     kind: str
     peer: int | None
 
-    def __new__(cls, *arguments: Any) -> "Error":
-        kind: type[Error] = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
-        return RuntimeError.__new__(kind, *arguments)
+    def __new__(cls, *arguments: Any, **named: Any) -> "Self":
+        kind: Any = _of_torch() if cls is Error and "torch.distributed" in sys.modules else cls
+        error: Self = RuntimeError.__new__(kind, *arguments)
+        return error
 
     def __init__(self, message: str, kind: str = "other", peer: int | None = None) -> None:
         # PyTorch's programs look for this text in the errors of every backend.
@@ -32,8 +36,9 @@ class Error(RuntimeError):
         self.peer = peer
 
     def __reduce__(self) -> tuple[type["Error"], tuple[object, ...], dict[str, object]]:
-        # The class that PyTorch's programs get has no place of its own.
-        return (Error, self.args, vars(self))
+        # The class that PyTorch's programs get has no place of its own: it is made where the error is read.
+        is_of_torch = "torch.distributed" in sys.modules and type(self) is _of_torch()
+        return (Error if is_of_torch else type(self), self.args, vars(self))
 
 
 @functools.cache

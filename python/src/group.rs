@@ -138,7 +138,7 @@ impl Group {
     /// Fails the group: a handler has `raised` while this rank waited in a call, which the other ranks cannot take for done.
     fn interrupted(&self, py: Python<'_>, raised: &PyErr) {
         let cause = interrupt::cause(py, raised);
-        py.detach(|| self.0.abort(cause));
+        py.detach(|| self.0.abort(Error::aborted(cause)));
     }
 
     fn message(&self, (timeout, wait): How) -> PyResult<(Call, Work)> {
@@ -180,7 +180,8 @@ impl Inner {
         if self.is_here() {
             self.collectives.close();
             if let Some(awaited) = self.messages.close_outbound(RECEIVE_TIMEOUT) {
-                self.abort(format!("rank {} has left the group while it waited for {awaited}", self.rank));
+                let cause = format!("rank {} has left the group while it waited for {awaited}", self.rank);
+                self.abort(Error::aborted(cause));
             }
             self.messages.close();
             return self.group.write().take();
@@ -188,12 +189,26 @@ impl Inner {
         None
     }
 
-    fn abort(&self, cause: String) {
+    fn abort(&self, error: Error) {
         // Not while the lock is held: whoever leaves the group needs it.
         let group = self.group.read().clone();
         if let Some(group) = group.filter(|_| self.is_here()) {
-            group.abort(Error::aborted(cause));
+            group.abort(error);
         }
+    }
+
+    /// Ends the group for a handler that runs in a wait: takes no more calls, and fails those that have not ended. The thread that waits
+    /// is the handler's own, so that nothing can be waited for here. Returns whether none was left, and the group can be left as usual.
+    fn close_in_handler(&self) -> bool {
+        self.collectives.close_later();
+        self.messages.close_later();
+        let is_idle = self.collectives.is_idle() && self.messages.is_idle();
+        if !is_idle {
+            let cause = "the program of this rank closed the group in a signal's handler, while calls waited";
+            let remedy = "if these calls are to end, let the handler set a flag, and close the group between two calls";
+            self.abort(Error::aborted(cause).with_remedy(remedy));
+        }
+        is_idle
     }
 }
 
@@ -278,11 +293,15 @@ impl Group {
 
     /// Ends the group on every rank: what is called and what waits fails with `cause`.
     fn abort(&self, py: Python<'_>, cause: String) {
-        py.detach(|| self.0.abort(cause));
+        py.detach(|| self.0.abort(Error::aborted(cause)));
     }
 
-    /// Waits for what has been called, and leaves the group. If a handler raises meanwhile, what has been called fails.
+    /// Waits for what has been called, and leaves the group. If a handler raises meanwhile, what has been called fails. A handler
+    /// that calls this while a call of this thread waits makes what has been called fail, and waits for nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if interrupt::is_in_handler() && self.0.is_here() && !py.detach(|| self.0.close_in_handler()) {
+            return Ok(());
+        }
         let inner = self.0.clone();
         let left = interrupt::apart(py, || (), move || inner.leave());
         left.inspect_err(|raised| self.interrupted(py, raised))?.map_err(|error| raised(py, &error))
@@ -303,7 +322,7 @@ impl Group {
             // Without a thread there is no time to wait.
             let leaves = std::thread::Builder::new().name("phalanx-leave".into()).spawn(leave).is_ok();
             if !leaves || left.wait(Instant::now().checked_add(timeout)).is_none() {
-                self.0.abort(cause);
+                self.0.abort(Error::aborted(cause));
                 left.wait(Instant::now().checked_add(timeout));
             }
         })

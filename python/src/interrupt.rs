@@ -18,6 +18,8 @@ thread_local! {
     static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
     /// The process, and whether this is the thread on which its Python runs handlers.
     static IS_MAIN: Cell<Option<(u32, bool)>> = const { Cell::new(None) };
+    /// Whether this thread runs handlers in a wait.
+    static HANDLES: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Calls `body` without Python's lock. What a handler raises while it waits ends the wait with an error, and is raised here.
@@ -69,12 +71,21 @@ pub fn look() -> Result<()> {
         if !is_main(py) {
             return Ok(());
         }
-        py.check_signals().map_err(|error| {
+        // A handler may wait, too, and run others.
+        let before = HANDLES.replace(true);
+        let handled = py.check_signals();
+        HANDLES.set(before);
+        handled.map_err(|error| {
             let cause = cause(py, &error);
             RAISED.set(Some(error));
             Error::aborted(cause)
         })
     })
+}
+
+/// Whether a handler that runs in a wait of this thread has called this: the wait goes on when the handler has returned, and not before.
+pub fn is_in_handler() -> bool {
+    HANDLES.get()
 }
 
 /// What the other ranks are told of what a handler has `raised`.

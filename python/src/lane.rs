@@ -114,10 +114,15 @@ impl Lane {
             let _ = worker.join();
         }
         let mut state = self.shared.state.lock();
-        // What this thread runs itself ends after this.
-        while state.busy && !RUNS.get() {
+        while state.busy {
             self.shared.changed.wait(&mut state);
         }
+    }
+
+    /// Whether no call runs or waits for its turn.
+    pub fn is_idle(&self) -> bool {
+        let state = self.shared.state.lock();
+        !state.busy && state.jobs.is_empty()
     }
 
     /// Starts the worker, unless there is one.

@@ -130,6 +130,11 @@ impl Messages {
         self.lanes().for_each(Lane::close_later);
     }
 
+    /// Whether nothing is being sent, and nothing is waited for.
+    pub fn is_idle(&self) -> bool {
+        self.lanes().all(Lane::is_idle) && self.received.table.lock().waiting.is_empty()
+    }
+
     fn lanes(&self) -> impl Iterator<Item = &Lane> {
         self.outbound.iter().chain(&self.inbound).chain([&self.from_any])
     }

@@ -1,9 +1,15 @@
 """All ranks of a test as processes, forked from this one, so that PyTorch is imported once."""
 
 import datetime
+import dis
+import linecache
 import multiprocessing
 import os
+import re
+import signal
 import socket
+import sys
+import threading
 import time
 import traceback
 
@@ -12,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-import phalanx_torch  # noqa: F401
+import phalanx_torch
 
 LIMIT = 90.0
 # Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
@@ -107,3 +113,35 @@ def free_port():
 
 def environment(rank, world, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+# Lines of the package that call its native part.
+_CALL = re.compile(r"_native\b|run\(how\)")
+
+
+def _native_call(thread):
+    """Which call of the native part a thread is in, or None."""
+    frame = sys._current_frames()[thread]
+    code, place = frame.f_code, frame.f_lasti
+    if not code.co_filename.startswith(os.path.dirname(phalanx_torch.__file__)) or "CALL" not in dis.opname[code.co_code[place]]:
+        return None
+    is_native = _CALL.search(linecache.getline(code.co_filename, frame.f_lineno))
+    return (id(frame), place) if is_native else None
+
+
+def press(number=signal.SIGINT):
+    """Sends this process a signal as soon as this thread waits in a call of the package. Returns a list that gets the time of that."""
+    thread, pressed = threading.get_ident(), []
+
+    def watch():
+        # Other calls return at once: one in which the thread is found again and again is the one that waits.
+        last, times = None, 0
+        while times < 5:
+            time.sleep(0.01)
+            call = _native_call(thread)
+            last, times = call, times + 1 if call is not None and call == last else 0
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return pressed

@@ -290,10 +290,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
+    names = [name for name in CASES if arguments.only.lower() in name.lower()]
+    if not names:
+        sys.exit(f"no case has {arguments.only!r} in its name: {', '.join(CASES)}")
     failed = 0
-    for name in CASES:
-        if arguments.only.lower() not in name.lower():
-            continue
+    for name in names:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:

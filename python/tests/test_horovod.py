@@ -1,19 +1,21 @@
 """Horovod's functions, against values known otherwise."""
 
+import copy
 import importlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
-from conftest import environment, free_port, processes
+from conftest import environment, free_port, press, processes
 
 import phalanx_torch.horovod as hvd
+from phalanx_torch.horovod import _operations
 
 
 def _job(rank, world, port, body, arguments):
@@ -121,6 +123,29 @@ def _collectives(rank):
 
 def test_collectives():
     run(3, _collectives)
+
+
+def _large_averages(rank):
+    most, least = 2**63 - 1, -(2**63)
+    columns = [
+        [2**62, 2**62, 2**62], [most, most, most], [least, least, least], [most, most, most - 1], [least, least, least + 1],
+        [most, least, 0], [least, most, 2], [5, -1, 0], [-5, 1, 0], [-7, 0, 0], [7, 0, 0], [0, -1, 0],
+    ]
+    # Python's integers know no bounds.
+    expected = [abs(sum(column)) // 3 * (1 if sum(column) > 0 else -1) for column in columns]
+    own = torch.tensor([column[rank] for column in columns])
+    assert hvd.allreduce(own).tolist() == expected
+    assert hvd.allreduce_(own.clone()).tolist() == expected
+    assert hvd.allreduce(own[0]).item() == 2**62
+    both = hvd.grouped_allreduce([own, own.reshape(3, 4)])
+    assert both[0].tolist() == expected and both[1].flatten().tolist() == expected
+    assert hvd.reducescatter(own).tolist() == expected[4 * rank : 4 * rank + 4]
+    assert hvd.reducescatter(own.reshape(6, 2)).flatten().tolist() == expected[4 * rank : 4 * rank + 4]
+    assert hvd.allreduce(torch.tensor([2**62, 6]), postscale_factor=0.5).tolist() == [2**61, 3]
+
+
+def test_averages_of_large_integers_do_not_overflow():
+    run(3, _large_averages)
 
 
 def _gradients(rank):
@@ -295,6 +320,43 @@ def test_training_is_that_of_one_process_with_all_batches(options, passes, clips
         torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), right, rtol=1e-12, atol=1e-12)
 
 
+def _later(rank, world, later, passes):
+    """As `_train`, with parameters that are trained from the second step on."""
+    model = _model()
+    first, last = model[0], model[2]
+    if later == "group":
+        base = torch.optim.SGD(first.parameters(), lr=0.1)
+    else:
+        [p.requires_grad_(False) for p in (model if later == "all frozen" else last).parameters()]
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = base
+    if world > 1:
+        named = model.named_parameters() if later != "unnamed" else None
+        optimizer = hvd.DistributedOptimizer(base, named, backward_passes_per_step=passes)
+    for step in range(STEPS):
+        if step == 1 and later == "group":
+            optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.05})
+        elif step == 1:
+            [p.requires_grad_(True) for p in model.parameters()]
+        optimizer.zero_grad()
+        ranks = [rank] if world > 1 else [0, 1]
+        # All frozen: nothing has a gradient yet.
+        if step > 0 or later != "all frozen":
+            for part in range(passes):
+                (sum(_loss(model, one, step * passes + part) for one in ranks) / len(ranks)).backward()
+        optimizer.step()
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("later", ["frozen", "all frozen", "unnamed", "group"])
+def test_parameters_that_come_later_are_averaged(later, passes):
+    ranks = run(2, _later, 2, later, passes)
+    assert ranks[0] == ranks[1]
+    for own, right in zip(ranks[0], _later(0, 1, later, passes)):
+        torch.testing.assert_close(torch.tensor(own, dtype=torch.float64), torch.tensor(right, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
 def _optimizer(rank):
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -364,6 +426,44 @@ def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
 
 
+def _sparse_on_one_rank(rank, sparse_as_dense):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), sparse_as_dense=sparse_as_dense)
+    for step in range(3):
+        optimizer.zero_grad()
+        # Both use it first; then one of them at a time.
+        if step in (0, 1 + rank):
+            table(torch.tensor([rank, step])).sum().backward()
+        optimizer.step()
+        assert table.weight.grad.is_sparse
+    return table.weight.tolist()
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_a_sparse_gradient_that_one_rank_lacks_counts_as_zeros(sparse_as_dense):
+    ranks = run(2, _sparse_on_one_rank, sparse_as_dense)
+    # Rows 0 and 0, 1 and 0; 0 and 1 on rank 0; 1 and 2 on rank 1: halves of what was used.
+    assert ranks[0] == ranks[1] == [[-2.0, -2.0], [-1.5, -1.5], [-0.5, -0.5], *[[0.0, 0.0]] * 3]
+
+
+def _sparse_at_first_on_one_rank(rank):
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)])
+    optimizer.zero_grad()
+    if rank == 0:
+        table(torch.tensor([1])).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match="allreduce.table.*sparse on some ranks only.*sparse_as_dense=True") as caught:
+        optimizer.step()
+    assert caught.value.kind == "mismatch"
+    # All else goes on.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+
+
+def test_a_gradient_that_is_sparse_at_first_on_one_rank_is_an_error_of_both():
+    run(2, _sparse_at_first_on_one_rank)
+
+
 def _batch_norm(rank):
     generator = torch.Generator().manual_seed(5)
     every = torch.randn(7, 3, 4, generator=generator, dtype=torch.float64) * 3 + 100
@@ -391,6 +491,29 @@ def test_batches_of_different_sizes_are_normalized_as_one():
     run(2, _batch_norm)
 
 
+def _copies(rank, path):
+    even = hvd.add_process_set([0, 2])
+    for process_set in (even, hvd.global_process_set):
+        model = hvd.SyncBatchNorm(2, process_set=process_set)
+        torch.save(model, path / f"{rank}")
+        for other in (copy.deepcopy(model), copy.copy(model), torch.load(path / f"{rank}", weights_only=False)):
+            assert other._process_set is process_set
+            if rank != 1 or process_set is not even:
+                # The ranks' batches have the means 0, 1 and 2.
+                other(torch.tensor([[rank - 1.0] * 2, [rank + 1.0] * 2]))
+                torch.testing.assert_close(other.running_mean, torch.full((2,), 0.1))
+    saved = pickle.dumps(even)
+    hvd.remove_process_set(even)
+    # For whoever registers it again.
+    again = pickle.loads(saved)
+    assert again.ranks == [0, 2] and again.process_set_id is None
+    hvd.add_process_set(again)
+
+
+def test_models_with_process_sets_are_copied_and_saved(tmp_path):
+    run(3, _copies, tmp_path)
+
+
 def _timeline(rank, path):
     hvd.start_timeline(path)
     hvd.allreduce(torch.ones(1), name="traced")
@@ -406,17 +529,30 @@ def _interrupt(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank == 0:
         handle = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum)
-        pressed = time.monotonic() + 0.5
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        pressed = press()
         with pytest.raises(KeyboardInterrupt):
             hvd.synchronize(handle)
-        assert time.monotonic() - pressed < 10.0
+        assert time.monotonic() - pressed[0] < 20.0
         hvd.allreduce(torch.ones(1), name="pressed")
         # It goes on.
         assert hvd.synchronize(handle).item() == 2.0
     else:
         hvd.allreduce(torch.ones(1), name="pressed")
         hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum)
+    # Also without a handle.
+    if rank == 0:
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum)
+        assert not _operations._handles
+        with pytest.raises(ValueError, match="in flight already"):
+            hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum)
+        hvd.allreduce(torch.ones(1), name="pressed")
+    else:
+        hvd.allreduce(torch.ones(1), name="pressed")
+        assert hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum).item() == 2.0
+    hvd.barrier()
+    assert hvd.allreduce(torch.ones(1), name="lost", op=hvd.Sum).item() == 2.0
 
 
 def test_ctrl_c_ends_a_wait_and_the_operation_goes_on():
@@ -544,6 +680,34 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+SPAWNS = """
+import torch
+from phalanx_torch import _registration
+_registration.register()  # What `import torch` does where the package is installed.
+import horovod.torch as hvd
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, batch_size=4, multiprocessing_context="{method}")
+    print([batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_run_the_file_again_find_horovod(method, tmp_path):
+    (tmp_path / "program.py").write_text(SPAWNS.format(method=method))
+    start = [sys.executable, "-m", "phalanx_torch.horovod", str(tmp_path / "program.py")]
+    variables = {name: value for name, value in os.environ.items() if name != "PHALANX_AS_HOROVOD"}
+    ended = subprocess.run(start, env=variables, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout, ended.returncode) == ("[[0, 1, 2, 3]]\n", 0), ended.stderr
+
+
 def test_a_program_that_fails_tells_the_others_why(tmp_path):
     ended = _programs(tmp_path / "program.py", ["-m", "phalanx_torch.horovod"], fails=1)
     assert all(code != 0 for _, code in ended)
@@ -557,7 +721,23 @@ def test_what_is_not_there_is_refused_by_name():
     for part, instead in [("elastic", "--max-restarts"), ("run", "phalanx run")]:
         with pytest.raises(NotImplementedError, match=f"hvd.{part} is not part of phalanx_torch.horovod.*{instead}"):
             getattr(hvd, part)
+        # A program that goes on without it asks for it so.
+        assert not hasattr(hvd, part)
+        with pytest.raises(ImportError, match=f"{part} is not part of phalanx_torch.horovod.*{instead}"):
+            exec(f"from horovod.torch import {part}")
     with pytest.raises(NotImplementedError, match="horovod.torch.elastic"):
         importlib.import_module("horovod.torch.elastic")
     with pytest.raises(NotImplementedError, match="horovod.spark"):
         importlib.import_module("horovod.spark")
+
+
+def test_modules_of_horovods_are_attributes_of_their_packages():
+    hvd.install()
+    import horovod.torch.mpi_ops as operations
+    from horovod.torch import functions, mpi_ops, optimizer, sync_batch_norm
+
+    assert operations.allreduce is mpi_ops.allreduce is hvd.mpi_ops.allreduce is hvd.allreduce
+    assert hvd.functions.broadcast_object is functions.broadcast_object is hvd.broadcast_object
+    assert hvd.optimizer.DistributedOptimizer is optimizer.DistributedOptimizer is hvd.DistributedOptimizer
+    assert hvd.sync_batch_norm.SyncBatchNorm is sync_batch_norm.SyncBatchNorm is hvd.SyncBatchNorm
+    assert hvd.compression.Compression is hvd.Compression

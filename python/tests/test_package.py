@@ -1,7 +1,9 @@
 """What the installed package says of itself, and what it imports."""
 
+import copy
 import importlib.metadata
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import phalanx_torch
+import phalanx_torch.horovod as horovod
 
 MANIFEST = Path(__file__).resolve().parent.parent / "Cargo.toml"
 
@@ -84,6 +87,20 @@ except phalanx_torch.Error as error:
 print("done")
 """
     assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) == "done"
+
+
+class OwnError(phalanx_torch.Error):
+    pass
+
+
+def test_errors_keep_their_class_on_the_way_to_another_process():
+    for kind in (OwnError, horovod.HorovodInternalError):
+        error = kind("the cause", "timeout", 3)
+        for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+            assert type(other) is kind
+            assert (other.kind, other.peer, str(other)) == ("timeout", 3, "phalanx: Timed out at the cause")
+    error = phalanx_torch.Error("the cause", kind="mismatch", peer=3)
+    assert (error.kind, error.peer, str(error)) == ("mismatch", 3, "the cause")
 
 
 def test_errors_are_of_pytorchs_class():

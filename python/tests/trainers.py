@@ -194,7 +194,9 @@ def main():
     parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
     names = [name for name in CASES if arguments.only.lower() in name.lower()]
-    failed = not names
+    if not names:
+        sys.exit(f"no case has {arguments.only!r} in its name: {', '.join(CASES)}")
+    failed = False
     for name in names:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

@@ -422,6 +422,8 @@ impl Run {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -474,6 +476,41 @@ mod tests {
         let run = parse(&["./train", "--nproc-per-nod", "2", "-x"]).unwrap();
         assert_eq!(run.program, ["./train", "--nproc-per-nod", "2", "-x"]);
         assert_eq!(parse(&["--", "-odd", "--name"]).unwrap().program, ["-odd", "--name"]);
+    }
+
+    /// Calls `look` with each Markdown page below `folder`.
+    fn pages(folder: &Path, look: &mut impl FnMut(&Path, &str)) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() && !path.ends_with("target") {
+                pages(&path, look);
+            } else if path.extension().is_some_and(|extension| extension == "md") {
+                look(&path, &std::fs::read_to_string(&path).unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn commands_of_the_pages_are_taken() {
+        let (root, mut tried) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../.."), 0);
+        let mut look = |page: &Path, text: &str| {
+            for found in text.split("phalanx run ").skip(1) {
+                // To the end of the line, or of the code. Two dots stand for more options.
+                let command = found.split(['\n', '`', '#']).next().unwrap_or_default();
+                let words: Vec<&str> = command.split_whitespace().filter(|word| *word != "..").collect();
+                let is_program = |word: &&str| word.starts_with("./") || ["--", "python"].contains(word);
+                if words.iter().any(is_program) && !command.contains('$') {
+                    let parsed = parse(&words);
+                    assert!(parsed.is_ok(), "{}: phalanx run {command}: {parsed:?}", page.display());
+                    tried += 1;
+                }
+            }
+        };
+        for folder in ["docs", "python", "crates", "examples"] {
+            pages(&root.join(folder), &mut look);
+        }
+        look(Path::new("README.md"), &std::fs::read_to_string(root.join("README.md")).unwrap());
+        assert!(tried > 20, "the commands were not found: {tried}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ or, for programs that are to stay as they are, :func:`install`, ``PHALANX_AS_HOR
 ``python -m phalanx_torch.horovod PROGRAM``. Tensors are on the CPU. There is no elastic training and no ``horovod.run``.
 """
 
-from phalanx_torch._horovod import install, refused
+from phalanx_torch._horovod import NoAttribute, install, refused
 from phalanx_torch.horovod._functions import (
     allgather_object,
     broadcast_object,
@@ -84,10 +84,80 @@ from phalanx_torch.horovod._optimizer import DistributedOptimizer
 from phalanx_torch.horovod._sync_batch_norm import SyncBatchNorm
 from phalanx_torch.horovod.compression import Compression
 
-__all__ = sorted(name for name in dir() if not name.startswith("_") and name not in ("compression", "refused"))
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "install",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name in ("elastic", "run"):
-        raise refused(f"hvd.{name}")
+        raise refused(f"hvd.{name}", NoAttribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

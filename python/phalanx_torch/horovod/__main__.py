@@ -7,10 +7,12 @@ import sys
 from phalanx_torch.horovod import install
 
 
-def main():
+def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m phalanx_torch.horovod PROGRAM [ARGUMENTS]")
     install()
+    # For processes that it starts: with "spawn" and "forkserver" they run the program's file again, such as workers of a DataLoader.
+    os.environ["PHALANX_AS_HOROVOD"] = "1"
     del sys.argv[0]
     # As `python PROGRAM` has it.
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -1,28 +1,33 @@
 """Parameters, the state of optimizers, and Python's objects."""
 
-import collections.abc
+import importlib
 import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from phalanx_torch.horovod._job import global_process_set
-from phalanx_torch.horovod._operations import allgather_async, broadcast_async_, synchronize
+from phalanx_torch.horovod._job import ProcessSet, global_process_set
+from phalanx_torch.horovod._operations import _synchronized, allgather_async, broadcast_async_, synchronize
+
+_T = TypeVar("_T")
 
 
-def _written(value):
+def _written(value: object) -> torch.Tensor:
+    pickler: Any
     try:
         # As Horovod does: it takes functions and classes of the program, too.
-        import cloudpickle as pickler
+        pickler = importlib.import_module("cloudpickle")
     except ImportError:
         pickler = pickle
     return torch.frombuffer(bytearray(pickler.dumps(value)), dtype=torch.uint8)
 
 
-def _read(tensor):
+def _read(tensor: torch.Tensor) -> Any:
     return pickle.loads(tensor.numpy().tobytes() if _has_numpy() else bytes(tensor.tolist()))
 
 
-def _has_numpy():
+def _has_numpy() -> bool:
     try:
         import numpy  # noqa: F401
     except ImportError:
@@ -30,33 +35,37 @@ def _has_numpy():
     return True
 
 
-def broadcast_object(obj, root_rank=0, name=None, process_set=global_process_set):
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """The root's object, on every rank. It is pickled: ranks must trust each other."""
     name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
     is_root = process_set._root(int(root_rank)) == process_set.rank()
     own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([own.numel()])
-    synchronize(broadcast_async_(length, root_rank, f"{name}.length", process_set))
+    _synchronized(broadcast_async_(length, root_rank, f"{name}.length", process_set))
     if not is_root:
         own = torch.empty(int(length), dtype=torch.uint8)
-    synchronize(broadcast_async_(own, root_rank, f"{name}.data", process_set))
+    _synchronized(broadcast_async_(own, root_rank, f"{name}.data", process_set))
     return obj if is_root else _read(own)
 
 
-def allgather_object(obj, name=None, process_set=global_process_set):
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other."""
     name = process_set._numbered("allgather_object") if name is None else f"allgather_object.{name}"
     own = _written(obj)
-    lengths = synchronize(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
-    every = synchronize(allgather_async(own, f"{name}.data", process_set))
+    lengths = _synchronized(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
+    every = _synchronized(allgather_async(own, f"{name}.data", process_set))
     return [_read(part) for part in every.split(lengths.tolist())]
 
 
-def broadcast_parameters(params, root_rank, process_set=global_process_set):
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrites tensors with the root's: a ``state_dict()``, or pairs of names and tensors such as ``named_parameters()``."""
-    if isinstance(params, collections.abc.Mapping):
+    if isinstance(params, Mapping):
         pairs = sorted(params.items())
-    elif isinstance(params, collections.abc.Iterable) and not isinstance(params, torch.Tensor):
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
         pairs = list(params)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise ValueError("broadcast_parameters: pairs of names and tensors are expected, such as named_parameters() returns")
@@ -76,11 +85,11 @@ def broadcast_parameters(params, root_rank, process_set=global_process_set):
 class _Place:
     """Stands for a tensor of the root's state, which is sent by itself."""
 
-    def __init__(self, index, tensor):
+    def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index, self.shape, self.dtype = index, tensor.shape, tensor.dtype
 
 
-def _replaced(value, kind, replace):
+def _replaced(value: Any, kind: type[_T], replace: Callable[[_T], Any]) -> Any:
     if isinstance(value, kind):
         return replace(value)
     if isinstance(value, dict):
@@ -90,21 +99,22 @@ def _replaced(value, kind, replace):
     return value
 
 
-def broadcast_optimizer_state(optimizer, root_rank, model=None):
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
     """Gives the optimizers of all ranks the root's state and options. ``model`` is ignored: it is for sharded optimizers of GPUs."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
     is_root = global_process_set._root(int(root_rank)) == global_process_set.rank()
-    state, tensors = optimizer.state_dict(), []
+    state = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
 
-    def place(tensor):
+    def place(tensor: torch.Tensor) -> _Place:
         tensors.append(tensor)
         return _Place(len(tensors) - 1, tensor)
 
     frame = broadcast_object(_replaced(state, torch.Tensor, place) if is_root else None, root_rank, name="optimizer")
     if not is_root:
         # Those with the same number share a tensor.
-        places = {}
+        places: dict[int, _Place] = {}
         _replaced(frame, _Place, lambda one: places.setdefault(one.index, one))
         tensors = [torch.empty(places[index].shape, dtype=places[index].dtype) for index in sorted(places)]
     own = [tensor.detach().contiguous() for tensor in tensors]

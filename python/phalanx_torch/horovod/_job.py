@@ -1,11 +1,17 @@
 """The job: its start and end, its ranks, and sets of them."""
 
 import atexit
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch  # noqa: F401  Its threads are known before the native ones start.
 
 from phalanx_torch import _exit, _native
 from phalanx_torch._errors import Error
+
+_T = TypeVar("_T")
+_Native: TypeAlias = _native.Horovod
 
 
 class HorovodInternalError(Error):
@@ -15,7 +21,12 @@ class HorovodInternalError(Error):
 class ProcessSet:
     """Some of the ranks. ``add_process_set`` or ``init(process_sets=...)`` makes it usable; every rank calls that."""
 
-    def __init__(self, ranks):
+    ranks: list[int]
+    process_set_id: int | None
+    _native: _Native | None
+    _counts: dict[str, int]
+
+    def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(int(rank) for rank in ranks)
         if len(set(self.ranks)) != len(self.ranks) or not self.ranks or self.ranks[0] < 0:
             raise ValueError(f"a process set has at least one rank, and each once; these are {ranks}")
@@ -23,58 +34,68 @@ class ProcessSet:
         self._native = None
         self._counts = {}
 
-    def included(self):
+    def included(self) -> bool:
         """Whether this process is one of its ranks."""
         return _job().rank() in self._members()
 
-    def rank(self):
+    def rank(self) -> int:
         """The place of this process in it."""
         return self._here().rank()
 
-    def size(self):
+    def size(self) -> int:
         """The number of its ranks."""
         return len(self._members())
 
-    def _members(self):
+    def _members(self) -> list[int]:
         if self.process_set_id is None:
             raise ValueError(f"{self} is not registered: every rank calls hvd.add_process_set, or passes it to hvd.init")
         return self.ranks
 
-    def _here(self):
+    def _here(self) -> _Native:
         self._members()
         if self._native is None:
             raise ValueError(f"rank {_job().rank()} is not in {self}: only its ranks may submit operations in it")
         return self._native
 
-    def _root(self, rank):
+    def _root(self, rank: int) -> int:
         """The place in it of the rank with this number among all."""
         if rank not in self._members():
             raise ValueError(f"root_rank {rank} is not in {self}")
         return self.ranks.index(rank)
 
-    def _numbered(self, operation):
+    def _numbered(self, operation: str) -> str:
         """A name for an operation that has none: all ranks make such calls in the same order."""
         number = self._counts[operation] = self._counts.get(operation, 0) + 1
         return f"{operation}.noname.{number}"
 
-    def __repr__(self):
+    def __deepcopy__(self, memo: object) -> "ProcessSet":
+        # Of a model with it: both submit to the same ranks, and count their operations together.
+        return self
+
+    def __reduce__(self) -> Any:
+        return _registered, (self.ranks,)
+
+    def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
 class _Global(ProcessSet):
-    def __init__(self):
+    def __init__(self) -> None:
         self.process_set_id = 0
         self._counts = {}
 
+    def __reduce__(self) -> Any:
+        return "global_process_set"
+
     @property
-    def ranks(self):
+    def ranks(self) -> list[int]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
         return list(range(_job().size()))
 
     @property
-    def _native(self):
+    def _native(self) -> _Native:  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
         return _job()
 
-    def _root(self, rank):
+    def _root(self, rank: int) -> int:
         if not 0 <= rank < _job().size():
             raise ValueError(f"root_rank {rank}: there are {_job().size()} ranks")
         return rank
@@ -83,22 +104,27 @@ class _Global(ProcessSet):
 #: All ranks.
 global_process_set = _Global()
 
-_state = {"ranks": None, "job": None, "sets": {}, "next": 1}
+_state: dict[str, Any] = {"ranks": None, "job": None, "sets": {}, "next": 1}
 
 
-def _job():
+def _registered(ranks: list[int]) -> ProcessSet:
+    """The process set of these ranks: the one that is registered here, or one that is not yet."""
+    return next((one for one in _state["sets"].values() if one.ranks == ranks), None) or ProcessSet(ranks)
+
+
+def _job() -> _Native:
     job = _state["job"]
     if job is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return job
+    return job  # type: ignore[no-any-return]
 
 
-def _internal(error):
+def _internal(error: Error) -> HorovodInternalError:
     """The error of an operation as Horovod's users catch it."""
     return HorovodInternalError(str(error), error.kind, error.peer)
 
 
-def init(comm=None, process_sets=None):
+def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None) -> None:
     """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing."""
     if comm is not None:
         raise NotImplementedError(
@@ -117,11 +143,12 @@ def init(comm=None, process_sets=None):
     _state.update(job=_native.Horovod.begin(_state["ranks"]), sets={}, next=1)
     global_process_set._counts = {}
     # "dynamic" asks for what is always allowed here.
-    for process_set in [] if process_sets in (None, "dynamic") else process_sets:
+    chosen: Any = [] if process_sets in (None, "dynamic") else process_sets
+    for process_set in chosen:
         add_process_set(process_set)
 
 
-def shutdown():
+def shutdown() -> None:
     """Leaves. Operations that other ranks still wait for fail there. ``init`` may be called again."""
     job, sets = _state["job"], _state["sets"]
     _state.update(job=None, sets={})
@@ -134,7 +161,7 @@ def shutdown():
 
 
 @atexit.register
-def _leave():
+def _leave() -> None:
     job, error = _state["job"], _exit.cause_of_end()
     if job is not None and error is not None:
         cause = f"the program of rank {job.rank()} ended with {type(error).__name__}: {error}"
@@ -145,18 +172,18 @@ def _leave():
     _leave_ranks()
 
 
-def _leave_ranks():
+def _leave_ranks() -> None:
     ranks, _state["ranks"] = _state["ranks"], None
     if ranks is not None:
         ranks.leave()
 
 
-def is_initialized():
+def is_initialized() -> bool:
     """Whether operations can be submitted: not before ``init`` and after ``shutdown``, and not when the job has failed."""
     return _state["job"] is not None and _state["job"].is_initialized()
 
 
-def add_process_set(process_set):
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Registers a :class:`ProcessSet`, or a list of ranks. Every rank calls it, with the same ranks and in the same order."""
     job = _job()
     process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -177,7 +204,7 @@ def add_process_set(process_set):
     return process_set
 
 
-def remove_process_set(process_set):
+def remove_process_set(process_set: ProcessSet) -> bool:
     """Ends a process set. Every rank calls it. Returns whether it was registered."""
     if process_set.process_set_id not in _state["sets"]:
         return False
@@ -191,64 +218,64 @@ def remove_process_set(process_set):
     return True
 
 
-def get_process_set_ids_and_ranks():
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """The ranks of each registered process set, by its number."""
     return {0: global_process_set.ranks, **{number: one.ranks for number, one in _state["sets"].items()}}
 
 
-def start_timeline(file_path, mark_cycles=False):
+def start_timeline(file_path: "str | os.PathLike[str]", mark_cycles: bool = False) -> None:
     """Begins a timeline in this file. Every rank calls it. Cycles are always in it."""
     _job().start_timeline(str(file_path))
 
 
-def stop_timeline():
+def stop_timeline() -> None:
     """Ends the timeline; its file is complete when this returns."""
     _job().stop_timeline()
 
 
-def rank():
+def rank() -> int:
     """This process's rank."""
     return _job().rank()
 
 
-def size():
+def size() -> int:
     """The number of ranks."""
     return _job().size()
 
 
-def local_rank():
+def local_rank() -> int:
     """The place of this process among the ranks of its host."""
     return _job().local_rank()
 
 
-def local_size():
+def local_size() -> int:
     """The number of ranks on its host."""
     return _job().local_size()
 
 
-def cross_rank():
+def cross_rank() -> int:
     """The place of its host among those that have a rank with this local rank."""
     return _job().cross_rank()
 
 
-def cross_size():
+def cross_size() -> int:
     """The number of hosts that have a rank with this local rank."""
     return _job().cross_size()
 
 
-def is_homogeneous():
+def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
     return _job().is_homogeneous()
 
 
-def mpi_threads_supported():
+def mpi_threads_supported() -> bool:
     """Whether MPI may be called from several threads: there is no MPI."""
     _job()
     return False
 
 
-def _absent(name, value):
-    def answer(verbose=False):
+def _absent(name: str, value: _T) -> Callable[..., _T]:
+    def answer(verbose: bool = False) -> _T:
         return value
 
     answer.__name__ = answer.__qualname__ = name

@@ -2,24 +2,31 @@
 
 import itertools
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, overload
 
 import torch
 
+from phalanx_torch import _native
 from phalanx_torch._errors import Error
-from phalanx_torch.horovod._job import _internal, global_process_set
-from phalanx_torch.horovod.compression import Compression
+from phalanx_torch.horovod._job import ProcessSet, _internal, global_process_set
+from phalanx_torch.horovod.compression import Compression, Compressor
+
+# What makes the result of an operation of its native handle.
+_Finish: TypeAlias = Callable[[_native.Handle], Any]
+_Splits: TypeAlias = torch.Tensor | Sequence[int]
 
 
 class Op:
     """How the elements of all ranks are combined."""
 
-    def __init__(self, name, number):
+    def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._name
 
-    def __reduce__(self):
+    def __reduce__(self) -> str:
         return self._name
 
 
@@ -28,21 +35,22 @@ Min, Max, Product = Op("Min", 3), Op("Max", 4), Op("Product", 5)
 
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-# The sum that is to be divided does not overflow.
+# The sum that is to be divided does not overflow. There is no wider type than int64: see `_shares`.
 _WIDER_FOR_AVERAGE = {**_WIDER, torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
 
 class _InFlight:
     """An operation. ``finish`` makes its result of the native handle, once."""
 
-    def __init__(self, native, finish):
-        self._native, self._finish, self._result = native, finish, None
+    def __init__(self, native: _native.Handle, finish: _Finish) -> None:
+        self._native, self._result = native, None
+        self._finish: _Finish | None = finish
         self._lock = threading.Lock()
 
-    def poll(self):
+    def poll(self) -> bool:
         return self._native.poll()
 
-    def synchronize(self):
+    def synchronize(self) -> Any:
         try:
             self._native.wait()
             # Threads may wait for one operation. Its result is made once.
@@ -55,11 +63,11 @@ class _InFlight:
         return self._result
 
 
-_handles = {}
+_handles: dict[int, _InFlight] = {}
 _numbers = itertools.count()
 
 
-def _start(submit, finish):
+def _start(submit: Callable[[], _native.Handle], finish: _Finish) -> int:
     """The number of an operation in flight."""
     try:
         operation = _InFlight(submit(), finish)
@@ -70,12 +78,12 @@ def _start(submit, finish):
     return number
 
 
-def poll(handle):
+def poll(handle: int) -> bool:
     """Whether the operation is done; then ``synchronize`` does not wait."""
     return _found(handle).poll()
 
 
-def synchronize(handle):
+def synchronize(handle: int) -> Any:
     """Waits for the operation, and returns its result. A handle is used up by that."""
     operation = _found(handle)
     try:
@@ -86,18 +94,26 @@ def synchronize(handle):
             _handles.pop(handle, None)
 
 
-def _found(handle):
+def _synchronized(handle: int) -> Any:
+    """As :func:`synchronize`, for a call whose caller never gets the handle."""
+    try:
+        return synchronize(handle)
+    finally:
+        _handles.pop(handle, None)
+
+
+def _found(handle: int) -> _InFlight:
     operation = _handles.get(handle)
     if operation is None:
         raise ValueError(f"{handle!r} is no handle of an operation in flight: each is synchronized once")
     return operation
 
 
-def _is_integer(tensor):
+def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
 
 
-def _op(op, average, default=Average):
+def _op(op: Op | None, average: bool | None, default: Op = Average) -> Op:
     if average is not None:
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -108,7 +124,7 @@ def _op(op, average, default=Average):
     return op
 
 
-def _dense(what, tensor):
+def _dense(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what}: a torch.Tensor is expected, and not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -116,17 +132,31 @@ def _dense(what, tensor):
     return tensor.detach()
 
 
-def _plain(tensor):
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _shares(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Each element as how often it contains the number of ranks, and the rest: neither sum overflows. The pairs are a dimension more, the
+    last, so that rows stay rows."""
+    return torch.stack([tensor.div(ranks, rounding_mode="floor"), tensor.remainder(ranks)], dim=-1)
+
+
+def _average(shares: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The averages, rounded towards zero, of which `shares` are the sums."""
+    whole = shares[..., 0] + shares[..., 1].div(ranks, rounding_mode="floor")
+    return whole + ((whole < 0) & (shares[..., 1] % ranks != 0))
 
 
 class _Reduced:
     """A tensor on its way through a reduction: what is lent, and how the result is made of what comes back."""
 
-    def __init__(self, what, tensor, op, before, after, ranks, into=None):
+    def __init__(
+        self, what: str, tensor: torch.Tensor, op: Op, before: float, after: float, ranks: int, into: torch.Tensor | None = None
+    ) -> None:
         own = _dense(what, tensor)
         self.type, self.into, self.divisor, self.after = own.dtype, into, 1, 1.0
-        self.factors = (before, after)
+        self.factors, self.has_shares = (before, after), False
         wider = (_WIDER_FOR_AVERAGE if op is Average else _WIDER).get(own.dtype)
         if own.dtype is torch.uint64:
             raise ValueError(f"{what}: torch.uint64 cannot be combined; convert the tensor")
@@ -138,6 +168,8 @@ class _Reduced:
             self.factors, self.after = (1.0, 1.0), after
             if op is Average:
                 self.op, self.divisor = Sum, ranks
+                if own.dtype is torch.int64 and ranks > 1:
+                    lent, self.has_shares = _shares(lent, ranks), True
             else:
                 self.op = op
             if wider is not None:
@@ -152,8 +184,12 @@ class _Reduced:
             self.in_place = True
         self.lent = lent
 
-    def result(self, reduced):
-        if self.divisor != 1 and self.after == 1.0:
+    def result(self, reduced: torch.Tensor) -> torch.Tensor:
+        if self.has_shares and self.after == 1.0:
+            reduced = _average(reduced, self.divisor)
+        elif self.has_shares:
+            reduced = (reduced[..., 0].double() + reduced[..., 1].double() / self.divisor) * self.after
+        elif self.divisor != 1 and self.after == 1.0:
             reduced = reduced.div(self.divisor, rounding_mode="trunc")
         elif self.divisor != 1 or self.after != 1.0:
             reduced = reduced.double().mul(self.after / self.divisor)
@@ -164,7 +200,9 @@ class _Reduced:
         return self.into
 
 
-def _ways(what, tensors, op, before, after, process_set, in_place=False):
+def _ways(
+    what: str, tensors: Sequence[torch.Tensor], op: Op, before: float, after: float, process_set: ProcessSet, in_place: bool = False
+) -> tuple[list[_Reduced], Op, tuple[float, float]]:
     """The tensors on their way, and the operation and factors that all of them have."""
     ways = [
         _Reduced(what, tensor, op, float(before), float(after), process_set.size(), tensor if in_place else None)
@@ -177,24 +215,39 @@ def _ways(what, tensors, op, before, after, process_set, in_place=False):
     return ways, op, factors
 
 
-def _name(operation, name, process_set):
+def _name(operation: str, name: str | None, process_set: ProcessSet) -> str:
     return process_set._numbered(operation) if name is None else f"{operation}.{name}"
 
 
-def _first(finish):
+def _first(finish: _Finish) -> _Finish:
     return lambda native: finish(native)[0]
+
+
+def _applied(function: Any, *arguments: Any) -> Any:
+    """What the function returns, with a gradient."""
+    # Not all versions of PyTorch have annotated it.
+    return function.apply(*arguments)
 
 
 # Allreduce.
 
 
-def _allreduce_async(tensors, name, op, before, after, process_set, in_place, grouped):
+def _allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    op: Op,
+    before: float,
+    after: float,
+    process_set: ProcessSet,
+    in_place: bool,
+    grouped: bool,
+) -> int:
     what = "grouped_allreduce" if grouped else "allreduce"
     native = process_set._here()
     ways, op, factors = _ways(what, tensors, op, before, after, process_set, in_place)
     name = _name(what, name, process_set)
 
-    def finish(_):
+    def finish(_: object) -> list[torch.Tensor]:
         return [way.result(way.lent) for way in ways]
 
     lent = [way.lent for way in ways]
@@ -202,118 +255,168 @@ def _allreduce_async(tensors, name, op, before, after, process_set, in_place, gr
 
 
 def allreduce_async(
-    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Starts an :func:`allreduce`."""
     op = _op(op, average)
     return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, False, False)
 
 
 def allreduce_async_(
-    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """As :func:`allreduce_async`, into the tensor itself."""
     op = _op(op, average)
     return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, True, False)
 
 
 def allreduce_(
-    tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """As :func:`allreduce`, into the tensor itself."""
-    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+    return _synchronized(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
 def grouped_allreduce_async(
-    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """Starts a :func:`grouped_allreduce`."""
     op = _op(op, average)
     return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, False, True)
 
 
 def grouped_allreduce_async_(
-    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
     """As :func:`grouped_allreduce_async`, into the tensors themselves."""
     op = _op(op, average)
     return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, True, True)
 
 
 def grouped_allreduce_(
-    tensors, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=global_process_set
-):
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """As :func:`grouped_allreduce`, into the tensors themselves."""
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return synchronize(handle)
+    return _synchronized(handle)
 
 
-def _differentiable(op):
+def _differentiable(op: Op) -> None:
     if op not in (Average, Sum):
         raise NotImplementedError(f"{op} has no gradient here: use hvd.Sum or hvd.Average, or a tensor that needs none")
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
+    def forward(
+        ctx: Any,
+        grouped: bool,
+        name: str | None,
+        op: Op,
+        before: float,
+        after: float,
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.how = (op, before, after, process_set)
-        reduced = synchronize(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
+        reduced = _synchronized(_allreduce_async(tensors, name, op, before, after, process_set, False, grouped))
         return tuple(reduced) if grouped else (reduced,)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         op, before, after, process_set = ctx.how
         _differentiable(op)
-        reduced = synchronize(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
+        reduced = _synchronized(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
         return (None,) * 6 + tuple(reduced)
 
 
 def allreduce(
-    tensor,
-    average=None,
-    name=None,
-    compression=Compression.none,
-    op=None,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    process_set=global_process_set,
-):
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Combines the tensors of all ranks, element by element, and returns the result; the average, unless ``op`` says otherwise.
 
     Gradients go through it: that of a sum is the sum of all ranks' gradients, of an average their average.
     """
     compressed, context = compression.compress(tensor)
-    reduced, = _Allreduce.apply(False, name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
+    reduced, = _applied(_Allreduce, False, name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(reduced, context)
 
 
 def grouped_allreduce(
-    tensors,
-    average=None,
-    name=None,
-    compression=Compression.none,
-    op=None,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-    process_set=global_process_set,
-):
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
     """As :func:`allreduce` of each of the tensors, which is carried out when all ranks have all of them."""
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    reduced = _Allreduce.apply(True, name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
+    reduced = _applied(_Allreduce, True, name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts)]
 
 
-def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Op | None, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
     """Starts an allreduce of a sparse tensor. Returns a function that waits for it, and returns the result."""
-    op = _op(op, None)
+    return _sparse_allreduce_async(tensor, f"grouped_allgather.sparse.{name}", _op(op, None), process_set)
+
+
+def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set: ProcessSet) -> Callable[[], torch.Tensor]:
     if op not in (Average, Sum):
         raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
-    own = tensor.detach().coalesce()
+    native, own = process_set._here(), tensor.detach().coalesce()
     # Rows are gathered.
-    parts = [own.indices().t().contiguous(), own.values().contiguous()]
-    handle = grouped_allgather_async(parts, name=f"sparse.{name}", process_set=process_set)
+    lent = [_plain(own.indices().t()), _plain(own.values())]
+    handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
 
-    def result():
+    def result() -> torch.Tensor:
         indices, values = synchronize(handle)
         if op is Average:
             values = values / process_set.size()
@@ -325,7 +428,7 @@ def sparse_allreduce_async(tensor, name, op, process_set=global_process_set):
 # Allgather.
 
 
-def _rows(native, index, template, shape):
+def _rows(native: _native.Handle, index: int, template: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The result with this index, of the type of ``template``."""
     # The native part has a dimension more for elements that are several of those it knows.
     out = torch.empty(shape[: template.dim()], dtype=template.dtype)
@@ -333,13 +436,15 @@ def _rows(native, index, template, shape):
     return out
 
 
-def _gathered(templates):
+def _gathered(templates: Sequence[torch.Tensor]) -> _Finish:
     return lambda native: [
         _rows(native, index, template, shape) for index, (template, shape) in enumerate(zip(templates, native.shapes()))
     ]
 
 
-def grouped_allgather_async(tensors, name=None, process_set=global_process_set):
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts a :func:`grouped_allgather`."""
     native = process_set._here()
     lent = [_plain(_dense("allgather", tensor)) for tensor in tensors]
@@ -347,7 +452,7 @@ def grouped_allgather_async(tensors, name=None, process_set=global_process_set):
     return _start(lambda: native.allgather(name, lent), _gathered(lent))
 
 
-def allgather_async(tensor, name=None, process_set=global_process_set):
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Starts an :func:`allgather`."""
     native, lent = process_set._here(), _plain(_dense("allgather", tensor))
     name = _name("allgather", name, process_set)
@@ -356,43 +461,50 @@ def allgather_async(tensor, name=None, process_set=global_process_set):
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, grouped, name, process_set, *tensors):
+    def forward(
+        ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], process_set
         if not grouped:
-            return (synchronize(allgather_async(tensors[0], name, process_set)),)
-        return tuple(synchronize(grouped_allgather_async(tensors, name, process_set)))
+            return (_synchronized(allgather_async(tensors[0], name, process_set)),)
+        return tuple(_synchronized(grouped_allgather_async(tensors, name, process_set)))
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         process_set = ctx.process_set
         counts = allgather_(torch.tensor([ctx.rows]), process_set)
-        reduced = synchronize(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        reduced = _synchronized(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
         before = counts[: process_set.rank()].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
         return (None, None, None, *own)
 
 
-def allgather_(tensor, process_set):
-    return synchronize(allgather_async(tensor, process_set=process_set))
+def allgather_(tensor: torch.Tensor, process_set: ProcessSet) -> Any:
+    return _synchronized(allgather_async(tensor, process_set=process_set))
 
 
-def allgather(tensor, name=None, process_set=global_process_set):
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """The rows of all ranks below each other, in the order of the ranks, which may bring different numbers of them.
 
     Its gradient is the average of what all ranks have for this rank's rows, as Horovod defines it.
     """
-    return _Allgather.apply(False, name, process_set, tensor)[0]
+    rows: torch.Tensor = _applied(_Allgather, False, name, process_set, tensor)[0]
+    return rows
 
 
-def grouped_allgather(tensors, name=None, process_set=global_process_set):
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
     """As :func:`allgather` of each of the tensors, which is carried out when all ranks have all of them."""
-    return list(_Allgather.apply(True, name, process_set, *tensors))
+    return list(_applied(_Allgather, True, name, process_set, *tensors))
 
 
 # Broadcast.
 
 
-def _broadcast_async(tensor, root_rank, name, process_set, in_place):
+def _broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
+) -> int:
     native, root = process_set._here(), process_set._root(int(root_rank))
     own = _dense("broadcast", tensor)
     lent = _plain(own)
@@ -400,7 +512,7 @@ def _broadcast_async(tensor, root_rank, name, process_set, in_place):
         lent = lent.clone()
     name = _name("broadcast", name, process_set)
 
-    def finish(_):
+    def finish(_: object) -> torch.Tensor:
         if not in_place:
             return lent
         if lent.data_ptr() != own.data_ptr():
@@ -410,45 +522,54 @@ def _broadcast_async(tensor, root_rank, name, process_set, in_place):
     return _start(lambda: native.broadcast(name, lent, root), finish)
 
 
-def broadcast_async(tensor, root_rank, name=None, process_set=global_process_set):
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts a :func:`broadcast`."""
     return _broadcast_async(tensor, root_rank, name, process_set, False)
 
 
-def broadcast_async_(tensor, root_rank, name=None, process_set=global_process_set):
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """As :func:`broadcast_async`, into the tensor itself."""
     return _broadcast_async(tensor, root_rank, name, process_set, True)
 
 
-def broadcast_(tensor, root_rank, name=None, process_set=global_process_set):
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """As :func:`broadcast`, into the tensor itself."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return _synchronized(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, root_rank, name, process_set):
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.is_root, ctx.process_set = process_set._root(int(root_rank)) == process_set.rank(), process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+        return _synchronized(broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
-    def backward(ctx, gradient):
-        reduced = synchronize(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        gradient, = gradients
+        reduced = _synchronized(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
         return reduced if ctx.is_root else torch.zeros_like(reduced), None, None, None
 
 
-def broadcast(tensor, root_rank, name=None, process_set=global_process_set):
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """The root's tensor, on every rank; ``root_rank`` counts among all ranks, also in a process set.
 
     Its gradient is the average of all ranks' at the root, and zero elsewhere, as Horovod defines it.
     """
-    return _Broadcast.apply(tensor, root_rank, name, process_set)
+    return _applied(_Broadcast, tensor, root_rank, name, process_set)
 
 
 # Alltoall.
 
 
-def _split_sizes(splits):
+def _split_sizes(splits: _Splits | None) -> list[int] | None:
     if splits is None:
         return None
     splits = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
@@ -459,52 +580,68 @@ def _split_sizes(splits):
     return splits.tolist()
 
 
-def _alltoall_async(tensor, splits, name, process_set):
+def _alltoall_async(tensor: torch.Tensor, splits: _Splits | None, name: str | None, process_set: ProcessSet) -> int:
     native, lent, sizes = process_set._here(), _plain(_dense("alltoall", tensor)), _split_sizes(splits)
     name = _name("alltoall", name, process_set)
 
-    def finish(done):
+    def finish(done: _native.Handle) -> tuple[torch.Tensor, torch.Tensor]:
         received = _rows(done, 0, lent, done.shapes()[0])
         return received, torch.tensor(done.splits(), dtype=torch.int32)
 
     return _start(lambda: native.alltoall(name, lent, sizes), finish)
 
 
-def alltoall_async(tensor, splits=None, name=None, process_set=global_process_set):
+def alltoall_async(
+    tensor: torch.Tensor, splits: _Splits | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts an :func:`alltoall`."""
     handle = _alltoall_async(tensor, splits, name, process_set)
-    if splits is None:
-        operation = _handles[handle]
-        both = operation._finish
-        operation._finish = lambda done: both(done)[0]
+    operation = _handles[handle]
+    if splits is None and operation._finish is not None:
+        operation._finish = _first(operation._finish)
     return handle
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor, splits, name, process_set):
-        received, received_splits = synchronize(_alltoall_async(tensor, splits, name, process_set))
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: _Splits | None, name: str | None, process_set: ProcessSet
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        received, received_splits = _synchronized(_alltoall_async(tensor, splits, name, process_set))
         ctx.received_splits, ctx.process_set = received_splits, process_set
         ctx.mark_non_differentiable(received_splits)
         return received, received_splits
 
     @staticmethod
-    def backward(ctx, gradient, _):
-        handle = _alltoall_async(gradient, ctx.received_splits, None, ctx.process_set)
-        return synchronize(handle)[0], None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        # The other is for the splits.
+        handle = _alltoall_async(gradients[0], ctx.received_splits, None, ctx.process_set)
+        return _synchronized(handle)[0], None, None, None
 
 
-def alltoall(tensor, splits=None, name=None, process_set=global_process_set):
+@overload
+def alltoall(
+    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor, splits: _Splits, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def alltoall(
+    tensor: torch.Tensor, splits: _Splits | None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Sends the first ``splits[0]`` rows to rank 0, the next ``splits[1]`` to rank 1, and so on, and returns what came, in the order
     of the ranks. With ``splits`` it returns also how many rows came from each rank; without, as many go to each."""
-    received, received_splits = _Alltoall.apply(tensor, splits, name, process_set)
+    received, received_splits = _applied(_Alltoall, tensor, splits, name, process_set)
     return received if splits is None else (received, received_splits)
 
 
 # Reducescatter.
 
 
-def _scatter(tensors, name, op, before, after, process_set, grouped):
+def _scatter(
+    tensors: Sequence[torch.Tensor], name: str | None, op: Op, before: float, after: float, process_set: ProcessSet, grouped: bool
+) -> int:
     if op is Adasum:
         raise NotImplementedError("reducescatter cannot be an Adasum: use hvd.Sum or hvd.Average, or hvd.allreduce")
     what = "grouped_reducescatter" if grouped else "reducescatter"
@@ -513,7 +650,7 @@ def _scatter(tensors, name, op, before, after, process_set, grouped):
     name = _name(what, name, process_set)
     lent = [way.lent for way in ways]
 
-    def finish(done):
+    def finish(done: _native.Handle) -> Any:
         shards = _gathered(lent)(done)
         shards = [way.result(shard) for way, shard in zip(ways, shards)]
         return shards if grouped else shards[0]
@@ -522,81 +659,101 @@ def _scatter(tensors, name, op, before, after, process_set, grouped):
 
 
 def reducescatter_async(
-    tensor, name=None, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0
-):
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
     """Starts a :func:`reducescatter`."""
     return _scatter([tensor], name, _op(op, None), prescale_factor, postscale_factor, process_set, False)
 
 
 def grouped_reducescatter_async(
-    tensors, name=None, op=Average, process_set=global_process_set, prescale_factor=1.0, postscale_factor=1.0
-):
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
     """Starts a :func:`grouped_reducescatter`."""
     return _scatter(list(tensors), name, _op(op, None), prescale_factor, postscale_factor, process_set, True)
 
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, grouped, name, op, before, after, process_set, *tensors):
+    def forward(
+        ctx: Any,
+        grouped: bool,
+        name: str | None,
+        op: Op,
+        before: float,
+        after: float,
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.how = (op, before, after, process_set)
-        shards = synchronize(_scatter(tensors, name, op, before, after, process_set, grouped))
+        shards = _synchronized(_scatter(tensors, name, op, before, after, process_set, grouped))
         return tuple(shards) if grouped else (shards,)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         op, before, after, process_set = ctx.how
         _differentiable(op)
         # What every rank's loss changes with these rows: Horovod counts a sum's for each rank, and an average's once.
         factor = before * after * (process_set.size() if op is Sum else 1)
-        gathered = synchronize(grouped_allgather_async(gradients, process_set=process_set))
+        gathered = _synchronized(grouped_allgather_async(gradients, process_set=process_set))
         return (None,) * 6 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
 
 
 def reducescatter(
-    tensor,
-    name=None,
-    compression=Compression.none,
-    op=Average,
-    process_set=global_process_set,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-):
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
     """Combines the tensors of all ranks, and returns this rank's rows of the result: as many for each, and one more for each of the
     first ranks if they cannot be divided evenly."""
     compressed, context = compression.compress(tensor)
-    shard, = _Reducescatter.apply(False, name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
+    shard, = _applied(_Reducescatter, False, name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(shard, context)
 
 
 def grouped_reducescatter(
-    tensors,
-    name=None,
-    compression=Compression.none,
-    op=Average,
-    process_set=global_process_set,
-    prescale_factor=1.0,
-    postscale_factor=1.0,
-):
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Op = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
     """As :func:`reducescatter` of each of the tensors, which is carried out when all ranks have all of them."""
     compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    shards = _Reducescatter.apply(True, name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
+    shards = _applied(_Reducescatter, True, name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(shard, context) for shard, context in zip(shards, contexts)]
 
 
 # Others.
 
 
-def barrier(process_set=global_process_set):
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank has called it."""
     native = process_set._here()
-    synchronize(_start(native.barrier, lambda _: None))
+    _synchronized(_start(native.barrier, lambda _: None))
 
 
-def join(device=-1):
+def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until all ranks say so. Returns the rank that said it last.
 
     Meanwhile this rank takes part in the operations of the others, with zeros in a sum and without rows in an allgather. ``device`` is for
     GPUs, and ignored.
     """
     native = global_process_set._here()
-    return synchronize(_start(native.join, lambda done: done.last()))
+    last: int = _synchronized(_start(native.join, lambda done: done.last()))
+    return last

@@ -2,57 +2,96 @@
 
 import contextlib
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from phalanx_torch.horovod._job import global_process_set
+from phalanx_torch._errors import Error
+from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, global_process_set
 from phalanx_torch.horovod._operations import (
     Adasum,
     Average,
+    Op,
     Sum,
     _op,
+    _sparse_allreduce_async,
     allreduce_async_,
     grouped_allreduce_async_,
-    sparse_allreduce_async,
     synchronize,
 )
-from phalanx_torch.horovod.compression import Compression
+from phalanx_torch.horovod.compression import Compression, Compressor
+
+if TYPE_CHECKING:
+    _Base = torch.optim.Optimizer
+else:
+    # The optimizer's own class comes after it.
+    _Base = object
+
+_Grouping: TypeAlias = Callable[[list[torch.Tensor]], list[list[torch.Tensor]]]
+_Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
-class _Distributed:
+class _Distributed(_Base):
     """What a wrapped optimizer has before its own class."""
 
-    def _begin(self, named_parameters, compression, passes, op, predivide, groups, sparse_as_dense, process_set):
+    def _begin(
+        self,
+        named_parameters: _Named | None,
+        compression: type[Compressor],
+        passes: int,
+        op: Op,
+        predivide: float,
+        groups: _Grouping,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
         self._compression, self._op, self._predivide = compression, op, predivide
         self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
         self._parameter_names = self._names(named_parameters)
         self._reduced = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._groups, self._group_of = [], {}
+        self._groups: list[list[torch.Tensor]] = []
+        self._group_of: dict[torch.Tensor, int] = {}
         for members in groups(self._reduced):
             for p in members:
                 self._group_of[p] = len(self._groups)
             self._groups.append(members)
         self.backward_passes_per_step = passes
-        self._left = {}
+        self._left: dict[torch.Tensor, int] = {}
         # Which parameters' gradients are on their way, and what waits for each.
-        self._waits = {}
-        self._ready = {}
+        self._waits: dict[torch.Tensor, Callable[[], None] | None] = {}
+        self._ready: dict[int, list[torch.Tensor]] = {}
+        # Of parameters that have had a sparse gradient.
+        self._sparse_dims: dict[torch.Tensor, int] = {}
         self._synchronized, self._should_synchronize = False, True
-        self._hooks = []
-        if process_set._native is not None and process_set.size() > 1:
+        self._hooks: list[Any] = []
+        self._is_shared = process_set._native is not None and process_set.size() > 1
+        if self._is_shared:
             for p in self._reduced:
                 # As Horovod's: programs look at gradients that no pass has made.
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-                self._left[p] = passes
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._passed))
+                self._watch(p)
 
-    def _names(self, named_parameters):
+    def _watch(self, p: torch.Tensor) -> None:
+        """Lets the passes that make this parameter's gradient be counted."""
+        self._left[p] = self.backward_passes_per_step
+        # Not all versions of PyTorch have annotated it.
+        register: Any = p.register_post_accumulate_grad_hook
+        self._hooks.append(register(self._passed))
+
+    def _watch_later_ones(self) -> None:
+        """Takes the parameters that were frozen when the optimizer was made, and those of groups that were added to it since."""
+        for i, group in enumerate(self.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad and p not in self._left:
+                    self._parameter_names.setdefault(p, _unnamed(i, j))
+                    self._watch(p)
+
+    def _names(self, named_parameters: _Named | None) -> dict[torch.Tensor, str]:
         every = [p for group in self.param_groups for p in group["params"]]
         if named_parameters is None:
-            return {
-                p: f"allreduce.noname.{i}.{j}" for i, group in enumerate(self.param_groups) for j, p in enumerate(group["params"])
-            }
+            return {p: _unnamed(i, j) for i, group in enumerate(self.param_groups) for j, p in enumerate(group["params"])}
         pairs = list(named_parameters)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise ValueError(
@@ -71,14 +110,14 @@ class _Distributed:
             )
         return {p: name for name, p in pairs}
 
-    def set_backward_passes_per_step(self, passes):
+    def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes add to the gradients until they are averaged."""
         if self._waits:
             raise AssertionError("backward_passes_per_step changes between steps, and not while gradients are on their way")
         self.backward_passes_per_step = _whole("backward_passes_per_step", passes)
         self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
 
-    def _passed(self, p):
+    def _passed(self, p: torch.Tensor) -> None:
         if p in self._waits or self._left[p] <= 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -88,7 +127,7 @@ class _Distributed:
         if self._left[p] == 0:
             self._submit(p)
 
-    def _submit(self, p):
+    def _submit(self, p: torch.Tensor) -> None:
         group = self._group_of.get(p)
         if group is None:
             self._waits[p] = self._allreduce([p], self._parameter_names[p])
@@ -102,54 +141,69 @@ class _Distributed:
             self._waits[first] = self._allreduce(self._groups[group], f"group.{group}.{self._parameter_names[first]}")
             del self._ready[group]
 
-    def _allreduce(self, parameters, name):
+    def _allreduce(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Starts the average of gradients, and returns what waits for it."""
         for p in parameters:
             if p.grad is None:
                 # Another rank may have made one.
-                p.grad = torch.zeros_like(p)
-        if any(p.grad.is_sparse for p in parameters) and not self._sparse_as_dense:
+                p.grad = self._no_gradient(p)
+            elif p.grad.is_sparse:
+                self._sparse_dims[p] = p.grad.sparse_dim()
+        if any(_gradient(p).is_sparse for p in parameters) and not self._sparse_as_dense:
             return self._allreduce_sparse(parameters, name)
-        dense = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+        gradients = [_gradient(p) for p in parameters]
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
         compressed, contexts = zip(*map(self._compression.compress, dense))
         before, after, op = 1.0, 1.0, self._op
         if self._predivide != 1.0:
             before, after, op = 1.0 / self._predivide, self._predivide / self._process_set.size(), Sum
-        how = dict(op=op, prescale_factor=before, postscale_factor=after, process_set=self._process_set)
+        how: dict[str, Any] = dict(op=op, prescale_factor=before, postscale_factor=after, process_set=self._process_set)
         if len(parameters) == 1:
             handle = allreduce_async_(compressed[0], name=name, **how)
         else:
             handle = grouped_allreduce_async_(list(compressed), name=name, **how)
 
-        def wait():
+        def wait() -> None:
             averaged = synchronize(handle)
             for p, tensor, context in zip(parameters, averaged if len(parameters) > 1 else [averaged], contexts):
                 tensor = self._compression.decompress(tensor, context)
-                if p.grad.is_sparse:
+                own = _gradient(p)
+                if own.is_sparse:
                     # As the optimizer expects it.
-                    p.grad = tensor.to_sparse(p.grad.sparse_dim())
+                    p.grad = tensor.to_sparse(own.sparse_dim())
                 # Usually it is the gradient's own memory.
-                elif tensor.data_ptr() != p.grad.data_ptr():
-                    p.grad.detach().copy_(tensor)
+                elif tensor.data_ptr() != own.data_ptr():
+                    own.detach().copy_(tensor)
 
         return wait
 
-    def _allreduce_sparse(self, parameters, name):
+    def _no_gradient(self, p: torch.Tensor) -> torch.Tensor:
+        """What stands for the gradient of a parameter that no pass of this rank has used: zeros, sparse if those before were."""
+        sparse_dim = self._sparse_dims.get(p)
+        if sparse_dim is None:
+            return torch.zeros_like(p)
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+        return torch.sparse_coo_tensor(indices, p.new_empty((0, *p.shape[sparse_dim:])), p.shape, check_invariants=True)
+
+    def _allreduce_sparse(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         if self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1:
             raise NotImplementedError(
                 f"the gradient of {name} is sparse: gradient_predivide_factor, compression and groups are for dense ones; pass "
                 "sparse_as_dense=True, or leave these out"
             )
         p, = parameters
-        result = sparse_allreduce_async(p.grad, name, self._op, self._process_set)
+        # The name of a dense one: if other ranks have that, they are told so.
+        result = _sparse_allreduce_async(_gradient(p), f"allreduce.{name}", self._op, self._process_set)
 
-        def wait():
+        def wait() -> None:
             p.grad = result()
 
         return wait
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros."""
+        if self._is_shared:
+            self._watch_later_ones()
         for p in self._left:
             # One that is frozen now is so on every rank.
             if p not in self._waits and p.requires_grad:
@@ -161,12 +215,16 @@ class _Distributed:
                     self._submit(p)
         # What Ctrl-C leaves is waited for by the next call.
         for p in list(self._waits):
-            if self._waits[p] is not None:
+            wait = self._waits[p]
+            if wait is not None:
                 try:
-                    self._waits[p]()
-                except Exception:
+                    wait()
+                except Exception as error:
                     # The job has failed, and with it what is left.
                     self._waits = {}
+                    if isinstance(error, Error) and error.kind == "mismatch" and "allgather" in str(error):
+                        why = "this gradient is sparse on some ranks only, and one that no pass has made counts as dense until it was sparse once"
+                        raise HorovodInternalError(f"{error}. {why}: pass sparse_as_dense=True", error.kind, error.peer) from error
                     raise
             del self._waits[p]
         self._ready = {}
@@ -174,7 +232,7 @@ class _Distributed:
         self._synchronized = True
 
     @contextlib.contextmanager
-    def skip_synchronize(self):
+    def skip_synchronize(self) -> Iterator[None]:
         """For a ``step`` of gradients that ``synchronize`` has been called for, and that the program has changed since."""
         self._should_synchronize = False
         try:
@@ -182,18 +240,17 @@ class _Distributed:
         finally:
             self._should_synchronize = True
 
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, and makes a step."""
-        if closure is not None:
-            evaluate = closure
+        evaluate = closure
 
-            def closure():
-                loss = evaluate()
-                if self._should_synchronize:
-                    self.synchronize()
-                return loss
+        def synchronized() -> Any:
+            loss = evaluate() if evaluate is not None else None
+            if self._should_synchronize:
+                self.synchronize()
+            return loss
 
-        elif self._should_synchronize and self._left:
+        if evaluate is None and self._should_synchronize and self._is_shared:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -201,10 +258,11 @@ class _Distributed:
                     "optimizer.synchronize() in your code."
                 )
             self.synchronize()
+        stepped = super().step() if evaluate is None else super().step(synchronized)
         self._synchronized = False
-        return super().step(closure) if closure is not None else super().step()
+        return stepped
 
-    def zero_grad(self, *arguments, **named):
+    def zero_grad(self, *arguments: Any, **named: Any) -> None:
         """Forgets the gradients; not while they are on their way."""
         if self._waits:
             raise AssertionError(
@@ -214,13 +272,25 @@ class _Distributed:
         return super().zero_grad(*arguments, **named)
 
 
-def _whole(name, value):
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    assert p.grad is not None  # Zeros, if no pass has made one.
+    return p.grad
+
+
+def _unnamed(group: int, index: int) -> str:
+    """The name of a parameter that has none, by its place."""
+    return f"allreduce.noname.{group}.{index}"
+
+
+def _whole(name: str, value: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number from 1, and is {value!r}")
     return value
 
 
-def _grouping(num_groups, groups, optimizer):
+def _grouping(
+    num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None, optimizer: torch.optim.Optimizer
+) -> _Grouping:
     """What divides the parameters with gradients into groups."""
     if groups is None and not num_groups:
         return lambda parameters: []
@@ -230,7 +300,7 @@ def _grouping(num_groups, groups, optimizer):
         if num_groups < 0:
             raise ValueError(f"num_groups is {num_groups}: there cannot be fewer than none")
 
-        def even(parameters):
+        def even(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
             count = min(num_groups, len(parameters))
             quotient, rest = divmod(len(parameters), count) if count else (0, 0)
             starts = [index * quotient + min(index, rest) for index in range(count + 1)]
@@ -248,17 +318,17 @@ def _grouping(num_groups, groups, optimizer):
 
 
 def DistributedOptimizer(
-    optimizer,
-    named_parameters=None,
-    compression=Compression.none,
-    backward_passes_per_step=1,
-    op=Average,
-    gradient_predivide_factor=1.0,
-    num_groups=0,
-    groups=None,
-    sparse_as_dense=False,
-    process_set=global_process_set,
-):
+    optimizer: torch.optim.Optimizer,
+    named_parameters: _Named | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Op = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """An optimizer of the class of ``optimizer``, with its parameters, options and state, whose gradients are averaged over all ranks.
 
     The average of a gradient begins when the last of ``backward_passes_per_step`` passes has made it, and ``step`` waits for all.
@@ -283,7 +353,7 @@ def DistributedOptimizer(
     passes = _whole("backward_passes_per_step", backward_passes_per_step)
     grouping = _grouping(num_groups, groups, optimizer)
     base = type(optimizer)
-    wrapped = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
+    wrapped: Any = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
     distributed = wrapped.__new__(wrapped)
     # The same parameters, options and state, so that schedules of learning rates that know the optimizer go on. Such a schedule may have
     # put a step of its own into it, which is bound to it.

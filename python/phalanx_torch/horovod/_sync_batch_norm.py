@@ -2,7 +2,7 @@
 
 import torch
 
-from phalanx_torch.horovod._job import global_process_set
+from phalanx_torch.horovod._job import ProcessSet, global_process_set
 from phalanx_torch.horovod._operations import Sum, allreduce
 
 
@@ -13,16 +13,22 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """
 
     def __init__(
-        self, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, process_set=global_process_set
-    ):
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self._process_set = process_set
 
-    def _check_input_dim(self, input):
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm: a batch has at least two dimensions, and not {input.dim()}")
 
-    def forward(self, input):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         if not self.training and self.track_running_stats or self._process_set.size() == 1:
             return super().forward(input)
@@ -46,10 +52,12 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
             y = y * self.weight.view(view) + self.bias.view(view)
         return y.to(input.dtype)
 
-    def _summed(self, tensor):
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         return allreduce(tensor, op=Sum, process_set=self._process_set)
 
-    def _track(self, mean, variance):
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        # There is `track_running_stats`.
+        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
