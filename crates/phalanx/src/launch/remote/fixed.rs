@@ -21,7 +21,7 @@ use crate::world_size::WorldSize;
 
 /// The hosts of a job, in their order, all of which are needed.
 pub(super) struct FixedHosts {
-    stage: Stage,
+    pub(super) stage: Stage,
     /// How the launchers ended whose connections are closed, by the numbers of their hosts.
     ended: Vec<(usize, LauncherEnd)>,
     /// The last start of workers that was shown.
@@ -30,7 +30,7 @@ pub(super) struct FixedHosts {
 
 /// The progress of the launchers.
 #[derive(Clone, Debug)]
-enum Stage {
+pub(super) enum Stage {
     /// All have to answer.
     Answering(Deadline),
     /// Node 0 has to serve the store, at this host.
@@ -47,6 +47,21 @@ impl FixedHosts {
         }
         let stage = Stage::Answering(Deadline::after(job.start_timeout));
         Ok(Self { stage, ended: Vec::new(), shown: None })
+    }
+
+    /// A launcher that reports how the job has failed speaks for all. One that cannot hear it, and whose connection stands all the same,
+    /// as srun's to a node that was cut off, is not waited for longer than the end of its workers may take.
+    fn limit_the_end(&self, launchers: &mut Launchers<'_>) {
+        let is_bad = |end: &LauncherEnd| match end {
+            LauncherEnd::Reported(report) => severity(&report.outcome) > severity(&Outcome::Succeeded),
+            LauncherEnd::Failed(_) => true,
+        };
+        let ends = self.ended.iter().map(|(_, end)| end);
+        if ends.chain(launchers.peers.iter().filter_map(|peer| peer.end.as_ref())).any(is_bad) {
+            let by = Instant::now() + launchers.job.end_timeout();
+            let others = launchers.peers.iter_mut().filter(|peer| peer.end.is_none());
+            others.for_each(|peer| peer.connection.must_end_by(by));
+        }
     }
 
     /// The launchers' ends, by the numbers of their hosts; a launcher that was lost has none.
@@ -70,6 +85,7 @@ impl Plan for FixedHosts {
         if launchers.end.is_some() {
             self.stage = Stage::Running;
         }
+        self.limit_the_end(launchers);
         let nodes = launchers.job.hosts.hosts().len() as u32;
         match &self.stage {
             Stage::Answering(deadline) => {
