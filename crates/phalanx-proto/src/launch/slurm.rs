@@ -115,7 +115,7 @@ fn tasks(text: &impl Fn(&str) -> Option<String>, nodes: usize) -> Result<(Vec<u3
     let parse = |name: &'static str| text(name).map(|value| number(name, &value)).transpose();
     let (wanted, per_node) = (parse(TASKS)?, parse(PER_NODE)?);
     if wanted.is_none() && per_node.is_none() {
-        return Ok((vec![1; nodes], "one on each node, as nothing says how many"));
+        return Ok((vec![1; nodes], "submitted without --ntasks"));
     }
     let (most, source) = match (text(LIST), per_node) {
         (Some(list), _) => {

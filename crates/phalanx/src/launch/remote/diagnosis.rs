@@ -77,8 +77,8 @@ const SRUN_ERRORS: [(&str, &str, &str); 9] = [
     ),
     (
         "requested node configuration is not available",
-        "the Slurm job does not have this node, or not what a step needs of it",
-        "is SLURM_JOB_NODELIST this job's? `scontrol show job` shows its nodes",
+        "the Slurm job does not have this node any more, which is down, or does not have what a step needs of it",
+        "`scontrol show node HOST` and `scontrol show job` say why; submit the job again, with --exclude=HOST if the node stays down",
     ),
     (
         "expired or invalid job",
@@ -219,7 +219,7 @@ mod tests {
             ),
             (
                 "srun: error: Unable to create step for job 3: Requested node configuration is not available",
-                "SLURM_JOB_NODELIST",
+                "--exclude=node7",
             ),
             (
                 "srun: error: Slurm job 2 has expired\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2",
