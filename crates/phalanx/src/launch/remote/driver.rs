@@ -299,8 +299,8 @@ pub(super) mod tests {
     use std::ops::ControlFlow;
 
     use super::*;
-    use crate::launch::exit::Outcome;
-    use crate::launch::remote::fixed::{FixedHosts, Stage};
+    use crate::launch::exit::{NodeFailure, Outcome};
+    use crate::launch::remote::fixed::FixedHosts;
     use crate::launch::remote::protocol::RemoteReport;
     use crate::launch::remote::{HostList, RemoteShell};
 
@@ -320,7 +320,7 @@ pub(super) mod tests {
         let (_folder, job) = silent_job("node1,node2");
         let mut observer = |_: Event<'_>| ControlFlow::Continue(());
         let mut driver = Driver::start(&job, &mut observer, |launchers| {
-            Ok(Box::new(FixedHosts { stage: Stage::Running, ..FixedHosts::start(launchers)? }) as _)
+            Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
         })
         .unwrap();
         let has_limit = |driver: &mut Driver<'_>| {
@@ -339,8 +339,12 @@ pub(super) mod tests {
         };
         driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(Outcome::Succeeded)));
         assert!(!has_limit(&mut driver));
-        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(Outcome::Stopped)));
+        let (node, host, why) = (Some(1), "node2".to_owned(), "it is silent".to_owned());
+        let lost = Outcome::NodeFailed(NodeFailure { node, host, why });
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(lost.clone())));
         assert!(has_limit(&mut driver));
+        // The one that was lost is ended, and the report is what the others have said of it.
+        assert_eq!(driver.run().unwrap().outcome, lost);
     }
 
     #[test]
