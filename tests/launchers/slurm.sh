@@ -4,7 +4,7 @@
 # limit and requeue. It needs root, and touches nothing of a Slurm that is configured here.
 export PATH=$PATH:/usr/sbin:/sbin
 source "$(dirname "$0")/common.sh"
-needs munged slurmctld slurmd srun sbatch salloc scancel scontrol sinfo squeue ip unshare nsenter python3
+needs munged slurmctld slurmd srun sbatch salloc scancel scontrol sinfo squeue ip unshare nsenter pgrep
 [ "$(id -u)" = 0 ] || { echo "Slurm's daemons need root" >&2; exit 1; }
 
 # All that is started here, also what Slurm starts, is in one process namespace, and ends with it.
@@ -158,8 +158,9 @@ script_succeeds "one group of 2, local ranks [0, 1]" -N 2 -- "$phalanx run --sta
 script_succeeds "one group of 2, local ranks [0, 1]" -N 2 -n 4 -- "srun -N 1 -n 1 $phalanx run --nproc-per-node 2 $launched 2"
 script_succeeds "one group of 4, local ranks [0, 1, 0, 1]" -N 2 -- \
     "srun bash -c '$phalanx run --nnodes \$SLURM_NNODES --node-rank \$SLURM_NODEID --master-addr node1 --nproc-per-node 2 $launched 4'"
-# An elastic job too.
-script_succeeds "one group of 2, local ranks [0, 0]" -N 2 -- "$phalanx run --max-restarts 1 $launched 2"
+# An elastic job, whose store the command serves.
+script_succeeds "[1] one of 1:2" -N 2 -- "$phalanx run --min-np 1 -- bash -c 'echo one of \$PHALANX_ELASTIC'"
+script_succeeds "[0] one of 1:2" -N 2 -- "$phalanx run --min-np 1 -- bash -c 'echo one of \$PHALANX_ELASTIC'"
 
 # What goes wrong is named, with what to do, and is the batch script's exit code.
 script_fails "host    node2" -N 2 --ntasks-per-node 2 -- "$phalanx run $launched 4 3; code=\$?; [ \$code != 7 ] || exit 7"
@@ -193,7 +194,7 @@ for link in /proc/[0-9]*/ns/net; do
     fi
 done
 ends_within 40 "the loss of node2 ends the job" says 'ended with [1-9]'
-says 'node 1 \(node2\)' || { cat "$scratch/batch"; echo "FAILED: node2 is not named" >&2; exit 1; }
+says 'host +node2' || { cat "$scratch/batch"; echo "FAILED: node2 is not named" >&2; exit 1; }
 ends_within 60 "no process is left" nothing_runs 'sleep 4321'
 scancel "$(cat "$scratch/id")" 2> /dev/null || true
 start_daemon 2
@@ -204,7 +205,7 @@ all_are idle
 start -N 2 --no-kill
 ip link set to2 down
 ends_within 60 "the cut to node2 ends the job" says 'ended with [1-9]'
-says 'node 1 \(node2\)' || { cat "$scratch/batch"; echo "FAILED: node2 is not named" >&2; exit 1; }
+says 'host +node2' || { cat "$scratch/batch"; echo "FAILED: node2 is not named" >&2; exit 1; }
 ends_within 100 "no process is left" nothing_runs 'sleep 4321'
 ip link set to2 up
 scancel "$(cat "$scratch/id")" 2> /dev/null || true

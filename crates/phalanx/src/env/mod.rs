@@ -146,10 +146,6 @@ impl LaunchEnv {
             return Ok(None);
         }
         let agent_store = variables.flag("TORCHELASTIC_USE_AGENT_STORE")?;
-        let slurm = match &place {
-            Some(place) => foreign::slurm_step(&variables, place)?,
-            None => None,
-        };
         let rendezvous = match (&place, url) {
             (_, Some(url)) if !agent_store => {
                 check_url(&url)?;
@@ -159,11 +155,11 @@ impl LaunchEnv {
             (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
                 let file = foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url);
                 let port = variables.parse_optional("MASTER_PORT")?;
-                let master = slurm.as_ref().map(|step| RendezvousEndpoint::Master {
-                    address: step.address.clone(),
+                let step = foreign::slurm_step(&variables, place)?;
+                file.or(step.map(|step| RendezvousEndpoint::Master {
+                    address: step.address,
                     port: port.unwrap_or(step.port),
-                });
-                file.or(master)
+                }))
             }
             _ => None,
         };
@@ -181,6 +177,11 @@ impl LaunchEnv {
                 port: variables.parse("MASTER_PORT")?,
             },
         };
+        let run_id = variables.text("TORCHELASTIC_RUN_ID").or_else(|| {
+            let step = place.as_ref().map(|place| foreign::slurm_step(&variables, place));
+            // What cannot be understood and is not needed is no error.
+            Some(step?.ok()??.id)
+        });
         let place = match place {
             Some(place) => place,
             None => foreign::ForeignRank {
@@ -206,7 +207,7 @@ impl LaunchEnv {
             rendezvous,
             bind: variables.parse_optional("PHALANX_BIND")?,
             restart_count: Generation(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
-            run_id: variables.text("TORCHELASTIC_RUN_ID").or_else(|| slurm.map(|step| step.id)),
+            run_id,
             agent_store,
         }))
     }
@@ -647,6 +648,13 @@ mod tests {
         let env = parse(&[&step[..], &by_hand].concat()).unwrap().unwrap();
         let (address, port) = ("ib-node1".to_owned(), 7);
         assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port });
+        assert_eq!(env.run_id.as_deref(), Some("slurm-123.0.0"));
+        // A list that cannot be understood is an error only where it is needed.
+        let odd = [("SLURM_STEP_NODELIST", "node[")];
+        assert!(
+            parse(&[&step[..], &odd].concat()).unwrap_err().to_string().contains("SLURM_STEP_NODELIST=node[")
+        );
+        assert!(parse(&[&step[..], &by_hand, &odd].concat()).is_ok());
         let env = parse(&[&step[..], &[("PHALANX_RENDEZVOUS", "file:///x")]].concat()).unwrap().unwrap();
         assert_eq!(env.rendezvous, RendezvousEndpoint::Url("file:///x".to_owned()));
         // All on one node.

@@ -1,7 +1,8 @@
 //! A job on several hosts, started by one command, like horovodrun.
 //!
-//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly; or on each node of a Slurm job, by srun. Over the launcher's standard
-//! input it sends the working directory, what to start and the node rank; over its standard output it receives events.
+//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly; or on each node of a Slurm job, by srun. Over
+//! the launcher's standard input it sends the working directory, what to start and the node rank; over its standard output it
+//! receives events.
 //! [`protocol`] has the messages and their order. The launchers have a rendezvous like those of
 //! [several nodes](super::Cluster); this command takes no part in it.
 //!
