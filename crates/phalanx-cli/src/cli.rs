@@ -108,6 +108,12 @@ PATH, and the folder in which this command is started. The hosts get this comman
 login, through ssh's standard input. PHALANX_RSH names another program to call instead of ssh. This command shows all output. \
 When it gets a signal or ends, for any reason, the workers on all hosts end.
 
+Slurm:
+  In a batch script, or a shell of salloc, `phalanx run ./train` without options about nodes reads the job's nodes, and how many workers each is \
+to have, from Slurm's variables (SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE), and starts a launcher on each node with srun. --nproc-per-node sets another number; \
+--nnodes, --node-rank, --master-addr, --rdzv-endpoint, -H, --hostfile, --host-discovery-script and --standalone go before all of that. In a task that srun has started, nothing is read. A \
+program of Phalanx needs no launcher there: `srun ./train` is enough.
+
 Several nodes, a command on each:
   You, or a scheduler, start the same command on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store that the launchers use, on that address \
@@ -149,6 +155,7 @@ Examples:
   phalanx run --nproc-per-node gpu -- python train.py
   phalanx run -np 8 -H node0:4,node1:4 ./target/release/train
   phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
+  sbatch --nodes 2 --ntasks-per-node 4 --wrap 'phalanx run ./target/release/train'
   phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./target/release/train
   phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
 
@@ -158,7 +165,7 @@ Examples:
 #[command(override_usage = "phalanx run [OPTIONS] [--] <PROGRAM> [ARGUMENTS]...")]
 pub(crate) struct Run {
     /// How many workers: a number, `cpu` (one a processor), `gpu` (one an NVIDIA GPU) or `auto` (`gpu` if there is one,
-    /// else `cpu`); 1 if not given
+    /// else `cpu`); 1, or as many as a Slurm job has tasks, if not given
     #[arg(
         long,
         alias = "nproc_per_node",
@@ -412,7 +419,7 @@ impl Run {
 
     /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
     pub(crate) fn apart(&self, other: Option<String>) -> Option<String> {
-        let other = other.filter(|_| self.nodes.nnodes.max == 1 && !self.standalone)?;
+        let other = other.filter(|_| self.nodes.nnodes().max == 1 && !self.standalone)?;
         Some(format!(
             "{other} say that this command was started several times: each trains by itself, as a job of its own. For one job give --nnodes, \
              --node-rank and --master-addr, or start the program without `phalanx run`; --standalone says that it is meant so"

@@ -35,11 +35,11 @@ pub(crate) struct HostOptions {
 
     /// The port of the hosts' ssh servers [default: ssh's own]
     #[arg(long, value_name = "PORT")]
-    ssh_port: Option<u16>,
+    pub(crate) ssh_port: Option<u16>,
 
     /// The file of ssh's private key [default: ssh's own]
     #[arg(long, value_name = "FILE")]
-    ssh_identity_file: Option<PathBuf>,
+    pub(crate) ssh_identity_file: Option<PathBuf>,
 
     /// How long the hosts may take to answer, and then their launchers to find each other
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]

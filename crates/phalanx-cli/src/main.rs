@@ -21,6 +21,7 @@ mod processes;
 mod render;
 mod report;
 mod run;
+mod slurm;
 mod status;
 mod tls;
 

@@ -14,9 +14,10 @@ const C10D_PORT: u16 = 29400;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Several nodes, a command on each")]
 pub(crate) struct NodeOptions {
-    /// The number of machines, or MIN:MAX: nodes may then come and go within these limits
-    #[arg(long, value_name = "N", env = "PET_NNODES", hide_env_values = true, default_value = "1")]
-    pub(crate) nnodes: Nnodes,
+    /// The number of machines, or MIN:MAX: nodes may then come and go within these limits [default: 1, or, within a Slurm job, all of
+    /// its nodes]
+    #[arg(long, value_name = "N", env = "PET_NNODES", hide_env_values = true)]
+    pub(crate) nnodes: Option<Nnodes>,
 
     /// This machine's rank among the nodes, from 0 (with `static`) [default: 0]
     #[arg(long, alias = "node_rank", value_name = "N", env = "PET_NODE_RANK", hide_env_values = true)]
@@ -31,16 +32,15 @@ pub(crate) struct NodeOptions {
     pub(crate) master_port: Option<u16>,
 
     /// Where the nodes' rendezvous is. `static`: in a store of node 0. `c10d`: in a store of the node whose address the end
-    /// point is. `etcd`: in an etcd cluster. `file`: in a file on a shared disk. With the last two any node may be lost
+    /// point is. `etcd`: in an etcd cluster. `file`: in a file on a shared disk. With the last two any node may be lost [default: static]
     #[arg(
         long,
         alias = "rdzv_backend",
         value_name = "NAME",
         env = "PET_RDZV_BACKEND",
-        hide_env_values = true,
-        default_value = "static"
+        hide_env_values = true
     )]
-    pub(crate) rdzv_backend: Backend,
+    pub(crate) rdzv_backend: Option<Backend>,
 
     /// The rendezvous end point, HOST[:PORT], instead of --master-addr and --master-port; for etcd HOST[:PORT],..; for
     /// `file` a path
@@ -183,9 +183,25 @@ impl FromStr for Conf {
 }
 
 impl NodeOptions {
+    pub(crate) fn nnodes(&self) -> Nnodes {
+        self.nnodes.unwrap_or(Nnodes { min: 1, max: 1 })
+    }
+
+    fn backend(&self) -> Backend {
+        self.rdzv_backend.unwrap_or(Backend::Static)
+    }
+
+    /// Whether they say which nodes there are, or where they meet.
+    pub(crate) fn are_given(&self) -> bool {
+        self.nnodes.is_some()
+            || self.node_rank.is_some()
+            || self.master_addr.is_some()
+            || self.rdzv_endpoint.is_some()
+    }
+
     /// The address and the port, from whichever option gave them.
     pub(crate) fn endpoint(&self) -> Result<(Option<String>, Option<u16>), String> {
-        let endpoint = match self.rdzv_backend {
+        let endpoint = match self.backend() {
             Backend::Static | Backend::C10d => self.place_to_meet(),
             #[cfg(feature = "etcd")]
             Backend::Etcd => None,
@@ -211,13 +227,13 @@ impl NodeOptions {
 
     /// The nodes of the job, if there may be several.
     pub(crate) fn cluster(&self) -> Result<Option<Cluster>, String> {
-        if self.nnodes.max == 1 {
+        let Nnodes { min, max } = self.nnodes();
+        if max == 1 {
             return Ok(None);
         }
-        let Nnodes { min, max } = self.nnodes;
         let (host, port) = self.endpoint()?;
         let needed = || self.place_to_meet().ok_or("this --rdzv-backend needs --rdzv-endpoint");
-        let cluster = match self.rdzv_backend {
+        let cluster = match self.backend() {
             Backend::Static => {
                 let node_rank = self.node_rank.unwrap_or(0);
                 let host = host.unwrap_or_else(|| "127.0.0.1".to_owned());
@@ -287,11 +303,11 @@ mod tests {
     fn an_end_point_may_lack_its_port() {
         let endpoint = |text: &str| {
             let options = NodeOptions {
-                nnodes: Nnodes { min: 2, max: 2 },
+                nnodes: Some(Nnodes { min: 2, max: 2 }),
                 node_rank: None,
                 master_addr: None,
                 master_port: None,
-                rdzv_backend: Backend::C10d,
+                rdzv_backend: Some(Backend::C10d),
                 rdzv_endpoint: Some(text.to_owned()),
                 rdzv_conf: Conf::default(),
                 local_addr: None,

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use phalanx::launch::{
-    Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, Report, Signal,
+    Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, RemoteShell, Report, Signal,
 };
 use phalanx::{Error, JobKey, WorldSize};
 
@@ -14,7 +14,7 @@ use crate::cli::{Keygen, Run, thread_note};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
-use crate::{json, launch, report};
+use crate::{json, launch, report, slurm};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
 /// wait long.
@@ -27,19 +27,19 @@ pub(crate) fn run(options: Run) -> ExitCode {
     if let Err(message) = options.hosts.check_blanks(&given, program) {
         return refuse(&message, 2);
     }
-    let started = match Started::new(&options) {
+    let (started, slurm) = match Started::new(&options) {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
     };
     let format = options.log_format;
     let most = match &started {
         Started::Here(workers) => workers.get(),
-        Started::Hosts(hosts) => hosts.hosts().iter().map(Host::slots).max().unwrap_or(1),
+        Started::Hosts(hosts, _) => hosts.hosts().iter().map(Host::slots).max().unwrap_or(1),
     };
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    for note in options.notes().into_iter().chain(apart).chain(thread_note(most, is_set)) {
+    for note in slurm.into_iter().chain(options.notes()).chain(apart).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
@@ -53,7 +53,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
             Ok(job) => job.run(&mut renderer),
             Err(message) => return refuse(&message, 2),
         },
-        Started::Hosts(hosts) => match across(&options, hosts) {
+        Started::Hosts(hosts, shell) => match across(&options, hosts, shell) {
             Ok(job) => job.run(&mut renderer),
             Err(message) => return refuse(&message, 2),
         },
@@ -68,13 +68,28 @@ pub(crate) fn run(options: Run) -> ExitCode {
 }
 
 /// How this command starts the workers.
-enum Started {
+#[derive(Debug)]
+pub(crate) enum Started {
     Here(WorldSize),
-    Hosts(HostList),
+    Hosts(HostList, RemoteShell),
 }
 
 impl Started {
-    fn new(options: &Run) -> Result<Self, String> {
+    /// How `options` say it, or the Slurm job that this command is in, which is then said too.
+    fn new(options: &Run) -> Result<(Self, Option<String>), String> {
+        match slurm::allocation(options)? {
+            Some(allocation) => {
+                let (started, note) = slurm::started(options, &allocation)?;
+                if let Self::Here(_) = started {
+                    options.elastic.needs_no_hosts()?;
+                }
+                Ok((started, note))
+            }
+            None => Self::without_slurm(options).map(|started| (started, None)),
+        }
+    }
+
+    fn without_slurm(options: &Run) -> Result<Self, String> {
         // In an elastic job workers may start on any host with free slots.
         let hosts = match options.elastic.min_np {
             Some(_) if options.elastic.host_discovery_script.is_some() => Some(HostList::default()),
@@ -82,7 +97,7 @@ impl Started {
             None => options.hosts.placed()?,
         };
         if let Some(hosts) = hosts {
-            return Ok(Self::Hosts(hosts));
+            return Ok(Self::Hosts(hosts, options.hosts.shell()));
         }
         options.elastic.needs_no_hosts()?;
         Ok(Self::Here(match (options.hosts.here()?, options.nproc_per_node) {
@@ -120,12 +135,12 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
 }
 
 /// The job on `hosts`, whose launchers get this command's own command line.
-fn across(options: &Run, hosts: HostList) -> Result<RemoteJob, String> {
+fn across(options: &Run, hosts: HostList, shell: RemoteShell) -> Result<RemoteJob, String> {
     refuse_open_tls(options)?;
     let launcher =
         std::env::current_exe().map_err(|error| format!("cannot find this command's own file: {error}"))?;
     let job = RemoteJob::new(hosts, launcher, std::env::args_os())
-        .shell(options.hosts.shell())
+        .shell(shell)
         .master_port(options.nodes.master_port.unwrap_or(0))
         .start_timeout(options.hosts.start_timeout)
         .grace(options.grace_period)

@@ -6,12 +6,14 @@
 //!
 //! The first argument is how many ranks there should be: where a launcher's variables are not understood, each process is a
 //! world of one. The second, if there is one, is a rank that exits with 7 once all have met, for a launcher that is to end
-//! the others. `tests/launchers` runs it under torchrun, mpirun and Slurm.
+//! the others; or it is `notice`: the ranks make steps until they are told that the job's time ends. `tests/launchers` runs it under torchrun, mpirun and Slurm.
 
 use std::error::Error;
 use std::process::{ExitCode, exit};
+use std::thread::sleep;
+use std::time::Duration;
 
-use phalanx::ReduceOp;
+use phalanx::{EndNotice, ReduceOp};
 
 const ELEMENTS: i64 = 100_000;
 
@@ -26,9 +28,14 @@ fn main() -> ExitCode {
 }
 
 fn check() -> Result<(), Box<dyn Error>> {
-    let mut arguments = std::env::args().skip(1).map(|argument| argument.parse::<u32>());
-    let expected = arguments.next().ok_or("say how many ranks there should be: launched 4")??;
-    let fails = arguments.next().transpose()?;
+    let mut arguments = std::env::args().skip(1);
+    let expected: u32 = arguments.next().ok_or("say how many ranks there should be: launched 4")?.parse()?;
+    let second = arguments.next();
+    let mut notice = match second.as_deref() {
+        Some("notice") => Some(EndNotice::new()?),
+        _ => None,
+    };
+    let fails = second.filter(|_| notice.is_none()).map(|rank| rank.parse::<u32>()).transpose()?;
 
     let group = phalanx::init()?;
     let (rank, world) = (group.rank(), group.world_size());
@@ -55,6 +62,19 @@ fn check() -> Result<(), Box<dyn Error>> {
     }
     if fails == Some(rank.get()) {
         exit(7);
+    }
+    if let Some(notice) = &mut notice {
+        let mut step = 1_i64;
+        while !notice.agreed(&group)? {
+            step += 1;
+            sleep(Duration::from_millis(20));
+        }
+        let mut steps = vec![0; world.count()];
+        group.all_gather(&[step], &mut steps)?;
+        let is_same = steps.iter().all(|other| *other == step);
+        if rank.is_main() {
+            println!("noticed, all {world} in the same step: {is_same}");
+        }
     }
     group.barrier()?;
     Ok(())

@@ -192,7 +192,7 @@ fn is_inner_bridge(folder: &Path, interface: &str) -> bool {
 }
 
 /// The address of this host from which packets to `target` go. Nothing is sent.
-fn way_to(target: IpAddr) -> Option<IpAddr> {
+pub(crate) fn way_to(target: IpAddr) -> Option<IpAddr> {
     let any: IpAddr =
         if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind((any, 0)).ok()?;

@@ -59,6 +59,7 @@ pub mod checkpoint;
 mod credentials;
 mod domain;
 pub mod elastic;
+mod end_notice;
 pub mod env;
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
@@ -93,6 +94,7 @@ pub use collective::{ReduceOp, Tuning, TuningRow};
 pub use credentials::Credentials;
 pub use deadline::Deadline;
 pub use dtype::{Bool, DType, Element};
+pub use end_notice::EndNotice;
 pub use error::{Error, Result};
 pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
 pub use health::Heartbeat;

@@ -6,3 +6,4 @@ pub mod membership;
 pub mod policy;
 mod root_cause;
 pub mod slot;
+pub mod slurm;

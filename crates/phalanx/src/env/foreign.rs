@@ -1,5 +1,7 @@
 //! Ranks from the variables of launchers other than torchrun: pure.
 
+use phalanx_proto::launch::slurm::{self, StepMeeting};
+
 use super::Variables;
 use super::malformed;
 use crate::error::{Error, Result};
@@ -179,6 +181,18 @@ pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
     (one_host && is_open_mpi && folder.starts_with('/')).then(|| format!("file://{folder}/phalanx"))
 }
 
+/// Where the tasks of the step meet that Slurm's `place` is in.
+pub(super) fn slurm_step<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    place: &ForeignRank,
+) -> Result<Option<StepMeeting>> {
+    if place.rank.0 != SLURM_RANK {
+        return Ok(None);
+    }
+    let is_on_one_node = place.local_world_size == Some(place.world_size.1);
+    StepMeeting::read(|name| variables.text(name), is_on_one_node)
+}
+
 /// Slurm's list of the number of tasks on each node.
 fn tasks_on_node<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
@@ -186,42 +200,16 @@ fn tasks_on_node<F: Fn(&str) -> Option<String>>(
 ) -> Result<Option<u32>> {
     const NAME: &str = "SLURM_STEP_TASKS_PER_NODE";
     let (Some(list), Some(node)) = (variables.text(NAME), node) else { return Ok(None) };
-    match nth_count(&list, node) {
-        Some(count) => Ok(Some(count)),
+    let counts = slurm::counts(&list).map_err(|cause| malformed(NAME, &list, &cause))?;
+    match counts.get(node as usize) {
+        Some(count) => Ok(Some(*count)),
         None => Err(malformed(NAME, &list, &format!("it does not say how many tasks node {node} has"))),
     }
-}
-
-/// The `node`-th number of a list such as `2(x3),1`, which means 2, 2, 2, 1.
-fn nth_count(list: &str, node: u32) -> Option<u32> {
-    let mut before = 0_u32;
-    for entry in list.split(',') {
-        let (count, times) = match entry.split_once("(x") {
-            Some((count, times)) => (count, times.strip_suffix(')')?.parse().ok()?),
-            None => (entry, 1),
-        };
-        before = before.checked_add(times)?;
-        if node < before {
-            return count.trim().parse().ok();
-        }
-    }
-    None
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn slurms_lists_are_read() {
-        let counts = |list| (0..5).map(|node| nth_count(list, node)).collect::<Vec<_>>();
-        assert_eq!(counts("2(x3),1"), [Some(2), Some(2), Some(2), Some(1), None]);
-        assert_eq!(counts("4")[..2], [Some(4), None]);
-        for bad in ["", "x", "2(x", "2(xy)", "(x9)"] {
-            assert_eq!(nth_count(bad, 4), None, "{bad}");
-        }
-        assert_eq!(nth_count("1(x4294967295),1(x2)", u32::MAX), None);
-    }
 
     #[test]
     fn ranks_of_unknown_launchers_are_seen() {

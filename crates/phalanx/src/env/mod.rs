@@ -15,13 +15,14 @@
 //! | Flux | `FLUX_TASK_RANK`, `FLUX_JOB_SIZE`, `FLUX_TASK_LOCAL_ID` |
 //! | PALS | `PALS_RANKID`, `PMI_SIZE`, `PALS_LOCAL_RANKID`, `PALS_LOCAL_SIZE`, `PALS_NODEID` |
 //! | MPICH, Intel MPI, Cray MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` or `PMI_LOCAL_RANK`, `MPI_LOCALNRANKS` or `PMI_LOCAL_SIZE` |
-//! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE` |
+//! | srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`, `SLURM_NODEID`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_JOB_ID`, `SLURM_STEP_ID`, `SLURM_STEP_NODELIST` |
 //!
 //! A rank without a number of ranks, such as `PMIX_RANK` alone, is an error. A world of one warns if a variable looks like the rank of a
 //! launcher that is not in the table.
 //!
-//! These do not say where ranks meet: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
-//! `file:///a/shared/path` or `tcp://host:port`. With Open MPI on one host neither is needed.
+//! srun's variables also say where ranks meet: at the step's first node, at a port that follows from the numbers of job and step. The
+//! others' do not: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
+//! `file:///a/shared/path` or `tcp://host:port`, which go before srun's. With Open MPI on one host neither is needed.
 //!
 //! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey). Its
 //! certificates, if there are any, are in the files that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY`
@@ -51,7 +52,7 @@ const HOROVODRUN: &str = "PHALANX_HOROVODRUN";
 const RENDEZVOUS: &str = "PHALANX_RENDEZVOUS";
 
 const REMEDY: &str = "start the program with `phalanx run` or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and \
-                      MASTER_PORT for every rank, or none of them for a world of one; under mpirun and srun set \
+                      MASTER_PORT for every rank, or none of them for a world of one; under mpirun set \
                       MASTER_ADDR and MASTER_PORT, or PHALANX_RENDEZVOUS=file:///a/shared/path";
 
 /// The values that a launcher has set for this worker.
@@ -152,7 +153,13 @@ impl LaunchEnv {
             }
             (Some(place), _) if place.world_size.1 == 1 => Some(RendezvousEndpoint::NotNeeded),
             (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
-                foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url)
+                let file = foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url);
+                let port = variables.parse_optional("MASTER_PORT")?;
+                let step = foreign::slurm_step(&variables, place)?;
+                file.or(step.map(|step| RendezvousEndpoint::Master {
+                    address: step.address,
+                    port: port.unwrap_or(step.port),
+                }))
             }
             _ => None,
         };
@@ -170,6 +177,11 @@ impl LaunchEnv {
                 port: variables.parse("MASTER_PORT")?,
             },
         };
+        let run_id = variables.text("TORCHELASTIC_RUN_ID").or_else(|| {
+            let step = place.as_ref().map(|place| foreign::slurm_step(&variables, place));
+            // What cannot be understood and is not needed is no error.
+            Some(step?.ok()??.id)
+        });
         let place = match place {
             Some(place) => place,
             None => foreign::ForeignRank {
@@ -195,7 +207,7 @@ impl LaunchEnv {
             rendezvous,
             bind: variables.parse_optional("PHALANX_BIND")?,
             restart_count: Generation(variables.parse_optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0)),
-            run_id: variables.text("TORCHELASTIC_RUN_ID"),
+            run_id,
             agent_store,
         }))
     }
@@ -613,6 +625,44 @@ mod tests {
         assert!(said(&one).unwrap().contains("OMPI_COMM_WORLD_RANK=2 and OMPI_COMM_WORLD_SIZE=4"));
         one.push(("TORCHELASTIC_RUN_ID", "sweep-2"));
         assert_eq!(said(&one), None);
+    }
+
+    #[test]
+    fn tasks_of_srun_need_nothing_else() {
+        let step = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_STEP_NUM_TASKS", "5"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x2),1"),
+            ("SLURM_JOB_ID", "123"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_NODELIST", "node[1-3]"),
+        ];
+        let env = parse(&step).unwrap().unwrap();
+        let (address, port) = ("node1".to_owned(), 20_123);
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port });
+        // Another step that has the same port by chance does not mix with this one.
+        assert_eq!(env.run_id.as_deref(), Some("slurm-123.0.0"));
+        let by_hand = [("MASTER_ADDR", "ib-node1"), ("MASTER_PORT", "7")];
+        let env = parse(&[&step[..], &by_hand].concat()).unwrap().unwrap();
+        let (address, port) = ("ib-node1".to_owned(), 7);
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port });
+        assert_eq!(env.run_id.as_deref(), Some("slurm-123.0.0"));
+        // A list that cannot be understood is an error only where it is needed.
+        let odd = [("SLURM_STEP_NODELIST", "node[")];
+        assert!(
+            parse(&[&step[..], &odd].concat()).unwrap_err().to_string().contains("SLURM_STEP_NODELIST=node[")
+        );
+        assert!(parse(&[&step[..], &by_hand, &odd].concat()).is_ok());
+        let env = parse(&[&step[..], &[("PHALANX_RENDEZVOUS", "file:///x")]].concat()).unwrap().unwrap();
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Url("file:///x".to_owned()));
+        // All on one node.
+        let one =
+            [("SLURM_STEP_TASKS_PER_NODE", "5"), ("SLURM_NODEID", "0"), ("SLURM_STEP_NODELIST", "node1")];
+        let env = parse(&[&step[..], &one].concat()).unwrap().unwrap();
+        let (address, port) = ("127.0.0.1".to_owned(), 20_123);
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port });
     }
 
     #[test]

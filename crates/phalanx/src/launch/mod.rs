@@ -73,6 +73,8 @@ pub use logs::{Logs, Selection, Streams};
 #[cfg(any(test, fuzzing))]
 pub use nodes::fuzz_nodes;
 use phalanx_proto::launch::{host_manager, membership, policy, slot};
-pub use remote::{ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell};
+pub use remote::{
+    ElasticHosts, Host, HostDiscovery, HostList, RemoteJob, RemoteNode, RemoteShell, SlurmAllocation,
+};
 #[cfg(any(test, fuzzing))]
 pub use remote::{fuzz as fuzz_remote, fuzz_hosts};

@@ -67,14 +67,14 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) fn start(mut command: Command, incoming: IncomingSender) -> Result<Self> {
+    /// `remedy` says what to do where the program is missing.
+    pub(super) fn start(mut command: Command, remedy: &str, incoming: IncomingSender) -> Result<Self> {
         // Ctrl-C must reach only this command: otherwise ssh would end before its launcher has ended the workers.
         command.process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|error| {
             let program = command.get_program().to_string_lossy().into_owned();
-            Error::io(format!("cannot start {program}"), error)
-                .with_remedy("install OpenSSH's client, or name another program with PHALANX_RSH")
+            Error::io(format!("cannot start {program}"), error).with_remedy(remedy)
         })?;
         let (outgoing, inbox) = channel();
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
@@ -112,6 +112,11 @@ impl Connection {
     /// It may run so much longer, and is then killed.
     pub(super) fn must_end_by(&mut self, at: Instant) {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
+    }
+
+    #[cfg(test)]
+    pub(super) fn has_limit(&self) -> bool {
+        self.kill_at.is_some()
     }
 
     pub(super) fn stdout_has_closed(&mut self) {

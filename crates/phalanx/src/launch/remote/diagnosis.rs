@@ -1,4 +1,4 @@
-//! Explains why ssh could not start a launcher, or has lost it: pure.
+//! Explains why ssh or srun could not start a launcher, or has lost it: pure.
 
 use crate::error::{Error, Kind};
 
@@ -7,6 +7,8 @@ pub(super) struct LostConnection<'a> {
     pub(super) host: &'a str,
     /// The program that connects.
     pub(super) shell: &'a str,
+    /// Whether that is Slurm's, whose launchers are steps on every node.
+    pub(super) is_srun: bool,
     pub(super) is_here: bool,
     /// Whether the launcher had answered.
     pub(super) was_up: bool,
@@ -61,6 +63,55 @@ const SSH_ERRORS: [(&str, &str, &str); 11] = [
     ),
 ];
 
+/// Messages of srun, in the same way.
+const SRUN_ERRORS: [(&str, &str, &str); 9] = [
+    (
+        "required node not available",
+        "Slurm starts nothing on this node, which is down, drained or reserved",
+        "`scontrol show node HOST` says why; submit the job again, with --exclude=HOST if it stays so",
+    ),
+    (
+        "node failure",
+        "the node has failed",
+        "`scontrol show node HOST` says why; submit the job again, with --exclude=HOST if it stays so",
+    ),
+    (
+        "requested node configuration is not available",
+        "the Slurm job does not have this node any more, which is down, or does not have what a step needs of it",
+        "`scontrol show node HOST` and `scontrol show job` say why; submit the job again, with --exclude=HOST if the node stays down",
+    ),
+    (
+        "expired or invalid job",
+        "the Slurm job has ended",
+        "start `phalanx run` within a job that runs, by sbatch or salloc, or unset SLURM_JOB_ID",
+    ),
+    (
+        "already completing or completed",
+        "the Slurm job has ended",
+        "start `phalanx run` within a job that runs, by sbatch or salloc",
+    ),
+    (
+        "unable to contact",
+        "Slurm's controller does not answer",
+        "`scontrol ping` must work here; ask who runs the cluster",
+    ),
+    (
+        "communication connection failure",
+        "Slurm's daemon on this node does not answer",
+        "`scontrol show node HOST` says how it is; submit the job again, with --exclude=HOST if it stays so",
+    ),
+    (
+        "unrecognized option",
+        "srun does not know an option",
+        "Slurm must be 20.11 or newer; or start one launcher on each node with `srun .. phalanx run --nnodes ..`",
+    ),
+    (
+        "access/permission denied",
+        "Slurm permits this user no step in the job",
+        "is SLURM_JOB_ID one of this user's jobs?",
+    ),
+];
+
 impl LostConnection<'_> {
     /// The error for the user.
     pub(super) fn error(&self) -> Error {
@@ -69,12 +120,13 @@ impl LostConnection<'_> {
             Some(code) => format!("exit code {code}"),
             None => "a signal".to_owned(),
         };
-        if self.is_here {
+        if self.is_here && !self.is_srun {
             return self
                 .error_with_stderr(format!("{host}: the launcher of this machine was ended by {how}"));
         }
         let said = self.stderr.to_lowercase();
-        let known = SSH_ERRORS.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
+        let table = if self.is_srun { &SRUN_ERRORS[..] } else { &SSH_ERRORS[..] };
+        let known = table.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
         if let Some((_, meaning, remedy)) = known {
             return self
                 .error_with_stderr(format!("{host}: {meaning}"))
@@ -96,11 +148,14 @@ impl LostConnection<'_> {
                 .with_remedy("is the host up, and its network? Was the launcher killed there?"),
             _ => self
                 .error_with_stderr(format!("{host}: {shell} ended with {how} before phalanx answered"))
-                .with_remedy(format!("does `{shell} {host} phalanx --version` work?")),
+                .with_remedy(match self.is_srun {
+                    true => format!("does `{shell} --overlap --nodes=1 --ntasks=1 --nodelist={host} phalanx --version` work within this job?"),
+                    false => format!("does `{shell} {host} phalanx --version` work?"),
+                }),
         }
     }
 
-    /// Adds ssh's own messages.
+    /// Adds the last message of ssh or srun.
     fn error_with_stderr(&self, cause: String) -> Error {
         let error = Error::new(Kind::Environment, cause);
         let said: Vec<&str> = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -117,7 +172,16 @@ mod tests {
 
     fn broken<'a>(code: i32, stderr: &'a str, was_up: bool) -> LostConnection<'a> {
         let (host, shell, launcher) = ("node7", "ssh", "/opt/phalanx");
-        LostConnection { host, shell, is_here: false, was_up, code: Some(code), stderr, launcher }
+        LostConnection {
+            host,
+            shell,
+            is_srun: false,
+            is_here: false,
+            was_up,
+            code: Some(code),
+            stderr,
+            launcher,
+        }
     }
 
     #[test]
@@ -140,6 +204,38 @@ mod tests {
         ];
         for (code, stderr, remedy) in cases {
             let error = broken(code, stderr, false).error().to_string();
+            assert!(error.starts_with("node7: ") && error.contains(remedy), "{error}");
+            assert!(error.contains(stderr.lines().last().unwrap()), "{error}");
+        }
+    }
+
+    #[test]
+    fn each_way_of_srun_to_fail_has_its_remedy() {
+        // As srun of Slurm 22.05 says it.
+        let cases = [
+            (
+                "srun: error: Unable to create step for job 7: Required node not available (down, drained or reserved)",
+                "--exclude=node7",
+            ),
+            (
+                "srun: error: Unable to create step for job 3: Requested node configuration is not available",
+                "--exclude=node7",
+            ),
+            (
+                "srun: error: Slurm job 2 has expired\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2",
+                "unset SLURM_JOB_ID",
+            ),
+            (
+                "srun: error: Unable to confirm allocation for job 2: Unable to contact slurm controller (connect failure)",
+                "scontrol ping",
+            ),
+            ("srun: unrecognized option '--overlap'", "20.11"),
+            ("srun: error: something else", "--nodelist=node7 phalanx --version"),
+        ];
+        for (stderr, remedy) in cases {
+            let lost =
+                LostConnection { is_srun: true, is_here: true, shell: "srun", ..broken(1, stderr, false) };
+            let error = lost.error().to_string();
             assert!(error.starts_with("node7: ") && error.contains(remedy), "{error}");
             assert!(error.contains(stderr.lines().last().unwrap()), "{error}");
         }

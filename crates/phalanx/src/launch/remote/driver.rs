@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal as Raw;
 
+use super::RemoteJob;
 use super::address::Known;
 use super::connection::{Connection, Incoming};
 use super::environment::environment;
@@ -18,7 +19,6 @@ use super::inbox::Inbox;
 use super::node::version;
 use super::peer::{LauncherEnd, Peer};
 use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLauncher};
-use super::{RemoteJob, is_this_machine};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -93,7 +93,7 @@ impl<'a> Driver<'a> {
         let mut launchers = Launchers {
             job,
             key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
-            environment: environment()?,
+            environment: environment(job.shell.is_srun())?,
             peers: Vec::new(),
             started_peers: 0,
             inbox: Inbox::new()?,
@@ -187,13 +187,14 @@ impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
         let id = self.started_peers;
-        let connection = Connection::start(self.job.command(&host)?, self.inbox.incoming_sender(id))?;
+        let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
+        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
         connection.send(self.environment.clone());
         self.peers.push(Peer {
             id,
             index,
-            is_here: is_this_machine(&host),
+            is_here: self.job.is_this_machine(&host),
             connection,
             answer_by: Deadline::after(self.job.start_timeout).instant(),
             hello: None,
@@ -257,13 +258,15 @@ impl Launchers<'_> {
         let names: Vec<&str> = missing.iter().map(|peer| peer.host.name()).collect();
         let waited = self.job.start_timeout.as_secs_f64();
         let first = names.first().copied().unwrap_or_default();
+        let said = missing.iter().find_map(|peer| peer.stderr.back());
         Error::timeout(format!("{} {what} within {waited} s", names.join(", ")))
+            .adding(said.map_or_else(String::new, |said| format!(": {said}")))
             .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first)))
     }
 
     /// Those of `missing` have not answered in time.
     pub(super) fn not_answered(&self, missing: &[&Peer]) -> Error {
-        self.too_late(missing, "has not answered", "can `ssh HOST true` be run?")
+        self.too_late(missing, "has not answered", self.job.shell.remedy_if_silent())
     }
 
     fn wait(&mut self, wake_at: Option<Instant>) {
@@ -296,7 +299,7 @@ pub(super) mod tests {
     use std::ops::ControlFlow;
 
     use super::*;
-    use crate::launch::exit::Outcome;
+    use crate::launch::exit::{NodeFailure, Outcome};
     use crate::launch::remote::fixed::FixedHosts;
     use crate::launch::remote::protocol::RemoteReport;
     use crate::launch::remote::{HostList, RemoteShell};
@@ -310,6 +313,38 @@ pub(super) mod tests {
         let hosts: HostList = hosts.parse().unwrap();
         let job = RemoteJob::new(hosts, "phalanx", Vec::<OsString>::new());
         (folder, job.shell(RemoteShell::default().program(&program)))
+    }
+
+    #[test]
+    fn a_launcher_that_does_not_hear_of_the_end_is_not_waited_for_without_limit() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut driver = Driver::start(&job, &mut observer, |launchers| {
+            Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+        })
+        .unwrap();
+        let has_limit = |driver: &mut Driver<'_>| {
+            driver.plan.act(&mut driver.launchers).unwrap();
+            driver.launchers.peers[1].connection.has_limit()
+        };
+        assert!(!has_limit(&mut driver));
+        let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+        let ending = |outcome| RemoteReport {
+            outcome,
+            exits: exits.clone(),
+            world_size,
+            nodes,
+            restarts,
+            replacements,
+        };
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(Outcome::Succeeded)));
+        assert!(!has_limit(&mut driver));
+        let (node, host, why) = (Some(1), "node2".to_owned(), "it is silent".to_owned());
+        let lost = Outcome::NodeFailed(NodeFailure { node, host, why });
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(lost.clone())));
+        assert!(has_limit(&mut driver));
+        // The one that was lost is ended, and the report is what the others have said of it.
+        assert_eq!(driver.run().unwrap().outcome, lost);
     }
 
     #[test]

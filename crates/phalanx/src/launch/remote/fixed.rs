@@ -6,18 +6,21 @@
 //! And a restart ends all workers and starts all again, on which the launchers agree through their log, whoever has
 //! started them; the driver of an elastic job replaces single workers.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::address;
 use super::driver::{DriverEnd, Launchers, Plan};
 use super::peer::{LauncherEnd, Peer};
-use super::protocol::RemoteEvent;
+use super::protocol::{RemoteEvent, RemoteReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::interfaces;
 use crate::launch::exit::{Outcome, Report, Signal};
 use crate::world_size::WorldSize;
+
+/// How long a launcher that the others have lost may take to report its own end.
+const LOST_GRACE: Duration = Duration::from_secs(5);
 
 /// The hosts of a job, in their order, all of which are needed.
 pub(super) struct FixedHosts {
@@ -49,6 +52,44 @@ impl FixedHosts {
         Ok(Self { stage, ended: Vec::new(), shown: None })
     }
 
+    /// Whose launchers all run their workers.
+    #[cfg(test)]
+    pub(super) fn running(self) -> Self {
+        Self { stage: Stage::Running, ..self }
+    }
+
+    /// A launcher that reports how the job has failed speaks for all. One that cannot hear it, and whose connection stands all the same,
+    /// as srun's to a node that was cut off, is not waited for longer than the end of its workers may take; and one that the others
+    /// have lost only for a moment, in which it may still report its own end.
+    fn limit_the_end(&self, launchers: &mut Launchers<'_>) {
+        let (lost, has_failed) = self.reported(launchers);
+        if has_failed {
+            let now = Instant::now();
+            let timeout = launchers.job.end_timeout();
+            for peer in launchers.peers.iter_mut().filter(|peer| peer.end.is_none()) {
+                let is_lost = lost.contains(&peer.index);
+                peer.connection.must_end_by(now + if is_lost { LOST_GRACE } else { timeout });
+            }
+        }
+    }
+
+    /// The nodes that were lost, according to the launchers that have ended, and whether any of those has not succeeded.
+    fn reported(&self, launchers: &Launchers<'_>) -> (Vec<usize>, bool) {
+        let ends = self.ended.iter().map(|(_, end)| end);
+        let (mut lost, mut has_failed) = (Vec::new(), false);
+        for end in ends.chain(launchers.peers.iter().filter_map(|peer| peer.end.as_ref())) {
+            has_failed |= match end {
+                LauncherEnd::Reported(RemoteReport { outcome: Outcome::NodeFailed(failure), .. }) => {
+                    lost.extend(failure.node.and_then(|node| usize::try_from(node).ok()));
+                    true
+                }
+                LauncherEnd::Reported(report) => !matches!(report.outcome, Outcome::Succeeded),
+                LauncherEnd::Failed(_) => true,
+            };
+        }
+        (lost, has_failed)
+    }
+
     /// The launchers' ends, by the numbers of their hosts; a launcher that was lost has none.
     fn ends(&mut self, launchers: &mut Launchers<'_>) -> Vec<(usize, LauncherEnd)> {
         let mut ends = std::mem::take(&mut self.ended);
@@ -70,6 +111,7 @@ impl Plan for FixedHosts {
         if launchers.end.is_some() {
             self.stage = Stage::Running;
         }
+        self.limit_the_end(launchers);
         let nodes = launchers.job.hosts.hosts().len() as u32;
         match &self.stage {
             Stage::Answering(deadline) => {
@@ -139,6 +181,10 @@ impl Plan for FixedHosts {
             Some(end) => self.ended.push((peer.index, end)),
             // A launcher that was told to end may end without a report.
             None if launchers.end.is_some() => {}
+            // The others' report says why.
+            None if self.reported(launchers).0.contains(&peer.index) => {
+                launchers.end_all(DriverEnd::Planned, Signal::TERM);
+            }
             None => {
                 let error = launchers.job.diagnose(&peer);
                 launchers.end_all(DriverEnd::Broken(error), Signal::TERM);

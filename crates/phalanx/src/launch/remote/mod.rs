@@ -1,7 +1,8 @@
 //! A job on several hosts, started by one command, like horovodrun.
 //!
-//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly. Over the launcher's standard
-//! input it sends the working directory, what to start and the node rank; over its standard output it receives events.
+//! [`RemoteJob`] starts a launcher on each host, over ssh or, on this machine, directly; or on each node of a Slurm job, by srun. Over
+//! the launcher's standard input it sends the working directory, what to start and the node rank; over its standard output it
+//! receives events.
 //! [`protocol`] has the messages and their order. The launchers have a rendezvous like those of
 //! [several nodes](super::Cluster); this command takes no part in it.
 //!
@@ -24,6 +25,7 @@ mod peer;
 mod protocol;
 mod quote;
 mod shell;
+mod slurm;
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -47,6 +49,7 @@ pub use hosts::fuzz as fuzz_hosts;
 pub use hosts::{Host, HostList};
 pub use node::RemoteNode;
 pub use shell::RemoteShell;
+pub use slurm::SlurmAllocation;
 
 use diagnosis::LostConnection;
 use driver::{Driver, Launchers};
@@ -194,7 +197,7 @@ impl RemoteJob {
 
     /// The command that starts the launcher on `host`.
     fn command(&self, host: &Host) -> Result<Command> {
-        Ok(if is_this_machine(host) {
+        Ok(if self.is_this_machine(host) && !self.shell.is_srun() {
             let mut command = Command::new(&self.launcher);
             command.arg("node");
             command
@@ -216,6 +219,7 @@ impl RemoteJob {
         let lost = LostConnection {
             host: peer.host.name(),
             shell: &shell,
+            is_srun: self.shell.is_srun(),
             is_here: peer.is_here,
             was_up: peer.hello.is_some(),
             code: peer.connection.code(),
@@ -224,11 +228,12 @@ impl RemoteJob {
         };
         lost.error()
     }
-}
 
-/// Another user of this machine is reached by ssh, as on any other machine.
-fn is_this_machine(host: &Host) -> bool {
-    host.name() == host.address() && is_here(host.address())
+    /// Whether `host` is this machine. Another user of this machine is reached by ssh, as on any other machine.
+    fn is_this_machine(&self, host: &Host) -> bool {
+        let is_node = self.shell.is_srun() && slurm::is_this_node(host.name());
+        is_node || host.name() == host.address() && is_here(host.address())
+    }
 }
 
 /// For [`fuzzing`](crate::fuzzing): the bytes of a pipe from another host, in either direction: instructions, or a

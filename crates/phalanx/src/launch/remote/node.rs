@@ -15,7 +15,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::protocol::{
     FromLauncher, LauncherConfig, LauncherError, RemoteEvent, RemoteReport, Route, ToLauncher,
 };
-use super::{frame, ssh_silence};
+use super::{frame, slurm, ssh_silence};
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
@@ -46,7 +46,9 @@ impl RemoteNode {
     /// possible, which it has then reported, or if the job has ended.
     pub fn arrive() {
         let mut out = io::stdout();
-        let route = std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
+        let ssh = || std::env::var("SSH_CONNECTION").ok().and_then(|variable| Route::parse(&variable));
+        // A step of Slurm has the variables of a login besides, which may be one on another host.
+        let route = slurm::route().or_else(ssh);
         let hello = FromLauncher::Hello { version: version(), route };
         let greeted = out.write_all(frame::GREETING).and_then(|()| frame::write(&mut out, &hello));
         if greeted.is_err() {

@@ -1,6 +1,6 @@
-//! The remote shell's command line.
+//! The command line that starts a launcher on another host.
 //!
-//! The program is OpenSSH's own client, because it knows a site's keys, proxies and names.
+//! The program is OpenSSH's own client, because it knows a site's keys, proxies and names; within a job of Slurm it is srun.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -9,27 +9,73 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::connection::HEARTBEAT_INTERVAL;
+use super::environment;
 use super::quote::quote;
 
 /// Starts the launcher of this version: at the same path as here, or from `PATH`. Any shell on the host will do; it
 /// only needs to understand single quotes.
 const START: &str = r#"[ -x "$1" ] && exec "$1" node; exec phalanx node"#;
 
-/// The program that runs a command on another host: OpenSSH's, or another with the same arguments.
+/// srun's options for the step of one launcher, which has all that the job has on its node. Without `--unbuffered` the output would come
+/// by lines, and it has none.
+const SRUN: [&str; 10] = [
+    "--nodes=1",
+    "--ntasks=1",
+    "--ntasks-per-node=1",
+    "--overlap",
+    "--mem=0",
+    "--cpu-bind=none",
+    "--mpi=none",
+    "--unbuffered",
+    "--export=ALL",
+    "--job-name=phalanx",
+];
+
+/// The program that runs a command on another host: OpenSSH's, or another with the same arguments, or Slurm's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteShell {
     program: Vec<OsString>,
     port: Option<u16>,
     identity: Option<PathBuf>,
+    is_srun: bool,
 }
 
 impl Default for RemoteShell {
     fn default() -> Self {
-        Self { program: vec!["ssh".into()], port: None, identity: None }
+        Self { program: vec!["ssh".into()], port: None, identity: None, is_srun: false }
     }
 }
 
 impl RemoteShell {
+    /// Slurm's `srun`: the hosts are nodes of the Slurm job in which this process runs, under Slurm's names, and each launcher is a
+    /// step of that job, also the one on this machine.
+    pub fn srun() -> Self {
+        Self { program: vec!["srun".into()], is_srun: true, ..Self::default() }
+    }
+
+    pub(super) fn is_srun(&self) -> bool {
+        self.is_srun
+    }
+
+    /// What to do where the program is missing.
+    pub(super) fn remedy_if_missing(&self) -> &'static str {
+        match self.is_srun {
+            true => {
+                "this is within a Slurm job of several nodes, on which srun starts the workers: make Slurm's commands available here, also within a container; \
+                 --standalone starts workers on this machine alone"
+            }
+            false => "install OpenSSH's client, or name another program with PHALANX_RSH",
+        }
+    }
+
+    /// What to try where the launcher on HOST has not answered.
+    pub(super) fn remedy_if_silent(&self) -> &'static str {
+        match self.is_srun {
+            true => "does `srun --overlap --nodes=1 --ntasks=1 --nodelist=HOST true` end within this job?",
+            false => "can `ssh HOST true` be run?",
+        }
+    }
+
     /// Another program, with arguments before ours, separated by blanks.
     pub fn program(mut self, words: &OsStr) -> Self {
         let words = words.as_bytes().split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
@@ -67,6 +113,15 @@ impl RemoteShell {
         let mut program = self.program.iter();
         let mut command = Command::new(program.next().map_or(OsStr::new("ssh"), OsString::as_os_str));
         command.args(program);
+        if self.is_srun {
+            // The name is one of Slurm's, and no list: commas and brackets are in no name.
+            command.args(SRUN).arg(format!("--nodelist={host}"));
+            for name in environment::NOT_FOR_SRUN {
+                command.env_remove(name);
+            }
+            command.args(["/bin/sh", "-c", START, "sh"]).arg(launcher);
+            return command;
+        }
         // It must not ask questions: its standard input is the launcher's.
         let timeout = format!("ConnectTimeout={}", timeout.as_secs().max(1));
         let interval = format!("ServerAliveInterval={}", HEARTBEAT_INTERVAL.as_secs());
@@ -91,6 +146,27 @@ impl RemoteShell {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_of_slurm_is_one_launcher_whatever_the_job_asks_for() {
+        let command = RemoteShell::srun().command(
+            "node07",
+            Path::new("/opt/a b/phalanx"),
+            Duration::from_secs(9),
+            Duration::from_secs(21),
+        );
+        let words: Vec<&OsStr> = command.get_args().collect();
+        assert_eq!(command.get_program(), "srun");
+        for option in ["--nodelist=node07", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered"] {
+            assert!(words.contains(&OsStr::new(option)), "{option}");
+        }
+        assert_eq!(words[words.len() - 5..], ["/bin/sh", "-c", START, "sh", "/opt/a b/phalanx"]);
+        let removed: Vec<&OsStr> =
+            command.get_envs().filter_map(|(name, value)| value.is_none().then_some(name)).collect();
+        for name in ["SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_LABELIO", "PHALANX_BIND"] {
+            assert!(removed.contains(&OsStr::new(name)), "{name}");
+        }
+    }
 
     #[test]
     fn the_launcher_starts_behind_any_path() {

@@ -21,7 +21,6 @@ use crate::launch::own_address::own_address;
 use crate::launch::remote::address;
 use crate::launch::remote::driver::{DriverEnd, Launchers, Plan};
 use crate::launch::remote::hosts::{Host, HostList};
-use crate::launch::remote::is_this_machine;
 use crate::launch::remote::peer::{LauncherEnd, Peer};
 use crate::launch::remote::protocol::RemoteEvent;
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
@@ -195,7 +194,8 @@ impl ElasticPlan {
             let own = if launchers.job.bind.is_some() { None } else { own_address().ok() };
             return Some(own.map_or_else(host::name, |address| address.to_string()));
         }
-        let stays_here = self.discovery.is_none() && launchers.job.hosts.hosts().iter().all(is_this_machine);
+        let stays_here = self.discovery.is_none()
+            && launchers.job.hosts.hosts().iter().all(|host| launchers.job.is_this_machine(host));
         // Hosts on other networks may come later.
         let address = if stays_here { None } else { own_address().ok() };
         Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
