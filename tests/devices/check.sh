@@ -119,6 +119,8 @@ tests() {
 }
 for device in "${devices[@]}"; do
     export PHALANX_TEST_DEVICE=$device
+    # With nccl the build has cuda, too, which Burn takes for the state of optimizers unless another is named.
+    if [ "$device" = cpu ]; then export BURN_DEVICE=cpu; else unset BURN_DEVICE; fi
     printf '\n== the tests of phalanx-burn on %s\n' "$device"
     skipped=()
     for test in $(without "$device"); do
@@ -137,6 +139,7 @@ for device in "${devices[@]}"; do
     # Burn does not fuse libtorch's operations.
     [ "$device" != libtorch ] || continue
     export PHALANX_TEST_DEVICE=$device
+    if [ "$device" = cpu ]; then export BURN_DEVICE=cpu; else unset BURN_DEVICE; fi
     printf '\n== ranks that are processes, on %s with fusion\n' "$device"
     # shellcheck disable=SC2046
     tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- $(jobs "$device")

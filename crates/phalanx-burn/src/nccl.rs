@@ -27,7 +27,7 @@ use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
 use phalanx::reducer::hooks::{CommHook, GradBucket, HookState, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
-use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result};
+use phalanx::{Communicator, Error, Rank, ReduceOp, Result};
 use phalanx_nccl::{DeviceMemory, Element, Work};
 
 use crate::read_back::{Computed, Lost, ReadBack};
@@ -139,7 +139,9 @@ impl Shelf {
             )));
         }
         // Here and not later: the current stream of CubeCL's then waits for the one that computes the gradient, and the fence comes behind both.
-        drop(gradient.lend(self.nccl.device())?);
+        if gradient.elements() > 0 {
+            drop(gradient.lend(self.nccl.device())?);
+        }
         let fence = ReadBack::fence(&gradient.0);
         match self.places.lock().get_mut(index) {
             Some(place) => *place = Some(gradient),
@@ -165,6 +167,9 @@ impl Shelf {
     /// Starts to average the gradients of `parameters`, which are of type `T`.
     fn launch<T: Element>(&self, parameters: &[usize]) -> Result<Vec<Work<Vec<Lent<T>>>>> {
         let mut works = Vec::new();
+        // A tensor without elements has no address.
+        let is_empty = |index: &usize| matches!(self.places.lock().get(*index), Some(Some(gradient)) if gradient.elements() == 0);
+        let parameters: Vec<usize> = parameters.iter().copied().filter(|index| !is_empty(index)).collect();
         for parameters in parameters.chunks(CALLS) {
             let mut calls = self.nccl.group_calls();
             for &parameter in parameters {

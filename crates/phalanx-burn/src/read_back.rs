@@ -147,6 +147,7 @@ impl<K> Drop for InFlight<K> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::tensor_bytes::Away;
 
     fn read(element: f32) -> ReadBack {
         let bytes = Bytes::from_elems(vec![element]);
@@ -154,8 +155,22 @@ pub(crate) mod tests {
         ReadBack { dtype: DType::F32, bytes, source: None, noted: None }
     }
 
+    /// A tensor that its device cannot give.
+    pub(crate) struct Unreadable;
+
+    impl Away for Unreadable {
+        fn read(self: Box<Self>) -> ReadBack {
+            failing()
+        }
+
+        #[cfg(feature = "nccl")]
+        fn stay(self: Box<Self>) -> Result<crate::nccl::Resident> {
+            unimplemented!("no test averages it where it lies")
+        }
+    }
+
     /// A copy that a device cannot make.
-    pub(crate) fn failing() -> ReadBack {
+    fn failing() -> ReadBack {
         ReadBack { bytes: Box::pin(async { Err(Lost::by("out of memory")) }), ..read(0.0) }
     }
 

@@ -395,21 +395,7 @@ mod tests {
     use phalanx::{ProcessGroup, WorldSize};
 
     use super::*;
-    use crate::read_back::tests::failing;
-
-    /// A tensor that its device cannot give.
-    struct Unreadable;
-
-    impl Away for Unreadable {
-        fn read(self: Box<Self>) -> ReadBack {
-            failing()
-        }
-
-        #[cfg(feature = "nccl")]
-        fn stay(self: Box<Self>) -> Result<crate::nccl::Resident> {
-            unimplemented!("no test averages it where it lies")
-        }
-    }
+    use crate::read_back::tests::Unreadable;
 
     #[test]
     fn a_gradient_that_a_device_cannot_give_ends_the_group_on_every_rank() {

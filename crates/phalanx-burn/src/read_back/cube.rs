@@ -3,13 +3,15 @@
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
+#[cfg(feature = "nccl")]
+use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, BackendTypes, Cube};
 use burn::tensor::Bytes;
+use burn_cubecl::CubeBackend;
 use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 use burn_fusion::{Fusion, FusionBackend};
 #[cfg(feature = "nccl")]
 use burn_fusion::{NoOp, stream::StreamId};
@@ -72,7 +74,7 @@ impl Computed for CubeBackend {
 
 impl<B> Computed for Fusion<B>
 where
-    B: FusionBackend + BackendTypes<FloatTensorPrimitive = CubeTensor, Device = CubeDevice>,
+    B: FusionBackend + BackendTypes<FloatTensorPrimitive = CubeTensor>,
 {
     fn computed(tensor: FloatTensor<Self>) -> CubeTensor {
         tensor.client.clone().resolve_tensor_float::<B>(tensor)
@@ -80,12 +82,18 @@ where
 
     #[cfg(feature = "nccl")]
     fn stored(tensor: CubeTensor) -> FloatTensor<Self> {
-        let client = burn_fusion::get_client::<B>(&tensor.device);
-        let (shape, dtype) = (tensor.meta.shape().clone(), tensor.dtype);
-        let handle = B::float_tensor_handle(tensor);
-        let init = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
-        client.register(StreamId::current(), OperationIr::Init(init), NoOp::<B>::new()).output()
+        registered::<B>(tensor)
     }
+}
+
+/// A tensor of the backend that `B`'s operations are fused on, as a fused one.
+#[cfg(feature = "nccl")]
+fn registered<B: FusionBackend>(tensor: FloatTensor<B>) -> FloatTensor<Fusion<B>> {
+    let client = burn_fusion::get_client::<B>(&tensor.device());
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let handle = B::float_tensor_handle(tensor);
+    let init = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
+    client.register(StreamId::current(), OperationIr::Init(init), NoOp::<B>::new()).output()
 }
 
 /// Is pending once.

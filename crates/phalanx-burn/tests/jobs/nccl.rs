@@ -222,12 +222,12 @@ fn nccl_averages_while_backward_goes_on() {
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
     let cases: [(&str, Call); 10] = [
-        ("find_unused_parameters is set", |group| {
+        ("find_unused_parameters or static_graph is set", |group| {
             let mut options = options();
             options.reducer = options.reducer.find_unused_parameters(true);
             Ddp::with_nccl(Net::new(), group, options).map(drop)
         }),
-        ("static_graph is set", |group| {
+        ("find_unused_parameters or static_graph is set", |group| {
             let mut options = options();
             options.reducer = options.reducer.static_graph(true);
             Ddp::with_nccl(Net::new(), group, options).map(drop)

@@ -26,22 +26,17 @@ impl Reducer {
         options: ReducerOptions,
         hook: Box<dyn CommHook>,
     ) -> Result<Self> {
-        for (name, is_set) in [
-            ("find_unused_parameters", options.find_unused_parameters),
-            ("static_graph", options.static_graph),
-        ] {
-            if is_set {
-                let error = Error::invalid_argument(format!(
-                    "{name} is set, and gradients are averaged where they lie, by {}: there is no memory in which a gradient that does not come \
-                     could be zero",
-                    hook.describe()
-                ))
-                .with_remedy("use all parameters in every step, or average in the memory of the processes");
-                group.abort(error.clone());
-                return Err(error);
-            }
+        let reducer = Self::averaged_by(hook, true, group, parameters, options)?;
+        // The ranks have compared their options: all get this error, or none.
+        if reducer.accepts_unused() {
+            return Err(Error::invalid_argument(format!(
+                "find_unused_parameters or static_graph is set, and gradients are averaged where they lie, by {}: there is no memory in which a \
+                 gradient that does not come could be zero",
+                reducer.hook.describe()
+            ))
+            .with_remedy("use all parameters in every step, or average in the memory of the processes"));
         }
-        Self::averaged_by(hook, true, group, parameters, options)
+        Ok(reducer)
     }
 
     /// The gradient of the parameter at `index` is finished, where it lies; if it was the last that a bucket waited for, the averaging of
