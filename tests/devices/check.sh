@@ -4,6 +4,11 @@
 #     tests/devices/check.sh               on wgpu, which is Vulkan in software where there is no GPU
 #     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu, cpu, libtorch
 #
+# For a machine that has the device and no Rust:
+#
+#     DEVICE_PROGRAMS=folder tests/devices/check.sh --build cuda   builds the programs into the folder, and runs nothing
+#     DEVICE_PROGRAMS=folder tests/devices/check.sh cuda           runs what was built
+#
 # libtorch comes with PyPI's torch, into target/devices/python, unless PHALANX_LIBTORCH_PYTHON names a Python that has torch of that
 # version.
 #
@@ -14,6 +19,13 @@ set -euo pipefail
 . "$(dirname "$0")/../../.ci/libtorch"
 libtorch_python=$(named_python PHALANX_LIBTORCH_PYTHON)
 cd "$(dirname "$0")/../.."
+programs=${DEVICE_PROGRAMS:-}
+only_build=
+if [ "${1:-}" = --build ]; then
+    : "${programs:?--build needs DEVICE_PROGRAMS, the folder for the programs}"
+    only_build=1
+    shift
+fi
 devices=("$@")
 [ $# != 0 ] || devices=(wgpu)
 
@@ -49,7 +61,7 @@ done
 
 # cuda and cpu link LLVM, which a build script downloads from GitHub. Where GitHub cannot be reached, PyPI's static libraries of the same
 # version take its place; the script looks for them in the user's folder of data.
-case " ${devices[*]} " in *" cuda "* | *" cpu "*)
+if [ -z "$programs" ] || [ -n "$only_build" ]; then case " ${devices[*]} " in *" cuda "* | *" cpu "*)
     python=${PHALANX_TEST_PYTHON:-python3}
     bundle=tracel/tracel-llvm-23.1.0-4
     installed=$bundle/.tracel-llvm-installed
@@ -66,7 +78,7 @@ case " ${devices[*]} " in *" cuda "* | *" cpu "*)
             touch "$XDG_DATA_HOME/$installed"
         fi
     fi ;;
-esac
+esac; fi
 
 # A folder of its own: Burn is built with other features than for all other tests.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/devices
@@ -78,14 +90,37 @@ esac
 features() {
     case $1 in
         libtorch) echo tch ;;
-        cpu) echo cpu,burn/autotune ;;
+        # NCCL on the stand-ins for it and for CUDA, to which the processors' memory is a device's.
+        cpu) echo cpu,nccl,burn/autotune ;;
+        cuda) echo nccl ;;
         *) echo "$1" ;;
     esac
 }
+# Of the test `jobs`, what runs on devices.
+jobs() { case $1 in cuda | cpu) echo devices:: nccl:: ;; *) echo devices:: ;; esac }
 export CUBECL_AUTOTUNE_LEVEL=minimal
-tests() { cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$@"; }
+# tests PROGRAM FEATURES TARGETS... -- ARGUMENTS...: builds the targets and runs them; or, with a folder for programs, one or the other. PROGRAM is
+# the target's name there.
+tests() {
+    local program=$programs/$device/$1 features=$2 targets=()
+    shift 2
+    while [ "$1" != -- ]; do targets+=("$1"); shift; done
+    if [ -z "$programs" ]; then
+        cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" "${targets[@]}" "$@"
+    elif [ -n "$only_build" ]; then
+        mkdir -p "$programs/$device"
+        local target=${targets[-1]} built
+        built=$(cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" --test "$target" --no-run --message-format=json |
+            sed -n 's/.*"executable":"\([^"]*\/'"$target"'-[^"]*\)".*/\1/p' | tail -n 1)
+        cp "$built" "$program"
+    else
+        "$program" "${@:2}"
+    fi
+}
 for device in "${devices[@]}"; do
     export PHALANX_TEST_DEVICE=$device
+    # With nccl the build has cuda, too, which Burn takes for the state of optimizers unless another is named.
+    if [ "$device" = cpu ]; then export BURN_DEVICE=cpu; else unset BURN_DEVICE; fi
     printf '\n== the tests of phalanx-burn on %s\n' "$device"
     skipped=()
     for test in $(without "$device"); do
@@ -95,14 +130,17 @@ for device in "${devices[@]}"; do
     # On cpu a second test would only wait for the same threads.
     threads=2
     [ "$device" != cpu ] || threads=1
-    tests "$(features "$device")" --lib --test it -- --test-threads "$threads" "${skipped[@]}"
+    tests it "$(features "$device")" --lib --test it -- --test-threads "$threads" "${skipped[@]}"
     printf '\n== ranks that are processes, on %s\n' "$device"
-    tests "$(features "$device")" --test jobs -- devices::
+    # shellcheck disable=SC2046 # Filters are words.
+    tests jobs "$(features "$device")" --test jobs -- $(jobs "$device")
 done
 for device in "${devices[@]}"; do
     # Burn does not fuse libtorch's operations.
     [ "$device" != libtorch ] || continue
     export PHALANX_TEST_DEVICE=$device
+    if [ "$device" = cpu ]; then export BURN_DEVICE=cpu; else unset BURN_DEVICE; fi
     printf '\n== ranks that are processes, on %s with fusion\n' "$device"
-    tests "$(features "$device"),burn/fusion" --test jobs -- devices::
+    # shellcheck disable=SC2046
+    tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- $(jobs "$device")
 done

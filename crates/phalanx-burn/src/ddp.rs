@@ -3,6 +3,8 @@
 mod comm_hook;
 mod engine;
 mod evaluate;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod regroup;
 mod replica;
 mod weights;
@@ -21,7 +23,7 @@ use phalanx::reducer::{Reducer, ReducerOptions, StepTime};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
-pub(crate) use self::engine::Engine;
+pub(crate) use self::engine::{Averaging, Engine};
 use self::regroup::prepare;
 pub(crate) use self::weights::{Accumulated, check_sum, scaled};
 use crate::clip;
@@ -108,8 +110,11 @@ impl<M: Module> Ddp<M> {
 
     /// Like [`new`](Self::new), with options.
     pub fn with_options(model: M, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
-        let group = group.into();
-        let (inventory, engine) = prepare(&model, &group, &options)?;
+        Self::averaged(model, group.into(), options, &Averaging::Host)
+    }
+
+    fn averaged(model: M, group: JoinGroup, options: DdpOptions, averaging: &Averaging) -> Result<Self> {
+        let (inventory, engine) = prepare(&model, &group, &options, averaging)?;
         let model = match engine {
             Engine::Alone { .. } => model,
             Engine::Together { .. } => {
@@ -164,7 +169,7 @@ impl<M: Module> Ddp<M> {
         let model = held(&self.model);
         let output = match &mut self.engine {
             Engine::Alone { .. } => pass(model, None),
-            Engine::Together { sink, passes } => {
+            Engine::Together { sink, passes, .. } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
                 passes.retain(|pass| pass.strong_count() > 0);
@@ -316,6 +321,11 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// An error, which ends the group, if `call` cannot be made because NCCL averages the gradients where they lie.
+    fn check_on_host(&self, call: &str) -> Result<()> {
+        self.engine.check_on_host(call).map_err(|error| self.fail(error))
+    }
+
     /// Ends the group with `error`.
     fn fail(&self, error: Error) -> Error {
         if let Some(sink) = self.engine.sink() {
@@ -326,6 +336,11 @@ impl<M: Module> Ddp<M> {
 
     /// The averages in the buckets, times `scale`, in the form that Burn's optimizers take.
     fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
+        #[cfg(feature = "nccl")]
+        if let Some(shelf) = self.engine.shelf() {
+            // Neither `join` nor weights, whose factors there are, are accepted with it.
+            return crate::nccl::averages(held(&self.model), shelf, &self.inventory.indices);
+        }
         let handover = Handover { scale, view: self.gradient_as_bucket_view };
         averages(held(&self.model), reducer, &self.inventory.indices, handover)
     }
@@ -350,6 +365,7 @@ impl<M: Module> Ddp<M> {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut ModuleOptimizer) -> Result<T>,
     ) -> Result<T> {
+        self.check_on_host("join")?;
         let group = self.group.clone();
         let joined = group.join(options, || body(self, optimizer))?;
         if joined.uneven {
@@ -374,7 +390,11 @@ impl<M: Module> Ddp<M> {
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
     pub fn communicated_bytes(&self) -> u64 {
-        self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
+        let by_group =
+            self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()));
+        #[cfg(feature = "nccl")]
+        let by_group = by_group + self.engine.shelf().map_or(0, crate::nccl::Shelf::bytes);
+        by_group
     }
 
     /// How long a step takes on each rank, by rank; empty for the first 32 steps. See [`Reducer::step_times`].

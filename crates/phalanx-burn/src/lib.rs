@@ -191,6 +191,8 @@ pub mod horovod;
 #[cfg(feature = "tch")]
 mod libtorch;
 mod lr;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod optimizer;
 mod packed;
 pub mod parallel;

@@ -16,26 +16,36 @@ use std::time::Instant;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bytes, DType, Tensor, TensorData, read_sync};
 use burn_std::Reader;
+#[cfg(feature = "nccl")]
+pub(crate) use cube::Computed;
 use phalanx::Result;
 use phalanx::trace::{Trace, Track};
 
 use crate::tensor_bytes::TensorBytes;
 
-/// A copy that a device has been told to make.
+/// A copy that a device has been told to make, or, without elements, the end of what it has been told.
 pub(crate) struct ReadBack {
     dtype: DType,
     bytes: Pin<Box<dyn Future<Output = std::result::Result<Bytes, Lost>> + Send>>,
     /// What keeps the device from changing the elements where they lie. The processors' device does not copy: it lends its memory.
     source: Option<Box<dyn Any + Send>>,
-    /// Where its end is noted, and of which parameter's gradient it is.
-    noted: Option<(Trace, usize)>,
+    /// Where its end is noted, as what, and of which parameter's gradient it is.
+    noted: Option<(Trace, &'static str, usize)>,
 }
 
 impl ReadBack {
     /// Notes in `trace` that the gradient of parameter `index` is being copied, and when it has been.
     pub fn traced(mut self, trace: &Trace, index: usize) -> Self {
         trace.instant(Track::Backward, "copy begins", Instant::now(), &[("parameter", index.into())]);
-        self.noted = Some((trace.clone(), index));
+        self.noted = Some((trace.clone(), "copied", index));
+        self
+    }
+
+    /// Notes in `trace` that the device has been given the work for the gradient of parameter `index`, and when it has done it.
+    #[cfg(feature = "nccl")]
+    pub fn traced_in_place(mut self, trace: &Trace, index: usize) -> Self {
+        trace.instant(Track::Backward, "gradient queued", Instant::now(), &[("parameter", index.into())]);
+        self.noted = Some((trace.clone(), "gradient computed", index));
         self
     }
 
@@ -43,8 +53,8 @@ impl ReadBack {
     pub fn wait<T>(self, look: impl FnOnce(TensorBytes<'_>) -> T) -> std::result::Result<T, Lost> {
         let Self { dtype, bytes, source, noted } = self;
         let bytes = read_sync(bytes)?;
-        if let Some((trace, index)) = noted {
-            trace.instant(Track::Backward, "copied", Instant::now(), &[("parameter", index.into())]);
+        if let Some((trace, end, index)) = noted {
+            trace.instant(Track::Backward, end, Instant::now(), &[("parameter", index.into())]);
         }
         let outcome = look(TensorBytes { dtype, bytes: &bytes });
         drop((bytes, source));
@@ -83,7 +93,7 @@ pub(crate) fn arrived<E: fmt::Debug>(
 pub(crate) struct Lost(String);
 
 impl Lost {
-    fn by(cause: impl fmt::Debug) -> Self {
+    pub fn by(cause: impl fmt::Debug) -> Self {
         Self(format!("{cause:?}"))
     }
 
@@ -137,6 +147,7 @@ impl<K> Drop for InFlight<K> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::tensor_bytes::Away;
 
     fn read(element: f32) -> ReadBack {
         let bytes = Bytes::from_elems(vec![element]);
@@ -144,8 +155,22 @@ pub(crate) mod tests {
         ReadBack { dtype: DType::F32, bytes, source: None, noted: None }
     }
 
+    /// A tensor that its device cannot give.
+    pub(crate) struct Unreadable;
+
+    impl Away for Unreadable {
+        fn read(self: Box<Self>) -> ReadBack {
+            failing()
+        }
+
+        #[cfg(feature = "nccl")]
+        fn stay(self: Box<Self>) -> Result<crate::nccl::Resident> {
+            unimplemented!("no test averages it where it lies")
+        }
+    }
+
     /// A copy that a device cannot make.
-    pub(crate) fn failing() -> ReadBack {
+    fn failing() -> ReadBack {
         ReadBack { bytes: Box::pin(async { Err(Lost::by("out of memory")) }), ..read(0.0) }
     }
 

@@ -7,8 +7,10 @@ use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
 use crate::hook::GradientSink;
+#[cfg(feature = "nccl")]
+use crate::nccl::Shelf;
 use crate::read_back::{InFlight, ReadBack};
-use crate::tensor_bytes::{self, Access, TensorBytes};
+use crate::tensor_bytes::{self, Access, Away, TensorBytes};
 
 /// What to do with a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +55,9 @@ struct Deliveries {
     void: Vec<bool>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
+    /// Where gradients wait that a device averages in its own memory.
+    #[cfg(feature = "nccl")]
+    shelf: Option<Arc<Shelf>>,
 }
 
 /// The gradients that are held for one parameter.
@@ -71,8 +76,28 @@ impl Sink {
         let held: Vec<_> = held.map(|parameter| Held::new(parameter.dtype, parameter.elements())).collect();
         let void = vec![false; held.len()];
         let (delivery, in_flight) = (Delivery::Ignore, InFlight::new());
-        let deliveries = Deliveries { delivery, held, is_void: false, void, in_flight };
+        let deliveries = Deliveries {
+            delivery,
+            held,
+            is_void: false,
+            void,
+            in_flight,
+            #[cfg(feature = "nccl")]
+            shelf: None,
+        };
         Self(HookedReducer::new(reducer, deliveries))
+    }
+
+    /// Of a reducer whose gradients lie on `shelf`.
+    #[cfg(feature = "nccl")]
+    pub fn in_place(reducer: Reducer, shelf: Arc<Shelf>) -> Self {
+        let sink = Self::new(reducer);
+        // A reducer that has just been made has not failed.
+        let _kept = sink.0.attempt(|_, deliveries| {
+            deliveries.shelf = Some(shelf);
+            Ok(())
+        });
+        sink
     }
 
     /// The failure of this or an earlier backward pass, if there was one.
@@ -84,6 +109,7 @@ impl Sink {
     pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             deliveries.land(reducer)?;
+            deliveries.check(delivery)?;
             deliveries.delivery = delivery;
             Ok(())
         })
@@ -94,7 +120,8 @@ impl Sink {
     pub fn start(&self, delivery: Delivery, weight: Option<f64>, total: Option<f64>) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             // Of a pass that was not ended.
-            deliveries.in_flight.clear();
+            deliveries.clear();
+            deliveries.check(delivery)?;
             (deliveries.delivery, deliveries.is_void) = (delivery, weight == Some(0.0));
             match total {
                 Some(total) => reducer.start_weighted(total),
@@ -156,7 +183,32 @@ impl Deliveries {
     fn drop_held(&mut self) {
         self.held.iter_mut().for_each(|held| held.any = false);
         self.void.fill(false);
+        self.clear();
+    }
+
+    /// Drops what is on its way.
+    fn clear(&mut self) {
         self.in_flight.clear();
+        #[cfg(feature = "nccl")]
+        if let Some(shelf) = &self.shelf {
+            shelf.clear();
+        }
+    }
+
+    /// An error if gradients are averaged where they lie, and cannot be added up before.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
+    fn check(&self, delivery: Delivery) -> Result<()> {
+        #[cfg(feature = "nccl")]
+        if self.shelf.is_some() && delivery == Delivery::Hold {
+            return Err(Error::invalid_argument(
+                "gradients of several backward or forward passes were to be added up, and NCCL averages this model's gradients where they lie",
+            )
+            .with_remedy(
+                "make one forward pass for each backward, without backward_no_sync; or average in the memory of the processes, with Ddp::new",
+            ));
+        }
+        let _ = delivery;
+        Ok(())
     }
 
     /// A gradient is finished, or will be when its device has done its work.
@@ -166,11 +218,25 @@ impl Deliveries {
         }
         match gradient {
             Access::Here(gradient) => self.ready(reducer, index, gradient),
-            Access::Away(read) => match self.in_flight.push(index, read().traced(reducer.trace(), index)) {
-                Some((index, read)) => self.arrived(reducer, index, read),
-                None => Ok(()),
-            },
+            Access::Away(tensor) => {
+                let begun = self.begin(reducer, index, tensor)?;
+                match self.in_flight.push(index, begun) {
+                    Some((index, begun)) => self.arrived(reducer, index, begun),
+                    None => Ok(()),
+                }
+            }
         }
+    }
+
+    /// Has the device copy a gradient; or puts it on the shelf.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
+    fn begin(&self, reducer: &Reducer, index: usize, tensor: Box<dyn Away + '_>) -> Result<ReadBack> {
+        #[cfg(feature = "nccl")]
+        if let Some(shelf) = &self.shelf {
+            let Some(spec) = reducer.parameters().get(index) else { return Err(unknown(index)) };
+            return Ok(shelf.put(index, spec, tensor.stay()?)?.traced_in_place(reducer.trace(), index));
+        }
+        Ok(tensor.read().traced(reducer.trace(), index))
     }
 
     /// Waits for the gradients that are on their way, which are delivered as each arrives.
@@ -183,7 +249,13 @@ impl Deliveries {
 
     /// Waits for a gradient that is on its way, and delivers it.
     fn arrived(&mut self, reducer: &mut Reducer, index: usize, read: ReadBack) -> Result<()> {
-        let delivered = read.wait(|gradient| self.ready(reducer, index, gradient));
+        let delivered = read.wait(|gradient| {
+            #[cfg(feature = "nccl")]
+            if self.shelf.is_some() {
+                return reducer.ready_elsewhere(index);
+            }
+            self.ready(reducer, index, gradient)
+        });
         delivered.map_err(|lost| match reducer.parameters().get(index) {
             Some(parameter) => lost.of(format_args!("the gradient of {parameter}")),
             None => lost.of("a gradient"),
@@ -246,9 +318,7 @@ impl Deliveries {
     /// What is held for the parameter of `gradient`, which must be of its type and size.
     fn held_for(&mut self, index: usize, gradient: &TensorBytes<'_>) -> Result<&mut Held> {
         let Some(held) = self.held.get_mut(index) else {
-            return Err(Error::invalid_argument(format!(
-                "a gradient came for the unknown parameter {index}"
-            )));
+            return Err(unknown(index));
         };
         let (arrived, dtype, elements) = (tensor_bytes::dtype(gradient.dtype)?, held.dtype, held.elements);
         if arrived != dtype || gradient.bytes.len() != elements * dtype.size() {
@@ -259,6 +329,10 @@ impl Deliveries {
         }
         Ok(held)
     }
+}
+
+fn unknown(index: usize) -> Error {
+    Error::invalid_argument(format!("a gradient came for the unknown parameter {index}"))
 }
 
 impl Held {
@@ -321,7 +395,7 @@ mod tests {
     use phalanx::{ProcessGroup, WorldSize};
 
     use super::*;
-    use crate::read_back::tests::failing;
+    use crate::read_back::tests::Unreadable;
 
     #[test]
     fn a_gradient_that_a_device_cannot_give_ends_the_group_on_every_rank() {
@@ -336,7 +410,7 @@ mod tests {
             Pass(sink.clone()).ready(
                 0,
                 match is_lost {
-                    true => Access::Away(Box::new(failing)),
+                    true => Access::Away(Box::new(Unreadable)),
                     false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
                 },
             );

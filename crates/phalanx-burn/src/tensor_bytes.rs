@@ -17,6 +17,8 @@ use phalanx::{DType, Error, Result};
 use crate::device;
 #[cfg(feature = "tch")]
 use crate::libtorch;
+#[cfg(feature = "nccl")]
+use crate::nccl::Resident;
 use crate::read_back::ReadBack;
 
 /// A tensor's elements, row by row, while they are borrowed.
@@ -31,10 +33,34 @@ pub(crate) struct TensorBytes<'a> {
 pub(crate) enum Access<'a> {
     /// They lie in this process's memory.
     Here(TensorBytes<'a>),
-    /// They are in a device's memory. The call has the device copy them, after the work that it has been given so far, and
-    /// does not wait for it.
+    /// They are in a device's memory.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))] // Flex and LibTorch have no such memory.
-    Away(Box<dyn FnOnce() -> ReadBack + 'a>),
+    Away(Box<dyn Away + 'a>),
+}
+
+/// A tensor in a device's memory.
+pub(crate) trait Away {
+    /// Has the device copy the elements, after the work that it has been given so far, and does not wait for it.
+    fn read(self: Box<Self>) -> ReadBack;
+
+    /// The tensor itself.
+    #[cfg(feature = "nccl")]
+    fn stay(self: Box<Self>) -> Result<Resident>;
+}
+
+#[cfg(feature = "cube")]
+struct OnCube(FloatTensor<Cube>);
+
+#[cfg(feature = "cube")]
+impl Away for OnCube {
+    fn read(self: Box<Self>) -> ReadBack {
+        ReadBack::of(self.0)
+    }
+
+    #[cfg(feature = "nccl")]
+    fn stay(self: Box<Self>) -> Result<Resident> {
+        Ok(Resident::of(self.0))
+    }
 }
 
 /// A backend whose tensors this process can read.
@@ -47,7 +73,7 @@ pub trait HostAccess: Backend {
     fn read<T>(tensor: FloatTensor<Self>, look: impl FnOnce(TensorBytes<'_>) -> T) -> Result<T> {
         Self::access(tensor, |access| match access {
             Access::Here(bytes) => Ok(look(bytes)),
-            Access::Away(read) => read().wait(look).map_err(|lost| lost.of("a tensor")),
+            Access::Away(tensor) => tensor.read().wait(look).map_err(|lost| lost.of("a tensor")),
         })
     }
 }
@@ -80,7 +106,7 @@ impl HostAccess for LibTorch {
 #[cfg(feature = "cube")]
 impl HostAccess for Cube {
     fn access<T>(tensor: FloatTensor<Self>, take: impl FnOnce(Access<'_>) -> T) -> T {
-        take(Access::Away(Box::new(|| ReadBack::of(tensor))))
+        take(Access::Away(Box::new(OnCube(tensor))))
     }
 }
 

@@ -12,6 +12,7 @@
 //! cargo run --release -p scaling -- --memory              # the most memory that a rank takes
 //! cargo run --release -p scaling -- --parallel 2          # replicas, divided layers and pipelines on two ranks
 //! cargo run --release -p scaling --features cuda -- --device cuda # on GPUs
+//! cargo run --release -p scaling --features nccl -- --device cuda --nccl # their gradients averaged by NCCL
 //! cargo run --release -p scaling --features tch -- --device libtorch # with PyTorch's kernels
 //! ```
 //!
@@ -81,6 +82,10 @@ struct Options {
     /// On which kind of device: flex; with the feature of that name, cuda or wgpu; with the feature tch, libtorch
     #[arg(long, default_value = "flex", conflicts_with_all = ["memory", "parallel"])]
     device: Kind,
+    /// Let NCCL average the gradients, on the device; ranks that share one need an NCCL_HOSTID each
+    #[cfg(feature = "nccl")]
+    #[arg(long, conflicts_with_all = ["weighted", "view"])]
+    nccl: bool,
     /// Do without PyTorch, even if it is there
     #[arg(long)]
     without_pytorch: bool,
@@ -191,12 +196,20 @@ struct Trainer<M> {
 impl<M: Subject> Trainer<M> {
     fn new(group: &ProcessGroup, device: &Device, options: DdpOptions) -> Result<Self> {
         let device = device.clone().autodiff();
-        Ok(Self {
-            ddp: Ddp::with_options(M::new(&device), group, options)?,
-            optimizer: AdamWConfig::new().init(),
-            device,
-            weight: None,
-        })
+        Ok(Self::of(Ddp::with_options(M::new(&device), group, options)?, device))
+    }
+
+    /// Whose gradients NCCL averages, on the device with this `number`.
+    #[cfg(feature = "nccl")]
+    fn over_nccl(group: &ProcessGroup, device: &Device, number: usize, options: DdpOptions) -> Result<Self> {
+        let cuda = phalanx_nccl::Device::open(u32::try_from(number)?)?;
+        let group = phalanx_nccl::DeviceGroup::new(group.clone(), &cuda)?;
+        let device = device.clone().autodiff();
+        Ok(Self::of(Ddp::with_nccl(M::new(&device), &group, options)?, device))
+    }
+
+    fn of(ddp: Ddp<M>, device: Device) -> Self {
+        Self { ddp, optimizer: AdamWConfig::new().init(), device, weight: None }
     }
 
     /// Trains one step; gives its milliseconds.
@@ -221,6 +234,12 @@ fn measure<M: Subject>(model: Name, options: &Options, group: &ProcessGroup) -> 
     let devices = options.device.devices()?;
     let number = group.local_rank() as usize % devices.len().max(1);
     let device = devices.get(number).context("this host has no such device")?;
+    #[cfg(feature = "nccl")]
+    let mut together = match options.nccl {
+        true => Trainer::<M>::over_nccl(group, device, number, ddp.clone())?,
+        false => Trainer::<M>::new(group, device, ddp.clone())?,
+    };
+    #[cfg(not(feature = "nccl"))]
     let mut together = Trainer::<M>::new(group, device, ddp.clone())?;
     let mut by_weight = if options.weighted { Some(Trainer::<M>::new(group, device, ddp)?) } else { None };
     if let Some(by_weight) = &mut by_weight {

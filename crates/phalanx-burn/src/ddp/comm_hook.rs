@@ -17,6 +17,7 @@ impl<M: Module> Ddp<M> {
     /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
+        self.check_on_host("register_comm_hook")?;
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         sink.call(|reducer| reducer.register_hook(Box::new(hook)))?;
         let (state, is_expected) = (self.hook_state.take(), std::mem::take(&mut self.expects_hook));

@@ -12,27 +12,90 @@ use phalanx::{Caller, Communicator, Error, Result, WorldSize};
 
 use super::DdpOptions;
 use crate::device;
+#[cfg(feature = "nccl")]
+use crate::nccl;
 use crate::parameters::{Inventory, Parameter};
 use crate::sink::{Delivery, Pass, Sink};
 use crate::tensor_bytes;
 
 /// Averages the gradients of a model. A world of one needs neither hooks nor a reducer.
 pub(crate) enum Engine<M> {
-    Alone { held: Option<GradientsAccumulator<M>> },
-    Together { sink: Arc<Sink>, passes: Vec<Weak<Pass>> },
+    Alone {
+        held: Option<GradientsAccumulator<M>>,
+    },
+    Together {
+        sink: Arc<Sink>,
+        passes: Vec<Weak<Pass>>,
+        /// Where gradients lie that NCCL averages.
+        #[cfg(feature = "nccl")]
+        shelf: Option<Arc<nccl::Shelf>>,
+    },
+}
+
+/// Where gradients are averaged.
+pub(crate) enum Averaging {
+    /// In the memory of the processes, by their group.
+    Host,
+    /// Where they lie.
+    #[cfg(feature = "nccl")]
+    Nccl(phalanx_nccl::Communicator),
 }
 
 impl<M> Engine<M> {
     /// For a model in `group`; the ranks compare their models.
-    pub fn new(inventory: &Inventory, group: Arc<dyn Communicator>, options: &DdpOptions) -> Result<Self> {
+    pub fn new(
+        inventory: &Inventory,
+        group: Arc<dyn Communicator>,
+        options: &DdpOptions,
+        averaging: &Averaging,
+    ) -> Result<Self> {
         if group.world_size() == WorldSize::ONE {
             return Ok(Self::Alone { held: None });
         }
         let kind = device::kind_of(&inventory.device)?;
         verify_state_on(&*group.in_call(Caller::DdpNew), kind, specs(&inventory.state)?)?;
         let parameters = specs(&inventory.parameters)?;
-        let reducer = Reducer::new(group, parameters, options.reducer.clone())?;
-        Ok(Self::Together { sink: Arc::new(Sink::new(reducer)), passes: Vec::new() })
+        let options = options.reducer.clone();
+        match averaging {
+            Averaging::Host => Ok(Self::Together {
+                sink: Arc::new(Sink::new(Reducer::new(group, parameters, options)?)),
+                passes: Vec::new(),
+                #[cfg(feature = "nccl")]
+                shelf: None,
+            }),
+            #[cfg(feature = "nccl")]
+            Averaging::Nccl(communicator) => {
+                nccl::check(&inventory.device, communicator)?;
+                let (shelf, reducer) = nccl::Shelf::new(communicator, group, parameters, options)?;
+                // NCCL connects ranks in the first call, and not in the first backward pass.
+                communicator.barrier()?;
+                let sink = Arc::new(Sink::in_place(reducer, shelf.clone()));
+                Ok(Self::Together { sink, passes: Vec::new(), shelf: Some(shelf) })
+            }
+        }
+    }
+
+    /// Where gradients lie that NCCL averages.
+    #[cfg(feature = "nccl")]
+    pub fn shelf(&self) -> Option<&nccl::Shelf> {
+        match self {
+            Self::Alone { .. } => None,
+            Self::Together { shelf, .. } => shelf.as_deref(),
+        }
+    }
+
+    /// An error if `call` cannot be made because NCCL averages the gradients where they lie.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
+    pub fn check_on_host(&self, call: &str) -> Result<()> {
+        #[cfg(feature = "nccl")]
+        if self.shelf().is_some() {
+            return Err(Error::invalid_argument(format!(
+                "{call}: NCCL averages this model's gradients where they lie, in the memory of the device"
+            ))
+            .with_remedy("do without it, or average in the memory of the processes, with Ddp::new"));
+        }
+        let _ = call;
+        Ok(())
     }
 
     /// The receiver of gradients; none in a world of one.

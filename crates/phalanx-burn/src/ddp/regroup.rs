@@ -16,7 +16,7 @@ use phalanx::join::JoinGroup;
 use phalanx::reducer::Reducer;
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
-use super::engine::Engine;
+use super::engine::{Averaging, Engine};
 use super::weights::Accumulated;
 use super::{Ddp, DdpOptions};
 use crate::gradients::{ModelToken, SyncedGradients};
@@ -27,10 +27,11 @@ impl<M: Module> Ddp<M> {
     /// Changes to `group`, on all of whose ranks the model is equal already; it checks that the models have the same
     /// structure. Objects of the previous group, such as a communication hook, are removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
+        self.check_on_host("an elastic job")?;
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
         // Made again: parameters may have been frozen since.
-        let (inventory, engine) = prepare(self.model(), &self.group, options)?;
+        let (inventory, engine) = prepare(self.model(), &self.group, options, &Averaging::Host)?;
         self.settle(engine);
         self.inventory = inventory;
         self.broadcast_buffers = options.broadcast_buffers;
@@ -58,6 +59,7 @@ impl<M: Module> Ddp<M> {
         loss: &Tensor<D>,
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
+        self.check_on_host("a step of an elastic job")?;
         if let Some(sink) = self.engine.sink() {
             if self.group.running().is_some() {
                 return Err(Error::invalid_argument(
@@ -85,6 +87,7 @@ impl<M: Module> Ddp<M> {
     /// Changes to `group`, which has the remaining ranks of this one, between steps; not possible if gradients are
     /// sharded.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
+        self.check_on_host("an elastic job")?;
         if self.sharded {
             return Ok(false);
         }
@@ -125,9 +128,10 @@ pub(super) fn prepare<M: Module>(
     model: &M,
     group: &JoinGroup,
     options: &DdpOptions,
+    averaging: &Averaging,
 ) -> Result<(Inventory, Engine<M>)> {
     let prepared = Inventory::of(model).and_then(|inventory| {
-        let engine = Engine::new(&inventory, Arc::new(group.clone()), options)?;
+        let engine = Engine::new(&inventory, Arc::new(group.clone()), options, averaging)?;
         Ok((inventory, engine))
     });
     prepared.inspect_err(|error| {

@@ -104,6 +104,7 @@ impl<M: Module> Ddp<M> {
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
     /// [`parameters`](Self::parameters).
     pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
+        self.check_on_host("ZeroRedundancyOptimizer::new")?;
         if let Some(sink) = self.engine.sink() {
             sink.call(|reducer| reducer.shard(owners))?;
             self.sharded = true;

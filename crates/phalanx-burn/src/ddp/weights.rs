@@ -143,13 +143,16 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         self.engine.check_tracked(loss)?;
+        if weight.is_some() {
+            self.check_on_host("backward_weighted")?;
+        }
         let total = self.accumulate(weight)?.weight();
         self.accumulated = Accumulated::Nothing;
         self.buffers_stale = true;
         let model = held(&self.model);
         let gradients = match &mut self.engine {
             Engine::Alone { held } => alone_in_all(&self.group, model, loss, (weight, total), held)?,
-            Engine::Together { sink, passes } => {
+            Engine::Together { sink, passes, .. } => {
                 let delivery = sink.call(|_| delivery(passes))?;
                 sink.start(delivery, weight, total)?;
                 drop(scaled(loss, weight).backward());
@@ -173,6 +176,7 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<()> {
         self.engine.check_tracked(loss)?;
+        self.check_on_host("backward_no_sync")?;
         self.accumulated = self.accumulate(weight)?;
         let model = held(&self.model);
         match &mut self.engine {
@@ -183,7 +187,7 @@ impl<M: Module> Ddp<M> {
                 }
                 Ok(())
             }
-            Engine::Together { sink, passes } => {
+            Engine::Together { sink, passes, .. } => {
                 sink.call(|_| live(passes))?;
                 sink.hold(weight)?;
                 drop(traced(&self.group, &scaled(loss, weight)));

@@ -227,7 +227,7 @@ impl SinkState {
         }
         match gradient {
             Access::Here(gradient) => self.ready(index, gradient),
-            Access::Away(read) => match self.in_flight.push(index, read()) {
+            Access::Away(tensor) => match self.in_flight.push(index, tensor.read()) {
                 Some((index, read)) => self.copied(index, read),
                 None => Ok(()),
             },
@@ -394,7 +394,7 @@ mod tests {
     use phalanx_horovod::{Op, Options};
 
     use super::*;
-    use crate::read_back::tests::failing;
+    use crate::read_back::tests::Unreadable;
 
     #[test]
     fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
@@ -413,7 +413,7 @@ mod tests {
             Pass(sink.clone()).ready(
                 0,
                 match is_lost {
-                    true => Access::Away(Box::new(failing)),
+                    true => Access::Away(Box::new(Unreadable)),
                     false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
                 },
             );

@@ -3,6 +3,8 @@
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 
+#[cfg(feature = "nccl")]
+use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, BackendTypes, Cube};
 use burn::tensor::Bytes;
@@ -11,8 +13,24 @@ use burn_cubecl::cubecl::server::CopyDescriptor;
 use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
 use burn_fusion::{Fusion, FusionBackend};
+#[cfg(feature = "nccl")]
+use burn_fusion::{NoOp, stream::StreamId};
+#[cfg(feature = "nccl")]
+use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 
 use super::{Lost, ReadBack};
+
+#[cfg(feature = "nccl")]
+impl ReadBack {
+    /// No elements, when the device has done all that CubeCL's current stream has been given so far, and `tensor` with it.
+    pub fn fence(tensor: &CubeTensor) -> Self {
+        // The fence is in the queue when this returns.
+        let done = tensor.client.sync_buffers([&tensor.handle]);
+        let bytes =
+            Box::pin(async move { done.await.map(|()| Bytes::from_bytes_vec(Vec::new())).map_err(Lost::by) });
+        Self { dtype: tensor.dtype, bytes, source: None, noted: None }
+    }
+}
 
 impl ReadBack {
     /// Has the device copy the elements of `tensor`, row by row, when it comes to it.
@@ -34,13 +52,22 @@ impl ReadBack {
 }
 
 /// CubeCL's backend, with Burn's fusion around it or without: the program chooses that by a feature of Burn's.
-trait Computed: Backend {
+pub(crate) trait Computed: Backend {
     /// The tensor in the device's memory. All work that gives it has been handed to the device.
     fn computed(tensor: FloatTensor<Self>) -> CubeTensor;
+
+    /// A tensor in the device's memory as one of this backend's.
+    #[cfg(feature = "nccl")]
+    fn stored(tensor: CubeTensor) -> FloatTensor<Self>;
 }
 
 impl Computed for CubeBackend {
     fn computed(tensor: FloatTensor<Self>) -> CubeTensor {
+        tensor
+    }
+
+    #[cfg(feature = "nccl")]
+    fn stored(tensor: CubeTensor) -> FloatTensor<Self> {
         tensor
     }
 }
@@ -52,6 +79,21 @@ where
     fn computed(tensor: FloatTensor<Self>) -> CubeTensor {
         tensor.client.clone().resolve_tensor_float::<B>(tensor)
     }
+
+    #[cfg(feature = "nccl")]
+    fn stored(tensor: CubeTensor) -> FloatTensor<Self> {
+        registered::<B>(tensor)
+    }
+}
+
+/// A tensor of the backend that `B`'s operations are fused on, as a fused one.
+#[cfg(feature = "nccl")]
+fn registered<B: FusionBackend>(tensor: FloatTensor<B>) -> FloatTensor<Fusion<B>> {
+    let client = burn_fusion::get_client::<B>(&tensor.device());
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let handle = B::float_tensor_handle(tensor);
+    let init = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
+    client.register(StreamId::current(), OperationIr::Init(init), NoOp::<B>::new()).output()
 }
 
 /// Is pending once.

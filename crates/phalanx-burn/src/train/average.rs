@@ -7,7 +7,7 @@ use burn::train::{LearnerModel, TrainOutput, TrainStep};
 use phalanx::{ProcessGroup, Result};
 
 use super::DdpStrategy;
-use crate::ddp::Engine;
+use crate::ddp::{Averaging, Engine};
 use crate::gradients::{Handover, averages};
 use crate::hook;
 use crate::parameters::Inventory;
@@ -25,7 +25,8 @@ impl<M: LearnerModel> Average<M> {
     pub fn new(model: &M, strategy: &DdpStrategy) -> Result<Self> {
         let DdpStrategy { group, options, hook, .. } = strategy;
         let inventory = Inventory::of(model)?;
-        let engine = Engine::new(&inventory, Arc::new(ProcessGroup::clone(group)), options)?;
+        let engine =
+            Engine::new(&inventory, Arc::new(ProcessGroup::clone(group)), options, &Averaging::Host)?;
         if let (Some(sink), Some(hook)) = (engine.sink(), hook) {
             sink.call(|reducer| reducer.register_hook(hook()))?;
         }

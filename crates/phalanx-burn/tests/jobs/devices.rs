@@ -15,9 +15,10 @@ use crate::common::{Waves, device, distance, floats, is_in_memory, samples};
 use crate::workers::start;
 
 /// Where workers leave their parameters.
-const FOLDER: &str = "PHALANX_TEST_FOLDER";
+pub const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const RANKS: usize = 2;
-const STEPS: usize = 5;
+/// So many steps the trace of [`check_overlap`] has, and each at least four buckets.
+pub const STEPS: usize = 5;
 /// Rows of a rank's batch.
 const ROWS: usize = 4;
 const LAYERS: usize = 12;
@@ -127,11 +128,16 @@ fn buckets_are_averaged_while_backward_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     job(folder.path(), &[("PHALANX_TRACE", path.to_str().unwrap())]);
-    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    let events = trace["traceEvents"].as_array().unwrap();
     // In the process's memory a bucket is ready when backward comes to its last gradient; elsewhere a gradient's copy begins when backward
     // comes to it.
-    let hooked = if is_in_memory() { "ready" } else { "copy begins" };
+    check_overlap(&path, if is_in_memory() { "ready" } else { "copy begins" });
+}
+
+/// Checks in the trace at `path` that in each step a bucket is launched before the last event `hooked`, which is noted when backward comes to a
+/// gradient.
+pub fn check_overlap(path: &Path, hooked: &str) {
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
     for rank in 0..RANKS as u64 {
         let times = |name: &str| -> Vec<f64> {
             let of_rank = events.iter().filter(|event| event["pid"] == rank && event["name"] == name);

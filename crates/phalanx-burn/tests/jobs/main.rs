@@ -7,6 +7,8 @@ mod common;
 mod devices;
 mod elastic;
 mod meshes;
+#[cfg(feature = "nccl")]
+mod nccl;
 mod sharded;
 mod stages;
 mod workers;
@@ -19,6 +21,8 @@ const ROLE: &str = "PHALANX_TEST_ROLE";
 fn main() {
     match std::env::var(ROLE).as_deref() {
         Ok("devices") => return devices::play(),
+        #[cfg(feature = "nccl")]
+        Ok("nccl") => return nccl::play(),
         Ok("elastic") => return elastic::play(),
         Ok("stages") => return stages::play(),
         Ok("sharded") => return sharded::play(),
@@ -45,6 +49,9 @@ fn main() {
         ("sharded", sharded::TESTS),
         ("meshes", meshes::TESTS),
     ];
-    let all = files.into_iter().flat_map(|(file, tests)| trials(file, tests)).collect();
+    let all = files.into_iter().flat_map(|(file, tests)| trials(file, tests));
+    #[cfg(feature = "nccl")]
+    let all = all.chain(nccl::trials());
+    let all = all.collect();
     libtest_mimic::run(&arguments, all).exit()
 }

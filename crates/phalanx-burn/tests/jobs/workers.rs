@@ -14,6 +14,16 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Ranks that play `role`, and the store at which they meet.
 pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)]) -> (TcpStoreServer, Vec<Worker>) {
+    start_each(role, ranks, variables, |_| Vec::new())
+}
+
+/// As [`start`], with variables of each rank's own.
+pub fn start_each(
+    role: &str,
+    ranks: u32,
+    variables: &[(&str, &str)],
+    own: impl Fn(u32) -> Vec<(&'static str, String)>,
+) -> (TcpStoreServer, Vec<Worker>) {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let port = server.local_addr().port().to_string();
     let worker = |rank: u32| {
@@ -21,7 +31,7 @@ pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)]) -> (TcpStoreSer
         command.env(super::ROLE, role).envs(variables.iter().copied());
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True").envs(own(rank));
         Worker::spawn(command)
     };
     let ranks = (0..ranks).map(worker).collect();

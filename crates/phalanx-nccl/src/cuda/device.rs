@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Result};
 
 use super::raw::{
-    CAPTURE_RELAXED, Context, Cuda, MEMORY_POOLS_SUPPORTED, SUCCESS, Stream as RawStream, UUID_BYTES,
+    CAPTURE_RELAXED, Context, Cuda, INVALID_VALUE, MEMORY_OF_DEVICE, MEMORY_POOLS_SUPPORTED,
+    POINTER_DEVICE_ORDINAL, POINTER_MEMORY_TYPE, SUCCESS, Stream as RawStream, UUID_BYTES,
 };
 use super::stream::NON_BLOCKING;
 
@@ -103,6 +104,29 @@ impl Device {
     /// If the driver does not say.
     pub fn name(&self) -> Result<String> {
         describe(&self.0.cuda, self.0.ordinal).map(|(name, _)| name)
+    }
+
+    /// Whether the driver says that `pointer` is an address in this device's memory. An adapter asks before it lends a tensor
+    /// ([`DeviceSlice`](crate::DeviceSlice)): with an address of the host, or of another device, a collective would fail on the device, after
+    /// which the process can use it no longer.
+    ///
+    /// # Errors
+    /// If the driver refuses the question.
+    pub fn holds(&self, pointer: u64) -> Result<bool> {
+        let _bound = self.bind()?;
+        let ask = |attribute| {
+            let mut value = 0;
+            // SAFETY: both attributes are numbers of this size. The driver does not follow the address.
+            let code = unsafe {
+                (self.cuda().cuPointerGetAttribute)(ptr::from_mut(&mut value).cast(), attribute, pointer)
+            };
+            match code {
+                INVALID_VALUE => Ok(None), // It does not know the address.
+                code => self.cuda().check("cuPointerGetAttribute", code).map(|()| Some(value)),
+            }
+        };
+        let is_device = ask(POINTER_MEMORY_TYPE)? == Some(MEMORY_OF_DEVICE);
+        Ok(is_device && ask(POINTER_DEVICE_ORDINAL)? == i32::try_from(self.ordinal()).ok())
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {

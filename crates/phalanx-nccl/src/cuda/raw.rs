@@ -16,12 +16,19 @@ pub(crate) type Event = *mut c_void;
 pub(crate) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;
+pub(super) const INVALID_VALUE: Code = 1;
 pub(super) const NOT_READY: Code = 600;
 pub(super) const OUT_OF_MEMORY: Code = 2;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(super) const CAPTURE_RELAXED: c_int = 2;
 /// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`.
 pub(super) const MEMORY_POOLS_SUPPORTED: c_int = 115;
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`.
+pub(super) const POINTER_MEMORY_TYPE: c_int = 2;
+/// `CU_MEMORYTYPE_DEVICE`.
+pub(super) const MEMORY_OF_DEVICE: c_int = 2;
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
+pub(super) const POINTER_DEVICE_ORDINAL: c_int = 9;
 /// The size of a `CUuuid`.
 pub(crate) const UUID_BYTES: usize = 16;
 
@@ -55,6 +62,7 @@ functions! {
         fn cuEventDestroy_v2(Event) -> Code;
         fn cuEventRecord(Event, Stream) -> Code;
         fn cuEventQuery(Event) -> Code;
+        fn cuPointerGetAttribute(*mut c_void, c_int, u64) -> Code;
         fn cuMemAlloc_v2(*mut u64, usize) -> Code;
         fn cuMemFree_v2(u64) -> Code;
         fn cuMemAllocAsync(*mut u64, usize, Stream) -> Code;

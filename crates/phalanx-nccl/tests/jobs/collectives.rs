@@ -2,7 +2,9 @@
 
 use half::{bf16, f16};
 use phalanx::{Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup, Element};
+use phalanx_nccl::{
+    Communicator, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup, DeviceMemory, Element,
+};
 
 use crate::world::{all_done, launch_threads};
 use crate::{Needs, Test};
@@ -87,6 +89,12 @@ small!(i8: |n| n as i8, u8: |n| n as u8, i32: |n| n as i32, u32: |n| n, i64: i64
 
 fn types(nccl: &Communicator) -> Result<()> {
     assert_eq!(DType::ALL.len(), 10);
+    let (block, here) = (DeviceBuffer::<u8>::zeroed(nccl.stream(), 1000)?, 0u8);
+    for address in [block.pointer(), block.pointer() + 999] {
+        assert!(nccl.device().holds(address)?);
+    }
+    assert!(!nccl.device().holds((&raw const here).expose_provenance() as u64)?);
+    assert!(!nccl.device().holds(0)?);
     every_call::<i8>(nccl, 5)?;
     every_call::<u8>(nccl, 5)?;
     every_call::<i32>(nccl, 5)?;
@@ -258,6 +266,7 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     let mut far = DeviceBuffer::from_slice(&elsewhere, &[1.0f32])?;
     let error = nccl.all_reduce(&mut far, ReduceOp::Sum).unwrap_err();
     assert!(error.to_string().contains("the memory is on device"), "{error}");
+    assert!(other.holds(far.pointer())? && !nccl.device().holds(far.pointer())?);
     let error = Device::open(1000).unwrap_err();
     assert!(error.to_string().contains("there is no CUDA device 1000"), "{error}");
     nccl.all_reduce(&mut data, ReduceOp::Sum)?;

@@ -90,14 +90,32 @@ CUresult cuStreamEndCapture(CUstream stream, void **graph) {
 /* For the stand-in of NCCL: the device of this thread, or -1. */
 int standin_current_device(void) { return depth ? current[depth - 1]->device : -1; }
 
+/* STANDIN_CUDA_HOST: the process's own memory is that of its first device, too. */
+static int host_is_device(void) {
+    const char *text = getenv("STANDIN_CUDA_HOST");
+    return text && strcmp(text, "0");
+}
+
 /* For the stand-in of NCCL: does the device have these bytes? */
 int standin_has(const void *pointer, size_t bytes, int device) {
-    int found = bytes == 0;
+    int found = bytes == 0 || (device == 0 && host_is_device());
     pthread_mutex_lock(&lock);
     for (struct block *b = blocks; b && !found; b = b->next)
         found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
     pthread_mutex_unlock(&lock);
     return found;
+}
+
+/* The type of memory (2) and the number of its device (9). As the real one, it knows only memory of devices. */
+CUresult cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
+    int device = host_is_device() ? 0 : -1;
+    pthread_mutex_lock(&lock);
+    for (struct block *b = blocks; b; b = b->next)
+        if ((char *)(uintptr_t)pointer >= b->start && (char *)(uintptr_t)pointer < b->start + b->bytes) device = b->device;
+    pthread_mutex_unlock(&lock);
+    if (device < 0 || (attribute != 2 && attribute != 9)) return INVALID_VALUE;
+    *(int *)value = attribute == 2 ? 2 : device;
+    return SUCCESS;
 }
 
 /* For tests: how many pieces of memory are allocated. */

@@ -35,6 +35,8 @@ pub(crate) struct Bucket {
     kept: u32,
     dtype: DType,
     elements: usize,
+    /// Whether the gradients lie elsewhere, and this has no memory for them.
+    elsewhere: bool,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
     /// This rank's weight, which travels as one element more, behind the gradients.
@@ -57,7 +59,7 @@ enum BucketMemory {
 
 impl Bucket {
     /// The bucket number `index` of `plan`.
-    pub(crate) fn new(index: usize, plan: &Plan, parameters: &[ParameterSpec]) -> Self {
+    pub(crate) fn new(index: usize, plan: &Plan, parameters: &[ParameterSpec], elsewhere: bool) -> Self {
         let bucket = &plan.buckets[index];
         let place = |&parameter: &usize| {
             let place = plan.slices[parameter];
@@ -69,6 +71,7 @@ impl Bucket {
             kept: 0,
             dtype: bucket.dtype,
             elements: bucket.elements,
+            elsewhere,
             gradients: bucket.parameters.iter().map(place).collect(),
             counts: bucket.counts.clone(),
             weight: None,
@@ -90,8 +93,13 @@ impl Bucket {
     }
 
     /// The elements that travel.
-    fn len(&self) -> usize {
+    fn travelling(&self) -> usize {
         self.elements + usize::from(self.weight.is_some())
+    }
+
+    /// The elements of its memory.
+    fn len(&self) -> usize {
+        if self.elsewhere { 0 } else { self.travelling() }
     }
 
     /// How it is sharded in this step: all ranks need the weights, so a bucket that carries them is not.
@@ -122,7 +130,10 @@ impl Bucket {
             self.memory = BucketMemory::None;
         }
         if let BucketMemory::None = self.memory {
-            self.memory = BucketMemory::Here(group.alloc(self.dtype, length)?);
+            self.memory = BucketMemory::Here(match self.elsewhere {
+                true => Buffer::zeroed(self.dtype, length),
+                false => group.alloc(self.dtype, length)?,
+            });
         }
         match &mut self.memory {
             BucketMemory::Here(buffer) => Ok(buffer),
@@ -282,7 +293,7 @@ impl Bucket {
         }
         let args = [
             ("bucket", index.into()),
-            ("bytes", (self.len() * self.dtype.size()).into()),
+            ("bytes", (self.travelling() * self.dtype.size()).into()),
             ("parameters", self.gradients.len().into()),
         ];
         if let Some(ready) = ready {

@@ -27,7 +27,7 @@
 //! ```
 
 mod bucket;
-
+mod elsewhere;
 mod hooked;
 pub mod hooks;
 mod identical;
@@ -86,6 +86,8 @@ pub struct Reducer {
     state: ReducerState,
     /// The memory of the plan's buckets.
     buckets: Vec<Bucket>,
+    /// Whether gradients lie [elsewhere](Self::elsewhere), and buckets have no memory for them.
+    elsewhere: bool,
     /// Whether that memory belongs to an earlier group.
     stale: bool,
     /// This rank's gradients in each bucket that was launched in this step, if they are [kept](Self::keep_gradients): averages
@@ -110,19 +112,32 @@ impl Reducer {
         parameters: Vec<ParameterSpec>,
         options: ReducerOptions,
     ) -> Result<Self> {
+        Self::averaged_by(Box::new(AllReduce), false, group, parameters, options)
+    }
+
+    fn averaged_by(
+        hook: Box<dyn CommHook>,
+        elsewhere: bool,
+        group: Arc<dyn Communicator>,
+        parameters: Vec<ParameterSpec>,
+        options: ReducerOptions,
+    ) -> Result<Self> {
         let place = (group.rank(), group.world_size());
         let usable = options.limits(parameters.len()).and_then(|limits| check(&parameters).map(|()| limits));
         let state = usable.map(|limits| ReducerState::new(place, parameters.clone(), &options, limits));
         let plan_hash = state.as_ref().map_or(0, |state| state.plan().hash());
-        let contract = Contract { options: options.describe(), device: None, plan_hash, parameters };
+        let mut described = options.describe();
+        described.push(("averaged by".to_owned(), hook.describe()));
+        let contract = Contract { options: described, device: None, plan_hash, parameters };
         // A rank whose own model is unusable still takes part, so that the others learn of it.
         verify::verify(&*group.in_call(Caller::DdpNew), &contract)?;
         let state = state?;
         Ok(Self {
             meters: Meters::new(&*group),
             trace: group.trace(),
-            hook: Box::new(AllReduce),
-            buckets: buckets(&state),
+            hook,
+            buckets: buckets(&state, elsewhere),
+            elsewhere,
             stale: false,
             kept: Vec::new(),
             warnings: unused::Warnings::new(state.parameters().len()),
@@ -165,7 +180,7 @@ impl Reducer {
             }
             reducer.state.begin(weight);
             if std::mem::take(&mut reducer.stale) {
-                reducer.buckets = buckets(&reducer.state);
+                reducer.buckets = buckets(&reducer.state, reducer.elsewhere);
             }
             if let Some(first) = reducer.buckets.first_mut() {
                 first.carry(weight);
@@ -187,6 +202,7 @@ impl Reducer {
     /// # Errors
     /// On every rank, if the ranks' hooks or their settings differ.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.check_here("register_hook")?;
         self.state.check_replayable(false, hook.is_stateless())?;
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
@@ -258,6 +274,7 @@ impl Reducer {
     /// # Errors
     /// If `index` or the gradient's length is wrong, or the parameter had a gradient in this backward pass already.
     pub fn ready(&mut self, index: usize, gradient: &[u8]) -> Result<()> {
+        self.check_here("ready")?;
         self.accept(index, Some(gradient.len()), |memory| {
             memory.copy_from_slice(gradient);
             Ok(())
@@ -267,6 +284,7 @@ impl Reducer {
     /// Like [`ready`](Self::ready), for gradients that do not lie in one piece: `write` puts the gradient into the
     /// memory that it is given, which holds the values of an earlier step.
     pub fn ready_with(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.check_here("ready_with")?;
         self.accept(index, None, write)
     }
 
@@ -316,6 +334,7 @@ impl Reducer {
     /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next
     /// [`start`](Self::start); `None` if no rank had a gradient for it, or it is another rank's.
     pub fn gradient(&self, index: usize) -> Result<Option<&[u8]>> {
+        self.check_here("gradient")?;
         Ok(self.state.average(index)?.and_then(|slice| self.bytes(slice)))
     }
 
@@ -338,6 +357,7 @@ impl Reducer {
         &mut self,
         parts: impl Fn(&mut Bucket, Vec<Range<usize>>) -> Vec<BufferPart>,
     ) -> Result<Vec<Option<BufferPart>>> {
+        self.check_here("take_gradients and lend_gradients")?;
         let present = (0..self.parameters().len()).map(|index| Ok(self.state.average(index)?.is_some()));
         let present = present.collect::<Result<Vec<_>>>()?;
         let mut gradients: Vec<Option<BufferPart>> = present.iter().map(|_| None).collect();
@@ -358,6 +378,7 @@ impl Reducer {
     /// gradient that backward has written there needs no copy in [`ready_with`](Self::ready_with). Nobody else uses the
     /// memory between steps, nor during backward until the parameter's gradient is reported.
     pub fn gradient_view(&mut self, index: usize) -> Result<Option<(&mut [u8], BufferKeeper)>> {
+        self.check_here("gradient_view")?;
         let Some((bucket, range)) = self.state.average(index)? else { return Ok(None) };
         let Some(bucket) = self.buckets.get_mut(bucket) else { return Ok(None) };
         let Some(keeper) = bucket.keeper() else { return Ok(None) };
@@ -448,7 +469,7 @@ impl Reducer {
     fn fill(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         let (bucket, range) = self.state.slice_of(index);
         let bytes = self.buckets[bucket].bytes_mut(&*self.group)?;
-        write(&mut bytes[range])?;
+        write(if self.elsewhere { bytes } else { &mut bytes[range] })?;
         if let Some(bucket) = self.state.arrived(index) {
             self.buckets[bucket].mark_ready(&self.trace);
         }
@@ -515,7 +536,7 @@ impl Reducer {
         let plan = self.state.plan_for(&order)?;
         verify::verify_hash(group, "bucket plans", plan.hash())?;
         if self.state.set_plan(order, plan) {
-            self.buckets = buckets(&self.state);
+            self.buckets = buckets(&self.state, self.elsewhere);
             tracing::debug!(buckets = self.buckets.len(), "buckets rebuilt in the order of the gradients");
         }
         Ok(())
@@ -586,10 +607,10 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
     Ok(())
 }
 
-fn buckets(state: &ReducerState) -> Vec<Bucket> {
+fn buckets(state: &ReducerState, elsewhere: bool) -> Vec<Bucket> {
     let plan = state.plan();
     let bucket = |index| {
-        let mut bucket = Bucket::new(index, plan, state.parameters());
+        let mut bucket = Bucket::new(index, plan, state.parameters(), elsewhere);
         bucket.carry(state.weight().filter(|_| index == 0));
         bucket
     };

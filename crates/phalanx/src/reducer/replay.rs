@@ -14,6 +14,7 @@ impl Reducer {
     /// If the averages are [sharded](Self::shard), or the hook keeps something
     /// ([`CommHook::is_stateless`](super::hooks::CommHook::is_stateless)): they could not be made again.
     pub fn keep_gradients(&mut self) -> Result<()> {
+        self.check_here("keep_gradients")?;
         self.state.keep(self.hook.is_stateless())
     }
 
@@ -68,6 +69,7 @@ impl Reducer {
     /// # Errors
     /// During a backward pass, and if the averages are [sharded](Self::shard).
     pub fn regrouped(&mut self) -> Result<()> {
+        self.check_here("regrouped")?;
         self.state.regrouped((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
         self.timer.stop();
@@ -78,7 +80,8 @@ impl Reducer {
     /// Goes back to the end of backward, in memory of the group of now: buckets hold all gradients of this rank, those that
     /// were `launched` too, and no averages.
     fn restore(&mut self, launched: usize) -> Result<()> {
-        let restored = buckets(&self.state).into_iter().enumerate().map(|(index, mut bucket)| {
+        let fresh = buckets(&self.state, self.elsewhere);
+        let restored = fresh.into_iter().enumerate().map(|(index, mut bucket)| {
             let gradients = match index < launched {
                 true => self.kept.get(index).map(Vec::as_slice),
                 false => self.buckets.get(index).and_then(Bucket::bytes),

@@ -31,6 +31,7 @@ impl Reducer {
     /// # Errors
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
     pub fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
+        self.check_here("shard")?;
         self.state.check_replayable(true, true)?;
         self.attempt(|reducer| match reducer.state.shard(owners)? {
             Some(order) => {

@@ -1,6 +1,7 @@
 //! The reducer on several ranks, over a group of threads.
 
 mod buckets;
+mod elsewhere;
 mod equality;
 mod failures;
 mod memory;

@@ -54,11 +54,13 @@ impl Reducer {
     /// # Errors
     /// As [`ready`](Self::ready).
     pub fn ready_void(&mut self, index: usize) -> Result<()> {
+        self.check_here("ready_void")?;
         self.state.voided(index);
         self.ready_with(index, zero)
     }
 
     pub(super) fn check_weighted(&self, weight: f64) -> Result<()> {
+        self.check_here("a weighted step")?;
         check_weight(self.group.rank(), weight, self.parameters())?;
         if self.hook.accepts_weights() {
             return Ok(());

@@ -141,8 +141,12 @@ type Then = Box<dyn FnOnce(Buffer, &dyn Communicator) -> Result<Pending> + Send>
 
 enum Stage {
     InFlight { work: Work, then: Option<Then> },
+    Elsewhere { is_completed: IsCompleted, finish: Finish },
     Done(Buffer),
 }
+
+type IsCompleted = Box<dyn Fn() -> bool + Send>;
+type Finish = Box<dyn FnOnce() -> Result<Buffer> + Send>;
 
 impl Pending {
     /// Done when `work` is; its buffer is the averaged bucket.
@@ -160,6 +164,15 @@ impl Pending {
         Self(Stage::InFlight { work, then: Some(Box::new(then)) })
     }
 
+    /// Done when `is_completed` says so, of an operation that is none of the group's, such as one on a device. `finish` waits for it, with a
+    /// deadline, and gives the bucket back; it runs after backward, on the thread that waits for the gradients.
+    pub fn elsewhere(
+        is_completed: impl Fn() -> bool + Send + 'static,
+        finish: impl FnOnce() -> Result<Buffer> + Send + 'static,
+    ) -> Self {
+        Self(Stage::Elsewhere { is_completed: Box::new(is_completed), finish: Box::new(finish) })
+    }
+
     /// Done: `bucket` is averaged.
     pub fn ready(bucket: Buffer) -> Self {
         Self(Stage::Done(bucket))
@@ -169,6 +182,7 @@ impl Pending {
     pub fn is_completed(&self) -> bool {
         match &self.0 {
             Stage::InFlight { work, .. } => work.is_completed(),
+            Stage::Elsewhere { is_completed, .. } => is_completed(),
             Stage::Done(_) => true,
         }
     }
@@ -177,6 +191,7 @@ impl Pending {
     pub(super) fn advance(self, group: &dyn Communicator) -> Result<std::result::Result<Buffer, Self>> {
         match self.0 {
             Stage::Done(bucket) => Ok(Ok(bucket)),
+            Stage::Elsewhere { finish, .. } => finish().map(Ok),
             Stage::InFlight { work, then: None } => work.wait().map(Ok),
             Stage::InFlight { work, then: Some(then) } => Ok(match then(work.wait()?, group)?.0 {
                 Stage::Done(bucket) => Ok(bucket),
@@ -190,6 +205,7 @@ impl std::fmt::Debug for Stage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::InFlight { work, .. } => work.fmt(f),
+            Self::Elsewhere { is_completed, .. } => write!(f, "Elsewhere(completed: {})", is_completed()),
             Self::Done(buffer) => buffer.fmt(f),
         }
     }

@@ -1,0 +1,49 @@
+//! A [`Ddp`] whose gradients NCCL averages.
+
+use burn::module::Module;
+use phalanx::Result;
+use phalanx::join::JoinGroup;
+use phalanx_nccl::DeviceGroup;
+
+use super::{Averaging, Ddp, DdpOptions};
+
+impl<M: Module> Ddp<M> {
+    /// Like [`with_options`](Self::with_options), for a model on a CUDA device, whose gradients NCCL averages where they lie, while backward
+    /// goes on: nothing of them is copied, neither to the process's memory nor into buckets. All ranks call it together. Everything else,
+    /// such as comparing the models, broadcasting buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
+    /// [host](DeviceGroup::host).
+    ///
+    /// ```no_run
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::tensor::Device;
+    /// # use phalanx_burn::{Ddp, DdpOptions};
+    /// # fn main() -> phalanx::Result<()> {
+    /// use phalanx_nccl::DeviceGroup;
+    ///
+    /// let group = phalanx::init()?;
+    /// let cuda = phalanx_nccl::Device::of_local_rank(&group)?;
+    /// let group = DeviceGroup::new(group, &cuda)?;
+    /// let device = Device::cuda(cuda.ordinal() as usize).autodiff();
+    /// let ddp = Ddp::with_nccl(LinearConfig::new(4, 1).init(&device), &group, DdpOptions::default())?;
+    /// # drop(ddp);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// A gradient's calls begin when it is computed, which this process waits for some gradients later: CubeCL's streams cannot be
+    /// ordered with NCCL's. [`DdpOptions::gradient_as_bucket_view`] has no meaning here, since buckets have no memory.
+    ///
+    /// **These are refused**, by name: `find_unused_parameters`, `static_graph`,
+    /// [`backward_no_sync`](Self::backward_no_sync), [`backward_weighted`](Self::backward_weighted), several forward passes for one backward,
+    /// [`register_comm_hook`](Self::register_comm_hook), [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
+    /// and elastic jobs. [`with_options`](Self::with_options) has them all, through the processes' memory.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); if the model is not in the memory of the communicator's device; on every rank also if some ranks average
+    /// otherwise. In a world of one nothing is averaged, and nothing is refused.
+    #[doc(alias("nccl", "init_process_group"))]
+    pub fn with_nccl(model: M, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
+        let averaging = Averaging::Nccl(group.device().clone());
+        Self::averaged(model, JoinGroup::from(group.host()), options, &averaging)
+    }
+}

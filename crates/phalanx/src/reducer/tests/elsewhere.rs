@@ -1,0 +1,148 @@
+//! Gradients that lie elsewhere, with a hook that averages them there: here in a map beside the reducer.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::*;
+use crate::reducer::hooks::{GradBucket, Pending};
+
+/// The memory that the reducer does not see, by parameter.
+type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
+
+/// Averages on the shelf, and ends each bucket only when the reducer waits for it.
+struct OnShelf(Shelf, &'static str);
+
+impl CommHook for OnShelf {
+    fn describe(&self) -> String {
+        self.1.to_owned()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        assert_eq!(bucket.buffer.len(), 0, "there is no memory in a bucket");
+        let mut works = Vec::new();
+        for place in &*bucket.gradients {
+            let gradient = self.0.lock().remove(&place.parameter).unwrap();
+            assert_eq!(gradient.len(), place.elements.len());
+            let work = group.all_reduce_async(Buffer::from_slice(&gradient), ReduceOp::Avg)?;
+            works.push((place.parameter, work));
+        }
+        let (shelf, done) = (self.0.clone(), Arc::new(AtomicBool::new(false)));
+        let is_completed = done.clone();
+        Ok(Pending::elsewhere(
+            move || is_completed.load(Ordering::Relaxed),
+            move || {
+                for (parameter, work) in works {
+                    shelf.lock().insert(parameter, work.wait()?.as_slice::<f32>()?.to_vec());
+                }
+                done.store(true, Ordering::Relaxed);
+                Ok(bucket.buffer)
+            },
+        ))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+fn elsewhere(group: &Arc<FakeGroup>, sizes: &[usize], options: ReducerOptions) -> Result<(Reducer, Shelf)> {
+    let shelf = Shelf::default();
+    let hook = Box::new(OnShelf(shelf.clone(), "on a shelf"));
+    Reducer::elsewhere(group.clone(), parameters(sizes), options, hook).map(|reducer| (reducer, shelf))
+}
+
+#[test]
+fn gradients_are_averaged_where_they_lie_in_the_order_of_buckets_and_no_bucket_takes_memory() {
+    let sizes = [4, 4, 4, 3];
+    run(2, |group| {
+        let rank = group.rank();
+        let (mut reducer, shelf) = elsewhere(&group, &sizes, buckets_of(8)).unwrap();
+        let before = group.allocations();
+        for step in 0..3 {
+            reducer.start().unwrap();
+            // Ranks have their gradients in another order; buckets are launched in one.
+            let order = if rank.is_main() { [3, 2, 1, 0] } else { [2, 3, 0, 1] };
+            for index in order {
+                shelf.lock().insert(index, gradient(rank, index, step, sizes[index]));
+                reducer.ready_elsewhere(index).unwrap();
+            }
+            reducer.finish().unwrap();
+            let averages = std::mem::take(&mut *shelf.lock());
+            for (index, size) in sizes.into_iter().enumerate() {
+                assert_eq!(averages[&index], expected(2, index, step, size), "step {step}");
+            }
+        }
+        assert_eq!(group.allocations(), before);
+        assert_eq!(averages(&group).len(), 3 * sizes.len());
+    });
+}
+
+#[test]
+fn a_gradient_that_does_not_come_is_an_error_with_its_name() {
+    run(1, |group| {
+        let (mut reducer, _shelf) = elsewhere(&group, &[4, 4], buckets_of(4)).unwrap();
+        reducer.start().unwrap();
+        let error = reducer.finish().unwrap_err().to_string();
+        assert!(error.contains("`p0`"), "{error}");
+    });
+}
+
+#[test]
+fn what_needs_the_bytes_is_refused_by_name() {
+    for options in
+        [ReducerOptions::default().find_unused_parameters(true), ReducerOptions::default().static_graph(true)]
+    {
+        run(2, |group| {
+            let error = elsewhere(&group, &[4], options.clone()).err().unwrap().to_string();
+            assert!(error.contains("is set") && error.contains("on a shelf"), "{error}");
+        });
+    }
+    type Call = fn(&mut Reducer) -> Result<()>;
+    let calls: [(&str, Call); 8] = [
+        ("ready", |reducer| reducer.ready(0, &[0; 16])),
+        ("gradient", |reducer| reducer.gradient(0).map(drop)),
+        ("take_gradients", |reducer| reducer.take_gradients().map(drop)),
+        ("shard", |reducer| reducer.shard(vec![Rank::MAIN])),
+        ("keep_gradients", Reducer::keep_gradients),
+        ("regrouped", Reducer::regrouped),
+        ("register_hook", |reducer| reducer.register_hook(Box::new(AllReduce))),
+        ("a weighted step", |reducer| reducer.start_weighted(1.0)),
+    ];
+    for (name, call) in calls {
+        run(1, |group| {
+            let (mut reducer, _shelf) = elsewhere(&group, &[4], ReducerOptions::default()).unwrap();
+            let error = call(&mut reducer).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("where they lie, by on a shelf"), "{error}");
+        });
+    }
+    run(1, |group| {
+        let mut here = Reducer::new(group, parameters(&[4]), ReducerOptions::default()).unwrap();
+        assert!(here.ready_elsewhere(0).unwrap_err().to_string().contains("call ready"));
+    });
+}
+
+#[test]
+fn ranks_that_average_in_different_places_learn_it_before_anything_is_averaged() {
+    for main_is_elsewhere in [true, false] {
+        let errors = run(2, |group| {
+            let made = match group.rank().is_main() == main_is_elsewhere {
+                true => elsewhere(&group, &[4], ReducerOptions::default()).map(drop),
+                false => Reducer::new(group, parameters(&[4]), ReducerOptions::default()).map(drop),
+            };
+            made.unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("on a shelf") && error.contains("all_reduce"), "{error}");
+        }
+    }
+}
