@@ -157,18 +157,28 @@ impl Sink {
     /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
-            for (parameter, held) in deliveries.parameters.iter().zip(&mut deliveries.held) {
-                if std::mem::take(held) {
-                    shim::set_gradient(&parameter.tensor, None)?;
-                }
-            }
-            deliveries.void.fill(false);
+            deliveries.drop_held()?;
             reducer.adopt(root)
         })
+    }
+
+    /// Drops the gradients that are held.
+    pub fn drop_held(&self) -> Result<()> {
+        self.0.attempt(|_, deliveries| deliveries.drop_held())
     }
 }
 
 impl Deliveries {
+    fn drop_held(&mut self) -> Result<()> {
+        self.void.fill(false);
+        for (parameter, held) in self.parameters.iter().zip(&mut self.held) {
+            if std::mem::take(held) {
+                shim::set_gradient(&parameter.tensor, None)?;
+            }
+        }
+        Ok(())
+    }
+
     /// A backward pass begins whose gradients are averaged, by `weight` if steps are weighted. What a static graph does not use is what
     /// `.grad` has.
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
