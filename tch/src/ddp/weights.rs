@@ -160,12 +160,16 @@ impl Ddp {
              missing in it",
         )
         .with_remedy(
-            "save, or commit, between a step and the first backward_no_sync of the next; Optimizer::zero_grad drops what is held",
+            "save, or commit, between a step and the first backward_no_sync of the next; Ddp::clear drops what is held",
         ))
     }
 
-    /// Drops the gradients that are held for the next step: they belong to no finished one.
-    pub(crate) fn drop_held(&mut self) -> Result<()> {
+    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), and so the step: the
+    /// next pass begins another. All ranks call it together.
+    ///
+    /// # Errors
+    /// Of an earlier call.
+    pub fn clear(&mut self) -> Result<()> {
         match std::mem::take(&mut self.accumulated) {
             Accumulated::Nothing => return Ok(()),
             Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
@@ -256,7 +260,9 @@ fn check_unchanged(parameters: &[Named], versions: &[Option<i64>]) -> Result<()>
         "the gradient of parameter {} was changed between two backward passes of a weighted step",
         parameters[index].spec
     ))
-    .with_remedy("call zero_grad before a step's first pass alone, and change gradients after its last"))
+    .with_remedy(
+        "call zero_grad before a step's first pass alone, and change gradients after its last; to leave a step out, call Ddp::clear",
+    ))
 }
 
 /// How often each parameter's gradient was written, if there is one.

@@ -7,9 +7,9 @@ use phalanx::reducer::hooks::{
 };
 use phalanx::{Communicator, ProcessGroup, Rank, Result};
 use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
-use tch::{Device, Kind, Tensor, nn};
+use tch::{Kind, Tensor, nn};
 
-use crate::common::{Mlp, elements, floats, load, run, samples};
+use crate::common::{Mlp, elements, floats, load, on_device, run, samples};
 
 const WIDTHS: [i64; 4] = [8, 16, 16, 3];
 
@@ -146,6 +146,11 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
             // Dropped, they are missing nowhere.
             training.state.optimizer.zero_grad().unwrap();
             training.state.save(&mut Parts::default()).unwrap();
+            training.state.ddp.clear().unwrap();
+            hold(&mut training);
+            training.state.ddp.clear().unwrap();
+            assert!(training.model.store.trainable_variables().iter().all(|one| !one.grad().defined()));
+            training.state.save(&mut Parts::default()).unwrap();
             hold(&mut training);
             refused(training.state.with_group(&group).map(drop));
         });
@@ -211,7 +216,7 @@ fn another_model_or_optimizer_is_refused_and_nothing_changes() {
     // One whose buffer has become another since.
     let mut other = Training::new(Rule::ADAMW);
     let before = floats(&other.model.store);
-    other.norm.running_mean.set_data(&Tensor::zeros([3], (Kind::Double, Device::Cpu)));
+    other.norm.running_mean.set_data(&Tensor::zeros([3], on_device(Kind::Double)));
     let error = other.state.resume(&checkpoints).unwrap_err().to_string();
     assert!(error.contains("`norm.running_mean`") && error.contains("Double"), "{error}");
     assert_eq!(floats(&other.model.store), before);
