@@ -46,7 +46,7 @@ impl Default for DdpOptions {
 /// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
 ///
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
-/// share. As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
+/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back. As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
 /// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) leaves none,
 /// tch's own optimizers leave zeros.
 ///
@@ -182,13 +182,14 @@ impl Ddp {
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
         let mut gradients = gradients.collect::<Vec<_>>();
-        let square = |gradient: &Tensor| {
-            let norm = gradient.f_norm()?.f_to_kind(tch::Kind::Double)?;
-            norm.f_double_value(&[]).map(|norm| norm * norm)
+        // One copy from a device, which waits for it once.
+        let norm = |gradient: &Tensor| gradient.f_norm()?.f_to_kind(tch::Kind::Double);
+        let norms = gradients.iter().map(norm).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
+        let norms: Vec<f64> = match norms.is_empty() {
+            true => Vec::new(),
+            false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
         };
-        let squares =
-            gradients.iter().map(square).collect::<std::result::Result<Vec<f64>, _>>().map_err(torch)?;
-        let norm = squares.iter().sum::<f64>().sqrt();
+        let norm = norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
         // As PyTorch's.
         let factor = max_norm / (norm + 1e-6);
         if norm.is_finite() && factor < 1.0 {

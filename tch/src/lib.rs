@@ -38,7 +38,14 @@
 //! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
 //! | `TorchState` of Horovod, `torch.save` | [`TrainState`] |
 //!
-//! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on processors, on Linux.
+//! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on Linux, on processors.
+//!
+//! # On CUDA devices
+//!
+//! Each rank has a device: `VarStore::new(Device::Cuda(group.local_rank() as usize))`. Gradients are averaged in the host's memory, as by
+//! gloo: each is copied there when it is ready, and its average is copied back. Nothing here goes over NCCL. All variables of a `VarStore` are
+//! on one device. Ranks that are threads of one process need a device each: libtorch has one thread for a device, in which a rank that waits
+//! for another, as [`SyncBatchNorm`] does in backward, would wait for itself.
 
 mod ddp;
 mod optimizer;

@@ -111,8 +111,7 @@ impl Optimizer {
     /// the kernels look at none of it. Nothing is changed then. Else of libtorch.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
         let _guard = tch::no_grad_guard();
-        let (mut parameters, mut gradients) = (Vec::new(), Vec::new());
-        let mut moments: Vec<Vec<Tensor>> = self.rule.fields().iter().map(|_| Vec::new()).collect();
+        let mut batches: Vec<(Kind, Batch)> = Vec::new();
         for (parameter, kept) in self.parameters.iter().zip(&mut self.moments) {
             let gradient = parameter.tensor.grad();
             if !gradient.defined() {
@@ -128,28 +127,21 @@ impl Optimizer {
             if !shim::are_alike(&parameter.tensor, &alike) {
                 return Err(changed(parameter));
             }
-            moments.iter_mut().zip(kept.iter()).for_each(|(list, tensor)| list.push(tensor.shallow_clone()));
-            parameters.push(parameter.tensor.shallow_clone());
-            gradients.push(gradient);
-        }
-        if parameters.is_empty() {
-            return Ok(());
-        }
-        let mut moments = moments.into_iter();
-        match self.rule {
-            Rule::AdamW { betas, epsilon, weight_decay } => {
-                let mut next = || moments.next().unwrap_or_default();
-                let (firsts, seconds, mut steps) = (next(), next(), next());
-                steps.iter_mut().try_for_each(|step| step.f_add_scalar_(1.0).map(drop)).map_err(torch)?;
-                let tensors = AdamWTensors { parameters, gradients, firsts, seconds, steps };
-                shim::fused_adamw(&tensors, learning_rate, betas, weight_decay, epsilon)
+            let kind = parameter.tensor.kind();
+            let place = batches.iter().position(|(other, _)| *other == kind).unwrap_or(batches.len());
+            if place == batches.len() {
+                batches.push((kind, Batch::new(self.rule)));
             }
-            Rule::Sgd { momentum, weight_decay, nesterov } => {
-                // A first velocity is zero: without dampening that is what PyTorch's first step makes of it.
-                let settings = SgdSettings { rate: learning_rate, momentum, weight_decay, nesterov };
-                shim::fused_sgd(&parameters, &gradients, moments.next().as_deref(), settings)
-            }
+            let (_, batch) = &mut batches[place];
+            batch
+                .moments
+                .iter_mut()
+                .zip(kept.iter())
+                .for_each(|(list, tensor)| list.push(tensor.shallow_clone()));
+            batch.parameters.push(parameter.tensor.shallow_clone());
+            batch.gradients.push(gradient);
         }
+        batches.into_iter().try_for_each(|(_, batch)| batch.step(self.rule, learning_rate))
     }
 
     /// Takes over the state of rank `root`.
@@ -179,11 +171,9 @@ impl Optimizer {
         writer.value(prefix, &(self.rule, each))?;
         for (Named { spec, .. }, tensors) in self.kept() {
             for (field, tensor) in self.rule.fields().iter().zip(tensors) {
-                let bytes = shim::bytes(tensor).ok_or_else(|| {
-                    Error::invalid_argument(format!("the optimizer's {field} of {spec} cannot be read"))
-                })?;
+                let bytes = tensors::copy(tensor)?;
                 let (name, shape) = (format!("{prefix}.{}.{field}", spec.name), shape(tensor, spec));
-                writer.owned(&name, shim::dtype(tensor.kind())?, &shape, bytes.to_vec())?;
+                writer.owned(&name, shim::dtype(tensor.kind())?, &shape, bytes)?;
             }
         }
         Ok(())
@@ -221,15 +211,13 @@ impl Optimizer {
             ));
         }
         let of = |parameter: &Named| {
-            let mut tensors = fresh(rule, &parameter.tensor)?;
-            for (field, tensor) in rule.fields().iter().zip(&mut tensors) {
+            let tensors = fresh(rule, &parameter.tensor)?;
+            for (field, tensor) in rule.fields().iter().zip(&tensors) {
                 let (name, shape) =
                     (format!("{prefix}.{}.{field}", parameter.spec.name), shape(tensor, &parameter.spec));
                 let elements = reader.tensor(&name, shim::dtype(tensor.kind())?, &shape)?;
-                match shim::bytes_mut(tensor) {
-                    Some(bytes) if bytes.len() == elements.len() => bytes.copy_from_slice(&elements),
-                    _ => return Err(changed(parameter)),
-                }
+                tensors::write_elements(tensor, &elements)
+                    .map_err(|error| changed(parameter).with_source(error))?;
             }
             Ok(tensors)
         };
@@ -248,16 +236,51 @@ impl Optimizer {
     }
 }
 
+/// The parameters of one type, with what belongs to them: kernels for GPUs take no others in one call.
+struct Batch {
+    parameters: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    /// A list for each of [`Rule::fields`].
+    moments: Vec<Vec<Tensor>>,
+}
+
+impl Batch {
+    fn new(rule: Rule) -> Self {
+        let moments = rule.fields().iter().map(|_| Vec::new()).collect();
+        Self { parameters: Vec::new(), gradients: Vec::new(), moments }
+    }
+
+    fn step(self, rule: Rule, learning_rate: f64) -> Result<()> {
+        let Self { parameters, gradients, moments } = self;
+        let mut moments = moments.into_iter();
+        match rule {
+            Rule::AdamW { betas, epsilon, weight_decay } => {
+                let mut next = || moments.next().unwrap_or_default();
+                let (firsts, seconds, mut steps) = (next(), next(), next());
+                steps.iter_mut().try_for_each(|step| step.f_add_scalar_(1.0).map(drop)).map_err(torch)?;
+                let tensors = AdamWTensors { parameters, gradients, firsts, seconds, steps };
+                shim::fused_adamw(&tensors, learning_rate, betas, weight_decay, epsilon)
+            }
+            Rule::Sgd { momentum, weight_decay, nesterov } => {
+                // A first velocity is zero: without dampening that is what PyTorch's first step makes of it.
+                let settings = SgdSettings { rate: learning_rate, momentum, weight_decay, nesterov };
+                shim::fused_sgd(&parameters, &gradients, moments.next().as_deref(), settings)
+            }
+        }
+    }
+}
+
 /// The error for a parameter that is not what it was.
 fn changed(parameter: &Named) -> Error {
     Error::invalid_argument(format!(
-        "parameter {}, its gradient and what the optimizer keeps of it are not all contiguous and of one size and type: it \
-         is {:?} {:?} now",
+        "parameter {}, its gradient and what the optimizer keeps of it are not all contiguous, on one device, and of one size and type: \
+         it is {:?} {:?} on {:?} now",
         parameter.spec,
         parameter.tensor.kind(),
-        parameter.tensor.size()
+        parameter.tensor.size(),
+        parameter.tensor.device()
     ))
-    .with_remedy("after `set_data`, or a change of type, make a new Optimizer")
+    .with_remedy("after `set_data`, or a change of type or device, make a new Optimizer")
 }
 
 /// The shape of a moment: the parameter's, or none of a number.

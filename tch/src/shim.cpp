@@ -16,6 +16,7 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -76,14 +77,20 @@ private:
 constexpr std::string_view of_ddp_name = "PHALANX_DDP_BACKWARD";
 const c10::DebugInfoKind of_ddp(&of_ddp_name);
 
-// Sums doubles over the ranks, in place.
+// Memory of this machine, row by row, as a tensor of the size and type of `like`.
+at::Tensor here(const at::Tensor &like, void *data) {
+    return at::from_blob(data, like.sizes(), at::TensorOptions().dtype(like.scalar_type()).device(at::kCPU));
+}
+
+// Sums doubles over the ranks. On a device a node of the graph runs on the device's thread, in the order in which that takes them: so do the
+// hooks, and collectives of a backward pass begin in one order on every rank.
 struct Exchange final : torch::CustomClassHolder {
     Exchange(void (*sum)(void *, double *, size_t), std::unique_ptr<Owned> group) : sum(sum), group(std::move(group)) {}
 
     Variable operator()(const Variable &values) const {
-        auto sums = values.clone(at::MemoryFormat::Contiguous);
+        auto sums = values.to(at::kCPU, values.scalar_type(), false, true, at::MemoryFormat::Contiguous);
         sum(group->context, sums.data_ptr<double>(), static_cast<size_t>(sums.numel()));
-        return sums;
+        return sums.to(values.device());
     }
 
     void (*const sum)(void *, double *, size_t);
@@ -143,11 +150,47 @@ uintptr_t phx_identity(const at::Tensor *tensor) noexcept {
 
 bool phx_is_plain(const at::Tensor *tensor) noexcept {
     try {
-        return tensor->layout() == at::kStrided && tensor->device().is_cpu() && tensor->has_storage() && !tensor->is_nested() &&
-               !tensor->is_neg() && !tensor->is_conj();
+        return tensor->layout() == at::kStrided && (tensor->is_cpu() || tensor->is_cuda()) && tensor->has_storage() &&
+               !tensor->is_nested() && !tensor->is_neg() && !tensor->is_conj();
     } catch (...) {
         return false;
     }
+}
+
+bool phx_is_here(const at::Tensor *tensor) noexcept {
+    try {
+        return tensor->is_cpu();
+    } catch (...) {
+        return false;
+    }
+}
+
+// Whether `gradient` may be overwritten to become another gradient of `leaf`: it is like that, and no other tensor has its memory.
+bool phx_may_become(const at::Tensor *gradient, const at::Tensor *leaf) noexcept {
+    try {
+        return phx_is_plain(gradient) && gradient->device() == leaf->device() && gradient->scalar_type() == leaf->scalar_type() &&
+               gradient->sizes() == leaf->sizes() && gradient->is_non_overlapping_and_dense() &&
+               gradient->storage().use_count() == 1;
+    } catch (...) {
+        return false;
+    }
+}
+
+// Copies the elements of a plain tensor to `data`, row by row, after what the current stream of its device has to do.
+char *phx_read(const at::Tensor *tensor, void *data) {
+    return guarded([&] {
+        c10::NoGradGuard guard;
+        here(*tensor, data).copy_(*tensor);
+    });
+}
+
+// Copies `data`, row by row, to a plain tensor, after what the current stream of its device has to do. As for memory of this machine,
+// autograd does not count it as a change.
+char *phx_write(const at::Tensor *tensor, void *data) {
+    return guarded([&] {
+        c10::NoGradGuard guard;
+        tensor->data().copy_(here(*tensor, data));
+    });
 }
 
 // The bytes from a plain tensor's first element to the end of its memory.

@@ -5,6 +5,9 @@
 //! such as a communicator or a hook of the program's own. That another thread does not write to a tensor meanwhile is what libtorch
 //! demands of every operation, too.
 //!
+//! The memory of a device is never borrowed: libtorch copies it, on the device's current stream of the calling thread, and waits until that is
+//! done. In a hook that is the stream on which the gradient was made; elsewhere libtorch has let the caller's stream wait for those.
+//!
 //! Elements that nobody has written (`Tensor::empty`) have some bits, for all that Rust's compiler can know: their memory comes from
 //! libtorch's allocator.
 #![allow(unsafe_code)]
@@ -25,6 +28,10 @@ unsafe extern "C" {
     fn phx_free(error: *mut c_char);
     fn phx_identity(tensor: *const C_tensor) -> usize;
     fn phx_is_plain(tensor: *const C_tensor) -> bool;
+    fn phx_is_here(tensor: *const C_tensor) -> bool;
+    fn phx_may_become(gradient: *const C_tensor, leaf: *const C_tensor) -> bool;
+    fn phx_read(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
+    fn phx_write(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
     fn phx_storage_bytes(tensor: *const C_tensor) -> usize;
     fn phx_hook(
         leaf: *const C_tensor,
@@ -106,11 +113,49 @@ pub(crate) fn identity(tensor: &Tensor) -> usize {
     unsafe { phx_identity(tensor.as_ptr()) }
 }
 
-/// Whether `tensor` lies in this machine's memory, element by element, with the bits that it has: neither on a GPU, nor sparse, nor a view
-/// that negates.
+/// Whether `tensor` lies in memory, of this machine or of a CUDA device, element by element, with the bits that it has: neither sparse, nor a
+/// view that negates.
 pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     // SAFETY: a handle that lives as long as this borrow.
     tensor.defined() && unsafe { phx_is_plain(tensor.as_ptr()) }
+}
+
+/// Whether `tensor` lies in this machine's memory, and not in that of a device.
+pub(crate) fn is_here(tensor: &Tensor) -> bool {
+    // SAFETY: a handle that lives as long as this borrow.
+    tensor.defined() && unsafe { phx_is_here(tensor.as_ptr()) }
+}
+
+/// Whether `gradient` may be overwritten to become another gradient of `leaf`.
+pub(crate) fn may_become(gradient: &Tensor, leaf: &Tensor) -> bool {
+    // SAFETY: handles that live as long as these borrows.
+    gradient.defined() && unsafe { phx_may_become(gradient.as_ptr(), leaf.as_ptr()) }
+}
+
+/// Copies the elements of `tensor`, row by row, to `memory`; also from a device.
+pub(crate) fn read(tensor: &Tensor, memory: &mut [u8]) -> Result<()> {
+    check_length(tensor, memory.len())?;
+    // SAFETY: a live handle, and as many bytes as the tensor has, which libtorch uses until it returns. Any bits are valid elements.
+    outcome(unsafe { phx_read(tensor.as_ptr(), memory.as_mut_ptr().cast()) })
+}
+
+/// Copies `elements`, row by row, to `tensor`; also to a device.
+pub(crate) fn write(tensor: &Tensor, elements: &[u8]) -> Result<()> {
+    check_length(tensor, elements.len())?;
+    // SAFETY: as in `read`; libtorch only reads there.
+    outcome(unsafe { phx_write(tensor.as_ptr(), elements.as_ptr().cast_mut().cast()) })
+}
+
+fn check_length(tensor: &Tensor, bytes: usize) -> Result<()> {
+    if !is_plain(tensor) {
+        return Err(Error::invalid_argument("a tensor does not lie in memory element by element any more"));
+    }
+    match tensor.numel() * tensor.kind().elt_size_in_bytes() {
+        there if there == bytes => Ok(()),
+        there => Err(Error::invalid_argument(format!(
+            "a tensor's size has changed meanwhile from {bytes} B to {there} B"
+        ))),
+    }
 }
 
 /// Calls `ready` whenever backward has finished the gradient of `leaf`, on the thread that runs backward or on another one of libtorch's, until
@@ -209,7 +254,7 @@ where
         sum(values);
     }
     if values.kind() != Kind::Double || !is_plain(values) {
-        return Err(Error::invalid_argument("sums over ranks are of doubles on the CPU"));
+        return Err(Error::invalid_argument("sums over ranks are of doubles"));
     }
     let (context, drop) = lend(sum);
     let mut sums = ptr::null_mut();
@@ -239,7 +284,9 @@ pub(crate) struct AdamWTensors {
 pub(crate) fn are_alike(parameter: &Tensor, others: &[&Tensor]) -> bool {
     let is_rows = |tensor: &Tensor| is_plain(tensor) && tensor.is_contiguous();
     let (size, kind) = (parameter.size(), parameter.kind());
-    let is_like = |other: &&Tensor| is_rows(other) && other.kind() == kind && other.size() == size;
+    let is_like = |other: &&Tensor| {
+        is_rows(other) && other.kind() == kind && other.size() == size && other.device() == parameter.device()
+    };
     is_rows(parameter) && others.iter().all(is_like)
 }
 
@@ -361,7 +408,7 @@ pub(crate) fn bytes_mut(tensor: &mut Tensor) -> Option<&mut [u8]> {
 }
 
 fn place(tensor: &Tensor) -> Option<(*mut u8, usize)> {
-    if !is_plain(tensor) || !tensor.is_contiguous() {
+    if !is_plain(tensor) || !is_here(tensor) || !tensor.is_contiguous() {
         return None;
     }
     let len = tensor.numel() * tensor.kind().elt_size_in_bytes();

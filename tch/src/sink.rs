@@ -157,18 +157,28 @@ impl Sink {
     /// finished step.
     pub fn adopt(&self, root: Rank) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
-            for (parameter, held) in deliveries.parameters.iter().zip(&mut deliveries.held) {
-                if std::mem::take(held) {
-                    shim::set_gradient(&parameter.tensor, None)?;
-                }
-            }
-            deliveries.void.fill(false);
+            deliveries.drop_held()?;
             reducer.adopt(root)
         })
+    }
+
+    /// Drops the gradients that are held.
+    pub fn drop_held(&self) -> Result<()> {
+        self.0.attempt(|_, deliveries| deliveries.drop_held())
     }
 }
 
 impl Deliveries {
+    fn drop_held(&mut self) -> Result<()> {
+        self.void.fill(false);
+        for (parameter, held) in self.parameters.iter().zip(&mut self.held) {
+            if std::mem::take(held) {
+                shim::set_gradient(&parameter.tensor, None)?;
+            }
+        }
+        Ok(())
+    }
+
     /// A backward pass begins whose gradients are averaged, by `weight` if steps are weighted. What a static graph does not use is what
     /// `.grad` has.
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
@@ -295,7 +305,7 @@ impl Deliveries {
     fn give(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
         let parameter = &self.parameters[index];
         let Some(gradient) = gradient(parameter)? else { return Ok(()) };
-        let source = gradient.data_ptr().cast_const().cast::<u8>();
+        let source = gradient.data_ptr().cast_const().cast::<u8>(); // On a device no place in a bucket.
         let mut place = ptr::null();
         reducer.ready_with(index, |memory| {
             place = memory.as_ptr();
@@ -304,18 +314,18 @@ impl Deliveries {
         self.given[index] = true;
         // libtorch's own memory is free now, and not at the end of backward.
         match &self.views[index] {
-            Some(view) if place != source && is_at(view, place) => {
+            Some(view) if shim::is_here(&gradient) && place != source && is_at(view, place) => {
                 shim::set_gradient(&parameter.tensor, Some(view))
             }
             _ => Ok(()),
         }
     }
 
-    /// Makes each parameter's average its gradient, where it lies.
+    /// Makes each parameter's average its gradient: where it lies, or in the memory of the parameter's device.
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;
-            let Some(place) = reducer.gradient(index)?.map(<[u8]>::as_ptr) else {
+            let Some(average) = reducer.gradient(index)? else {
                 // No rank had one. In a replay there may be what the first attempt left, with the gradient of a rank that died.
                 if leaf.grad().defined() {
                     shim::set_gradient(leaf, None)?;
@@ -323,15 +333,25 @@ impl Deliveries {
                 continue;
             };
             parameter.check_kind()?;
-            if !is_at(&leaf.grad(), place) {
-                let view = &mut self.views[index];
-                if !view.as_ref().is_some_and(|view| is_at(view, place)) {
-                    *view = shim::gradient_view(leaf, reducer, index)?;
-                    if view.is_none() {
-                        return Err(Error::aborted("an averaged gradient is not in its bucket"));
+            if shim::is_here(leaf) {
+                let place = average.as_ptr();
+                if !is_at(&leaf.grad(), place) {
+                    let view = &mut self.views[index];
+                    if !view.as_ref().is_some_and(|view| is_at(view, place)) {
+                        *view = shim::gradient_view(leaf, reducer, index)?;
+                        if view.is_none() {
+                            return Err(Error::aborted("an averaged gradient is not in its bucket"));
+                        }
                     }
+                    shim::set_gradient(leaf, view.as_ref())?;
                 }
-                shim::set_gradient(leaf, view.as_ref())?;
+            } else {
+                let mut gradient = leaf.grad();
+                if !shim::may_become(&gradient, leaf) {
+                    gradient = tch::no_grad(|| leaf.f_empty_like()).map_err(torch)?;
+                }
+                shim::write(&gradient, average)?;
+                shim::set_gradient(leaf, Some(&gradient))?;
             }
             if scale != 1.0 {
                 drop(tch::no_grad(|| leaf.grad().f_mul_scalar_(scale)).map_err(torch)?);
@@ -376,6 +396,9 @@ fn write(gradient: &Tensor, memory: &mut [u8]) -> Result<()> {
     // Compared before the gradient is borrowed: it may be this memory.
     if is_at(gradient, memory.as_ptr()) {
         return Ok(());
+    }
+    if !shim::is_here(gradient) {
+        return shim::read(gradient, memory);
     }
     match shim::bytes(gradient) {
         Some(bytes) if bytes.len() == memory.len() => {

@@ -77,7 +77,8 @@ use crate::{Ddp, DdpOptions, Optimizer};
 ///
 /// # Limits
 ///
-/// Gradients that [`Ddp::backward_no_sync`] holds and libtorch's random number generator are not included. A hook is removed wherever the
+/// Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit or a change of the group in the middle of a step is an
+/// error, and loading drops them. Nor is libtorch's random number generator. A hook is removed wherever the
 /// state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of
 /// an elastic job): register it again after that.
 ///
@@ -133,6 +134,7 @@ impl<T> TrainState<T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+        self.ddp.check_nothing_held()?;
         let (hook, is_expected) = (self.ddp.hook_state()?, self.ddp.expects_hook());
         self.ddp = self.ddp.again(handle, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
@@ -227,6 +229,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// # Errors
     /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
+        self.ddp.check_nothing_held()?;
         let hooks = match self.own_hook(checkpoints.group())? {
             Some(hook) => {
                 let group = checkpoints.group().in_call(Caller::TrainStateCheckpoint);
@@ -241,26 +244,48 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     }
 
     /// As [`checkpoint`](Self::checkpoint), with the work divided: all ranks write the optimizer's tensors in turns, each of
-    /// them once. Every rank must see the folder.
+    /// them once. Every rank must see the folder. If the checkpoint has more in it, call [`save_shard_to`](Self::save_shard_to).
     ///
     /// # Errors
-    /// As [`Checkpoints::save_sharded`] and [`save_to`](Self::save_to).
+    /// As [`Checkpoints::save_sharded`] and [`save_shard_to`](Self::save_shard_to).
     pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
         let group = checkpoints.group();
+        checkpoints.save_sharded(self.steps, |snapshot| self.save_shard_to(snapshot, group))
+    }
+
+    /// Saves this rank's share of it in a sharded checkpoint that may have more in it, such as a table of which each rank has its rows.
+    /// Every rank calls it, and first, in the closure of [`save_sharded`](Checkpoints::save_sharded); `group` is that of the checkpoints.
+    ///
+    /// ```
+    /// # use phalanx::Result;
+    /// # use phalanx::checkpoint::Checkpoints;
+    /// # use phalanx_tch::TrainState;
+    /// # fn save(checkpoints: &Checkpoints, state: &TrainState, rows: &[f32]) -> Result<()> {
+    /// let group = checkpoints.group();
+    /// let (rank, ranks) = (group.rank().index(), group.world_size().count());
+    /// checkpoints.save_sharded(state.steps(), |snapshot| {
+    ///     state.save_shard_to(snapshot, group)?;
+    ///     snapshot.slice("table", &[ranks * 100, 64], &[rank * 100, 0], &[100, 64], rows)
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
+    /// models differ.
+    pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         let own = self.own_hook(group)?;
-        checkpoints.save_sharded(self.steps, |snapshot| {
-            let (rank, ranks) = (group.rank().index(), group.world_size().count());
-            let saved = if own.is_some() { ranks } else { 0 };
-            self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
-            own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
-        })
+        let (rank, ranks) = (group.rank().index(), group.world_size().count());
+        let saved = if own.is_some() { ranks } else { 0 };
+        self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
+        own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
-    /// cannot save that.
+    /// If a tensor or the progress cannot be written, or in the middle of a step. If a communication hook keeps something for each rank, as
+    /// PowerSGD does: one rank cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
         let hook = self.ddp.hook_state()?.filter(|hook| hook.tensors().iter().any(|tensor| tensor.is_own));
         if let Some(hook) = hook {
@@ -268,7 +293,9 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
                 "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
                 hook.hook()
             ))
-            .with_remedy("call TrainState::checkpoint or TrainState::checkpoint_sharded on every rank"));
+            .with_remedy(
+                "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
+            ));
         }
         self.write(snapshot, 0)
     }
@@ -317,6 +344,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
 
     /// Writes all but what `ranks` ranks save of their own in the hook.
     fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
+        self.ddp.check_nothing_held()?;
         let state = self.ddp.state();
         writer.value("model", &Inventory::specs(state))?;
         for one in state {
@@ -360,6 +388,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
         let has_hook = hook.is_some();
+        self.ddp.clear()?;
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
         state.into_iter().try_for_each(|(one, elements)| tensors::write_elements(&one.tensor, elements))?;

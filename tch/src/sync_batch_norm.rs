@@ -13,6 +13,7 @@ use crate::sink::panicked;
 use crate::tensors::torch;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks: PyTorch's `SyncBatchNorm`, on processors too.
+/// On a CUDA device these sums go through the host's memory.
 ///
 /// Output, gradients and running statistics are those of one process with the whole batch, also if the ranks' batches are
 /// of different sizes. Each training pass exchanges `2·channels + 1` numbers in forward and as many in backward; an

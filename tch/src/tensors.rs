@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state_from, states_identical};
 use phalanx::{Communicator, Error, Rank, Result};
-use tch::Tensor;
 use tch::nn::{VarStore, Variables};
+use tch::{Device, Tensor};
 
 use crate::shim;
 
@@ -69,6 +69,7 @@ impl Inventory {
             .into_iter()
             .map(|(name, tensor)| named(name.clone(), tensor))
             .collect::<Result<Vec<_>>>()?;
+        check_device(&state)?;
         let names: HashMap<usize, &str> =
             state.iter().map(|one| (shim::identity(&one.tensor), one.spec.name.as_str())).collect();
 
@@ -196,13 +197,28 @@ fn named(name: String, tensor: &Tensor) -> Result<Named> {
             "the variable `{name}` is on {place:?}, sparse, or a view that negates"
         ))
         .with_remedy(
-            "this version averages dense gradients in this machine's memory: use VarStore::new(Device::Cpu)",
+            "this version averages dense gradients of processors and of CUDA devices: use VarStore::new(Device::Cpu) or Device::Cuda",
         ));
     }
     let shape: Vec<usize> =
         tensor.size().into_iter().map(|side| usize::try_from(side).unwrap_or(0)).collect();
     let spec = ParameterSpec::new(name, shape, shim::dtype(tensor.kind())?);
     Ok(Named { spec, tensor: tensor.shallow_clone() })
+}
+
+/// An error if the variables lie on several devices: backward then runs on a thread for each, and collectives that it begins, such as those of
+/// synchronised batch norms, have no order.
+fn check_device(state: &[Named]) -> Result<()> {
+    let Some((first, others)) = state.split_first() else { return Ok(()) };
+    let device = first.tensor.device();
+    let Some(other) = others.iter().find(|one| one.tensor.device() != device) else { return Ok(()) };
+    Err(Error::invalid_argument(format!(
+        "the variable `{}` is on {device:?}, and `{}` is on {:?}",
+        first.spec.name,
+        other.spec.name,
+        other.tensor.device()
+    ))
+    .with_remedy("make all variables of a VarStore on one device, a device for each rank: VarStore::new(Device::Cuda(local_rank))"))
 }
 
 /// Copies the elements of all `tensors`, gives them to `change`, and copies them back. Elements that several tensors share are given once.
@@ -250,14 +266,19 @@ pub(crate) fn read_elements<T>(
 
 /// The elements of each tensor, row by row.
 pub(crate) fn copies(tensors: &[Tensor]) -> Result<Vec<Vec<u8>>> {
-    let copy = |tensor: &Tensor| {
-        read_elements(&[tensor.shallow_clone()], |parts| Ok(parts.next().unwrap_or_default().to_vec()))
-    };
     tensors.iter().map(copy).collect()
+}
+
+/// The elements of `tensor`, row by row.
+pub(crate) fn copy(tensor: &Tensor) -> Result<Vec<u8>> {
+    read_elements(&[tensor.shallow_clone()], |parts| Ok(parts.next().unwrap_or_default().to_vec()))
 }
 
 /// Writes `elements`, row by row, to `tensor`.
 pub(crate) fn write_elements(tensor: &Tensor, elements: &[u8]) -> Result<()> {
+    if shim::is_plain(tensor) && !shim::is_here(tensor) {
+        return shim::write(tensor, elements);
+    }
     let _guard = tch::no_grad_guard();
     let mut tensor = tensor.f_detach().map_err(torch)?;
     let is_rows = tensor.is_contiguous();
@@ -279,11 +300,13 @@ pub(crate) fn write_elements(tensor: &Tensor, elements: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Of the tensors that [`distinct`] names, the position and the elements row by row: in place where they lie so.
+/// Of the tensors that [`distinct`] names, the position and the elements row by row in this machine's memory: in place where they lie so.
 fn rows(tensors: &[Tensor]) -> Result<Vec<(usize, Tensor)>> {
     let _guard = tch::no_grad_guard();
     let row = |index: usize| {
-        let row = tensors[index].f_detach().and_then(|tensor| tensor.f_contiguous()).map_err(torch)?;
+        let row =
+            tensors[index].f_detach().and_then(|tensor| tensor.f_to_device(Device::Cpu)?.f_contiguous());
+        let row = row.map_err(torch)?;
         if shim::is_plain(&row) { Ok((index, row)) } else { Err(without_memory(index)) }
     };
     distinct(tensors).into_iter().map(row).collect()
@@ -393,7 +416,7 @@ pub(crate) fn torch(error: tch::TchError) -> Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use tch::{Device, Kind};
+    use tch::Kind;
 
     use super::*;
 

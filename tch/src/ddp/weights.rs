@@ -146,6 +146,38 @@ impl Ddp {
         Ok(())
     }
 
+    /// An error if gradients are held for the next step, which a saved state, or another group, would lack.
+    pub(crate) fn check_nothing_held(&self) -> Result<()> {
+        match self.accumulated {
+            Accumulated::Nothing => return Ok(()),
+            Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
+        }
+        if !self.inventory.parameters.iter().any(|one| one.tensor.grad().defined()) {
+            return Ok(()); // The program has dropped them.
+        }
+        Err(Error::invalid_argument(
+            "a state was to be saved, or to change its group, in the middle of a step: gradients of backward_no_sync are held, and would be \
+             missing in it",
+        )
+        .with_remedy(
+            "save, or commit, between a step and the first backward_no_sync of the next; Ddp::clear drops what is held",
+        ))
+    }
+
+    /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), and so the step: the
+    /// next pass begins another. All ranks call it together.
+    ///
+    /// # Errors
+    /// Of an earlier call.
+    pub fn clear(&mut self) -> Result<()> {
+        match std::mem::take(&mut self.accumulated) {
+            Accumulated::Nothing => return Ok(()),
+            Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
+        }
+        self.sink.as_ref().map_or(Ok(()), |sink| sink.drop_held())?;
+        self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
+    }
+
     /// What is accumulated with one pass more. An error ends the step, and the group: the others wait for this rank's gradients.
     fn accumulate(&mut self, weight: Option<f64>) -> Result<Accumulated> {
         let with = self.with_one_more(weight);
@@ -228,7 +260,9 @@ fn check_unchanged(parameters: &[Named], versions: &[Option<i64>]) -> Result<()>
         "the gradient of parameter {} was changed between two backward passes of a weighted step",
         parameters[index].spec
     ))
-    .with_remedy("call zero_grad before a step's first pass alone, and change gradients after its last"))
+    .with_remedy(
+        "call zero_grad before a step's first pass alone, and change gradients after its last; to leave a step out, call Ddp::clear",
+    ))
 }
 
 /// How often each parameter's gradient was written, if there is one.

@@ -1,13 +1,39 @@
 //! A small model, its data, and ranks as threads.
-#![allow(dead_code, missing_docs, clippy::unwrap_used)] // Each test file uses a part of it.
+#![allow(dead_code, missing_docs, clippy::unwrap_used, clippy::panic)] // Each test file uses a part of it.
 
+use std::cell::Cell;
 use std::thread;
 
 use phalanx::{ProcessGroup, WorldSize};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-pub const FLOATS: (Kind, Device) = (Kind::Float, Device::Cpu);
+thread_local! {
+    /// The rank that this thread plays.
+    static RANK: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Where the models of this thread's rank are: on the kind of device that `PHALANX_TEST_DEVICE` names, or on processors. Ranks that are threads
+/// have a device each, if there are so many: libtorch has one thread for a device, and a rank in it must not wait there for another.
+pub fn device() -> Device {
+    match std::env::var("PHALANX_TEST_DEVICE").as_deref() {
+        Err(_) | Ok("cpu") => Device::Cpu,
+        Ok("cuda") => {
+            let count = usize::try_from(tch::Cuda::device_count()).unwrap();
+            assert!(
+                count > 0,
+                "PHALANX_TEST_DEVICE=cuda, and libtorch has no CUDA device: is libtorch_cuda.so loaded?"
+            );
+            Device::Cuda(RANK.get() % count)
+        }
+        Ok(other) => panic!("PHALANX_TEST_DEVICE={other}: it is cpu or cuda"),
+    }
+}
+
+/// Of this type, on this rank's device.
+pub fn on_device(kind: Kind) -> (Kind, Device) {
+    (kind, device())
+}
 
 /// Runs `rank` in one thread for each of `world` ranks; gives what they returned, in the order of the ranks.
 pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
@@ -15,7 +41,15 @@ pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<
     let groups = ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap();
     thread::scope(|scope| {
         let rank = &rank;
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        let threads: Vec<_> = groups
+            .into_iter()
+            .map(|group| {
+                scope.spawn(move || {
+                    RANK.set(group.rank().index());
+                    rank(group)
+                })
+            })
+            .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
@@ -29,7 +63,7 @@ pub struct Mlp {
 
 impl Mlp {
     pub fn new(widths: &[i64]) -> Self {
-        let store = VarStore::new(Device::Cpu);
+        let store = VarStore::new(device());
         let layer =
             |(index, w): (usize, &[i64])| nn::linear(store.root() / index, w[0], w[1], Default::default());
         let layers = widths.windows(2).enumerate().map(layer).collect();
@@ -57,7 +91,7 @@ pub fn samples(from: usize, to: usize) -> (Tensor, Tensor) {
     let wave = |width: usize, scale: f32| {
         let values: Vec<f32> =
             (from * width..to * width).map(|i| ((i * i % 1009) as f32 * scale).sin()).collect();
-        Tensor::from_slice(&values).reshape([(to - from) as i64, width as i64])
+        Tensor::from_slice(&values).reshape([(to - from) as i64, width as i64]).to_device(device())
     };
     (wave(8, 0.1), wave(3, 0.37))
 }

@@ -15,7 +15,7 @@ use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn};
 
-use crate::common::{FLOATS, Mlp, distance, elements, floats, load, run, samples};
+use crate::common::{Mlp, device, distance, elements, floats, load, on_device, run, samples};
 
 const WIDTHS: [i64; 4] = [8, 32, 32, 3];
 
@@ -39,13 +39,21 @@ fn gradients_stay_in_their_buckets_from_step_to_step() {
             let place = |variable: &Tensor| variable.grad().data_ptr() as usize;
             places.push(model.store.trainable_variables().iter().map(place).collect::<Vec<_>>());
         }
-        // The buckets are built anew in the order of the gradients after the first step.
-        assert!(places[1..].iter().all(|step| step == &places[1]), "{places:?}");
-        // All of one bucket are neighbours: the bias's end is the weight's beginning, or the other way round.
-        let sizes: Vec<usize> = model.store.trainable_variables().iter().map(|one| one.numel() * 4).collect();
-        let last = sizes.len() - 1;
-        let (a, b) = (places[1][last - 1], places[1][last]);
-        assert!(a + sizes[last - 1] == b || b + sizes[last] == a, "the head's gradients are apart");
+        if device() == Device::Cpu {
+            // The buckets are built anew in the order of the gradients after the first step.
+            assert!(places[1..].iter().all(|step| step == &places[1]), "{places:?}");
+            // All of one bucket are neighbours: the bias's end is the weight's beginning, or the other way round.
+            let variables = model.store.trainable_variables();
+            let sizes: Vec<usize> = variables.iter().map(|one| one.numel() * 4).collect();
+            let last = sizes.len() - 1;
+            let (a, b) = (places[1][last - 1], places[1][last]);
+            assert!(a + sizes[last - 1] == b || b + sizes[last] == a, "the head's gradients are apart");
+        } else {
+            // libtorch's own memory is written to, and no other takes its place.
+            assert!(places.iter().all(|step| step == &places[0]), "{places:?}");
+            let is_there = |variable: &Tensor| variable.grad().device() == device();
+            assert!(model.store.trainable_variables().iter().all(is_there));
+        }
 
         // A gradient that the program keeps outlives the buckets.
         let kept = model.layers[0].ws.grad();
@@ -160,14 +168,16 @@ fn buckets_are_on_their_way_before_the_last_gradient_is_ready() {
 #[test]
 fn parameters_with_channels_last_are_averaged() {
     let start = {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         nn::conv2d(store.root(), 3, 4, 3, Default::default());
         floats(&store)
     };
-    let x =
-        |rank: usize| Tensor::arange(2 * 3 * 5 * 5, FLOATS).reshape([2, 3, 5, 5]).sin() * (rank as f64 + 1.0);
+    let x = |rank: usize| {
+        Tensor::arange(2 * 3 * 5 * 5, on_device(Kind::Float)).reshape([2, 3, 5, 5]).sin()
+            * (rank as f64 + 1.0)
+    };
     let gradients = run(2, |group| {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let conv = nn::conv2d(store.root(), 3, 4, 3, Default::default());
         load(&store, &start);
         let mut weight = conv.ws.shallow_clone();
@@ -186,7 +196,7 @@ fn parameters_with_channels_last_are_averaged() {
         }
         elements(&conv.ws.grad())
     });
-    let store = nn::VarStore::new(Device::Cpu);
+    let store = nn::VarStore::new(device());
     let conv = nn::conv2d(store.root(), 3, 4, 3, Default::default());
     load(&store, &start);
     let loss = (0..2).map(|rank| x(rank).apply(&conv).square().mean(Kind::Float) / 2.0).reduce(|a, b| a + b);
@@ -286,6 +296,32 @@ fn clipped_gradients_have_the_norm_that_was_asked_for() {
 }
 
 #[test]
+fn gradients_that_libtorch_leaves_in_one_memory_are_clipped_once() {
+    run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let (square, column) = (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+        for _ in 0..3 {
+            // Both have the factors as their gradient: libtorch gives each a view of one tensor, that of the sum.
+            let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+            let loss = ddp.forward(loss).unwrap();
+            store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+            ddp.backward(&loss).unwrap();
+            // 1 + 4 + 9 + 16, twice.
+            assert!((ddp.clip_grad_norm(1.0).unwrap() - 60f64.sqrt()).abs() < 1e-5);
+            let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor) / 60f32.sqrt()).collect();
+            for gradient in [square.grad(), column.grad()] {
+                assert!(
+                    distance(&[elements(&gradient)], std::slice::from_ref(&expected)) < 1e-5,
+                    "{gradient:?}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
 fn ranks_with_fewer_batches_answer_the_others() {
     let ends = run(3, |group| {
         let model = Mlp::new(&WIDTHS);
@@ -322,7 +358,7 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
     // The gradient is the input, so that the average can be told.
     for (divide, expected) in [(true, [1.5, 1.0]), (false, [1.5, 2.0])] {
         let gradients = run(2, |group| {
-            let store = nn::VarStore::new(Device::Cpu);
+            let store = nn::VarStore::new(device());
             let weight = store.root().zeros("weight", &[1]);
             let mut ddp = Ddp::new(&store, &group).unwrap();
             let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
@@ -351,7 +387,7 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
 #[test]
 fn buffers_are_rank_0_s() {
     let means = run(2, |group| {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let norm = nn::batch_norm1d(store.root(), 8, Default::default());
         let mut ddp = Ddp::new(&store, &group).unwrap();
         let mut seen = Vec::new();
@@ -375,7 +411,7 @@ fn buffers_are_rank_0_s() {
 fn an_evaluation_gives_the_same_on_every_rank() {
     for broadcast_buffers in [true, false] {
         let ends = run(2, |group| {
-            let store = nn::VarStore::new(Device::Cpu);
+            let store = nn::VarStore::new(device());
             let norm = nn::batch_norm1d(store.root(), 8, Default::default());
             let mut options = DdpOptions::default();
             options.broadcast_buffers = broadcast_buffers;
@@ -422,7 +458,7 @@ fn an_evaluation_gives_the_same_on_every_rank() {
 #[test]
 fn an_evaluation_on_one_rank_alone_is_named_on_both() {
     let errors = run(2, |group| {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let norm = nn::batch_norm1d(store.root(), 8, Default::default());
         let mut ddp = Ddp::new(&store, &group).unwrap();
         let loss = ddp.forward(|| samples(0, 4).0.apply_t(&norm, true).square().mean(Kind::Float)).unwrap();
@@ -444,7 +480,7 @@ fn an_evaluation_on_one_rank_alone_is_named_on_both() {
 fn misuse_is_refused() {
     let alone = ProcessGroup::alone().unwrap();
     let refused = |store: &nn::VarStore| Ddp::new(store, &alone).unwrap_err().to_string();
-    assert!(refused(&nn::VarStore::new(Device::Cpu)).contains("no variables"));
+    assert!(refused(&nn::VarStore::new(device())).contains("no variables"));
     let mut frozen = Mlp::new(&WIDTHS);
     frozen.store.freeze();
     assert!(refused(&frozen.store).contains("no parameter of the model needs a gradient"));

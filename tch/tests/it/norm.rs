@@ -3,9 +3,9 @@
 use phalanx::{GroupHandle, ProcessGroup};
 use phalanx_tch::{Ddp, SyncBatchNorm};
 use tch::nn::{self, Module};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::common::{FLOATS, distance, elements, floats, load, run};
+use crate::common::{device, distance, elements, floats, load, on_device, run};
 
 struct Network {
     store: nn::VarStore,
@@ -15,7 +15,7 @@ struct Network {
 
 impl Network {
     fn new(group: &ProcessGroup) -> Self {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let first = nn::conv2d(store.root() / "first", 3, 6, 3, Default::default());
         let config = nn::BatchNormConfig::default();
         let norm = nn::batch_norm2d(store.root() / "norm", 6, config);
@@ -29,7 +29,12 @@ impl Network {
 }
 
 fn images(from: i64, to: i64) -> Tensor {
-    (Tensor::arange_start(from * 75, to * 75, FLOATS) * 0.7).sin().reshape([to - from, 3, 5, 5])
+    (Tensor::arange_start(from * 75, to * 75, on_device(Kind::Float)) * 0.7).sin().reshape([
+        to - from,
+        3,
+        5,
+        5,
+    ])
 }
 
 #[test]
@@ -73,7 +78,7 @@ fn a_failed_exchange_is_the_error_of_the_pass() {
         if group.rank().is_main() {
             group.abort(phalanx::Error::aborted("the cable was cut"));
         }
-        let outcome = network.norm.forward(&Tensor::ones([2, 6, 3, 3], FLOATS), true);
+        let outcome = network.norm.forward(&Tensor::ones([2, 6, 3, 3], on_device(Kind::Float)), true);
         assert!(outcome.unwrap_err().to_string().contains("the cable was cut"));
         let norm = &network.norm.norm;
         assert_eq!(elements(&norm.running_mean), [0.0; 6]);
@@ -86,7 +91,7 @@ fn half_precision_is_normalised_in_single() {
     // Far from zero, where the squares of bf16 say nothing of the variance.
     let x = |from, to| (images(from, to) + 20.0).to_kind(Kind::BFloat16);
     let of = |group: &ProcessGroup, input: &Tensor, kind: Kind| {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
         let norm = nn::batch_norm2d(store.root(), 3, config);
         let norm = SyncBatchNorm::new(norm, config, group);

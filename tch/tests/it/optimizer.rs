@@ -2,9 +2,9 @@
 
 use phalanx_tch::{Optimizer, Rule};
 use tch::nn::{self, OptimizerConfig};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::common::{FLOATS, Mlp, distance, floats, samples};
+use crate::common::{Mlp, distance, floats, on_device, samples};
 
 const WIDTHS: [i64; 3] = [8, 16, 3];
 
@@ -59,7 +59,8 @@ fn a_parameter_that_is_not_what_it_was_is_refused() {
         };
         step(&model).unwrap();
         let mut bias = model.layers[0].bs.as_ref().unwrap().shallow_clone();
-        let sizes = [Tensor::ones([100_000], FLOATS), Tensor::ones([16], (Kind::Double, Device::Cpu))];
+        let sizes =
+            [Tensor::ones([100_000], on_device(Kind::Float)), Tensor::ones([16], on_device(Kind::Double))];
         // Without moments a parameter of any size can be stepped.
         for other in sizes.iter().skip(if rule == Rule::sgd(0.0) { 2 } else { 0 }) {
             bias.set_data(other);
@@ -68,12 +69,12 @@ fn a_parameter_that_is_not_what_it_was_is_refused() {
             assert!(error.contains("`0.bias`") && error.contains("make a new Optimizer"), "{error}");
             assert_eq!(floats(&model.store), before, "nothing is changed");
         }
-        bias.set_data(&Tensor::ones([16, 16], FLOATS).select(1, 0));
+        bias.set_data(&Tensor::ones([16, 16], on_device(Kind::Float)).select(1, 0));
         assert!(step(&model).unwrap_err().to_string().contains("contiguous"));
         // A gradient of an earlier size.
-        bias.set_data(&Tensor::ones([16], FLOATS));
+        bias.set_data(&Tensor::ones([16], on_device(Kind::Float)));
         step(&model).unwrap();
-        bias.set_data(&Tensor::ones([8], FLOATS));
-        assert!(optimizer.step(0.1).unwrap_err().to_string().contains("Float [8] now"));
+        bias.set_data(&Tensor::ones([8], on_device(Kind::Float)));
+        assert!(optimizer.step(0.1).unwrap_err().to_string().contains("Float [8] on"));
     }
 }

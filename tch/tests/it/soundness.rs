@@ -11,7 +11,7 @@ use phalanx_tch::{Ddp, SyncBatchNorm};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::common::{FLOATS, run, samples};
+use crate::common::{device, on_device, run, samples};
 
 /// A group that does something before each collective.
 #[derive(Clone)]
@@ -61,7 +61,7 @@ type Slot = Arc<Mutex<Option<Tensor>>>;
 #[test]
 fn a_variable_that_is_given_other_memory_meanwhile_is_an_error_and_no_dangling_pointer() {
     let errors = run(2, |group| {
-        let store = VarStore::new(Device::Cpu);
+        let store = VarStore::new(device());
         let norm = nn::batch_norm1d(store.root(), 8, Default::default());
         let slot: Slot = Arc::default();
         let meddled = slot.clone();
@@ -92,7 +92,7 @@ fn a_communicator_s_panic_in_backward_is_an_error_of_batch_norm() {
             assert!(*calls < 2, "the cable was cut");
         };
         let group = Meddling(group, Arc::new(panics));
-        let store = VarStore::new(Device::Cpu);
+        let store = VarStore::new(device());
         let config = nn::BatchNormConfig::default();
         let norm = SyncBatchNorm::new(nn::batch_norm1d(store.root(), 8, config), config, &group);
         let input = samples(0, 4).0.set_requires_grad(true);
@@ -110,7 +110,8 @@ fn a_communicator_s_panic_in_backward_is_an_error_of_batch_norm() {
 #[test]
 fn a_view_that_negates_is_refused() {
     let store = VarStore::new(Device::Cpu);
-    let complex = Tensor::complex(&Tensor::ones([1], FLOATS), &Tensor::ones([1], FLOATS));
+    let floats = (Kind::Float, Device::Cpu);
+    let complex = Tensor::complex(&Tensor::ones([1], floats), &Tensor::ones([1], floats));
     // Its element in memory is 1, and its value -1.
     let negated = complex.conj().imag();
     assert_eq!(negated.double_value(&[0]), -1.0);
@@ -123,11 +124,13 @@ fn a_view_that_negates_is_refused() {
 #[test]
 fn elements_that_nobody_has_written_are_rank_0_s_too() {
     run(2, |group| {
-        let store = VarStore::new(Device::Cpu);
+        let store = VarStore::new(device());
         let linear = nn::linear(store.root(), 2, 2, Default::default());
-        let scratch = store.root().add("scratch", Tensor::empty([1 << 12], FLOATS), false);
+        let scratch = store.root().add("scratch", Tensor::empty([1 << 12], on_device(Kind::Float)), false);
         let mut ddp = Ddp::new(&store, &group).unwrap();
-        let loss = ddp.forward(|| Tensor::ones([1, 2], FLOATS).apply(&linear).sum(Kind::Float)).unwrap();
+        let loss = ddp
+            .forward(|| Tensor::ones([1, 2], on_device(Kind::Float)).apply(&linear).sum(Kind::Float))
+            .unwrap();
         ddp.backward(&loss).unwrap();
         let mine: Vec<u32> = crate::common::elements(&scratch).iter().map(|value| value.to_bits()).collect();
         let all = group.all_gather_object(&mine).unwrap();

@@ -1,14 +1,15 @@
 //! Checkpoints.
 
-use phalanx::checkpoint::Checkpoints;
+use phalanx::checkpoint::{Checkpoints, Snapshot};
+use phalanx::elastic::{Parts, State};
 use phalanx::reducer::hooks::{
     AllReduce, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
 use phalanx::{Communicator, ProcessGroup, Rank, Result};
 use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
-use tch::{Device, Kind, Tensor, nn};
+use tch::{Kind, Tensor, nn};
 
-use crate::common::{Mlp, elements, floats, load, run, samples};
+use crate::common::{Mlp, elements, floats, load, on_device, run, samples};
 
 const WIDTHS: [i64; 4] = [8, 16, 16, 3];
 
@@ -92,6 +93,104 @@ fn training_goes_on_from_a_checkpoint_bit_for_bit_on_any_rank() {
 }
 
 #[test]
+fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_load() {
+    for (ranks, weight) in [(1, None), (2, None), (2, Some(4.0))] {
+        let folder = tempfile::tempdir().unwrap();
+        run(ranks, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+            training.train(0..3);
+            let mut parts = Parts::default();
+            training.state.save(&mut parts).unwrap();
+            training.state.checkpoint(&checkpoints).unwrap();
+            checkpoints.finish().unwrap();
+            training.train(3..6);
+            let expected = training.parameters();
+
+            let hold = |training: &mut Training| {
+                let loss = training.loss(9).unwrap();
+                training.state.optimizer.zero_grad().unwrap();
+                match weight {
+                    Some(weight) => training.state.ddp.backward_no_sync_weighted(&loss, weight).unwrap(),
+                    None => training.state.ddp.backward_no_sync(&loss).unwrap(),
+                }
+            };
+            hold(&mut training);
+            let refused = |outcome: Result<()>| {
+                let error = outcome.unwrap_err().to_string();
+                assert!(error.contains("in the middle of a step"), "{error}");
+            };
+            // A commit of an elastic job, a checkpoint of one file, one of many, and what a closure of the program's own saves.
+            refused(training.state.save(&mut Parts::default()));
+            refused(training.state.checkpoint(&checkpoints));
+            refused(training.state.checkpoint_sharded(&checkpoints));
+            let outcome = checkpoints.save(7, |snapshot| training.state.save_to(snapshot));
+            if group.rank().is_main() {
+                refused(outcome);
+            }
+            for from_checkpoint in [false, true] {
+                match from_checkpoint {
+                    true => assert!(training.state.resume(&checkpoints).unwrap()),
+                    false => training.state.load(&parts).unwrap(),
+                }
+                // The first step adds to what is there, if anything is.
+                for step in 3..6 {
+                    let loss = training.loss(step).unwrap();
+                    training.state.ddp.backward(&loss).unwrap();
+                    training.state.step(0.01).unwrap();
+                    training.state.optimizer.zero_grad().unwrap();
+                }
+                assert_eq!(training.parameters(), expected, "{ranks} ranks, {weight:?}, {from_checkpoint}");
+                hold(&mut training);
+            }
+            // Dropped, they are missing nowhere.
+            training.state.optimizer.zero_grad().unwrap();
+            training.state.save(&mut Parts::default()).unwrap();
+            training.state.ddp.clear().unwrap();
+            hold(&mut training);
+            training.state.ddp.clear().unwrap();
+            assert!(training.model.store.trainable_variables().iter().all(|one| !one.grad().defined()));
+            training.state.save(&mut Parts::default()).unwrap();
+            hold(&mut training);
+            refused(training.state.with_group(&group).map(drop));
+        });
+    }
+}
+
+#[test]
+fn a_share_of_a_state_is_saved_beside_what_each_rank_has_of_its_own() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let expected = run(2, |group| {
+        let mut training = compressed(&start, &group);
+        training.train(0..20);
+        training.parameters()
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let resumed = run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let rank = group.rank().index();
+        let mut training = compressed(&start, &group);
+        training.train(0..10);
+        let save = |snapshot: &mut Snapshot| {
+            training.state.save_shard_to(snapshot, &group)?;
+            snapshot.slice("table", &[4], &[2 * rank], &[2], &[rank as f32, 7.0])
+        };
+        checkpoints.save_sharded(10, save).unwrap();
+        checkpoints.finish().unwrap();
+        drop(training);
+        let mut training = compressed(&other(&start), &group);
+        let saved = checkpoints.newest().unwrap().unwrap();
+        training.state.load_from(&saved).unwrap();
+        let mut table = [0f32; 4];
+        saved.tensor("table").unwrap().copy_to(&mut table).unwrap();
+        assert_eq!(table, [0.0, 7.0, 1.0, 7.0]);
+        training.train(10..20);
+        training.parameters()
+    });
+    assert_eq!(resumed, expected);
+}
+
+#[test]
 fn another_model_or_optimizer_is_refused_and_nothing_changes() {
     let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
     let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
@@ -117,7 +216,7 @@ fn another_model_or_optimizer_is_refused_and_nothing_changes() {
     // One whose buffer has become another since.
     let mut other = Training::new(Rule::ADAMW);
     let before = floats(&other.model.store);
-    other.norm.running_mean.set_data(&Tensor::zeros([3], (Kind::Double, Device::Cpu)));
+    other.norm.running_mean.set_data(&Tensor::zeros([3], on_device(Kind::Double)));
     let error = other.state.resume(&checkpoints).unwrap_err().to_string();
     assert!(error.contains("`norm.running_mean`") && error.contains("Double"), "{error}");
     assert_eq!(floats(&other.model.store), before);

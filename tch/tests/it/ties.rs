@@ -5,9 +5,9 @@ use phalanx::checkpoint::Checkpoints;
 use phalanx::reducer::ReducerOptions;
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
 use tch::nn::{self, Module, OptimizerConfig};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::common::{distance, elements, floats, load, run, samples};
+use crate::common::{device, distance, elements, floats, load, run, samples};
 
 /// How the second layer has the first one's weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,7 +33,7 @@ struct Tied {
 
 impl Tied {
     fn new(tie: Tie) -> Self {
-        let store = nn::VarStore::new(Device::Cpu);
+        let store = nn::VarStore::new(device());
         let root = store.root();
         let first = nn::linear(&root / "first", 8, 8, Default::default());
         let second = match tie {

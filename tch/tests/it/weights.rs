@@ -9,7 +9,7 @@ use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, SyncBatchNorm};
 use tch::nn::OptimizerConfig;
 use tch::{Kind, Tensor, nn};
 
-use crate::common::{Mlp, distance, elements, floats, load, run, samples};
+use crate::common::{Mlp, device, distance, elements, floats, load, run, samples};
 
 const STEPS: usize = 8;
 const WIDTHS: [i64; 4] = [8, 32, 16, 3];
@@ -460,7 +460,7 @@ fn parameters_that_some_passes_do_not_use_have_the_gradient_of_the_whole_batch()
         [false, false, true, false],
     ] {
         let whole = Mlp::like(&[8, 3, 3], &start);
-        let (mut from, mut loss) = (0, Tensor::from(0f32));
+        let (mut from, mut loss) = (0, Tensor::from(0f32).to_device(device()));
         for place in 0..4 {
             loss += sum(&whole, samples(from, from + COUNTS[place]), uses[place]);
             from += COUNTS[place];

@@ -14,7 +14,7 @@ use phalanx_tch::{Optimizer, Rule, TrainState};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use tch::{Kind, Tensor, nn};
 
-use crate::common::{Mlp, samples};
+use crate::common::{Mlp, device, samples};
 
 const STEPS: u64 = 60;
 const SAMPLES: usize = 200;
@@ -67,7 +67,7 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                     continue;
                 };
                 let batch: Vec<i64> = batch.into_iter().map(|index| index as i64).collect();
-                let batch = Tensor::from_slice(&batch);
+                let batch = Tensor::from_slice(&batch).to_device(device());
                 let (x, y) = (xs.index_select(0, &batch), ys.index_select(0, &batch));
                 let loss = || (model.forward(&x).apply_t(&norm, true) - &y).square().mean(Kind::Float);
                 let loss = context.state.ddp.forward(loss)?;

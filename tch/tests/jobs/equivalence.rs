@@ -8,9 +8,9 @@ use phalanx::{Error, ProcessGroup, Rank, Result};
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::common::{distance, floats, samples};
+use crate::common::{device, distance, floats, samples};
 
 const STEPS: usize = 12;
 const BATCH: usize = 4;
@@ -40,7 +40,7 @@ struct Experts {
 
 impl Experts {
     fn new(experts: usize) -> Self {
-        let store = VarStore::new(Device::Cpu);
+        let store = VarStore::new(device());
         let root = store.root();
         let stem = nn::linear(&root / "stem", 8, 64, Default::default());
         let layer = |index| nn::linear(&root / format!("expert{index}"), 64, 3, Default::default());
@@ -153,7 +153,7 @@ fn check(case: &str, worlds: &[u32]) {
     }
 }
 
-fn note(event: &Event<'_>, stderr: &mut String) {
+pub fn note(event: &Event<'_>, stderr: &mut String) {
     if let Event::Line { stream: Stream::Stderr, text, rank, .. } = event {
         *stderr += &format!("{rank}: {}\n", String::from_utf8_lossy(text));
     }

@@ -3,6 +3,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod device;
 mod elastic;
 mod equivalence;
 
@@ -26,6 +27,7 @@ fn main() {
         let outcome = match role.split_once(' ') {
             Some(("equivalence", case)) => equivalence::play(case, &folder),
             Some(("elastic", case)) => elastic::play(case, &folder),
+            None if role == "device" => device::play(&folder),
             _ => panic!("no role {role}"),
         };
         if let Err(error) = outcome {
@@ -36,12 +38,18 @@ fn main() {
     }
     let tests = equivalence::TESTS.iter().map(|test| ("equivalence", test));
     let tests = tests.chain(elastic::TESTS.iter().map(|test| ("elastic", test)));
-    let trials = tests.map(|(file, &(name, test))| {
+    let tests = tests.chain(device::TESTS.iter().map(|test| ("device", test)));
+    let trial = |(file, &(name, test)): (&str, &(&str, fn()))| {
         Trial::test(format!("{file}::{name}"), move || {
             test();
             Ok(())
         })
+    };
+    let on_devices = device::ON_DEVICES.iter().map(|test| {
+        let needs = common::device() == tch::Device::Cpu;
+        trial(("device", test)).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
     });
+    let trials = tests.map(trial).chain(on_devices);
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     libtest_mimic::run(&arguments, trials.collect()).exit()
