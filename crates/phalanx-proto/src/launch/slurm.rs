@@ -266,18 +266,21 @@ mod tests {
 
     use super::*;
 
-    fn read(variables: &[(&str, &str)]) -> Result<Option<Allocation>> {
+    /// Variables and their values.
+    type Pairs<'a> = &'a [(&'a str, &'a str)];
+
+    fn read(variables: Pairs<'_>) -> Result<Option<Allocation>> {
         Allocation::read(|name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }
 
     /// The job 7 on these nodes, with `more`.
-    fn job(list: &str, more: &[(&str, &str)]) -> Result<Option<Allocation>> {
+    fn job(list: &str, more: Pairs<'_>) -> Result<Option<Allocation>> {
         read(&[&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", list)], more].concat())
     }
 
-    fn tasks_of(list: &str, more: &[(&str, &str)]) -> Vec<u32> {
+    fn tasks_of(list: &str, more: Pairs<'_>) -> Vec<u32> {
         job(list, more).unwrap().unwrap().nodes.iter().map(|node| node.tasks).collect()
     }
 
@@ -328,7 +331,7 @@ mod tests {
 
     #[test]
     fn nodes_have_the_tasks_that_were_asked_for() {
-        let cases: [(&[(&str, &str)], &[u32]); 6] = [
+        let cases: [(Pairs<'_>, &[u32]); 6] = [
             // As `sbatch` of Slurm 22.05 sets them: -N3; -N3 --exclusive; -N3 --ntasks-per-node=2; -N3 -n5; -N3 -n5 --ntasks-per-node=4.
             (&[("SLURM_TASKS_PER_NODE", "1(x3)")], &[1, 1, 1]),
             (&[("SLURM_TASKS_PER_NODE", "16(x3)")], &[1, 1, 1]),
@@ -384,7 +387,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_used_is_named_with_what_to_do() {
-        let cases: [(&str, &[(&str, &str)], &[&str]); 7] = [
+        let cases: [(&str, Pairs<'_>, &[&str]); 7] = [
             ("n[1-2", &[], &["SLURM_JOB_NODELIST=n[1-2", "not closed", "--standalone"]),
             ("n[1-2]", &[("SLURM_HET_SIZE", "2")], &["SLURM_HET_SIZE=2", "heterogeneous", "--het-group"]),
             (
