@@ -128,6 +128,7 @@ def main():
             only = None
             if arguments.only:
                 os.environ.setdefault("BACKEND", "gloo")
+                os.environ.setdefault("WORLD_SIZE", str(world))
                 from torch.testing._internal.distributed import distributed_test as module
 
                 tests = dir(module.DistributedTest._DistTestBase)

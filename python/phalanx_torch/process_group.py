@@ -176,6 +176,10 @@ def _widened(tensor: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor] = ()) 
     return (_WIDER_FOR_AVG if op[0] == _AVG else _WIDER).get(dtype)
 
 
+_NOT_RECONFIGURABLE = (
+    "phalanx: this group cannot change in place: make it with init_process_group(.., enable_reconfigure=True), which PyTorch has since 2.15"
+)
+
 # The groups of this process.
 _groups: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
 _have_groups_moved_data = False
@@ -418,6 +422,12 @@ class ProcessGroup(dist.ProcessGroup):
         """Forgets the hook; no error if there is none."""
         with _watch_lock:
             self._abort_hooks.pop(hook_id, None)
+
+    def get_reconfigure_handle(self) -> str:
+        raise RuntimeError(_NOT_RECONFIGURABLE)
+
+    def reconfigure(self, opts: Any) -> Ended:
+        raise RuntimeError(_NOT_RECONFIGURABLE)
 
     # The collectives.
 
