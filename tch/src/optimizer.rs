@@ -112,6 +112,7 @@ impl Optimizer {
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
         let _guard = tch::no_grad_guard();
         let mut batches: Vec<(Kind, Batch)> = Vec::new();
+        let is_one_by_one = must_be_one_by_one(&self.parameters);
         for (parameter, kept) in self.parameters.iter().zip(&mut self.moments) {
             let gradient = parameter.tensor.grad();
             if !gradient.defined() {
@@ -128,7 +129,8 @@ impl Optimizer {
                 return Err(changed(parameter));
             }
             let kind = parameter.tensor.kind();
-            let place = batches.iter().position(|(other, _)| *other == kind).unwrap_or(batches.len());
+            let place = batches.iter().position(|(other, _)| *other == kind && !is_one_by_one);
+            let place = place.unwrap_or(batches.len());
             if place == batches.len() {
                 batches.push((kind, Batch::new(self.rule)));
             }
@@ -234,6 +236,18 @@ impl Optimizer {
     fn kept(&self) -> impl Iterator<Item = (&Named, &Vec<Tensor>)> {
         self.parameters.iter().zip(&self.moments).filter_map(|(one, kept)| Some((one, kept.as_ref()?)))
     }
+}
+
+/// Whether parameters share memory of a device. A kernel there changes all tensors of a call at once, and on processors one after the other.
+fn must_be_one_by_one(parameters: &[Named]) -> bool {
+    let place = |one: &Named| {
+        let start = one.tensor.data_ptr() as usize;
+        start..start + one.tensor.numel() * one.tensor.kind().elt_size_in_bytes()
+    };
+    let on_device = parameters.iter().filter(|one| !shim::is_here(&one.tensor));
+    let mut places: Vec<_> = on_device.map(place).filter(|place| !place.is_empty()).collect();
+    places.sort_unstable_by_key(|place| place.start);
+    places.windows(2).any(|pair| pair[1].start < pair[0].end)
 }
 
 /// The parameters of one type, with what belongs to them: kernels for GPUs take no others in one call.

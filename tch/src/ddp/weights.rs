@@ -160,7 +160,7 @@ impl Ddp {
              missing in it",
         )
         .with_remedy(
-            "save, or commit, between a step and the first backward_no_sync of the next; Ddp::clear drops what is held",
+            "save, or commit, between a step and the first backward_no_sync of the next; Ddp::drop_accumulated drops what is held",
         ))
     }
 
@@ -169,7 +169,7 @@ impl Ddp {
     ///
     /// # Errors
     /// Of an earlier call.
-    pub fn clear(&mut self) -> Result<()> {
+    pub fn drop_accumulated(&mut self) -> Result<()> {
         match std::mem::take(&mut self.accumulated) {
             Accumulated::Nothing => return Ok(()),
             Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
@@ -261,7 +261,7 @@ fn check_unchanged(parameters: &[Named], versions: &[Option<i64>]) -> Result<()>
         parameters[index].spec
     ))
     .with_remedy(
-        "call zero_grad before a step's first pass alone, and change gradients after its last; to leave a step out, call Ddp::clear",
+        "call zero_grad before a step's first pass alone, and change gradients after its last; to leave a step out, call Ddp::drop_accumulated",
     ))
 }
 

@@ -2,9 +2,9 @@
 
 use phalanx_tch::{Optimizer, Rule};
 use tch::nn::{self, OptimizerConfig};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::common::{Mlp, distance, floats, on_device, samples};
+use crate::common::{Mlp, device, distance, floats, on_device, samples};
 
 const WIDTHS: [i64; 3] = [8, 16, 3];
 
@@ -30,6 +30,20 @@ fn rules_are_libtorch_s() {
     check(Rule::Sgd { momentum: 0.9, weight_decay: 0.1, nesterov: true }, |store| {
         nn::sgd(0.9, 0.0, 0.1, true).build(store, 0.01).unwrap()
     });
+}
+
+/// A device's kernel changes all tensors of a call at once.
+#[test]
+fn parameters_in_one_memory_are_changed_one_after_the_other() {
+    let store = nn::VarStore::new(device());
+    let whole = store.root().ones("whole", &[4]);
+    let half = store.root().add("half", whole.detach().narrow(0, 2, 2), true);
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
+    (whole.sum(Kind::Float) + half.sum(Kind::Float) * 2.0).backward();
+    optimizer.step(0.1).unwrap();
+    let expected = [0.9, 0.9, 0.7, 0.7];
+    let whole = Vec::<f32>::try_from(whole.detach().to_device(Device::Cpu)).unwrap();
+    assert!(distance(&[whole.clone()], &[expected.to_vec()]) < 1e-6, "{whole:?}");
 }
 
 #[test]

@@ -146,9 +146,9 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
             // Dropped, they are missing nowhere.
             training.state.optimizer.zero_grad().unwrap();
             training.state.save(&mut Parts::default()).unwrap();
-            training.state.ddp.clear().unwrap();
+            training.state.ddp.drop_accumulated().unwrap();
             hold(&mut training);
-            training.state.ddp.clear().unwrap();
+            training.state.ddp.drop_accumulated().unwrap();
             assert!(training.model.store.trainable_variables().iter().all(|one| !one.grad().defined()));
             training.state.save(&mut Parts::default()).unwrap();
             hold(&mut training);
