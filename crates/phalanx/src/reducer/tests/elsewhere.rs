@@ -82,7 +82,8 @@ fn gradients_are_averaged_where_they_lie_in_the_order_of_buckets_and_no_bucket_t
                 assert_eq!(averages[&index], expected(2, index, step, size), "step {step}");
             }
         }
-        assert_eq!(group.allocations(), before);
+        // The order of buckets is exchanged once; each step has two buckets.
+        assert_eq!(group.allocations(), before + 1);
         assert_eq!(averages(&group).len(), 3 * sizes.len());
     });
 }
