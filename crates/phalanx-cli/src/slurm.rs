@@ -22,23 +22,24 @@ pub(crate) fn allocation(options: &Run) -> Result<Option<SlurmAllocation>, Strin
 
 /// How the workers are started on the nodes of `job`, and what is said of it.
 pub(crate) fn started(options: &Run, job: &SlurmAllocation) -> Result<(Started, Option<String>), String> {
-    let given = match options.nproc_per_node {
-        Some(processes) => Some(processes),
-        None => Processes::from_other_variable()?,
+    let is_here = job.is_this_machine();
+    let here = if is_here { options.hosts.here()? } else { None };
+    let given = match (options.nproc_per_node, here) {
+        (Some(processes), _) => Some(processes),
+        (None, Some(workers)) => return Ok((Started::Here(workers), None)),
+        (None, None) => Processes::from_other_variable()?,
     };
-    if job.is_this_machine() {
-        let said = match given {
-            Some(processes) => Some(processes.count()?),
-            None => options.hosts.here()?,
-        };
-        if let Some(workers) = said {
-            return Ok((Started::Here(workers), None));
-        }
-    } else {
-        needs_nothing_else(options)?;
+    match (is_here, given) {
+        (true, Some(processes)) => return Ok((Started::Here(processes.count()?), None)),
+        (true, None) => {}
+        (false, _) => needs_nothing_else(options)?,
     }
     let hosts = match given {
-        None => job.hosts(),
+        None => match options.hosts.num_proc {
+            // The only node has all of them, as where this command runs on it.
+            Some(all) if job.nodes() == 1 => job.hosts_with(all),
+            _ => job.hosts(),
+        },
         Some(Processes::Number(count)) => job.hosts_with(count.get()),
         Some(Processes::Cpu | Processes::Gpu | Processes::Auto) => {
             return Err(format!(

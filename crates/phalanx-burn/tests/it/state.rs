@@ -486,6 +486,7 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
             let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
             training.model.backward_no_sync(&loss).unwrap();
             training.model.drop_accumulated();
+            let mut parts = Parts::default();
             training.save(&mut parts).unwrap();
             step(&mut training, rank, ranks as usize);
             let expected = bits(&training);

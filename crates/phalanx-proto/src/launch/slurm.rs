@@ -10,23 +10,23 @@ const FIRST_RESERVED_STEP: u32 = 0xffff_fff0;
 const WITHOUT: &str = "`phalanx run --standalone` starts workers on this machine alone";
 
 /// The nodes that Slurm has allocated to a job, and how many tasks each is to have.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct Allocation {
     /// The job's number, `SLURM_JOB_ID`. The jobs of an array have different ones.
     pub job: String,
-    /// The nodes in the order of the list; each has at least one task.
-    pub nodes: Vec<Node>,
-    /// Where the numbers of tasks are from.
-    pub source: &'static str,
+    /// Slurm's names for the nodes, which may differ from their host names.
+    pub nodes: Vec<String>,
+    /// How many tasks each is to have; why that is not known, for whoever asks.
+    pub tasks: Result<Tasks>,
 }
 
-/// A node and its number of tasks.
+/// How many tasks the nodes of a job are to have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Node {
-    /// Slurm's name for it, which may differ from its host name.
-    pub name: String,
-    /// How many tasks it is to have.
-    pub tasks: u32,
+pub struct Tasks {
+    /// For each node, at least one.
+    pub counts: Vec<u32>,
+    /// Where the numbers are from.
+    pub source: &'static str,
 }
 
 impl Allocation {
@@ -42,10 +42,15 @@ impl Allocation {
         let job = first(["SLURM_JOB_ID", "SLURM_JOBID"]);
         let list = first(["SLURM_JOB_NODELIST", "SLURM_NODELIST"]);
         let (Some((_, job)), Some((list_name, list))) = (job, list) else { return Ok(None) };
+        let names = node_names(&list).map_err(|cause| malformed(list_name, &list, &cause))?;
         if let Some((name, step)) = first(["SLURM_STEP_ID", "SLURM_STEPID"])
             && number(name, &step)? < FIRST_RESERVED_STEP
         {
-            return Ok(None);
+            // A job that was submitted in a task of another one still has that one's variables.
+            let of_step = text("SLURM_STEP_NODELIST").and_then(|list| node_names(&list).ok());
+            if of_step.is_none_or(|of_step| of_step.iter().all(|name| names.contains(name))) {
+                return Ok(None);
+            }
         }
         if let Some((name, size)) = first(["SLURM_HET_SIZE", "SLURM_PACK_SIZE"])
             && size != "1"
@@ -57,10 +62,8 @@ impl Allocation {
                 "start one launcher on each node: `srun --het-group=0,1 .. phalanx run --nnodes N --node-rank R --master-addr NODE ..`; {WITHOUT}"
             )));
         }
-        let names = node_names(&list).map_err(|cause| malformed(list_name, &list, &cause))?;
-        let (tasks, source) = tasks(&text, names.len())?;
-        let nodes = names.into_iter().zip(tasks).map(|(name, tasks)| Node { name, tasks }).collect();
-        Ok(Some(Self { job, nodes, source }))
+        let tasks = tasks(&text, names.len()).map(|(counts, source)| Tasks { counts, source });
+        Ok(Some(Self { job, nodes: names, tasks }))
     }
 }
 
@@ -76,7 +79,8 @@ pub struct StepMeeting {
 }
 
 impl StepMeeting {
-    /// Reads the variables of a task that `srun` has started; none where they do not say all of it, and in a heterogeneous job.
+    /// Reads the variables of a task that `srun` has started; none where they do not say all of it, in a heterogeneous job, in a terminal
+    /// (`--pty`), and where the program orders its tasks by a file (`--distribution=arbitrary`).
     ///
     /// # Errors
     /// If the list of nodes cannot be understood.
@@ -85,7 +89,9 @@ impl StepMeeting {
         let text =
             |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let parse = |name: &str| text(name).map(|value| number(name, &value)).transpose();
-        if text("SLURM_HET_SIZE").is_some() {
+        // Of a terminal's tasks only the first one has a shell. With an order of one's own the first node need not have the first task.
+        let has_own_order = text("SLURM_DISTRIBUTION").is_some_and(|order| order.starts_with("arbitrary"));
+        if text("SLURM_HET_SIZE").is_some() || text("SLURM_PTY_PORT").is_some() || has_own_order {
             return Ok(None);
         }
         let (Some(job), Some(step), Some(list)) =
@@ -281,7 +287,7 @@ mod tests {
     }
 
     fn tasks_of(list: &str, more: Pairs<'_>) -> Vec<u32> {
-        job(list, more).unwrap().unwrap().nodes.iter().map(|node| node.tasks).collect()
+        job(list, more).unwrap().unwrap().tasks.unwrap().counts
     }
 
     /// What `scontrol show hostnames` of Slurm 22.05 prints.
@@ -353,10 +359,14 @@ mod tests {
 
     #[test]
     fn a_step_and_no_job_have_no_allocation() {
-        assert_eq!(read(&[]).unwrap(), None);
-        assert_eq!(read(&[("SLURM_JOB_ID", "7")]).unwrap(), None);
-        assert_eq!(job("", &[]).unwrap(), None);
-        assert_eq!(job("n1", &[("SLURM_STEP_ID", "0")]).unwrap(), None);
+        assert!(read(&[]).unwrap().is_none());
+        assert!(read(&[("SLURM_JOB_ID", "7")]).unwrap().is_none());
+        assert!(job("", &[]).unwrap().is_none());
+        assert!(job("n1", &[("SLURM_STEP_ID", "0")]).unwrap().is_none());
+        let of_step = |nodes| [("SLURM_STEP_ID", "0"), ("SLURM_STEP_NODELIST", nodes)];
+        assert!(job("n[1-4]", &of_step("n2")).unwrap().is_none());
+        // Submitted in a task of another job.
+        assert_eq!(job("n[1-4]", &of_step("n7")).unwrap().unwrap().nodes.len(), 4);
         // salloc's interactive shell is a step of its own kind.
         let shell =
             job("n[1-2]", &[("SLURM_STEP_ID", "4294967290"), ("SLURM_PROCID", "0")]).unwrap().unwrap();
@@ -378,10 +388,15 @@ mod tests {
         assert_eq!(meeting(&[], false), Some(StepMeeting { id, address, port }));
         assert_eq!(meeting(&[], true).unwrap().address, "127.0.0.1");
         assert_eq!(meeting(&[("SLURM_RESTART_COUNT", "3")], false).unwrap().id, "slurm-70123.2.3");
-        assert_eq!(meeting(&[("SLURM_HET_SIZE", "2")], false), None);
+        for of_its_own in
+            [("SLURM_HET_SIZE", "2"), ("SLURM_PTY_PORT", "7"), ("SLURM_DISTRIBUTION", "arbitrary")]
+        {
+            assert_eq!(meeting(&[of_its_own], false), None);
+        }
         assert_eq!(meeting(&[("SLURM_STEP_NODELIST", "")], false), None);
         let bad = |name: &str| Some(if name == "SLURM_STEP_NODELIST" { "n[1" } else { "1" }.to_owned());
-        let unset = |name: &str| bad(name).filter(|_| name != "SLURM_HET_SIZE");
+        let others = ["SLURM_HET_SIZE", "SLURM_PTY_PORT", "SLURM_DISTRIBUTION"];
+        let unset = |name: &str| bad(name).filter(|_| !others.contains(&name));
         assert!(StepMeeting::read(unset, false).unwrap_err().to_string().contains("SLURM_STEP_NODELIST=n[1"));
     }
 
@@ -409,7 +424,8 @@ mod tests {
             ("n[1-2]", &[("SLURM_NTASKS", "2")], &["SLURM_TASKS_PER_NODE", "--nproc-per-node"]),
         ];
         for (list, more, said) in cases {
-            let error = job(list, more).unwrap_err();
+            // The numbers of tasks are asked for only where no option gives them.
+            let error = job(list, more).and_then(|job| job.unwrap().tasks).unwrap_err();
             assert!(
                 error.is_environment() && said.iter().all(|part| error.to_string().contains(part)),
                 "{error}"

@@ -67,7 +67,7 @@ const LAUNCHERS: [Names; 8] = [
     },
     // Hydra: MPICH's and Intel's mpirun; Cray's has its own names for what is local.
     Names {
-        rank: "PMI_RANK",
+        rank: PMI_RANK,
         size: &["PMI_SIZE"],
         local_rank: &["MPI_LOCALRANKID", "PMI_LOCAL_RANK"],
         local_size: &["MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"],
@@ -76,13 +76,15 @@ const LAUNCHERS: [Names; 8] = [
     // srun. A batch script sees SLURM_NTASKS too, but is not one of the tasks: only a step has a number of tasks.
     Names {
         rank: SLURM_RANK,
-        size: &["SLURM_STEP_NUM_TASKS"],
+        size: &[SLURM_SIZE],
         local_rank: &["SLURM_LOCALID"],
         local_size: &[],
         node: Some("SLURM_NODEID"),
     },
 ];
+const PMI_RANK: &str = "PMI_RANK";
 const SLURM_RANK: &str = "SLURM_PROCID";
+const SLURM_SIZE: &str = "SLURM_STEP_NUM_TASKS";
 
 /// Ranks of launchers that do not say how many ranks there are: PRRTE's and Slurm's PMIx, Cray's aprun.
 const RANKS_ALONE: [&str; 2] = ["PMIX_RANK", "ALPS_APP_PE"];
@@ -106,6 +108,13 @@ pub(super) fn place<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> 
         else {
             continue;
         };
+        // srun's own PMI gives its numbers under these names as well, and says less.
+        let is_srun_s = names.rank == PMI_RANK
+            && variables.parse_optional(SLURM_RANK)? == Some(rank)
+            && variables.parse_optional(SLURM_SIZE)? == Some(size);
+        if is_srun_s {
+            continue;
+        }
         let node = match names.node {
             Some(name) => variables.parse_optional(name)?,
             None => None,

@@ -642,6 +642,9 @@ mod tests {
         let env = parse(&step).unwrap().unwrap();
         let (address, port) = ("node1".to_owned(), 20_123);
         assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port });
+        // Its own PMI (`--mpi=pmi2`) says the same in other names.
+        let pmi = [("PMI_RANK", "3"), ("PMI_SIZE", "5")];
+        assert_eq!(parse(&[&step[..], &pmi].concat()).unwrap().unwrap(), env);
         // Another step that has the same port by chance does not mix with this one.
         assert_eq!(env.run_id.as_deref(), Some("slurm-123.0.0"));
         let by_hand = [("MASTER_ADDR", "ib-node1"), ("MASTER_PORT", "7")];

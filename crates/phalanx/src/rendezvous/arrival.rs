@@ -266,8 +266,9 @@ pub(super) fn refuse_another(
 ) -> Result<Option<Error>> {
     let first = PrefixStore::new(format!("{}/0", config.scope), Arc::clone(store));
     let key = format!("rank/{}", config.rank);
+    // Another process's store, also one of another version, is another job's.
     if !first.check(&[&key], deadline)?
-        || Entry::parse(&first.get(&key, deadline)?).is_ok_and(|entry| entry.identity != *me)
+        || !Entry::parse(&first.get(&key, deadline)?).is_ok_and(|entry| entry.identity == *me)
     {
         return Ok(None);
     }

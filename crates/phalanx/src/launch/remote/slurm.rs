@@ -14,7 +14,7 @@ use crate::interfaces;
 /// The nodes that Slurm has allocated to the job in which this process runs, and the number of tasks on each.
 ///
 /// Pass [its hosts](Self::hosts) to a [`RemoteJob`](super::RemoteJob) whose shell is [`RemoteShell::srun`](super::RemoteShell::srun).
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct SlurmAllocation(Allocation);
 
 impl SlurmAllocation {
@@ -22,7 +22,7 @@ impl SlurmAllocation {
     /// as on each node already; and in a worker of a launcher.
     ///
     /// # Errors
-    /// If a variable cannot be understood, two contradict each other, or the job is heterogeneous.
+    /// If a variable cannot be understood that says which job and nodes these are, or the job is heterogeneous.
     pub fn from_process() -> Result<Option<Self>> {
         match env::variable("TORCHELASTIC_RUN_ID") {
             Some(_) => Ok(None),
@@ -35,17 +35,19 @@ impl SlurmAllocation {
         &self.0.job
     }
 
-    /// Where the numbers of tasks are from: a variable, or words in its place.
+    /// Where the numbers of tasks are from: a variable, or words in its place; nothing if they are not known.
     pub fn source(&self) -> &str {
-        self.0.source
+        self.0.tasks.as_ref().map_or("", |tasks| tasks.source)
     }
 
     /// The nodes, each with as many slots as it has tasks.
     ///
     /// # Errors
-    /// If a node has more tasks than a world may have ranks, or a name that is no host's.
+    /// If Slurm's variables do not say how many tasks each node has, or contradict each other; if a node has more tasks than a world may have
+    /// ranks, or a name that is no host's.
     pub fn hosts(&self) -> Result<HostList> {
-        self.list(|tasks| tasks)
+        let tasks = self.0.tasks.as_ref().map_err(Error::clone)?;
+        self.list(tasks.counts.iter().copied())
     }
 
     /// The nodes with `slots` slots each.
@@ -53,20 +55,25 @@ impl SlurmAllocation {
     /// # Errors
     /// If a node's name is no host's.
     pub fn hosts_with(&self, slots: u32) -> Result<HostList> {
-        self.list(|_| slots)
+        self.list(std::iter::repeat(slots))
+    }
+
+    /// The number of nodes.
+    pub fn nodes(&self) -> usize {
+        self.0.nodes.len()
     }
 
     /// Whether the job has one node, which is this machine.
     pub fn is_this_machine(&self) -> bool {
         match &self.0.nodes[..] {
-            [node] => is_this_node(&node.name) || is_here(&node.name),
+            [node] => is_this_node(node) || is_here(node),
             _ => false,
         }
     }
 
-    fn list(&self, slots: impl Fn(u32) -> u32) -> Result<HostList> {
+    fn list(&self, slots: impl Iterator<Item = u32>) -> Result<HostList> {
         let entries: Vec<String> =
-            self.0.nodes.iter().map(|node| format!("{}:{}", node.name, slots(node.tasks))).collect();
+            self.0.nodes.iter().zip(slots).map(|(node, slots)| format!("{node}:{slots}")).collect();
         let named = |error: Error| {
             Error::environment(format!(
                 "the nodes of the Slurm job {} cannot be used: {}",
