@@ -14,8 +14,8 @@ use phalanx::reducer::hooks::{HookState, Replica};
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
-use tch::Tensor;
 use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
 
 use self::weights::Accumulated;
 use crate::shim;
@@ -73,6 +73,8 @@ pub struct Ddp {
     expects_hook: bool,
     /// The weights of the passes since the last synchronised one.
     accumulated: Accumulated,
+    /// Whether the last backward pass has ended with an error.
+    has_torn: bool,
 }
 
 impl Ddp {
@@ -103,6 +105,7 @@ impl Ddp {
             group,
             sink,
             buffers_stale: false,
+            has_torn: false,
             broadcast_buffers: options.broadcast_buffers,
             hook_state: None,
             expects_hook: false,
@@ -183,7 +186,7 @@ impl Ddp {
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
         let mut gradients = gradients.collect::<Vec<_>>();
         // One copy from a device, which waits for it once.
-        let norm = |gradient: &Tensor| gradient.f_norm()?.f_to_kind(tch::Kind::Double);
+        let norm = |gradient: &Tensor| gradient.f_norm()?.f_to_kind(Kind::Double);
         let norms = gradients.iter().map(norm).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
         let norms: Vec<f64> = match norms.is_empty() {
             true => Vec::new(),
@@ -307,6 +310,9 @@ impl Ddp {
 
     fn unhook(&mut self) {
         if self.sink.take().is_some() {
+            if self.has_torn {
+                self.inventory.parameters.first().into_iter().for_each(|one| settle(one.tensor.device()));
+            }
             self.inventory.parameters.iter().for_each(|one| shim::unhook(&one.tensor));
         }
     }
@@ -334,6 +340,20 @@ impl fmt::Debug for Ddp {
             .field("buffers", &self.inventory.buffers.len())
             .finish_non_exhaustive()
     }
+}
+
+/// Waits until the thread that libtorch has for `device` runs no hook any more. A backward pass that ends with an error leaves it behind. The
+/// thread does one thing after the other, so it has ended when it has run a backward pass of its own.
+fn settle(device: Device) {
+    if device == Device::Cpu {
+        return;
+    }
+    let run = || {
+        let leaf = Tensor::f_ones([1], (Kind::Float, device))?.set_requires_grad(true);
+        tch::with_grad(|| leaf.f_sum(Kind::Float))?.f_backward()
+    };
+    // A device that is broken runs nothing either.
+    let _ignored = run();
 }
 
 /// Lists the variables, which the ranks of `group` compare, and hooks the parameters. An error ends the group: the others

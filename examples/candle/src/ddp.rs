@@ -103,6 +103,11 @@ impl Ddp {
         self.sink.hold(loss, Some(weight))
     }
 
+    /// Drops the gradients of passes without communication: those that an epoch leaves over. All ranks call it in the same place.
+    pub fn drop_accumulated(&self) {
+        self.sink.forget();
+    }
+
     fn average(&self, loss: &Tensor, weight: Option<f64>) -> Result<GradStore> {
         self.check_complete()?;
         self.group.step()?;
@@ -185,10 +190,10 @@ impl Ddp {
     /// # Errors
     /// If gradients of [`backward_no_sync`](Self::backward_no_sync) are held, which the saved state would lack.
     pub fn save(&self, optimizer: &impl OptimizerState, to: &mut impl StateWriter) -> Result<()> {
-        if self.sink.holds()? {
+        if self.sink.holds() {
             let cause =
                 "a state was to be saved in the middle of a step: gradients of backward_no_sync are held";
-            let remedy = "save between a step and the first backward_no_sync of the next";
+            let remedy = "save before the first backward_no_sync of a step, or call drop_accumulated";
             return Err(adapter::invalid_argument(cause).with_remedy(remedy));
         }
         let state = self.with_optimizer(optimizer)?;
@@ -215,7 +220,7 @@ impl Ddp {
         }
         let values = here.iter().map(|spec| from.tensor(&spec.name, spec.dtype, &spec.shape));
         let values = values.collect::<Result<Vec<_>>>()?;
-        self.sink.forget()?;
+        self.sink.forget();
         state.iter().zip(&values).try_for_each(|(one, bytes)| one.write(bytes))
     }
 

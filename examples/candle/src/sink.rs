@@ -66,16 +66,13 @@ impl Sink {
     }
 
     /// Whether gradients are held for a step.
-    pub fn holds(&self) -> Result<bool> {
-        self.reducer.attempt(|_, gradients| Ok(gradients.total.is_some()))
+    pub fn holds(&self) -> bool {
+        self.reducer.with_state(|gradients| gradients.total.is_some())
     }
 
     /// Drops what is held.
-    pub fn forget(&self) -> Result<()> {
-        self.reducer.attempt(|_, gradients| {
-            gradients.forget();
-            Ok(())
-        })
+    pub fn forget(&self) {
+        self.reducer.with_state(Gradients::forget);
     }
 
     /// Adds up the gradients of `loss` on this rank.

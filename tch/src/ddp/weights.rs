@@ -96,7 +96,10 @@ impl Ddp {
             }
             Some(_) | None => 1.0,
         };
-        sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale)
+        let outcome =
+            sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale);
+        self.has_torn = outcome.is_err();
+        outcome
     }
 
     /// Adds up the gradients of `loss` on this rank.
@@ -104,7 +107,11 @@ impl Ddp {
         self.check_backward(loss)?;
         let accumulated = self.accumulate(weight)?;
         match &self.sink {
-            Some(sink) => sink.hold(weight, || self.traced(&scaled(loss, weight)?))?,
+            Some(sink) => {
+                let outcome = sink.hold(weight, || self.traced(&scaled(loss, weight)?));
+                self.has_torn = outcome.is_err();
+                outcome?;
+            }
             None if weight == Some(0.0) => void(&self.inventory.parameters, || self.traced(loss))?,
             None => self.traced(&scaled(loss, weight)?)?,
         }

@@ -43,7 +43,7 @@ fn parameters_in_one_memory_are_changed_one_after_the_other() {
     optimizer.step(0.1).unwrap();
     let expected = [0.9, 0.9, 0.7, 0.7];
     let whole = Vec::<f32>::try_from(whole.detach().to_device(Device::Cpu)).unwrap();
-    assert!(distance(&[whole.clone()], &[expected.to_vec()]) < 1e-6, "{whole:?}");
+    assert!(distance(std::slice::from_ref(&whole), &[expected.to_vec()]) < 1e-6, "{whole:?}");
 }
 
 #[test]

@@ -50,6 +50,11 @@ impl<S> HookedReducer<S> {
         look(reducer, state).map_err(|error| reducer.abort(error))
     }
 
+    /// Passes the adapter's state to `look`, also after a failure.
+    pub fn with_state<T>(&self, look: impl FnOnce(&mut S) -> T) -> T {
+        look(&mut self.0.lock().1)
+    }
+
     /// Passes the reducer to `look`, also after a failure.
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
         look(&mut self.0.lock().0)
