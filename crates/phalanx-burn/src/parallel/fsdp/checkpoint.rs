@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 
 use super::Fsdp;
 use super::layout::FlatLayout;
-use crate::ddp::Accumulated;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{self, Parameter, Select};
 use crate::state::model::{self, Entry};
