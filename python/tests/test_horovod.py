@@ -409,6 +409,38 @@ def test_the_optimizer_and_what_it_refuses():
     run(2, _optimizer)
 
 
+def _loaded(rank, how):
+    p = torch.nn.Parameter(torch.ones(1))
+    base = torch.optim.SGD([p], lr=[1.0, 64.0][rank], momentum=0.5)
+    # Before the wrapper: it knows only the optimizer that is wrapped.
+    schedule = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(base)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    if how == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        # A rank that goes on from a checkpoint, and all have the same one.
+        optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0))
+    rates = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p * 2).sum().backward()
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    # A checkpoint of either has the same.
+    momenta = [one.state_dict()["state"].get(0, {}).get("momentum_buffer", p.new_zeros(1)).item() for one in (base, optimizer)]
+    return rates, calls, p.item(), momenta
+
+
+@pytest.mark.parametrize("how", ["broadcast", "load"])
+def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
+    # The momentum is 2, 3 and 3.5, the rate 1, 1/2 and 1/4.
+    assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
+
+
 def _sparse(rank, sparse_as_dense):
     table = torch.nn.Embedding(6, 2, sparse=True)
     torch.nn.init.zeros_(table.weight)

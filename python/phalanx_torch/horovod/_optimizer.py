@@ -110,6 +110,21 @@ class _Distributed(_Base):
             )
         return {p: name for name, p in pairs}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own. The options and the state stay the objects that schedules, and the optimizer that was wrapped, have."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        if self.param_groups is not groups:
+            for group, loaded in zip(groups, self.param_groups):
+                group.clear()
+                group.update(loaded)
+            self.param_groups = groups
+        if self.state is not state:
+            loaded_state = dict(self.state)
+            state.clear()
+            state.update(loaded_state)
+            self.state = state
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes add to the gradients until they are averaged."""
         if self._waits:
@@ -270,6 +285,10 @@ class _Distributed(_Base):
                 "is prohibited as it can cause a race condition."
             )
         return super().zero_grad(*arguments, **named)
+
+
+# PyTorch puts the calls of a step's hooks into each class's `step`, where it has not. The optimizer's own, which this one calls, has them.
+vars(_Distributed.step)["hooked"] = True
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
