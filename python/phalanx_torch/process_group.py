@@ -210,28 +210,34 @@ _WATCH_INTERVAL = 0.02
 
 def _watch(reference: "weakref.ref[ProcessGroup]") -> None:
     """Calls the hooks of a group once for each time that it fails, until it has none any more."""
-    told: object = None
     while True:
         group = reference()
         if group is None:
             return
-        native, hooks = group._native, []
         with _watch_lock:
             if not group._abort_hooks or group.has_ended():
                 group._watcher = None
                 return
-            if native is not told and native.failure() is not None:
-                told, hooks = native, list(group._abort_hooks.values())
-        for hook in hooks:
-            try:
-                hook()
-            except Exception as error:
-                warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=1)
-        del group, native, hooks
+        _call_hooks(group)
+        del group
         time.sleep(_WATCH_INTERVAL)
 
 
-# The store of the last job that this process has left as rank 0.
+def _call_hooks(group: "ProcessGroup") -> None:
+    """Calls the hooks of a group that has failed, if they have not been called for that."""
+    with _watch_lock:
+        native, hooks = group._native, list(group._abort_hooks.values())
+        if not hooks or native is group._told or native.failure() is None:
+            return
+        group._told = native
+    for hook in hooks:
+        try:
+            hook()
+        except Exception as error:
+            warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+
+# The store of the last job that this process has left as rank 0, until it has another default group.
 _last_store: c10d.Store | None = None
 
 
@@ -243,11 +249,35 @@ def _keep_store(group: "ProcessGroup") -> None:
     them in a new one. Groups of other backends cannot meet twice in one store, whose keys they use anew.
     """
     global _last_store
-    if group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1 or group.failure() is not None:
+    if group is not dist.group.WORLD:
+        return
+    _last_store = None
+    if group.rank() != 0 or group.size() == 1 or group.failure() is not None:
         return
     store = _underlying(group._store)
     if isinstance(store, c10d.TCPStore) and all(isinstance(other, ProcessGroup) for other in dist.distributed_c10d._world.pg_map):
         _last_store = store
+        _release_store_with_the_next()
+
+
+def _release_store_with_the_next() -> None:
+    """Lets go of the store when there is another default group. That holds it itself if it is at the same port, and ends it with its job."""
+    module: Any = dist.distributed_c10d
+    update: Any = getattr(module, "_update_default_pg", None)
+    # Without that the next job over phalanx does it, and one of another backend does not.
+    if update is None or getattr(update, "_phalanx_releases", False):
+        return
+
+    def updated(group: Any) -> None:
+        global _last_store
+        update(group)
+        if group is not None:
+            _last_store = None
+            if module._update_default_pg is updated:
+                module._update_default_pg = update
+
+    setattr(updated, "_phalanx_releases", True)
+    module._update_default_pg = updated
 
 
 @atexit.register
@@ -273,6 +303,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._abort_hooks: dict[int, Callable[[], object]] = {}
         self._watcher: threading.Thread | None = None
+        # The native part of whose failure the hooks know.
+        self._told: object = None
         self._native = self._first(store, rank, size)
         _groups.add(self)
 
@@ -387,11 +419,14 @@ class ProcessGroup(dist.ProcessGroup):
         """Waits for what has been called, and leaves the group."""
         _warn_if_unused(self)
         _keep_store(self)
+        # The watcher may not have looked since it failed, and cannot when it is closed.
+        _call_hooks(self)
         self._native.close()
 
     def abort(self) -> None:
         """Ends the group on every rank: what waits fails, and names this rank."""
         self._native.abort(f"rank {self.rank()} called abort")
+        _call_hooks(self)
 
     def get_error(self) -> Any:
         """The state of the group as PyTorch's ``ErrorType``; :meth:`failure` has the cause."""
@@ -411,7 +446,8 @@ class ProcessGroup(dist.ProcessGroup):
     supports_abort_hooks = True
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
-        """Calls ``hook``, on a thread, when the group has failed, whatever this rank does then, or when a rank has aborted it."""
+        """Calls ``hook`` once when the group has failed, or a rank has aborted it, whatever this rank does then: on a thread, or on the one
+        that aborts, shuts down or reconfigures the group before that."""
         with _watch_lock:
             self._abort_hooks[hook_id] = hook
             if self._watcher is None:

@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _uncompiled
 from phalanx_torch._errors import Error
-from phalanx_torch.process_group import ProcessGroup
+from phalanx_torch.process_group import ProcessGroup, _call_hooks
 from phalanx_torch.work import Ended, Work, ended
 
 
@@ -92,6 +92,8 @@ class ReconfigurableGroup(ProcessGroup):
             )
         self._uuids.add(opts.uuid)
         timeout = opts.timeout or self._timeout
+        # The watcher may not have looked since the last group failed.
+        _call_hooks(self)
         rank, last, self._native = handles.index(self._handle), self._native, _NoRanks()
         last.abort(f"rank {self._rank} of this group has left it with reconfigure")
         try:
@@ -115,6 +117,14 @@ class ReconfigurableGroup(ProcessGroup):
             raise Error("reconfigure: another rank has been given other handles, or in another order, for the same uuid", "mismatch")
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> "Ended | Work":
+        self._refuse_if_failed(operation)
+        return super()._call(operation, *arguments, **options)
+
+    def _message(self, *arguments: Any) -> Work:
+        self._refuse_if_failed("send or recv")
+        return super()._message(*arguments)
+
+    def _refuse_if_failed(self, operation: str) -> None:
         # In others, whoever waits learns of it. Here the program decides by the call whether to reconfigure.
         failure = self.failure()
         if failure is not None:
@@ -122,7 +132,6 @@ class ReconfigurableGroup(ProcessGroup):
             raise Error(
                 f"{operation}: the group has {how}, and reconfigure() makes another: {failure}", failure.kind, failure.peer
             )
-        return super()._call(operation, *arguments, **options)
 
 
 _uncompiled.skip(sys.modules[__name__])

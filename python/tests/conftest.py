@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
+from phalanx_torch import process_group
 
 LIMIT = 90.0
 # Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
@@ -103,6 +104,17 @@ def waiting(op=dist.ReduceOp.SUM, timeout=None):
     if timeout is not None:
         options.timeout = datetime.timedelta(seconds=timeout)
     return options
+
+
+def blind_watcher(group):
+    """Lets the thread that calls the group's hooks look at it once, and then not before the test has ended."""
+    process_group._WATCH_INTERVAL = 3600.0
+    group.register_abort_hook(-1, lambda: None)
+    while True:
+        frame = sys._current_frames().get(group._watcher.ident)
+        if frame is not None and "time.sleep" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            return
+        time.sleep(0.01)
 
 
 def free_port():

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import socket
 import time
 
 import pytest
@@ -41,6 +42,60 @@ def _again(rank, world, port, is_late, when):
 @pytest.mark.parametrize("late", [(), (0,), (1, 2)])
 def test_ranks_meet_again_whoever_is_late(late, when):
     processes(3, _again, 3, free_port(), late.__contains__, when)
+
+
+def _is_served(port):
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=30.0):
+            return True
+    except ConnectionRefusedError:
+        return False
+
+
+def _job(backend, rank, name, ended):
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    assert _sum() == 3.0
+    dist.barrier()
+    if rank == 0:
+        dist.destroy_process_group()
+        assert _is_served(int(os.environ["MASTER_PORT"])) == (backend == "phalanx")
+        (ended / name).touch()
+    else:
+        # gloo's ranks do not find each other if one comes to the next job while rank 0 is in the last one.
+        while not (ended / name).exists():
+            time.sleep(0.01)
+        dist.destroy_process_group()
+
+
+def _other_backends(rank, world, port, ended):
+    environment(rank, world, port)
+    _job("phalanx", rank, "first", ended)
+    for name in ("second", "third"):
+        _job("gloo", rank, name, ended)
+    assert dist.distributed_c10d._update_default_pg.__module__ == "torch.distributed.distributed_c10d"
+
+
+def test_the_store_that_is_kept_ends_with_the_next_job_of_another_backend(tmp_path):
+    processes(2, _other_backends, 2, free_port(), tmp_path)
+
+
+def _other_port(rank, world, ports, ended):
+    environment(rank, world, ports[0])
+    _job("phalanx", rank, "first", ended)
+    environment(rank, world, ports[1])
+    dist.init_process_group("phalanx", timeout=TIMEOUT)
+    dist.barrier()
+    assert (_is_served(ports[0]), _is_served(ports[1])) == (False, True)
+    dist.barrier()
+    dist.group.WORLD.abort()
+    dist.destroy_process_group()
+    if rank == 0:
+        # One that has failed is not kept.
+        assert not _is_served(ports[1])
+
+
+def test_the_store_that_is_kept_ends_with_the_next_job_at_another_port(tmp_path):
+    processes(2, _other_port, 2, [free_port(), free_port()], tmp_path)
 
 
 def _under_an_agent(rank, world, port):

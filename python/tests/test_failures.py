@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from conftest import SINCE_2_15, free_port, needs_async_op, waiting
+from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, waiting
 
 import phalanx_torch
 from phalanx_torch.process_group import ProcessGroup
@@ -39,6 +39,36 @@ def differ(rank):
 
 def test_different_calls_are_both_named(ranks):
     ranks(2, differ)
+
+
+def hooks_at_the_end(rank, end):
+    group, calls = dist.group.WORLD, []
+    blind_watcher(group)
+    group.register_abort_hook(1, lambda: calls.append(1))
+    dist.barrier()
+    if end == "well":
+        dist.destroy_process_group()
+        assert calls == []
+        return
+    if rank == 0:
+        with pytest.raises(Error):
+            dist.all_reduce(torch.zeros(3))
+            dist.barrier()
+    else:
+        with pytest.raises(Error):
+            dist.broadcast(torch.zeros(4), 0)
+            dist.barrier()
+    if end == "abort":
+        group.abort()
+        assert calls == [1]
+    dist.destroy_process_group()
+    # Once, whatever else it does.
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("end", ["abort", "destroy", "well"])
+def test_hooks_are_called_when_the_group_is_left_at_once(ranks, end):
+    ranks(2, hooks_at_the_end, end)
 
 
 def averages_and_sums(rank, dtype, call):

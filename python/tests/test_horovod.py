@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -193,6 +194,8 @@ def _errors(rank):
         (lambda: hvd.alltoall(torch.ones(3), splits=[1, 1]), "do not divide 3 rows"),
         (lambda: hvd.alltoall(torch.ones(2), splits=[0.5, 1.5]), "integers"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "scalar"),
+        *[(lambda d=dtype: hvd.reducescatter(torch.tensor(1, dtype=d)), "a scalar has no rows") for dtype in (torch.int64, torch.float32)],
+        (lambda: hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)]), "a scalar has no rows"),
         (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
         (lambda: hvd.init(comm=[0]) or hvd.synchronize(-1), None),
     ]:
@@ -407,6 +410,104 @@ def _optimizer(rank):
 
 def test_the_optimizer_and_what_it_refuses():
     run(2, _optimizer)
+
+
+def _loaded(rank, how):
+    p = torch.nn.Parameter(torch.ones(1))
+    base = torch.optim.SGD([p], lr=[1.0, 64.0][rank], momentum=0.5)
+    # Before the wrapper: it knows only the optimizer that is wrapped.
+    schedule = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(base)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    if how == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        # A rank that goes on from a checkpoint, and all have the same one.
+        optimizer.load_state_dict(hvd.broadcast_object(optimizer.state_dict(), 0))
+    rates = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (p * 2).sum().backward()
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    # A checkpoint of either has the same.
+    momenta = [one.state_dict()["state"].get(0, {}).get("momentum_buffer", p.new_zeros(1)).item() for one in (base, optimizer)]
+    return rates, calls, p.item(), momenta
+
+
+@pytest.mark.parametrize("how", ["broadcast", "load"])
+def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
+    # The momentum is 2, 3 and 3.5, the rate 1, 1/2 and 1/4.
+    assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
+
+
+def _goes_on(rank, groups):
+    first, third = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    # In another form on each rank: a mismatch of it alone.
+    odd = torch.nn.Parameter(torch.zeros(2 + rank))
+    named = [("first", first), ("odd", odd), ("third", third)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, odd, third], lr=1.0), named, num_groups=groups)
+    if rank == 1:
+        # When rank 0 has submitted its own.
+        hvd.barrier()
+    (first.sum() + odd.sum() + third.sum()).mul(rank + 1.0).backward()
+    if rank == 0:
+        hvd.barrier()
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
+        optimizer.step()
+    assert caught.value.kind == "mismatch" and first.tolist() == [0.0, 0.0]
+    # Nothing is written any more, and nothing is left.
+    assert not _operations._handles
+    assert third.grad.tolist() == [1.5, 1.5]
+    optimizer.zero_grad()
+    odd.requires_grad_(False)
+    (first.sum() + third.sum()).mul(rank + 1.0).backward()
+    optimizer.step()
+    assert first.tolist() == third.tolist() == [-1.5, -1.5]
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_an_optimizer_goes_on_after_a_step_that_has_failed(groups):
+    run(2, _goes_on, groups)
+
+
+def _pressed_in_a_step(rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wrong, late = torch.nn.Parameter(torch.zeros(2 + rank)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([wrong, late], lr=1.0), [("wrong", wrong), ("late", late)])
+    wrong.sum().backward()
+    if rank == 0:
+        late.sum().backward()
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        hvd.allreduce(torch.ones(1), name="pressed")
+    else:
+        hvd.allreduce(torch.ones(1), name="pressed")
+        late.sum().backward()
+    # Of the gradient that the interrupted call has waited for.
+    with pytest.raises(hvd.HorovodInternalError, match="allreduce.wrong"):
+        optimizer.step()
+    assert late.tolist() == [0.0, 0.0] and late.grad.tolist() == [1.0, 1.0] and not _operations._handles
+
+
+def test_what_has_failed_before_ctrl_c_is_not_forgotten():
+    run(2, _pressed_in_a_step)
+
+
+def _handles_end(rank):
+    handle = hvd.allreduce_async(torch.ones(1), name=f"only on rank {rank}")
+    hvd.shutdown()
+    assert not _operations._handles
+    with pytest.raises(ValueError, match="before hvd.shutdown"):
+        hvd.synchronize(handle)
+
+
+def test_handles_end_with_the_job():
+    run(2, _handles_end)
 
 
 def _sparse(rank, sparse_as_dense):

@@ -14,7 +14,7 @@ from conftest import press, processes
 
 import phalanx_torch
 
-# A page says 0.2 s, and `pytest -rP` prints how long it took. On a machine that does other work, too, this is far less than the waits take.
+# A page says 0.06 s, and `pytest -rP` prints how long it took. On a machine that does other work, too, this is far less than the waits take.
 PATIENCE = 20.0
 
 

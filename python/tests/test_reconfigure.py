@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import SINCE_2_15, processes
+from conftest import SINCE_2_15, blind_watcher, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
@@ -38,6 +38,14 @@ def _sum():
     return tensor.item()
 
 
+def _is_averaged(world):
+    """A reducer divides by the size that C++ has from the group: with another the gradient is another."""
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    # Of 1, 2, .. world.
+    return ddp.module.weight.grad.item() == (world + 1) / 2
+
+
 def _replaced(number, path):
     """Processes 0 to 2 begin, 2 is killed, 0 and 1 go on, and 3 takes its place."""
     store = _begin(path, min(number, 2), 3)
@@ -46,9 +54,7 @@ def _replaced(number, path):
             dist.all_reduce(torch.ones(1))
         dist._reconfigure(1, _handles(store, "first", [0, 1, 2], number)).wait()
         assert (dist.get_rank(), dist.get_world_size(), _sum()) == (number, 3, 6.0)
-        ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-        ddp(torch.full((1, 1), number + 1.0)).sum().backward()
-        assert ddp.module.weight.grad.item() == 2.0
+        assert _is_averaged(3)
         if number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(phalanx_torch.Error) as caught:
@@ -60,7 +66,7 @@ def _replaced(number, path):
         # In another order, by a set.
         dist._reconfigure(2, set(_handles(store, "second", [0, 1], number))).wait()
         assert time.monotonic() - began < 30.0
-        assert (dist.get_world_size(), _sum()) == (2, 3.0)
+        assert (dist.get_world_size(), _sum(), _is_averaged(2)) == (2, 3.0, True)
         assert dist.group.WORLD.get_error() == c10d.ErrorType.SUCCESS
     dist._reconfigure(3, _handles(store, "third", [3, 0, 1], number)).wait()
     rank = {3: 0, 0: 1, 1: 2}[number]
@@ -68,10 +74,7 @@ def _replaced(number, path):
     sent = torch.tensor([float(rank)])
     dist.broadcast(sent, 2)
     assert sent.item() == 2.0
-    # A reducer asks the group for its size.
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
-    assert ddp.module.weight.grad.item() == 2.0
+    assert _is_averaged(3)
     part = dist.new_group([1, 2])
     if rank > 0:
         dist.all_reduce(sent, group=part)
@@ -88,7 +91,7 @@ def _merged(number, path):
     store = _begin(path, number, 4)
     pair = [0, 1] if number < 2 else [2, 3]
     dist._reconfigure(number // 2, _handles(store, "pair", pair, number)).wait()
-    assert (dist.get_rank(), _sum()) == (number % 2, 3.0)
+    assert (dist.get_rank(), _sum(), _is_averaged(2)) == (number % 2, 3.0, True)
     dist._reconfigure(2, _handles(store, "all", range(4), number)).wait()
     assert (dist.get_rank(), _sum()) == (number, 10.0)
     dist._reconfigure(3 + number, [dist._get_reconfigure_handle()]).wait()
@@ -145,6 +148,9 @@ def _hooked(number, path):
     # Also of a call that nobody waits for.
     with pytest.raises(phalanx_torch.Error, match="has failed, and reconfigure"):
         dist.all_reduce(torch.ones(1), async_op=True)
+    for message in (dist.isend, dist.irecv):
+        with pytest.raises(phalanx_torch.Error, match="send or recv: the group has failed, and reconfigure"):
+            message(torch.ones(1), 1 - number)
     called.clear()
     dist._reconfigure(2, _handles(store, "second", [0, 1], number)).wait()
     assert _sum() == 3.0 and group.get_error() == c10d.ErrorType.SUCCESS and not called.is_set()
@@ -161,3 +167,29 @@ def _hooked(number, path):
 
 def test_abort_hooks_are_called_on_every_rank(tmp_path):
     processes(2, _hooked, f"{tmp_path}/store")
+
+
+def _hooked_and_reconfigured(number, path):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "given", [0, 1], number)
+    dist._reconfigure(1, handles).wait()
+    group, calls = dist.group.WORLD, []
+    blind_watcher(group)
+    group.register_abort_hook(7, lambda: calls.append(group.get_error()))
+    if number == 0:
+        _sum()
+        with pytest.raises(phalanx_torch.Error):
+            while True:
+                _sum()
+        dist._reconfigure(2, handles).wait()
+    else:
+        _sum()
+        # Leaves a group that has not failed: its hooks have nothing to do.
+        dist._reconfigure(2, handles).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+    return calls
+
+
+def test_hooks_are_called_before_the_group_is_another(tmp_path):
+    assert processes(2, _hooked_and_reconfigured, f"{tmp_path}/store") == [[c10d.ErrorType.REMOTE_ERROR], []]

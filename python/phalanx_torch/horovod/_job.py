@@ -104,6 +104,8 @@ class _Global(ProcessSet):
 #: All ranks.
 global_process_set = _Global()
 
+# Of operations in flight, by their number.
+_handles: dict[int, Any] = {}
 _state: dict[str, Any] = {"ranks": None, "job": None, "sets": {}, "next": 1}
 
 
@@ -149,7 +151,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
 
 
 def shutdown() -> None:
-    """Leaves. Operations that other ranks still wait for fail there. ``init`` may be called again."""
+    """Leaves. Operations that other ranks still wait for fail there, and handles are used up. ``init`` may be called again."""
     job, sets = _state["job"], _state["sets"]
     _state.update(job=None, sets={})
     for process_set in sets.values():
@@ -158,6 +160,7 @@ def shutdown() -> None:
             native.shutdown()
     if job is not None:
         job.shutdown()
+    _handles.clear()
 
 
 @atexit.register

@@ -9,7 +9,7 @@ import torch
 
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
-from phalanx_torch.horovod._job import ProcessSet, _internal, global_process_set
+from phalanx_torch.horovod._job import ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
 # What makes the result of an operation of its native handle.
@@ -63,7 +63,6 @@ class _InFlight:
         return self._result
 
 
-_handles: dict[int, _InFlight] = {}
 _numbers = itertools.count()
 
 
@@ -103,9 +102,9 @@ def _synchronized(handle: int) -> Any:
 
 
 def _found(handle: int) -> _InFlight:
-    operation = _handles.get(handle)
+    operation: _InFlight | None = _handles.get(handle)
     if operation is None:
-        raise ValueError(f"{handle!r} is no handle of an operation in flight: each is synchronized once")
+        raise ValueError(f"{handle!r} is no handle of an operation in flight: each is synchronized once, and before hvd.shutdown()")
     return operation
 
 
@@ -596,7 +595,7 @@ def alltoall_async(
 ) -> int:
     """Starts an :func:`alltoall`."""
     handle = _alltoall_async(tensor, splits, name, process_set)
-    operation = _handles[handle]
+    operation: _InFlight = _handles[handle]
     if splits is None and operation._finish is not None:
         operation._finish = _first(operation._finish)
     return handle
@@ -646,6 +645,9 @@ def _scatter(
         raise NotImplementedError("reducescatter cannot be an Adasum: use hvd.Sum or hvd.Average, or hvd.allreduce")
     what = "grouped_reducescatter" if grouped else "reducescatter"
     native = process_set._here()
+    # Before an average, for which integers get a dimension more.
+    if any(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in tensors):
+        raise ValueError(f"{what}: a scalar has no rows that could be divided among the ranks; use hvd.allreduce, or tensor.reshape(1)")
     ways, op, factors = _ways(what, tensors, op, before, after, process_set)
     name = _name(what, name, process_set)
     lent = [way.lent for way in ways]

@@ -63,6 +63,8 @@ class _Distributed(_Base):
         self._ready: dict[int, list[torch.Tensor]] = {}
         # Of parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
+        # The first error of a step all of whose waits have not ended yet.
+        self._failure: Exception | None = None
         self._synchronized, self._should_synchronize = False, True
         self._hooks: list[Any] = []
         self._is_shared = process_set._native is not None and process_set.size() > 1
@@ -109,6 +111,21 @@ class _Distributed(_Base):
                 "or pass none"
             )
         return {p: name for name, p in pairs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the optimizer's own. The options and the state stay the objects that schedules, and the optimizer that was wrapped, have."""
+        groups, state = self.param_groups, self.state
+        super().load_state_dict(state_dict)
+        if self.param_groups is not groups:
+            for group, loaded in zip(groups, self.param_groups):
+                group.clear()
+                group.update(loaded)
+            self.param_groups = groups
+        if self.state is not state:
+            loaded_state = dict(self.state)
+            state.clear()
+            state.update(loaded_state)
+            self.state = state
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes add to the gradients until they are averaged."""
@@ -201,7 +218,37 @@ class _Distributed(_Base):
         return wait
 
     def synchronize(self) -> None:
-        """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros."""
+        """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros.
+
+        After an error none is on its way any more, and the next pass begins a step.
+        """
+        # What Ctrl-C leaves is waited for by the next call.
+        if self._failure is None:
+            try:
+                self._submit_others()
+            except Exception as error:
+                self._failure = error
+        for p in list(self._waits):
+            wait = self._waits[p]
+            if wait is not None:
+                try:
+                    wait()
+                except Exception as error:
+                    # A mismatch is of this gradient alone, and the others are still written to.
+                    self._failure = self._failure or error
+            del self._waits[p]
+        self._ready = {}
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        failure, self._failure = self._failure, None
+        if isinstance(failure, Error) and failure.kind == "mismatch" and "allgather" in str(failure):
+            why = "this gradient is sparse on some ranks only, and one that no pass has made counts as dense until it was sparse once"
+            raise HorovodInternalError(f"{failure}. {why}: pass sparse_as_dense=True", failure.kind, failure.peer) from failure
+        if failure is not None:
+            raise failure
+        self._synchronized = True
+
+    def _submit_others(self) -> None:
+        """Submits the gradients that no pass of this rank has made."""
         if self._is_shared:
             self._watch_later_ones()
         for p in self._left:
@@ -213,23 +260,6 @@ class _Distributed(_Base):
             for p in self._groups[group]:
                 if p not in self._waits:
                     self._submit(p)
-        # What Ctrl-C leaves is waited for by the next call.
-        for p in list(self._waits):
-            wait = self._waits[p]
-            if wait is not None:
-                try:
-                    wait()
-                except Exception as error:
-                    # The job has failed, and with it what is left.
-                    self._waits = {}
-                    if isinstance(error, Error) and error.kind == "mismatch" and "allgather" in str(error):
-                        why = "this gradient is sparse on some ranks only, and one that no pass has made counts as dense until it was sparse once"
-                        raise HorovodInternalError(f"{error}. {why}: pass sparse_as_dense=True", error.kind, error.peer) from error
-                    raise
-            del self._waits[p]
-        self._ready = {}
-        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
-        self._synchronized = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -270,6 +300,10 @@ class _Distributed(_Base):
                 "is prohibited as it can cause a race condition."
             )
         return super().zero_grad(*arguments, **named)
+
+
+# PyTorch puts the calls of a step's hooks into each class's `step`, where it has not. The optimizer's own, which this one calls, has them.
+vars(_Distributed.step)["hooked"] = True
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
