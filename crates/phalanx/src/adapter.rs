@@ -48,19 +48,18 @@
 //! [`Error::is_mismatch`] hold for adapters as well. A framework's own error is [`Error::other`]. Add the remedy with
 //! [`Error::with_remedy`].
 
-pub use crate::caller::Caller;
-pub use crate::group::{Communicator, GroupHandle};
-pub use crate::host::{id as host_id, name as host_name};
-pub use crate::join::JoinGroup;
-pub use crate::notice::warn;
-pub use crate::reducer::{
+pub use phalanx_core::group::{Communicator, GroupHandle};
+pub use phalanx_core::host::{id as host_id, name as host_name};
+pub use phalanx_core::join::JoinGroup;
+pub use phalanx_core::notice::warn;
+pub use phalanx_core::reducer::{
     HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, broadcast_state,
     broadcast_state_from, check_weight, states_identical, verify_state, verify_state_on,
 };
-pub use crate::state::{StateReader, StateWriter};
+pub use phalanx_core::state::{StateReader, StateWriter};
+pub use phalanx_proto::caller::Caller;
 
-use crate::error::Error;
-use crate::rank::Rank;
+use crate::{Error, Rank};
 
 /// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
 /// [`Error::is_invalid_argument`] is true for it.

@@ -1,39 +1,39 @@
 //! The decoders of bytes from outside, for the fuzz targets in `fuzz/`.
 //!
 //! Each function accepts any bytes, checks invariants of the decoded value, and returns whether the bytes are valid.
-//! They are compiled only for cargo-fuzz and for this crate's own tests, which run each function on its files in
+//! They are compiled only with the feature `fuzzing`: for cargo-fuzz, and for this crate's own tests, which run each function on its files in
 //! `fuzz/seeds`.
 
 use std::collections::HashMap;
 
-use crate::env::LaunchEnv;
-use crate::launch::Failure;
-use crate::rank::{Generation, Rank};
-use crate::store::MAX_VALUE;
-use crate::wire::auth::NONCE;
-use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
-use crate::wire::frame::{HEADER, Header};
-use crate::wire::greeting::{self, StoreSecret};
-use crate::wire::handshake::{ANSWER, GroupSecret, Initiator, Responder};
-use crate::wire::hello::{Channel, HELLO, Hello};
-use crate::wire::rpc;
-use crate::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
+use phalanx_core::env::LaunchEnv;
+use phalanx_core::store::MAX_VALUE;
+use phalanx_launch::Failure;
+use phalanx_proto::rank::{Generation, Rank};
+use phalanx_proto::wire::auth::NONCE;
+use phalanx_proto::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
+use phalanx_proto::wire::frame::{HEADER, Header};
+use phalanx_proto::wire::greeting::{self, StoreSecret};
+use phalanx_proto::wire::handshake::{ANSWER, GroupSecret, Initiator, Responder};
+use phalanx_proto::wire::hello::{Channel, HELLO, Hello};
+use phalanx_proto::wire::rpc;
+use phalanx_proto::wire::store::{Decoder, MAX_COUNT, MAX_REQUEST};
 
-pub use crate::checkpoint::{
+pub use phalanx_checkpoint::{
     fuzz_claim as checkpoint_claim, fuzz_manifest as checkpoint_manifest, fuzz_tensors as checkpoint_tensors,
 };
-pub use crate::collective::fuzz_tuning as tuning;
-pub use crate::domain::fuzz_encoded_call as encoded_call;
-pub use crate::elastic::fuzz_workers as workers;
-pub use crate::key::fuzz as job_key;
-pub use crate::launch::{
+pub use phalanx_core::domain::fuzz_encoded_call as encoded_call;
+pub use phalanx_core::elastic::fuzz_workers as workers;
+pub use phalanx_core::key::fuzz as job_key;
+pub use phalanx_core::rendezvous::fuzz as rendezvous;
+#[cfg(feature = "etcd")]
+pub use phalanx_core::store::fuzz_etcd as etcd;
+pub use phalanx_core::store::{fuzz_log as store_log, fuzz_reply as store_reply};
+pub use phalanx_launch::{
     fuzz_error_file as error_file, fuzz_hosts as hosts, fuzz_lines as lines, fuzz_nodes as nodes,
     fuzz_remote as remote,
 };
-pub use crate::rendezvous::fuzz as rendezvous;
-#[cfg(feature = "etcd")]
-pub use crate::store::fuzz_etcd as etcd;
-pub use crate::store::{fuzz_log as store_log, fuzz_reply as store_reply};
+pub use phalanx_proto::collective::fuzz_tuning as tuning;
 
 /// Accepts any bytes. Returns whether they are valid.
 pub type Target = fn(&[u8]) -> bool;
@@ -69,27 +69,9 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("workers", workers),
 ];
 
-/// The pieces of `bytes`, each after its length (u16, little-endian); `None` for an incomplete one.
-pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = Option<&[u8]>> {
-    std::iter::from_fn(move || {
-        if bytes.is_empty() {
-            return None;
-        }
-        let piece = bytes.split_first_chunk().and_then(|(length, rest)| {
-            let (piece, rest) = rest.split_at_checked(u16::from_le_bytes(*length).into())?;
-            bytes = rest;
-            Some(piece)
-        });
-        if piece.is_none() {
-            bytes = &[];
-        }
-        Some(piece)
-    })
-}
-
 /// What ranks write to the store for each other when they connect.
 pub fn address(bytes: &[u8]) -> bool {
-    let understood = [crate::transport::fuzz(bytes), crate::domain::fuzz(bytes)];
+    let understood = [phalanx_core::transport::fuzz(bytes), phalanx_core::domain::fuzz(bytes)];
     understood.contains(&true)
 }
 
@@ -262,8 +244,8 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     use super::*;
-    use crate::wire::auth::TAG;
-    use crate::wire::hello::REFUSAL;
+    use phalanx_proto::wire::auth::TAG;
+    use phalanx_proto::wire::hello::REFUSAL;
 
     fn seeds() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds")

@@ -35,81 +35,52 @@
 //!
 //! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of which peer, and the remedy.
 //! All waiting callers of a failed group get the same one.
+//!
+//! This crate is a façade. What it shows stands in `phalanx-core` and, each behind a feature that is on by default, in
+//! `phalanx-asynchronous`, `phalanx-checkpoint` and `phalanx-launch`; with `default-features = false` it is groups and collectives alone.
 // docs.rs shows which feature an item needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
-mod buffer;
-mod deadline;
-mod frozen;
-mod health;
-mod host;
-mod interfaces;
-mod interrupt;
-mod network;
-mod notice;
-mod poll;
-mod proc_stat;
-mod random;
-
 pub mod adapter;
-pub mod asynchronous;
-pub mod batch_statistics;
-pub mod checkpoint;
-mod credentials;
-mod domain;
-pub mod elastic;
-mod end_notice;
-pub mod env;
-#[cfg(any(test, fuzzing))]
+#[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
-pub mod group;
-pub mod join;
-mod key;
-pub mod launch;
-mod log;
-pub mod mesh;
-pub mod reducer;
-pub mod rendezvous;
-pub mod sampler;
-mod secret_file;
-mod spawn;
-pub mod state;
-pub mod store;
-#[cfg(feature = "testing")]
-pub mod testing;
-mod tls;
-pub mod trace;
-mod transport;
-mod worker_error;
 
+#[cfg(feature = "asynchronous")]
+#[doc(inline)]
+pub use phalanx_asynchronous as asynchronous;
+#[cfg(feature = "checkpoint")]
+#[doc(inline)]
+pub use phalanx_checkpoint as checkpoint;
+#[cfg(feature = "testing")]
+#[doc(inline)]
+pub use phalanx_core::testing;
+#[doc(inline)]
+pub use phalanx_core::{
+    batch_statistics, elastic, env, group, join, mesh, reducer, rendezvous, sampler, state, store, trace,
+};
+#[cfg(feature = "launch")]
+#[doc(inline)]
+pub use phalanx_launch as launch;
 #[doc(inline)]
 pub use phalanx_proto::pipeline;
-use phalanx_proto::{caller, collective, dtype, error, hash, rank, wire, world_size};
 
-pub use buffer::{Buffer, BufferKeeper, BufferPart};
-pub use caller::Caller;
-pub use collective::{ReduceOp, Tuning, TuningRow};
-pub use credentials::Credentials;
-pub use deadline::Deadline;
-pub use dtype::{Bool, DType, Element};
-pub use end_notice::EndNotice;
-pub use error::{Error, Result};
-pub use group::{Communicator, GroupHandle, GroupOptions, P2pOp, ProcessGroup, Work, init};
-pub use health::Heartbeat;
-pub use interrupt::{INTERRUPT_INTERVAL, InterruptCheck, interruptible};
-pub use key::JobKey;
 // Documented in `adapter`.
 #[doc(hidden)]
-pub use host::{id as host_id, name as host_name};
+pub use phalanx_core::host::{id as host_id, name as host_name};
 #[doc(hidden)]
-pub use notice::warn;
-pub use rank::{Generation, Rank, Sequence};
-pub use spawn::spawn;
-pub use tls::Tls;
-pub use transport::TransportKind;
-pub use world_size::{MAX_WORLD_SIZE, WorldSize};
+pub use phalanx_core::notice::warn;
+#[doc(inline)]
+pub use phalanx_core::{
+    Bool, Buffer, BufferKeeper, BufferPart, Caller, Communicator, Credentials, DType, Deadline, Element,
+    EndNotice, Error, Generation, GroupHandle, GroupOptions, Heartbeat, INTERRUPT_INTERVAL, InterruptCheck,
+    JobKey, MAX_WORLD_SIZE, P2pOp, ProcessGroup, Rank, ReduceOp, Result, Sequence, Tls, TransportKind,
+    Tuning, TuningRow, Work, WorldSize, init, interruptible,
+};
+#[cfg(feature = "launch")]
+#[doc(inline)]
+pub use phalanx_launch::spawn;
 
 /// The programs of the README and of the guide must compile.
 #[cfg(doctest)]

@@ -1,6 +1,6 @@
 //! Launchers that meet where none of them serves the log, in etcd and in a file: each may be lost, the first one too.
 
-#[path = "../../../phalanx/tests/support/etcd.rs"]
+#[path = "../../../phalanx-core/tests/support/etcd.rs"]
 mod server;
 
 use std::io::{BufRead, BufReader, Read};

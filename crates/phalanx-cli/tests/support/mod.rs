@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "not every test needs everything")]
 
 pub mod network;
-#[path = "../../../phalanx/tests/support/ports.rs"]
+#[path = "../../../phalanx-core/tests/support/ports.rs"]
 pub mod ports;
 pub mod stand_in;
 

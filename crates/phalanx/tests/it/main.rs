@@ -1,7 +1,7 @@
 //! All ranks are threads of this process: `cargo test -p phalanx --test it -- collectives::` runs one file.
 #![allow(clippy::unwrap_used)]
 
-#[path = "../support/certificates.rs"]
+#[path = "../../../phalanx-core/tests/support/certificates.rs"]
 mod certificates;
 
 mod collectives;

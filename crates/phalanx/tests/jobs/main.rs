@@ -2,7 +2,7 @@
 //! `cargo test -p phalanx --test jobs -- spawn::` runs one file.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
-#[path = "../support/certificates.rs"]
+#[path = "../../../phalanx-core/tests/support/certificates.rs"]
 mod certificates;
 mod support;
 

@@ -1,0 +1,28 @@
+//! Updates that do not wait: calls between ranks, servers of parameters, and methods that average seldom.
+//!
+//! | To | see | in PyTorch |
+//! |---|---|---|
+//! | call a function on another rank | [`Rpc`] | `torch.distributed.rpc` |
+//! | keep an object there and call functions on it | [`RemoteRef`] | `RRef` |
+//! | keep parameters on servers, for workers of different speed | [`ParameterServer`] | – |
+//! | average parameters now and then instead of gradients always | [`LocalUpdates`] | `PostLocalSGDOptimizer` |
+//!
+//! The guide's page [synchronous or not](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/synchronous-or-not.md)
+//! says when which of them pays.
+
+#![forbid(unsafe_code)]
+
+mod local;
+mod optimizer;
+mod rpc;
+mod server;
+
+pub use self::clock::Consistency;
+pub use self::local::{LocalMethod, LocalState, LocalUpdates};
+pub use self::optimizer::{Adam, Sgd, UpdateRule};
+pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
+pub use self::server::{
+    Compensation, DelayCompensation, ParameterServer, ParameterServerBuilder, ShardStatistics, Staleness,
+};
+use phalanx_core::{buffer, deadline, group, host, sampler};
+use phalanx_proto::{caller, clock, collective, dtype, error, hash, rank, wire, world_size};

@@ -1,0 +1,214 @@
+//! The functions that other ranks can call, by name.
+
+use std::any::type_name;
+use std::collections::HashMap;
+use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::objects::Value;
+use super::{Context, Shared};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::wire::rpc::{Head, MAX_NAME};
+
+/// A function of the bytes of its arguments.
+type Plain = dyn Fn(&Context, &[u8]) -> Result<Vec<u8>> + Send + Sync;
+type Deferred = dyn Fn(&Context, &[u8], Pledge) -> Result<()> + Send + Sync;
+type Object = dyn Fn(&Context, &[u8]) -> Result<Value> + Send + Sync;
+type Method = dyn Fn(&Context, &Value, &[u8]) -> Result<Vec<u8>> + Send + Sync;
+
+/// What a name stands for.
+pub(super) enum Function {
+    Plain(Box<Plain>),
+    Deferred(Box<Deferred>),
+    Object(Box<Object>),
+    Method(Box<Method>),
+}
+
+#[derive(Default)]
+pub(super) struct Registry(HashMap<String, Function>);
+
+impl Registry {
+    pub(super) fn add(&mut self, name: &str, function: Function) -> Result<()> {
+        if name.is_empty() || name.len() > MAX_NAME {
+            return Err(Error::invalid_argument(format!(
+                "the name of a function has 1 to {MAX_NAME} bytes, and {name:?} has {}",
+                name.len()
+            )));
+        }
+        match self.0.insert(name.to_owned(), function) {
+            None => Ok(()),
+            Some(_) => Err(Error::invalid_argument(format!("two functions have the name {name:?}"))),
+        }
+    }
+
+    pub(super) fn get(&self, name: &str, context: &Context) -> Result<&Function> {
+        self.0.get(name).ok_or_else(|| {
+            let mut known: Vec<&str> =
+                self.0.keys().map(String::as_str).filter(|name| !name.starts_with("phalanx.")).collect();
+            known.sort_unstable();
+            Error::invalid_argument(format!(
+                "rank {} has no function {name:?}, which rank {} has called; it has {}",
+                context.rpc().rank(),
+                context.caller(),
+                if known.is_empty() { "none".to_owned() } else { known.join(", ") }
+            ))
+            .with_remedy("register it on every rank that is called, with RpcBuilder::handler")
+        })
+    }
+}
+
+/// A typed function as one of bytes.
+pub(super) fn plain<A: DeserializeOwned, R: Serialize>(
+    name: &str,
+    function: impl Fn(&Context, A) -> Result<R> + Send + Sync + 'static,
+) -> Function {
+    let name = name.to_owned();
+    Function::Plain(Box::new(move |context, bytes| {
+        write_result(&name, &function(context, arguments(&name, context, bytes)?)?)
+    }))
+}
+
+pub(super) fn deferred<A: DeserializeOwned, R: Serialize>(
+    name: &str,
+    function: impl Fn(&Context, A, Answer<R>) + Send + Sync + 'static,
+) -> Function {
+    let name = name.to_owned();
+    Function::Deferred(Box::new(move |context, bytes, pledge| {
+        match arguments(&name, context, bytes) {
+            Ok(arguments) => {
+                function(context, arguments, Answer { pledge, _result: PhantomData });
+            }
+            Err(error) => pledge.keep(Err(error)),
+        }
+        Ok(())
+    }))
+}
+
+pub(super) fn object<A: DeserializeOwned, T: Send + Sync + 'static>(
+    name: &str,
+    function: impl Fn(&Context, A) -> Result<T> + Send + Sync + 'static,
+) -> Function {
+    let name = name.to_owned();
+    Function::Object(Box::new(move |context, bytes| {
+        Ok(Arc::new(function(context, arguments(&name, context, bytes)?)?))
+    }))
+}
+
+pub(super) fn method<T: Send + Sync + 'static, A: DeserializeOwned, R: Serialize>(
+    name: &str,
+    function: impl Fn(&Context, &T, A) -> Result<R> + Send + Sync + 'static,
+) -> Function {
+    let name = name.to_owned();
+    Function::Method(Box::new(move |context, value, bytes| {
+        let Some(value) = value.downcast_ref::<T>() else {
+            return Err(Error::mismatch(format!(
+                "{name:?} is a function of {}, and the object that rank {} has called it on is another",
+                type_name::<T>(),
+                context.caller()
+            )));
+        };
+        write_result(&name, &function(context, value, arguments(&name, context, bytes)?)?)
+    }))
+}
+
+fn arguments<A: DeserializeOwned>(name: &str, context: &Context, bytes: &[u8]) -> Result<A> {
+    read(bytes).map_err(|why| {
+        Error::mismatch(format!(
+            "rank {} cannot read the arguments of {name:?} that rank {} has sent as {}: {why}",
+            context.rpc().rank(),
+            context.caller(),
+            type_name::<A>()
+        ))
+        .with_remedy("caller and handler must have the same types")
+    })
+}
+
+fn write_result<R: Serialize>(name: &str, result: &R) -> Result<Vec<u8>> {
+    postcard::to_stdvec(result).map_err(|error| {
+        Error::invalid_argument(format!("the result of {name:?} could not be written")).with_source(error)
+    })
+}
+
+/// The value in `bytes`, all of which must be used; or why it cannot be read.
+pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(format!("{} bytes are left over", rest.len())),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// The duty to answer a call. If it is dropped, the caller gets an error.
+pub(super) struct Pledge {
+    shared: Arc<Shared>,
+    to: Rank,
+    head: Head,
+    name: String,
+    is_kept: bool,
+}
+
+impl Pledge {
+    pub(super) fn new(shared: Arc<Shared>, to: Rank, head: Head, name: String) -> Self {
+        Self { shared, to, head, name, is_kept: false }
+    }
+
+    pub(super) fn keep(mut self, outcome: Result<Vec<u8>>) {
+        self.finish(outcome);
+    }
+
+    fn finish(&mut self, outcome: Result<Vec<u8>>) {
+        if !std::mem::replace(&mut self.is_kept, true) {
+            let outcome = outcome.map_err(|error| self.shared.named(error, &self.name, self.to));
+            self.shared.answer(self.to, &self.head, outcome);
+        }
+    }
+}
+
+impl Drop for Pledge {
+    fn drop(&mut self) {
+        let cause = match std::thread::panicking() {
+            true => "the handler panicked before it answered",
+            false => "the handler has dropped the call without an answer",
+        };
+        self.finish(Err(Error::aborted(cause)));
+    }
+}
+
+/// The answer to a call, which a [deferred](super::RpcBuilder::deferred) handler gives when it can: now, or later from
+/// another thread. If it is dropped, the caller gets an error.
+pub struct Answer<R> {
+    pledge: Pledge,
+    _result: PhantomData<fn(R)>,
+}
+
+impl<R: Serialize> Answer<R> {
+    /// Answers the call.
+    pub fn send(self, outcome: Result<R>) {
+        let written = outcome.and_then(|result| write_result(&self.pledge.name, &result));
+        self.pledge.keep(written);
+    }
+}
+
+impl<R> std::fmt::Debug for Answer<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Answer({:?} to rank {})", self.pledge.name, self.pledge.to)
+    }
+}
+
+/// What [`caught`] usually runs, for its errors.
+pub(super) const HANDLER: &str = "the handler";
+
+/// Runs the program's code, which errors call `what`. A panic becomes an error.
+pub(crate) fn caught<R>(what: &str, code: impl FnOnce() -> Result<R>) -> Result<R> {
+    catch_unwind(AssertUnwindSafe(code)).unwrap_or_else(|panic| {
+        let said = panic.downcast_ref::<&str>().copied();
+        let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Err(Error::aborted(format!("{what} panicked: {}", said.unwrap_or("without a text")))
+            .with_remedy("see the output of the rank that was called"))
+    })
+}

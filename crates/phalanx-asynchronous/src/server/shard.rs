@@ -1,0 +1,369 @@
+//! The parameters of one server and the operations that change them: a pure state machine. A replica that applies the same
+//! operations in the same order has the same state.
+//!
+//! An operation depends on nothing but the state: on no clock, and on no order of arrival but the log's. A worker
+//! numbers its operations, so one that it repeats after a server's death is applied once.
+//!
+//! Each server judges its own workers' clocks. There is no coordinator, and the rule of the consistency model holds for
+//! each shard by itself.
+//!
+//! Under BSP gradients are kept by worker and added in the order of ranks. So the sum has the same bits whoever came
+//! first, and the part of a worker that dies can be left out.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::Staleness;
+use super::floats::Floats;
+use super::layout::Layout;
+use crate::clock::{Clocks, Consistency};
+use crate::error::{Error, Result};
+use crate::optimizer::UpdateRule;
+use crate::rank::Rank;
+
+/// How a gradient is corrected because the parameters have changed since they were pulled. By default it is not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Compensation {
+    /// Divides the learning rate by the gradient's staleness, if that is more than 1.
+    ///
+    /// Source: W. Zhang et al., *Staleness-aware Async-SGD for Distributed Deep Learning*, 2016.
+    pub staleness_aware: bool,
+    /// Corrects the gradient to first order for the difference between the parameters and those that the worker pulled.
+    pub delay: Option<DelayCompensation>,
+}
+
+/// DC-ASGD: a stale gradient g becomes g + λ g² (w − w_pulled), element by element. The server keeps what each worker has
+/// pulled: a copy of the parameters for each.
+///
+/// Source: S. Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, 2017.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum DelayCompensation {
+    /// The same λ for all.
+    Constant(f32),
+    /// λ divided by the root of a running mean of g², in which the past has the share `mean`.
+    Adaptive {
+        /// λ before the division.
+        lambda: f32,
+        /// The share of the past.
+        mean: f32,
+    },
+}
+
+/// Added to the mean of g² before its root.
+const EPSILON: f32 = 1e-7;
+
+/// An operation on a server, and then on its replica.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) enum Op<'a> {
+    /// The worker takes part, and holds the slowest clock until it enters.
+    Join(Rank),
+    /// The worker begins after this many steps, and gets the parameters of these keys when it may.
+    Enter(Rank, u64, Range<usize>),
+    Leave(Rank),
+    Step {
+        worker: Rank,
+        /// The worker's number of this operation. One that comes again is not applied again.
+        number: u64,
+        push: Option<(Range<usize>, Floats<'a>)>,
+        /// The worker has ended a step.
+        advance: bool,
+        pull: Option<Range<usize>>,
+    },
+    /// A worker that had to wait gets the parameters of these keys now.
+    Pull(Rank, Range<usize>),
+}
+
+pub(super) struct Shard {
+    layout: Layout,
+    rule: Arc<dyn UpdateRule>,
+    compensation: Compensation,
+    parameters: Vec<f32>,
+    states: Vec<Vec<f32>>,
+    /// The running mean of g², for [`DelayCompensation::Adaptive`].
+    mean_square: Vec<f32>,
+    /// The number of updates of each key.
+    versions: Vec<u64>,
+    clocks: Clocks,
+    workers: BTreeMap<Rank, Worker>,
+    /// Steps of all workers that have been applied, if gradients are averaged.
+    committed: u64,
+    record: Staleness,
+}
+
+/// What a server knows about a worker.
+struct Worker {
+    /// The version of each key that it has.
+    seen: Vec<u64>,
+    /// The parameters that it has, for delay compensation.
+    pulled: Vec<f32>,
+    /// Its clock when it joined: it takes no part in earlier steps.
+    since: u64,
+    /// Its last operation and its outcome.
+    number: u64,
+    staleness: u64,
+    /// Its gradients of this step, by key, if they are averaged.
+    gradients: BTreeMap<usize, Vec<f32>>,
+}
+
+impl Shard {
+    pub(super) fn new(
+        layout: Layout,
+        parameters: Vec<f32>,
+        rule: Arc<dyn UpdateRule>,
+        compensation: Compensation,
+        clocks: Clocks,
+    ) -> Self {
+        let members: Vec<Rank> = clocks.workers().keys().copied().collect();
+        let adaptive = matches!(compensation.delay, Some(DelayCompensation::Adaptive { .. }));
+        let mut shard = Self {
+            states: vec![vec![0.0; parameters.len()]; rule.states()],
+            mean_square: vec![0.0; if adaptive { parameters.len() } else { 0 }],
+            versions: vec![0; layout.keys()],
+            layout,
+            rule,
+            compensation,
+            parameters,
+            clocks,
+            workers: BTreeMap::new(),
+            committed: 0,
+            record: Staleness::default(),
+        };
+        members.into_iter().for_each(|worker| shard.welcome(worker));
+        shard
+    }
+
+    /// Carries out `op`. Returns the staleness of its gradients.
+    ///
+    /// # Errors
+    /// If it is not allowed; then nothing has changed.
+    pub(super) fn apply(&mut self, op: &Op<'_>) -> Result<u64> {
+        match op {
+            Op::Join(worker) => {
+                if self.clocks.lead(*worker).is_none() {
+                    self.clocks.join(*worker);
+                    self.welcome(*worker);
+                }
+                Ok(0)
+            }
+            Op::Enter(worker, clock, keys) => {
+                self.layout.place(keys)?;
+                let before = self.clocks.workers().get(worker).copied();
+                self.clocks.enter(*worker, *clock)?;
+                if let Some(known) = self.workers.get_mut(worker)
+                    && before != Some(*clock)
+                {
+                    known.since = *clock;
+                }
+                self.commit();
+                self.show_if_ready(*worker, true, Some(keys));
+                Ok(0)
+            }
+            Op::Leave(worker) => {
+                self.clocks.leave(*worker);
+                self.workers.remove(worker);
+                self.commit();
+                Ok(0)
+            }
+            Op::Step { worker, number, push, advance, pull } => {
+                self.step(*worker, *number, push.as_ref(), *advance, pull.as_ref())
+            }
+            Op::Pull(worker, keys) => {
+                self.layout.place(keys)?;
+                self.show(*worker, keys);
+                Ok(0)
+            }
+        }
+    }
+
+    /// The parameters of these keys.
+    pub(super) fn parameters(&self, keys: &Range<usize>) -> Result<&[f32]> {
+        Ok(&self.parameters[self.layout.place(keys)?])
+    }
+
+    pub(super) fn clocks(&self) -> &Clocks {
+        &self.clocks
+    }
+
+    pub(super) fn record(&self) -> &Staleness {
+        &self.record
+    }
+
+    pub(super) fn keys(&self) -> usize {
+        self.layout.keys()
+    }
+
+    /// The number of updates of all keys.
+    pub(super) fn updates(&self) -> u64 {
+        self.versions.iter().sum()
+    }
+
+    fn welcome(&mut self, worker: Rank) {
+        let pulled = if self.compensation.delay.is_some() { self.parameters.clone() } else { Vec::new() };
+        let since = self.clocks.workers().get(&worker).copied().unwrap_or(0);
+        let (seen, gradients) = (self.versions.clone(), BTreeMap::new());
+        self.workers.insert(worker, Worker { seen, pulled, since, number: 0, staleness: 0, gradients });
+    }
+
+    fn step(
+        &mut self,
+        worker: Rank,
+        number: u64,
+        push: Option<&(Range<usize>, Floats<'_>)>,
+        advance: bool,
+        pull: Option<&Range<usize>>,
+    ) -> Result<u64> {
+        let Some(known) = self.workers.get(&worker) else {
+            // Any rank may pull.
+            pull.map(|keys| self.layout.place(keys)).transpose()?;
+            return if push.is_some() || advance { self.clocks.check(worker).map(|()| 0) } else { Ok(0) };
+        };
+        if number == known.number {
+            let staleness = known.staleness;
+            self.show_if_ready(worker, advance, pull);
+            return Ok(staleness);
+        }
+        if number < known.number {
+            return Err(Error::protocol(format!(
+                "operation {number} of rank {worker} comes after {}",
+                known.number
+            )));
+        }
+        // All checks come before any change.
+        pull.map(|keys| self.layout.place(keys)).transpose()?;
+        if push.is_some() || advance {
+            self.clocks.check(worker)?;
+        }
+        if let Some((keys, values)) = push {
+            let place = self.layout.place(keys)?;
+            if place.len() != values.0.len() {
+                return Err(Error::invalid_argument(format!(
+                    "{} gradients were pushed for keys {keys:?}, which have {} elements",
+                    values.0.len(),
+                    place.len()
+                )));
+            }
+        }
+        let staleness = match push {
+            Some((keys, values)) => self.push(worker, keys, &values.0)?,
+            None => 0,
+        };
+        if let Some(known) = self.workers.get_mut(&worker) {
+            (known.number, known.staleness) = (number, staleness);
+        }
+        if advance {
+            self.clocks.advance(worker)?;
+            self.commit();
+        }
+        self.show_if_ready(worker, advance, pull);
+        Ok(staleness)
+    }
+
+    /// The worker gets what it pulls now, unless it has to wait.
+    fn show_if_ready(&mut self, worker: Rank, advance: bool, pull: Option<&Range<usize>>) {
+        if let Some(keys) = pull
+            && (!advance || self.clocks.may_go(worker))
+        {
+            self.show(worker, keys);
+        }
+    }
+
+    /// Notes that `worker` has the parameters of these keys as they are now.
+    fn show(&mut self, worker: Rank, keys: &Range<usize>) {
+        let (Some(known), Ok(place)) = (self.workers.get_mut(&worker), self.layout.place(keys)) else {
+            return;
+        };
+        known.seen[keys.clone()].copy_from_slice(&self.versions[keys.clone()]);
+        if !known.pulled.is_empty() {
+            known.pulled[place.clone()].copy_from_slice(&self.parameters[place]);
+        }
+    }
+
+    fn push(&mut self, worker: Rank, keys: &Range<usize>, values: &[f32]) -> Result<u64> {
+        let lead = self.clocks.lead(worker).unwrap_or(0);
+        let begin = self.layout.place(keys)?.start;
+        let mut largest = 0;
+        for key in keys.clone() {
+            let place = self.layout.place(&(key..key + 1))?;
+            let gradient = &values[place.start - begin..place.end - begin];
+            let Some(known) = self.workers.get_mut(&worker) else { break };
+            if self.clocks.consistency() == Consistency::Bsp {
+                let sum = known.gradients.entry(key).or_insert_with(|| vec![0.0; gradient.len()]);
+                sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
+                continue;
+            }
+            let staleness = self.versions[key] - known.seen[key];
+            largest = largest.max(staleness);
+            self.update_stale(worker, key, place, gradient, staleness);
+        }
+        self.record.add(largest, lead);
+        Ok(largest)
+    }
+
+    fn update_stale(
+        &mut self,
+        worker: Rank,
+        key: usize,
+        place: Range<usize>,
+        gradient: &[f32],
+        staleness: u64,
+    ) {
+        let scale = match self.compensation.staleness_aware {
+            true => 1.0 / staleness.max(1) as f32,
+            false => 1.0,
+        };
+        let pulled = self.workers.get(&worker).and_then(|known| known.pulled.get(place.clone()));
+        let (Some(delay), Some(pulled)) = (self.compensation.delay, pulled) else {
+            return self.update(key, place, gradient, scale);
+        };
+        let now = &self.parameters[place.clone()];
+        let drifted = gradient.iter().zip(now.iter().zip(pulled));
+        let gradient: Vec<f32> = match delay {
+            DelayCompensation::Constant(lambda) => {
+                drifted.map(|(g, (now, pulled))| g + lambda * g * g * (now - pulled)).collect()
+            }
+            DelayCompensation::Adaptive { lambda, mean } => drifted
+                .zip(&mut self.mean_square[place.clone()])
+                .map(|((g, (now, pulled)), square)| {
+                    *square = mean * *square + (1.0 - mean) * g * g;
+                    g + lambda / (*square + EPSILON).sqrt() * g * g * (now - pulled)
+                })
+                .collect(),
+        };
+        self.update(key, place, &gradient, scale);
+    }
+
+    fn update(&mut self, key: usize, place: Range<usize>, gradient: &[f32], scale: f32) {
+        self.versions[key] += 1;
+        let mut states: Vec<&mut [f32]> =
+            self.states.iter_mut().map(|state| &mut state[place.clone()]).collect();
+        self.rule.update(self.versions[key], scale, &mut self.parameters[place], gradient, &mut states);
+    }
+
+    /// Applies the mean gradients of a step that all workers have ended. Keys without gradients are unchanged.
+    fn commit(&mut self) {
+        if self.clocks.consistency() != Consistency::Bsp || self.clocks.slowest() <= self.committed {
+            return;
+        }
+        self.committed = self.clocks.slowest();
+        let members = self.workers.values().filter(|worker| worker.since < self.committed).count();
+        let share = 1.0 / members.max(1) as f32;
+        for key in 0..self.layout.keys() {
+            // In the order of ranks, so that the result does not depend on which was first.
+            let mut gradients = self.workers.values_mut().filter_map(|worker| worker.gradients.remove(&key));
+            let Some(mut mean) = gradients.next() else { continue };
+            for gradient in gradients {
+                mean.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
+            }
+            mean.iter_mut().for_each(|sum| *sum *= share);
+            if let Ok(place) = self.layout.place(&(key..key + 1)) {
+                self.update(key, place, &mean, 1.0);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,191 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::builder::{MAX_SHARD, shares};
+use super::*;
+use crate::group::ProcessGroup;
+use crate::world_size::WorldSize;
+use crate::{Consistency, Sgd};
+
+const KEYS: [usize; 2] = [2, 2];
+
+fn ranks(ranks: &[u32]) -> Vec<Rank> {
+    ranks.iter().copied().map(Rank::new).collect()
+}
+
+/// Runs `rank` on `world` ranks of this process.
+fn run(world: u32, rank: impl Fn(ProcessGroup) + Sync) {
+    std::thread::scope(|scope| {
+        for group in ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap() {
+            scope.spawn(|| rank(group));
+        }
+    });
+}
+
+#[test]
+fn a_replica_that_has_missed_updates_does_not_take_over() {
+    run(3, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .servers(&ranks(&[1, 2]))
+            .workers(&[Rank::MAIN])
+            .replicated()
+            .start(&group, &parameters)
+            .unwrap();
+        let is_main = group.rank().is_main();
+        if is_main {
+            server.step(&[1.0; 4], &mut parameters).unwrap();
+        }
+        group.barrier().unwrap();
+        // The servers part from each other, but not from the worker.
+        if group.rank().get() == 1 {
+            server.rpc.sever(Rank::new(2));
+        }
+        if !is_main {
+            // Messages that were sent before both have seen it may still arrive.
+            let other = Rank::new(3 - group.rank().get());
+            let deadline = Deadline::after(Duration::from_secs(60));
+            while server.rpc.failure(other).unwrap().is_none() {
+                assert!(!deadline.has_passed(), "the connection is cut");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        group.barrier().unwrap();
+        if is_main {
+            server.step(&[1.0; 4], &mut parameters).unwrap();
+            assert_eq!(parameters, [-1.0; 4]);
+        }
+        group.barrier().unwrap();
+        if group.rank().get() == 1 {
+            // As if it died: rank 2 lacks the second step.
+            drop(server);
+            group.barrier().unwrap();
+            group.barrier().unwrap();
+            return;
+        }
+        group.barrier().unwrap();
+        if is_main {
+            let error = server.pull(0..1, &mut [0.0; 2]).unwrap_err();
+            assert_eq!(error.peer(), Some(Rank::new(1)), "{error}");
+            server.pull(1..2, &mut parameters[2..]).unwrap();
+            assert_eq!(parameters[2..], [-1.0; 2], "the other server has all");
+        }
+        group.barrier().unwrap();
+        server.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn the_statistics_of_a_server_that_is_lost_are_its_replica_s() {
+    run(3, |group| {
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .servers(&ranks(&[1, 2]))
+            .workers(&[Rank::MAIN])
+            .replicated()
+            .start(&group, &[1.0; 4])
+            .unwrap();
+        if group.rank().get() == 1 {
+            drop(server);
+            group.barrier().unwrap();
+            return;
+        }
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            // Nothing else has been asked.
+            let servers: Vec<u32> =
+                server.statistics().unwrap().iter().map(|shard| shard.server.get()).collect();
+            assert_eq!(servers, [2, 2]);
+        }
+        server.shutdown().unwrap();
+    });
+}
+
+/// Panics once, at its third update.
+struct Panics(AtomicBool);
+
+impl UpdateRule for Panics {
+    fn states(&self) -> usize {
+        0
+    }
+
+    fn update(&self, time: u64, _: f32, parameters: &mut [f32], _: &[f32], _: &mut [&mut [f32]]) {
+        parameters[0] += 1.0;
+        assert!(time != 3 || self.0.swap(true, Ordering::SeqCst), "no such luck");
+    }
+}
+
+#[test]
+fn a_shard_whose_rule_panics_takes_no_more_operations() {
+    for consistency in [Consistency::Bsp, Consistency::Asp] {
+        run(3, |group| {
+            let mut parameters = [0.0; 4];
+            let server = ParameterServer::builder(&KEYS, Panics(AtomicBool::new(false)))
+                .consistency(consistency)
+                .servers(&ranks(&[1, 2]))
+                .workers(&[Rank::MAIN])
+                .replicated()
+                .start(&group, &parameters)
+                .unwrap();
+            if group.rank().is_main() {
+                for _ in 0..2 {
+                    server.step(&[1.0; 4], &mut parameters).unwrap();
+                }
+                for _ in 0..3 {
+                    let error = server.step(&[1.0; 4], &mut parameters).unwrap_err().to_string();
+                    assert!(error.contains("the update rule panicked: no such luck"), "{error}");
+                }
+            }
+            group.barrier().unwrap();
+            server.shutdown().unwrap();
+        });
+    }
+}
+
+#[test]
+fn one_rank_that_cannot_start_tells_the_others() {
+    run(3, |group| {
+        let is_wrong = group.rank().get() == 1;
+        let start = |parameters: &[f32], rate: f32, lengths: &[usize]| {
+            ParameterServer::builder(lengths, Sgd::new(rate)).start(&group, parameters).unwrap_err()
+        };
+        let error = start(if is_wrong { &[1.0] } else { &[1.0; 4] }, 0.1, &KEYS).to_string();
+        assert!(error.contains(if is_wrong { "4 elements" } else { "rank 1 could not start" }), "{error}");
+        let error = start(&[1.0; 4], 0.1, if is_wrong { &[usize::MAX, 1] } else { &KEYS }).to_string();
+        assert!(error.contains(if is_wrong { "too many" } else { "rank 1 could not start" }), "{error}");
+        let error = start(&[1.0; 4], if is_wrong { 0.2 } else { 0.1 }, &KEYS);
+        assert!(error.is_mismatch() && error.to_string().contains("rank 1"), "{error}");
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_server_has_no_more_parameters_than_a_step_can_send() {
+    let servers = ranks(&[0, 1]);
+    let layout = |length| Layout::new(&[length, length]).unwrap();
+    assert_eq!(shares(&layout(MAX_SHARD), &servers).unwrap(), [0..1, 1..2]);
+    let error = shares(&layout(MAX_SHARD + 1), &servers).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("rank 0 would serve 67"), "{error}");
+}
+
+#[test]
+fn a_worker_that_leaves_tells_all_servers_even_if_one_fails() {
+    run(3, |group| {
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .servers(&ranks(&[1, 2]))
+            .workers(&[Rank::MAIN])
+            .start(&group, &[1.0; 4])
+            .unwrap();
+        if group.rank().get() == 1 {
+            drop(server);
+            group.barrier().unwrap();
+            return;
+        }
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            assert!(server.leave().is_err());
+            let last: Reply<ShardStatistics> = server.rpc.call(Rank::new(2), STATISTICS, &1u32).unwrap();
+            let Reply::Done(last) = last else { panic!("{last:?}") };
+            assert!(last.clocks.is_empty(), "{last:?}");
+        }
+        server.shutdown().unwrap();
+    });
+}

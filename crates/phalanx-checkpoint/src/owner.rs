@@ -1,0 +1,365 @@
+//! Ensures that one process writes to a folder of checkpoints: the one whose claim has the highest number.
+//!
+//! A claim is a file, `.owner-00000007`, that says which process made it. That process holds a lock on it as long as it
+//! lives. A process that wants to write makes the next claim. It may do so if the last claim was given back, or its
+//! process has died, or it belongs to an earlier round of the same elastic job: that round's process may be frozen, and
+//! was declared dead. A file of each name is made once (`O_EXCL`), so of two processes that follow the same claim one
+//! has to try again.
+//!
+//! The previous owner notices by looking for a higher number, before each step that changes what a reader sees.
+//! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step.
+//!
+//! The lock alone does not say who writes: a frozen process holds its lock for ever.
+
+use std::cmp::Ordering;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::host;
+use crate::notice::warn;
+
+/// The prefix of the number of a claim.
+const NAME: &str = ".owner-";
+/// A process that has just been killed may hold its lock for another moment.
+const TIMEOUT: Duration = Duration::from_secs(5);
+const RETRY_DELAY: Duration = Duration::from_millis(20);
+/// The longest claim that is read.
+const LONGEST: u64 = 4096;
+
+/// The process that wants to write.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Claimant {
+    /// The elastic job, whose later rounds take over from its earlier ones; none if the job is not elastic.
+    pub job: Option<String>,
+    /// Its round.
+    pub round: u64,
+}
+
+impl Claimant {
+    /// Whether it is from an earlier round of the same job.
+    fn is_before(&self, other: &Self) -> bool {
+        self.job.is_some() && self.job == other.job && self.round < other.round
+    }
+}
+
+/// The contents of a claim's file.
+#[derive(Debug, Serialize, Deserialize)]
+struct Claim {
+    #[serde(flatten)]
+    by: Claimant,
+    host: String,
+    process: u32,
+}
+
+/// The right to write to a folder, until it is dropped, its process ends, or another process takes over.
+#[derive(Debug)]
+pub(super) struct Owner {
+    folder: PathBuf,
+    number: u64,
+    /// The claim that this one followed.
+    follows: u64,
+    /// Locked.
+    _file: File,
+}
+
+/// Why a claim cannot be followed yet.
+enum Obstacle {
+    /// The claim is gone, or a later one has followed it.
+    Changed,
+    /// It is empty and not locked: its process is about to write it, or has died.
+    Unfinished,
+    /// It is held.
+    Held(Option<Claim>),
+}
+
+impl Owner {
+    /// Claims `folder`. The claim `own` belongs to this process, and is followed in any case.
+    pub fn claim(folder: &Path, by: &Claimant, own: Option<u64>) -> Result<Self> {
+        let unusable = |error: io::Error| {
+            Error::io(format!("cannot claim {}", folder.display()), error)
+                .with_remedy("may rank 0 write there?")
+        };
+        let deadline = Deadline::after(TIMEOUT);
+        loop {
+            let newest = newest(folder).map_err(unusable)?;
+            let free = match newest {
+                0 => Ok(()),
+                number if own == Some(number) => Ok(()),
+                number => follow(folder, number, by).map_err(unusable)?,
+            };
+            match free {
+                Ok(()) => {}
+                Err(Obstacle::Changed) => continue,
+                Err(Obstacle::Held(Some(claim))) if by.is_before(&claim.by) => {
+                    return Err(taken_over(folder, &claim));
+                }
+                Err(Obstacle::Held(claim)) if deadline.has_passed() => return Err(held(folder, claim)),
+                Err(Obstacle::Unfinished) if deadline.has_passed() => {}
+                Err(Obstacle::Unfinished | Obstacle::Held(_)) => {
+                    std::thread::sleep(RETRY_DELAY);
+                    continue;
+                }
+            }
+            if let Some(owner) = Self::make(folder, newest, by, deadline).map_err(unusable)? {
+                return Ok(owner);
+            }
+        }
+    }
+
+    /// Makes the claim after `newest`, unless another process does.
+    fn make(folder: &Path, follows: u64, by: &Claimant, deadline: Deadline) -> io::Result<Option<Self>> {
+        let number = follows + 1;
+        let path = file(folder, number);
+        let file = match File::create_new(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+            made => made?,
+        };
+        let made = Self::sign(folder, follows, by, (&path, file), deadline);
+        if !matches!(made, Ok(Some(_))) {
+            // Removed, since otherwise it would take the folder from its owner.
+            let _ = fs::remove_file(&path);
+        }
+        made
+    }
+
+    /// Turns the new file at `path` into a claim, unless other processes have made later ones meanwhile.
+    fn sign(
+        folder: &Path,
+        follows: u64,
+        by: &Claimant,
+        (path, mut file): (&Path, File),
+        deadline: Deadline,
+    ) -> io::Result<Option<Self>> {
+        let number = follows + 1;
+        // A process that checks the lock holds it for a moment.
+        while !lock(path, &file, FlockOperation::NonBlockingLockExclusive)? {
+            if deadline.has_passed() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(RETRY_DELAY);
+        }
+        let claim = Claim { by: by.clone(), host: host::name(), process: std::process::id() };
+        file.write_all(&serde_json::to_vec(&claim)?)?;
+        let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
+        if newest(folder)? > number {
+            // This process was frozen since it looked: others have made claims meanwhile, and removed the ones in
+            // between.
+            return Ok(None);
+        }
+        for old in claims(folder)?.into_iter().filter(|old| *old < number) {
+            // Its process knows the higher number by now.
+            let _ = fs::remove_file(self::file(folder, old));
+        }
+        Ok(Some(owner))
+    }
+
+    /// The number of the claim: while this process lives, no other process's claim has it.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether it directly follows the claim of this number.
+    pub fn follows(&self, number: u64) -> bool {
+        self.follows == number
+    }
+
+    /// Checks that this process is still the owner.
+    pub fn check(&self) -> io::Result<()> {
+        match newest(&self.folder)?.cmp(&self.number) {
+            Ordering::Greater => Err(io::Error::other(
+                "another process has taken over, in a later round of the job, since this one was given up",
+            )),
+            Ordering::Less => Err(io::Error::other("this process's claim to the folder has been removed")),
+            Ordering::Equal => Ok(()),
+        }
+    }
+}
+
+fn file(folder: &Path, number: u64) -> PathBuf {
+    folder.join(format!("{NAME}{number:08}"))
+}
+
+/// The numbers of all claims.
+fn claims(folder: &Path) -> io::Result<Vec<u64>> {
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        numbers.extend(entry?.file_name().to_str().and_then(number));
+    }
+    Ok(numbers)
+}
+
+/// That of the claim of this name.
+fn number(name: &str) -> Option<u64> {
+    let digits = name.strip_prefix(NAME).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+    digits.parse().ok().filter(|number| *number < u64::MAX / 2)
+}
+
+/// The highest; 0 if there is none.
+fn newest(folder: &Path) -> io::Result<u64> {
+    Ok(claims(folder)?.into_iter().max().unwrap_or(0))
+}
+
+/// Checks that a claim may follow the one of this number.
+fn follow(folder: &Path, number: u64, by: &Claimant) -> io::Result<Result<(), Obstacle>> {
+    let path = file(folder, number);
+    let file = match File::open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(Obstacle::Changed)),
+        opened => opened?,
+    };
+    let free = lock(&path, &file, FlockOperation::NonBlockingLockShared)?;
+    let mut bytes = Vec::new();
+    (&file).take(LONGEST).read_to_end(&mut bytes)?;
+    let claim: Option<Claim> = serde_json::from_slice(&bytes).ok();
+    Ok(match claim {
+        Some(claim) if free || claim.by.is_before(by) => Ok(()),
+        None if free => Err(Obstacle::Unfinished),
+        claim => Err(Obstacle::Held(claim)),
+    })
+}
+
+/// Takes a lock, unless another process holds it.
+fn lock(path: &Path, file: &File, how: FlockOperation) -> io::Result<bool> {
+    match flock(file, how) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(false),
+        Err(error @ (Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK)) => {
+            static ONCE: Once = Once::new();
+            ONCE.call_once(|| {
+                let path = path.display();
+                warn(format_args!(
+                    "a second job could write to {path} at the same time: its file system has no locks: {error}"
+                ));
+            });
+            Ok(true)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn held(folder: &Path, claim: Option<Claim>) -> Error {
+    let who = claim
+        .map_or_else(String::new, |Claim { host, process, .. }| format!(": process {process} on {host}"));
+    Error::environment(format!("another process writes checkpoints to {}{who}", folder.display()))
+        .with_remedy("give each job a folder of its own; or does an earlier run of this one still live?")
+}
+
+fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
+    let (folder, round) = (folder.display(), by.round);
+    Error::aborted(format!(
+        "process {process} on {host} writes checkpoints to {folder}, in round {round} of the job: this rank was given up"
+    ))
+}
+
+/// For `phalanx::fuzzing`: the name of a file in a folder of checkpoints, and, on the next lines, its
+/// contents. Returns whether it is a claim.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let (name, said) = bytes.split_at(bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len()));
+    let number = str::from_utf8(name).ok().and_then(number);
+    let claim: Option<Claim> = serde_json::from_slice(said).ok();
+    let (Some(number), Some(claim)) = (number, claim) else { return false };
+    // There is always a next one.
+    assert!(number < u64::MAX - 1);
+    assert!(!claim.by.is_before(&claim.by));
+    assert!(taken_over(Path::new("folder"), &claim).is_aborted());
+    assert!(held(Path::new("folder"), Some(claim)).is_environment());
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    fn of(job: Option<&str>, round: u64) -> Claimant {
+        Claimant { job: job.map(str::to_owned), round }
+    }
+
+    #[test]
+    fn later_rounds_of_a_job_take_over_and_earlier_ones_do_not() {
+        let root = tempfile::tempdir().unwrap();
+        let first = Owner::claim(root.path(), &of(Some("a"), 3), None).unwrap();
+        first.check().unwrap();
+        let start = Instant::now();
+        let second = Owner::claim(root.path(), &of(Some("a"), 5), None).unwrap();
+        second.check().unwrap();
+        assert!(first.check().unwrap_err().to_string().contains("has taken over"));
+        let error = Owner::claim(root.path(), &of(Some("a"), 4), None).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("in round 5"), "{error}");
+        // None of these had to be waited for.
+        assert!(start.elapsed() < TIMEOUT);
+        // A new job, once this one has given it back, whatever the round.
+        drop(second);
+        let third = Owner::claim(root.path(), &of(Some("b"), 1), None).unwrap();
+        assert_eq!((third.number(), claims(root.path()).unwrap()), (3, vec![3]));
+    }
+
+    #[test]
+    fn another_job_waits_and_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let first = Owner::claim(root.path(), &of(Some("a"), 3), None).unwrap();
+        std::thread::scope(|scope| {
+            for other in [of(Some("b"), 9), of(None, 9), of(Some("a"), 3)] {
+                let root = root.path();
+                scope.spawn(move || {
+                    let error = Owner::claim(root, &other, None).unwrap_err();
+                    let process = format!("process {}", std::process::id());
+                    assert!(error.is_environment() && error.to_string().contains(&process), "{error}");
+                });
+            }
+        });
+        first.check().unwrap();
+        // This process's own is followed all the same.
+        let next = Owner::claim(root.path(), &of(Some("a"), 3), Some(first.number())).unwrap();
+        assert!(next.follows(first.number()));
+    }
+
+    #[test]
+    fn a_claim_without_a_word_is_followed_when_its_maker_has_had_time() {
+        let root = tempfile::tempdir().unwrap();
+        File::create_new(file(root.path(), 7)).unwrap();
+        let owner = Owner::claim(root.path(), &of(None, 0), None).unwrap();
+        assert_eq!(owner.number(), 8);
+    }
+
+    #[test]
+    fn of_those_who_claim_at_once_one_is_the_owner() {
+        let root = tempfile::tempdir().unwrap();
+        let claimed: Vec<Owner> = std::thread::scope(|scope| {
+            let claims = (1..=16u64).map(|round| {
+                let root = root.path();
+                scope.spawn(move || Owner::claim(root, &of(Some("a"), round), None).ok())
+            });
+            let claims: Vec<_> = claims.collect();
+            claims.into_iter().filter_map(|claim| claim.join().unwrap()).collect()
+        });
+        let owners: Vec<u64> =
+            claimed.iter().filter(|owner| owner.check().is_ok()).map(Owner::number).collect();
+        assert_eq!(owners, [newest(root.path()).unwrap()]);
+    }
+
+    #[test]
+    fn who_was_frozen_before_it_made_its_claim_makes_none() {
+        let root = tempfile::tempdir().unwrap();
+        let first = Owner::claim(root.path(), &of(Some("a"), 1), None).unwrap();
+        let second = Owner::claim(root.path(), &of(Some("a"), 3), None).unwrap();
+        let third = Owner::claim(root.path(), &of(Some("a"), 4), None).unwrap();
+        // It looked when there was only the first; the second has gone.
+        let late = Owner::make(root.path(), first.number(), &of(Some("a"), 2), Deadline::after(TIMEOUT));
+        assert!(late.unwrap().is_none());
+        assert_eq!(claims(root.path()).unwrap(), [third.number()]);
+        third.check().unwrap();
+        drop(second);
+    }
+}

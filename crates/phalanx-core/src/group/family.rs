@@ -1,0 +1,120 @@
+//! The groups of a rank that were made from the same first group, so that one failure can end them all.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use super::{Inner, ProcessGroup};
+use crate::error::{Error, Kind};
+use crate::health::{Health, Surroundings};
+
+/// A rank's groups that its program has made: the first one, and those made from it.
+#[derive(Default)]
+pub(crate) struct Family {
+    groups: Mutex<Vec<Weak<Inner>>>,
+    /// Apart from the groups: a thread that a group waits for when it is dropped must not be the last that holds it.
+    healths: Mutex<Vec<Weak<Health>>>,
+    /// The sections that take long, as the ranks know, in which this rank is.
+    sections: AtomicUsize,
+}
+
+/// A section that takes long, as all ranks know.
+pub struct Section(Arc<Family>);
+
+impl Drop for Section {
+    fn drop(&mut self) {
+        self.0.sections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Family {
+    pub(super) fn enter(self: &Arc<Self>, group: &Arc<Inner>) {
+        let mut members = self.groups.lock();
+        members.retain(|member| member.strong_count() > 0);
+        members.push(Arc::downgrade(group));
+        drop(members);
+        let own = Arc::downgrade(&group.health);
+        let mut healths = self.healths.lock();
+        healths.retain(|health| health.strong_count() > 0);
+        healths.push(own.clone());
+        drop(healths);
+        let family = Arc::downgrade(self);
+        group.health.look_around_with(Box::new(move || {
+            family.upgrade().map(|family| family.surroundings(&own)).unwrap_or_default()
+        }));
+    }
+
+    /// What this rank does outside the group whose health is `own`.
+    fn surroundings(&self, own: &Weak<Health>) -> Surroundings {
+        let healths: Vec<Arc<Health>> =
+            self.healths.lock().iter().filter(|other| !other.ptr_eq(own)).filter_map(Weak::upgrade).collect();
+        Surroundings {
+            is_announced: self.sections.load(Ordering::Relaxed) > 0,
+            elsewhere: healths.iter().find_map(|health| health.describe_wait()),
+        }
+    }
+
+    fn members(&self) -> Vec<Arc<Inner>> {
+        // Not under the lock: if one of them is dropped here, its threads are waited for.
+        self.groups.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl ProcessGroup {
+    /// Until the value is dropped, this rank is in a section that takes long, as all ranks know: calls that wait for it are not
+    /// reported.
+    #[doc(hidden)]
+    pub fn announce_section(&self) -> Section {
+        let family = self.inner.config.family.clone();
+        family.sections.fetch_add(1, Ordering::Relaxed);
+        Section(family)
+    }
+
+    /// Ends this group, as [`abort`](Self::abort) does, and with it every group that this rank's program has made from the same
+    /// first group, the first one too.
+    ///
+    /// For a failure after which this rank has nothing to give to any group. If a tensor-parallel layer does not get its sum, its
+    /// gradients mean nothing, and replicas in another group must not average them: they get the cause instead.
+    ///
+    /// ```
+    /// use phalanx::{Error, ProcessGroup, Rank, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(2)?)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             let tensor = group.new_group(&[group.rank(), Rank::new(1 - group.rank().get())])?.expect("a member");
+    ///             tensor.abort_all(Error::other("the layer has no result"));
+    ///             assert!(group.barrier().unwrap_err().to_string().contains("the layer has no result"));
+    ///             Ok::<(), Error>(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), Error>(())
+    /// ```
+    #[doc(alias = "_abort_process_group")]
+    pub fn abort_all(&self, cause: Error) {
+        self.abort(cause.clone());
+        let cause = self.failure().unwrap_or(cause);
+        for member in self.inner.config.family.members() {
+            if !Arc::ptr_eq(&member, &self.inner) {
+                member.aborted.store(true, Ordering::Relaxed);
+                member.health.fail(self.failure_for(&member, &cause));
+            }
+        }
+    }
+
+    /// This group's failure as that of `other`, in which ranks have other numbers.
+    fn failure_for(&self, other: &Inner, cause: &Error) -> Error {
+        let text = format!("another group of this rank has failed: {}", cause.clone().without_remedy());
+        let global = |peer| self.inner.config.global(peer);
+        let member = |peer| other.world.ranks().find(|rank| other.config.global(*rank) == global(peer));
+        let error = match cause.peer().and_then(member) {
+            Some(peer) => Error::new(cause.kind(), text).with_peer(peer),
+            // Not this group's peer: for the others of this group it is this rank that ends it.
+            None if cause.peer().is_some() => Error::new(Kind::Aborted, text),
+            None => Error::new(cause.kind(), text),
+        };
+        cause.remedy().into_iter().fold(error, Error::with_remedy)
+    }
+}

@@ -1,0 +1,539 @@
+//! Process groups: a handle through which a rank takes part in collectives.
+
+mod affinity;
+mod all_to_all;
+mod arguments;
+mod asynchronous;
+mod blocking;
+mod config;
+mod connect;
+mod engine;
+mod family;
+mod gather;
+mod handle;
+mod init;
+mod main_process_first;
+mod messages;
+mod monitored_barrier;
+mod objects;
+mod point_to_point;
+mod reduce;
+mod remote_error;
+mod sampler;
+mod subgroup;
+mod work;
+mod work_queue;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use phalanx_sys::arena::Arena;
+
+pub(crate) use self::affinity::LocalRank;
+pub(crate) use self::config::{Backend, GroupConfig};
+pub(crate) use self::connect::Connected;
+use self::connect::connect_in_process;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) use self::connect::{TransportOptions, connect};
+use self::engine::Engine;
+pub use self::handle::GroupHandle;
+pub use self::init::{GroupOptions, init};
+use self::messages::Messages;
+pub use self::point_to_point::P2pOp;
+#[doc(hidden)]
+pub use self::remote_error::RemoteError;
+#[doc(hidden)]
+pub use self::work::Completer;
+pub use self::work::Work;
+use self::work_queue::WorkQueue;
+pub use crate::wire::MAX_OBJECT_BYTES;
+use parking_lot::Mutex;
+
+use crate::buffer::Buffer;
+use crate::caller::Caller;
+use crate::collective::ReduceOp;
+use crate::deadline::Timeout;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::rank::{Generation, Rank};
+use crate::trace::Trace;
+use crate::transport::TransportKind;
+use crate::worker_error;
+use crate::world_size::WorldSize;
+
+/// The default time-out of an operation, the same as PyTorch's for groups on processors.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+
+/// The operations of a group that a reducer needs, so that tests can replace the group.
+pub trait Communicator: Send + Sync {
+    /// This process's rank.
+    fn rank(&self) -> Rank;
+
+    /// The number of ranks.
+    fn world_size(&self) -> WorldSize;
+
+    /// Zeroed memory that the group can combine in place. An error if there is too little.
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
+
+    /// The same group, with its collectives as parts of a user's call: see [`ProcessGroup::in_call`].
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator>;
+
+    /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] returns the result on every rank.
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
+
+    /// Starts to copy the root's `buffer` to every rank.
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work>;
+
+    /// Starts to combine `buffer` with the other ranks' buffers. Rank r gets `counts[r]` elements of the result, in the
+    /// order of the ranks. [`Work::wait`] returns the buffer, in which only this rank's elements are specified.
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work>;
+
+    /// Starts to copy each rank's elements, which are in `buffer` as after a
+    /// [`reduce_scatter_v_async`](Self::reduce_scatter_v_async), to every rank.
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work>;
+
+    /// Ends the group on every rank with `cause`: pending and later operations fail with it.
+    fn abort(&self, cause: Error);
+
+    /// The cause of the group's failure, if it has failed.
+    fn failure(&self) -> Option<Error>;
+
+    /// The recorder of this rank's events; see [`Trace`].
+    fn trace(&self) -> Trace;
+}
+
+/// The methods of a [`Communicator`] that stands before another one, and leaves to it whatever is no collective.
+macro_rules! forward_to_group {
+    ($self:ident => $group:expr) => {
+        fn rank(&$self) -> $crate::rank::Rank {
+            $group.rank()
+        }
+        fn world_size(&$self) -> $crate::world_size::WorldSize {
+            $group.world_size()
+        }
+        fn alloc(
+            &$self,
+            dtype: $crate::dtype::DType,
+            elements: usize,
+        ) -> $crate::error::Result<$crate::buffer::Buffer> {
+            $group.alloc(dtype, elements)
+        }
+        fn abort(&$self, cause: $crate::error::Error) {
+            $group.abort(cause);
+        }
+        fn failure(&$self) -> Option<$crate::error::Error> {
+            $group.failure()
+        }
+        fn trace(&$self) -> $crate::trace::Trace {
+            $group.trace()
+        }
+    };
+}
+pub(crate) use forward_to_group;
+
+/// A handle to a group of ranks. Clones are handles to the same group.
+///
+/// All ranks must call the same collectives, with the same sizes, in the same order. Every frame says which call it
+/// belongs to: if ranks disagree, all of them get an error that shows both calls. Results have the same bits on
+/// every rank, and on every run with the same world over the same transport.
+///
+/// After a failure the group refuses work: pending and later operations return the first cause. When the last handle
+/// is dropped, the rank finishes its operations and sends a goodbye to the others.
+///
+/// ```
+/// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+/// let group = ProcessGroup::alone()?; // a world of one, which needs no launcher
+/// let mut loss = [0.5f32];
+/// group.all_reduce(&mut loss, ReduceOp::Avg)?;
+/// assert_eq!(loss, [0.5]);
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[doc(alias("torch.distributed", "MPI_Comm", "Communicator"))]
+#[derive(Clone)]
+pub struct ProcessGroup {
+    inner: Arc<Inner>,
+    timeout: Duration,
+    caller: Option<Caller>,
+}
+
+struct Inner {
+    rank: Rank,
+    world: WorldSize,
+    health: Arc<Health>,
+    trace: Trace,
+    transport: Option<TransportKind>,
+    arena: Option<Arc<Arena>>,
+    /// Dropped first of the fields below: it finishes its operations while the health and the store still exist.
+    queue: WorkQueue,
+    /// Dropped after `queue`, for the same reason.
+    messages: Messages,
+    /// The number of sub-groups made of this group.
+    children: Mutex<u64>,
+    /// Another rank's error that a call has returned on this rank, with the number of calls at that time.
+    remote_error: Mutex<Option<(u64, Error)>>,
+    /// Whether this rank has called [`ProcessGroup::abort`].
+    aborted: AtomicBool,
+    /// Dropped last: it keeps the store alive.
+    config: GroupConfig,
+}
+
+/// The fixed properties of a group.
+pub(crate) struct Identity {
+    pub rank: Rank,
+    pub world: WorldSize,
+    pub trace: Trace,
+    pub config: GroupConfig,
+}
+
+impl ProcessGroup {
+    /// A world of one.
+    pub fn alone() -> Result<Self> {
+        Self::alone_in(Generation::default(), Trace::disabled())
+    }
+
+    fn alone_in(generation: Generation, trace: Trace) -> Result<Self> {
+        let mut groups = Self::in_process_in(generation, WorldSize::ONE, &trace)?;
+        groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
+    }
+
+    /// The groups of all ranks of one process, one for each thread that acts as a rank.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(3)?)?;
+    /// let sums = std::thread::scope(|scope| {
+    ///     let ranks = groups.into_iter().map(|group| scope.spawn(move || {
+    ///         let mut data = [group.rank().get() as i64; 4];
+    ///         group.all_reduce(&mut data, ReduceOp::Sum).map(|()| data)
+    ///     }));
+    ///     ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<_>, _>>()
+    /// })?;
+    /// assert_eq!(sums, [[3; 4]; 3]);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
+        Self::in_process_in(Generation::default(), world, &Trace::disabled())
+    }
+
+    fn in_process_in(generation: Generation, world: WorldSize, trace: &Trace) -> Result<Vec<Self>> {
+        let backend = Backend::process();
+        world
+            .ranks()
+            .zip(connect_in_process(world))
+            .map(|(rank, connected)| {
+                // Threads of one process, which may be tests: they are not bound to processors.
+                let local = LocalRank { rank: rank.get(), world_size: 1 };
+                let config = GroupConfig::new(backend.clone(), local, generation);
+                Self::new(Identity { rank, world, trace: trace.clone(), config }, connected)
+            })
+            .collect()
+    }
+
+    pub(crate) fn new(identity: Identity, connected: Connected) -> Result<Self> {
+        let Identity { rank, world, trace, config } = identity;
+        let GroupConfig { local, generation, .. } = config;
+        let Connected { transport, messages, kind, health, partition, domain } = connected;
+        let arena = domain.as_ref().map(|domain| domain.arena().clone());
+        let messages = Messages::new(rank, generation, messages, health.clone(), local, trace.clone());
+        let engine = Engine::new(rank, world, generation, transport, (partition, domain), health.clone());
+        let queue = WorkQueue::new(rank, engine, local)?;
+        let inner = Inner {
+            rank,
+            world,
+            health,
+            trace,
+            transport: kind,
+            arena,
+            queue,
+            messages,
+            children: Mutex::new(0),
+            remote_error: Mutex::default(),
+            aborted: AtomicBool::new(false),
+            config,
+        };
+        let inner = Arc::new(inner);
+        if inner.config.is_programs {
+            inner.config.family.enter(&inner);
+        }
+        Ok(Self { inner, timeout: DEFAULT_TIMEOUT, caller: None })
+    }
+
+    /// This process's rank.
+    #[doc(alias = "get_rank")]
+    pub fn rank(&self) -> Rank {
+        self.inner.rank
+    }
+
+    /// The number of ranks.
+    #[doc(alias("get_world_size", "size"))]
+    pub fn world_size(&self) -> WorldSize {
+        self.inner.world
+    }
+
+    /// This process's index among the ranks of its host. It is often used to choose a device, so it is the same in
+    /// every group.
+    #[doc(alias("get_node_local_rank", "LOCAL_RANK"))]
+    pub fn local_rank(&self) -> u32 {
+        self.inner.config.local.rank
+    }
+
+    /// The transport of the data; None in a world of one, or between threads of one process.
+    pub fn transport(&self) -> Option<TransportKind> {
+        self.inner.transport
+    }
+
+    /// A handle to the same group whose operations have the time-out `timeout`.
+    #[doc(alias = "set_timeout")]
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout, ..self.clone() }
+    }
+
+    /// The time-out of its operations.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// A handle to the same group whose collectives are parts of a user's call. Errors name that call, and if ranks
+    /// make different ones, they get a mismatch. If this handle is already for a call, that call stays: it is what the
+    /// user wrote.
+    ///
+    /// For adapters. Point-to-point messages and [`monitored_barrier`](Self::monitored_barrier) are always calls of
+    /// their own.
+    ///
+    /// ```
+    /// use phalanx::{Caller, ProcessGroup, ReduceOp};
+    /// /// What a user calls; its errors read "rank 0 (host): Ddp::clip_grad_norm [all_reduce(sum, 1 x f64)] #7: ...".
+    /// fn clip_grad_norm(group: &ProcessGroup, mut square: f64) -> phalanx::Result<f64> {
+    ///     group.in_call(Caller::DdpClipGradNorm).all_reduce(std::slice::from_mut(&mut square), ReduceOp::Sum)?;
+    ///     Ok(square.sqrt())
+    /// }
+    /// # assert_eq!(clip_grad_norm(&ProcessGroup::alone()?, 9.0)?, 3.0);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn in_call(&self, caller: Caller) -> Self {
+        Self { caller: self.caller.or(Some(caller)), ..self.clone() }
+    }
+
+    /// The cause of the group's failure, if it has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.health.cause().inspect(|_| self.inner.health.note_returned())
+    }
+
+    /// The cause of the group's failure, for a library that watches the group beside the program: which is not told of it by this.
+    #[doc(hidden)]
+    pub fn watched_failure(&self) -> Option<Error> {
+        self.inner.health.cause()
+    }
+
+    /// Ends the group on every rank: pending and later operations fail with `cause`.
+    pub fn abort(&self, cause: Error) {
+        self.inner.aborted.store(true, Ordering::Relaxed);
+        self.inner.health.fail(cause);
+        // The program knows it.
+        self.inner.health.note_returned();
+    }
+
+    /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections
+    /// report within a moment what has caused it. Returns the group's failure.
+    #[doc(hidden)]
+    pub fn fail_unless_explained(&self, error: Error) -> Error {
+        let cause = self.inner.health.explain(error);
+        self.inner.health.fail(cause)
+    }
+
+    /// The error of an operation that waits for the ranks that `needs` names, if one of them has left the group. For adapters.
+    #[doc(hidden)]
+    pub fn left_by(&self, needs: impl Fn(Rank) -> bool) -> Option<Error> {
+        let has_left = |rank: &Rank| needs(*rank) && self.inner.health.has_left(*rank);
+        let peer = self.inner.world.ranks().find(has_left)?;
+        Some(self.inner.health.peer_left(peer))
+    }
+
+    /// What this rank knows of the group's end, also when it has left.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn health(&self) -> Arc<Health> {
+        self.inner.health.clone()
+    }
+
+    /// Ends the group because of another rank's failure.
+    pub(crate) fn fail(&self, cause: Error) {
+        self.inner.health.fail(cause);
+    }
+
+    /// The restart of the job, or the round of an elastic one, to which this group belongs.
+    #[doc(hidden)]
+    pub fn generation(&self) -> Generation {
+        self.inner.config.generation
+    }
+
+    /// How many calls this rank has made on this group or its sub-groups.
+    #[doc(hidden)]
+    pub fn calls(&self) -> u64 {
+        self.inner.config.calls.load(Ordering::Relaxed)
+    }
+
+    /// Whether this rank has ended the group, whatever others have done. If so, its contribution to an operation may be lost.
+    pub(crate) fn was_aborted(&self) -> bool {
+        self.inner.aborted.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a call has returned `cause` on this rank, the error of another rank, while the group stays usable.
+    /// Returns it.
+    #[doc(hidden)]
+    pub fn note_remote_error(&self, cause: Error) -> Error {
+        if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
+            worker_error::blame(self.inner.config.global(culprit));
+        }
+        *self.inner.remote_error.lock() = Some((self.calls(), cause.clone()));
+        cause
+    }
+
+    /// The error of another rank that the last call has returned on this one, if any. A program that has made another
+    /// call since has gone on in spite of it.
+    #[doc(hidden)]
+    pub fn remote_error(&self) -> Option<Error> {
+        let told = self.inner.remote_error.lock();
+        told.as_ref().filter(|(calls, _)| *calls == self.calls()).map(|(_, cause)| cause.clone())
+    }
+
+    /// Zeroed memory that the other ranks of this host reach, so that collectives combine it in place. If ranks
+    /// share no memory, it is ordinary memory.
+    ///
+    /// Each buffer takes whole pages of 4 KiB. Dropping it frees them. A blocking call recognises such a buffer by
+    /// its slice, if it is the whole slice.
+    ///
+    /// # Errors
+    /// If there is too little memory.
+    pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
+            return Ok(Buffer::zeroed(dtype, elements));
+        };
+        let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
+            Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
+                .with_source(error)
+                .with_remedy("make less of it, or start fewer ranks on this host")
+        })?;
+        Ok(Buffer::registered(dtype, region))
+    }
+
+    /// The recorder of this rank's events.
+    pub fn trace(&self) -> Trace {
+        self.inner.trace.clone()
+    }
+
+    fn operation_timeout(&self) -> Timeout {
+        Timeout::new(self.timeout)
+    }
+
+    /// Restricts the calling thread to this rank's share of its host's processors, as the group's own workers are. For
+    /// adapters with workers of their own.
+    pub fn keep_apart(&self) {
+        affinity::keep_apart(self.inner.config.local);
+    }
+
+    /// Checks that `rank` belongs to this group.
+    fn member(&self, rank: Rank) -> Result<Rank> {
+        self.inner.world.rank(rank.get())
+    }
+
+    /// Checks that `rank` is another rank of this group.
+    fn peer(&self, rank: Rank) -> Result<Rank> {
+        if rank == self.rank() {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} cannot send to or receive from itself"
+            )));
+        }
+        self.member(rank)
+    }
+
+    /// Runs `operation` on the engine in its turn, in a call of the program.
+    fn run_in_turn<R>(
+        &self,
+        timeout: &Timeout,
+        operation: impl FnOnce(&mut Engine) -> Result<R>,
+    ) -> Result<R> {
+        let outcome = self.inner.queue.run(timeout, operation).flatten();
+        outcome.inspect_err(|_| self.inner.health.note_returned())
+    }
+
+    /// Begins an operation. An error if the group has failed.
+    fn begin(&self) -> Result<()> {
+        self.inner.config.calls.fetch_add(1, Ordering::Relaxed);
+        let Some(cause) = self.failure() else {
+            if self.inner.config.is_programs {
+                worker_error::goes_on();
+            }
+            return Ok(());
+        };
+        // A call of another group may have taken the note back.
+        self.inner.health.blame(&cause);
+        Err(match cause.remedy() {
+            Some(_) => cause,
+            None => cause.with_remedy("the group has failed; start a new one"),
+        })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // With a goodbye the peers would assume a clean end.
+            self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
+        }
+    }
+}
+
+impl Communicator for ProcessGroup {
+    fn rank(&self) -> Rank {
+        self.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.world_size()
+    }
+
+    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
+        self.alloc(dtype, elements)
+    }
+
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(self.in_call(caller))
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
+        self.all_reduce_async(buffer, op)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
+        self.broadcast_async(buffer, root)
+    }
+
+    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
+        self.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
+        self.all_gather_v_in_place_async(buffer, counts)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.abort(cause);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.failure()
+    }
+
+    fn trace(&self) -> Trace {
+        self.trace()
+    }
+}
+
+impl fmt::Debug for ProcessGroup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ProcessGroup(rank {} of {})", self.rank(), self.world_size())
+    }
+}

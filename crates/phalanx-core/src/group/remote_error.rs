@@ -1,0 +1,36 @@
+//! An error of a rank, for the others.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::host;
+use crate::rank::Rank;
+
+/// An error of a rank, for the others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[doc(hidden)]
+pub struct RemoteError {
+    rank: u32,
+    host: String,
+    cause: String,
+    remedy: Option<String>,
+}
+
+impl RemoteError {
+    /// What `error`, which this rank has had itself or received, tells others.
+    pub fn of(error: &Error, me: Rank) -> Self {
+        Self {
+            rank: error.rank().unwrap_or(me).get(),
+            host: error.host().map_or_else(host::name, str::to_owned),
+            cause: error.full_cause(),
+            remedy: error.remedy().map(str::to_owned),
+        }
+    }
+
+    #[doc(hidden)]
+    pub fn error(self) -> Error {
+        let rank = Rank::new(self.rank);
+        let error = Error::aborted(self.cause).at(rank, self.host).with_peer(rank);
+        self.remedy.into_iter().fold(error, Error::with_remedy)
+    }
+}

@@ -1,0 +1,290 @@
+//! Groups of some of a group's ranks.
+//!
+//! A sub-group is a mesh of its own, under a prefix of its parent's store. So nothing in it depends on what its parent
+//! does, on any thread.
+//!
+//! The ranks compare the members in a collective of the parent, so a missing call is found as in any other collective.
+//! `local_rank`, which selects a device, is the same in all groups of a process.
+
+use std::time::Duration;
+
+use super::{GroupConfig, Identity, ProcessGroup};
+use crate::caller::Caller;
+use crate::error::{Error, Kind, Result};
+use crate::hash::fnv1a;
+use crate::rank::Rank;
+use crate::trace::Trace;
+use crate::world_size::WorldSize;
+
+/// The two numbers with which a rank describes its call to the others.
+const RECORD: usize = 2;
+/// The color of a rank that joins no group.
+const NO_COLOR: i64 = -1;
+/// The most ranks of a list that an error shows.
+const SHOWN: usize = 16;
+
+/// # Groups of some ranks
+///
+/// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own. It may be used
+/// from another thread at the same time as its parent, and after its parent is dropped. Its ranks count from
+/// 0; [`global_rank`](Self::global_rank) translates. Each one costs a rank three open files for every other member, two
+/// threads, and a third thread from the first asynchronous message on.
+///
+/// A sub-group uses the store of the first group: as long as sub-groups are made, the process that
+/// serves it (the launcher, or rank 0) must run.
+impl ProcessGroup {
+    /// A group of these `ranks` of this one, in ascending order whatever the order of the list. None on a rank that is
+    /// not in the list.
+    ///
+    /// Every rank of this group must call it, member or not, with the same ranks, and in the same order as its
+    /// collectives. The lists are compared first.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, Rank, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(4)?)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             let Some(odd) = group.new_group(&[Rank::new(1), Rank::new(3)])? else { return Ok(()) };
+    ///             let mut ranks = [group.rank().get() as i64];
+    ///             odd.all_reduce(&mut ranks, ReduceOp::Sum)?;
+    ///             assert_eq!(ranks, [4]);
+    ///             assert_eq!(odd.global_rank(Rank::new(1))?, Rank::new(3));
+    ///             Ok::<(), phalanx::Error>(())
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// At once, on this rank only, if the list is empty, or has a rank twice or one that is not in this group. On every
+    /// rank if the lists differ; the error shows two of them, and this group stays usable. On members, if they
+    /// cannot be connected. If this group fails.
+    #[doc(alias("process_set", "add_process_set"))]
+    pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
+        let ranks = self.checked(ranks)?;
+        let name = self.agree_on(&ranks)?;
+        self.join_part(&name, &ranks, Caller::NewGroup)
+    }
+
+    /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
+    /// the program's. Every rank must call it, in the same order as its collectives.
+    pub fn new_group_aside(&self, trace: Trace) -> Result<Self> {
+        let members: Vec<Rank> = self.world_size().ranks().collect();
+        let name = self.agree_on(&members)?;
+        let config = self.inner.config.subgroup(&name, &members).aside();
+        self.connect_part(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
+    }
+
+    /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are
+    /// equal. None on a rank without a color. As `MPI_Comm_split`.
+    ///
+    /// Every rank of this group must call it, in the same order as its collectives.
+    ///
+    /// ```
+    /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
+    /// let groups = ProcessGroup::in_process(WorldSize::new(4)?)?;
+    /// std::thread::scope(|scope| {
+    ///     for group in groups {
+    ///         scope.spawn(move || {
+    ///             // Two groups of two neighbours, as for two hosts with two ranks each.
+    ///             let Some(host) = group.split(Some(group.rank().get() / 2), 0)? else { unreachable!() };
+    ///             assert_eq!(host.world_size(), WorldSize::new(2)?);
+    ///             assert_eq!(host.rank().get(), group.rank().get() % 2);
+    ///             host.barrier()
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On members, if they cannot be connected. If this group fails.
+    #[doc(alias("split_group", "MPI_Comm_split"))]
+    pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
+        let own = color.map_or(NO_COLOR, i64::from);
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        let records = self.in_call(Caller::Split).exchange_records([own, key])?;
+        *number += 1;
+        let name = format!("group/{}/{own}", *number - 1);
+        drop(number);
+        if color.is_none() {
+            return Ok(None);
+        }
+        let mut members: Vec<(i64, Rank)> = self
+            .world_size()
+            .ranks()
+            .zip(&records)
+            .filter(|(_, [color, _])| *color == own)
+            .map(|(rank, [_, key])| (*key, rank))
+            .collect();
+        members.sort_unstable();
+        let members: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
+        self.join_part(&name, &members, Caller::Split)
+    }
+
+    /// A group of all ranks of this one, for this crate's own threads. Calls in it do not count as the program's, and
+    /// have the time-out `timeout`. Every rank must call it, in the same order as its collectives, when all know that
+    /// all do.
+    #[doc(hidden)]
+    pub fn aside(&self, caller: Caller, timeout: Duration) -> Result<Self> {
+        let members: Vec<Rank> = self.world_size().ranks().collect();
+        let group = self.aside_among(&members, caller, timeout)?;
+        group.ok_or_else(|| Error::invalid_argument("a rank is a member of its own group"))
+    }
+
+    /// The same of these `members`, in ascending order; None on the others, who must call it too.
+    #[doc(hidden)]
+    pub fn aside_among(&self, members: &[Rank], caller: Caller, timeout: Duration) -> Result<Option<Self>> {
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        *number += 1;
+        let name = format!("group/{}", *number - 1);
+        drop(number);
+        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let config = self.inner.config.subgroup(&name, members).aside();
+        let world = WorldSize::new(members.len() as u32)?;
+        let group = self.connect_part(config, Rank::new(rank as u32), world, self.trace(), caller)?;
+        Ok(Some(group.with_timeout(timeout).in_call(caller)))
+    }
+
+    /// The rank in the first group, from which all others were made, of this group's `rank`.
+    ///
+    /// # Errors
+    /// If `rank` is not a rank of this group.
+    #[doc(alias = "get_global_rank")]
+    pub fn global_rank(&self, rank: Rank) -> Result<Rank> {
+        self.member(rank).map(|rank| self.inner.config.global(rank))
+    }
+
+    /// The rank in this group of the rank `global` of the first one; None if it is not a member.
+    #[doc(alias = "get_group_rank")]
+    pub fn group_rank(&self, global: Rank) -> Option<Rank> {
+        self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
+    }
+
+    /// The sorted list of members, if it is valid.
+    fn checked(&self, ranks: &[Rank]) -> Result<Vec<Rank>> {
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        if sorted.is_empty() {
+            return Err(Error::invalid_argument("a group has at least one rank"));
+        }
+        if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0])));
+        }
+        sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
+        Ok(sorted)
+    }
+
+    /// The name of a new sub-group of these `ranks`, after a comparison of all ranks' lists.
+    fn agree_on(&self, ranks: &[Rank]) -> Result<String> {
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        let group = self.in_call(Caller::NewGroup);
+        let records = group.exchange_records([ranks.len() as i64, digest(ranks)])?;
+        *number += 1;
+        if let Some(other) = records.iter().position(|record| *record != records[0]) {
+            return Err(group.differing_lists(ranks, &records, other)?);
+        }
+        Ok(format!("group/{}", *number - 1))
+    }
+
+    /// Sends the numbers of this call to every rank, and returns those of all, by rank.
+    fn exchange_records(&self, own: [i64; RECORD]) -> Result<Vec<[i64; RECORD]>> {
+        let mut all = vec![0i64; RECORD * self.world_size().count()];
+        self.all_gather(&own, &mut all)?;
+        Ok(all.as_chunks().0.to_vec())
+    }
+
+    /// The error if lists differ, the same on every rank. It shows the lists of rank 0 and of `other`.
+    fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
+        let longest = records.iter().map(|record| record[0]).max().unwrap_or(0).max(0) as usize;
+        let longest = longest.min(self.world_size().count());
+        let mut own = vec![i64::MAX; longest];
+        own.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
+        let mut all = vec![0i64; longest * records.len()];
+        self.all_gather(&own, &mut all)?;
+        let list = |rank: usize| {
+            let list = all.iter().skip(rank * longest).take(longest).filter(|rank| **rank != i64::MAX);
+            let names: Vec<String> = list.clone().take(SHOWN).map(i64::to_string).collect();
+            let more = if list.count() > SHOWN { ", .." } else { "" };
+            format!("[{}{more}]", names.join(", "))
+        };
+        Ok(Error::mismatch(format!(
+            "the ranks disagree on the new group: rank 0 asks for {}, rank {other} for {}",
+            list(0),
+            list(other)
+        ))
+        .with_peer(Rank::new(other as u32))
+        .with_remedy(
+            "every rank must call new_group with the same ranks, also those that are not among them",
+        ))
+    }
+
+    /// Connects the sub-group `name`, if this rank is a member.
+    fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
+        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let rank = Rank::new(rank as u32);
+        let world = WorldSize::new(members.len() as u32)?;
+        let config = self.inner.config.subgroup(name, members);
+        self.connect_part(config, rank, world, self.trace(), caller).map(Some)
+    }
+
+    /// Connects this rank with the sub-group.
+    fn connect_part(
+        &self,
+        config: GroupConfig,
+        rank: Rank,
+        world: WorldSize,
+        trace: Trace,
+        caller: Caller,
+    ) -> Result<Self> {
+        let connected = config.connect(rank, world, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
+            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
+                "a sub-group meets in the store of the first group: does the process that serves it still run?",
+            ),
+            _ => error,
+        })?;
+        let identity = Identity { rank, world, trace, config };
+        let group = Self::new(identity, connected)?.with_timeout(self.timeout);
+        // A world of another size may use another row of the table, which has not been compared yet.
+        group.tuned(&self.inner.config.tuning, caller)
+    }
+}
+
+/// A hash of a list, by which ranks compare theirs.
+fn digest(ranks: &[Rank]) -> i64 {
+    fnv1a(ranks.iter().flat_map(|rank| rank.get().to_le_bytes())) as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
+        let folder = tempfile::tempdir().unwrap();
+        let trace = Trace::to_file(folder.path().join("t.json"), Rank::MAIN);
+        let groups =
+            ProcessGroup::in_process_in(Default::default(), WorldSize::new(2).unwrap(), &trace).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let aside = group.new_group_aside(Trace::disabled()).unwrap();
+                    let before = group.calls();
+                    let cause = aside.note_remote_error(Error::mismatch("told before"));
+                    (0..3).for_each(|_| aside.barrier().unwrap());
+                    assert_eq!(group.calls(), before);
+                    assert!(aside.remote_error().is_none(), "{cause}: it has calls of its own");
+                    assert_eq!((group.trace().is_enabled(), aside.trace().is_enabled()), (true, false));
+                    let other = group.new_group(&[Rank::new(0), Rank::new(1)]).unwrap().unwrap();
+                    other.barrier().unwrap();
+                    assert!(group.calls() > before);
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,153 @@
+//! A replicated log: a list of entries in a store, to which many processes append and which all read in one order.
+//!
+//! Each process applies every entry to its own copy of a pure state [`Machine`], its [`Replica`]. Two processes that have read
+//! equally far are in the same state, and no process leads. An entry that does not apply any more when it is read has no
+//! effect.
+//!
+//! ```text
+//! log/<n>       entry n: a version byte and the entry; in front of it a MAC, if the log has a key
+//! base          the index of the first entry that still exists      (in a log that is compacted)
+//! state/<base>  the state after all entries before that one         (the same)
+//! trimmed       entries before this one have been removed           (the same)
+//! ```
+//!
+//! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
+//!
+//! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
+//! sends this process's heartbeats and appends the processes that have become silent.
+//!
+//! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
+
+mod compaction;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+mod outside;
+mod participant;
+mod replica;
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use phalanx_proto::log::liveness::ENDED;
+pub use phalanx_proto::log::mac::Mac;
+use phalanx_proto::log::mac::Verified;
+pub use phalanx_proto::log::{Machine, decode, encode};
+
+#[cfg(test)]
+pub(crate) use self::compaction::STRIDE;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub use self::outside::read_all;
+pub use self::participant::{Heartbeats, Participant};
+pub use self::replica::{Replica, View};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::store::SharedStore;
+
+/// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer
+/// than its own deadline because of another.
+pub struct Log<M> {
+    store: SharedStore,
+    mac: Mac,
+    /// All entries before this index are known to exist, or to have existed.
+    end: AtomicU64,
+    machine: PhantomData<fn() -> M>,
+}
+
+/// What the store has for an entry. Entries may be fetched out of their order, and are decoded in it.
+enum Fetched<M> {
+    /// Its bytes.
+    Entry(Vec<u8>),
+    /// The entry has been removed: the state after it, and the index of the next entry.
+    Compacted(M, u64),
+}
+
+/// A decoded entry.
+#[derive(Debug, PartialEq)]
+pub enum Read<M: Machine> {
+    Entry(M::Entry),
+    /// The entry has no valid MAC. All processes skip it, so that all see the same entries.
+    Forged,
+    /// The entry has been removed: the state after it, and the index of the next entry.
+    Compacted(M, u64),
+}
+
+impl<M: Machine> Log<M> {
+    pub fn new(store: SharedStore, mac: Mac) -> Self {
+        Self { store, mac, end: AtomicU64::new(0), machine: PhantomData }
+    }
+
+    /// Appends `entry`, and repeats that until it is certainly in the log. The entry may then be in the log twice.
+    pub fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
+        while self.try_append(entry, deadline)?.is_none() {}
+        Ok(())
+    }
+
+    /// Appends `entry`, and returns its index; `None` if it may have been lost, which only happens in a log that is compacted.
+    /// An equal entry that is found at the end of the log is taken for this one.
+    pub fn try_append(&self, entry: &M::Entry, deadline: Deadline) -> Result<Option<u64>> {
+        let entry = encode(M::VERSION, entry)?;
+        let mut index = self.end.load(Ordering::Relaxed).max(self.base(deadline)?);
+        loop {
+            let signed = self.mac.sign(index, &entry);
+            let found = self.store.compare_set(&key(index), b"", &signed, deadline)?;
+            self.end.fetch_max(index + 1, Ordering::Relaxed);
+            if found == signed {
+                return self.confirm(index, deadline);
+            }
+            index += 1;
+        }
+    }
+
+    /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
+    #[cfg(any(test, fuzzing, feature = "fuzzing"))]
+    pub fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
+        let found = self.fetch(index, deadline, &mut || Ok(()))?;
+        self.decode(index, found)
+    }
+
+    /// Fetches the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
+    /// the wait. The wait itself is one request: on a slow network a wait in parts would never see its answer.
+    fn fetch(
+        &self,
+        index: u64,
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Fetched<M>> {
+        let fetched = match M::COMPACTION {
+            Some(_) => self.fetch_compacted(index, deadline, go_on)?,
+            None => {
+                let found = self.store.set_and_get(&[], &[&key(index)], deadline, go_on)?;
+                Fetched::Entry(found.into_iter().next().unwrap_or_default())
+            }
+        };
+        // A writer need not try the places before.
+        self.end.fetch_max(index + 1, Ordering::Relaxed);
+        Ok(fetched)
+    }
+
+    /// Decodes what was fetched for `index`. The error is about that entry alone: the entries before it count.
+    fn decode(&self, index: u64, fetched: Fetched<M>) -> Result<Read<M>> {
+        match fetched {
+            Fetched::Entry(bytes) => self.decode_at(index, &bytes),
+            Fetched::Compacted(state, next) => Ok(Read::Compacted(state, next)),
+        }
+    }
+
+    fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {
+        match self.mac.verify(index, bytes) {
+            Verified::Entry(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
+            Verified::Forged => Ok(Read::Forged),
+            Verified::Keyless => {
+                let cause = format!("the {}s of this job sign their entries with a key", M::PROCESS);
+                Err(Error::protocol(cause).with_remedy("give this one the same --job-key-file"))
+            }
+        }
+    }
+}
+
+/// The key of the entry at `index`.
+fn key(index: u64) -> String {
+    format!("log/{index}")
+}
+
+#[cfg(test)]
+mod tests;

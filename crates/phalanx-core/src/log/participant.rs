@@ -1,0 +1,258 @@
+//! The threads of a process that takes part in a log.
+
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::{Log, Machine, Read, Replica};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use phalanx_proto::log::liveness::Liveness;
+
+/// How long the reader waits for one entry before it asks for it anew.
+const READ_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// How many threads read a log that is never compacted.
+const READERS: u64 = 2;
+
+/// When a process sends its heartbeats, and how long others may be silent.
+#[derive(Clone, Copy, Debug)]
+pub struct Heartbeats {
+    pub interval: Duration,
+    pub silence: Duration,
+    /// Whether a store that does not answer a heartbeat in time is lost. If not, the next heartbeat tries again.
+    pub must_be_answered: bool,
+}
+
+/// One process's part in a log. When it is dropped its threads end, soon.
+pub struct Participant<M: Machine> {
+    log: Arc<Log<M>>,
+    replica: Arc<Replica<M>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl<M: Machine> Participant<M> {
+    /// Takes the latest state in the log, and starts the thread that reads on from there.
+    pub fn start(log: Log<M>, replica: Arc<Replica<M>>, deadline: Deadline) -> Result<Self> {
+        let (state, next) = log.begin(deadline)?;
+        replica.restore(state, next);
+        let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new() };
+        // While one waits for an entry, another waits for the next: entries that follow each other soon cost one round trip together.
+        let readers = if M::COMPACTION.is_none() { READERS } else { 1 };
+        for reader in 0..readers {
+            participant
+                .spawn("phalanx-log-in", move |log, replica| read(log, replica, next + reader, readers))?;
+        }
+        Ok(participant)
+    }
+
+    pub(crate) fn replica(&self) -> &Replica<M> {
+        &self.replica
+    }
+
+    /// Joins as `id`, by the entry `join`. If it is `false`, nobody knows whether the others have read that: the next try
+    /// needs another number.
+    pub(crate) fn join(
+        &self,
+        id: M::Id,
+        heartbeat_key: String,
+        join: &M::Entry,
+        deadline: Deadline,
+    ) -> Result<bool> {
+        self.announce(&heartbeat_key, deadline)?;
+        self.enter(id, heartbeat_key, join, deadline)
+    }
+
+    /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
+    /// process expect to find.
+    pub fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
+        self.log.store.add(heartbeat_key, 1, deadline).map(drop)
+    }
+
+    /// The second half of [`join`](Self::join).
+    pub fn enter(
+        &self,
+        id: M::Id,
+        heartbeat_key: String,
+        join: &M::Entry,
+        deadline: Deadline,
+    ) -> Result<bool> {
+        self.replica.set_own(id, heartbeat_key);
+        let index = self.log.try_append(join, deadline)?;
+        index.into_iter().for_each(|index| self.replica.set_joined_at(index));
+        Ok(index.is_some())
+    }
+
+    /// Starts the thread that sends heartbeats and watches those of others. `tidy` is called after each, in the one process
+    /// that removes what is not needed any more.
+    pub fn watch(
+        &mut self,
+        heartbeats: Heartbeats,
+        tidy: impl Fn(&M, Deadline) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        self.spawn("phalanx-log-out", move |log, replica| watch(log, replica, heartbeats, &tidy))
+    }
+
+    pub fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
+        self.log.append(entry, deadline)
+    }
+
+    /// Compacts the log now, also if another process is to.
+    #[cfg(test)]
+    pub(crate) fn compact(&self, deadline: Deadline) -> Result<()> {
+        let checkpoint = self.replica.view().checkpoint.take();
+        checkpoint.map_or(Ok(()), |(state, index)| self.log.compact(&state, index, deadline))
+    }
+
+    /// Ends the threads, and waits for their ends.
+    pub fn close(mut self) {
+        self.replica.close();
+        for thread in self.threads.drain(..) {
+            // A panic of it has been printed.
+            let _ = thread.join();
+        }
+    }
+
+    fn spawn(&mut self, name: &str, body: impl FnOnce(&Log<M>, &Replica<M>) + Send + 'static) -> Result<()> {
+        let (log, replica) = (Arc::clone(&self.log), Arc::clone(&self.replica));
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(&log, &replica));
+        self.threads.push(thread.map_err(|error| {
+            let cause = format!("cannot start a thread for messages of other {}s", M::PROCESS);
+            Error::not_started(cause, error)
+        })?);
+        Ok(())
+    }
+}
+
+impl<M: Machine> Drop for Participant<M> {
+    fn drop(&mut self) {
+        self.replica.close();
+    }
+}
+
+/// A reader's thread: it reads the entries `first`, `first + readers` and so on.
+fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64, readers: u64) {
+    let mut index = first;
+    loop {
+        if replica.view().is_closing() {
+            return;
+        }
+        let mut go_on = || match replica.view().is_closing() {
+            true => Err(Error::aborted("the log is closed")),
+            false => Ok(()),
+        };
+        match log.fetch(index, Deadline::after(READ_TIMEOUT), &mut go_on) {
+            Ok(fetched) => {
+                if !comes_to(replica, index) {
+                    return;
+                }
+                match log.decode(index, fetched) {
+                    Ok(Read::Entry(entry)) => replica.apply(entry),
+                    Ok(Read::Forged) => replica.skip(),
+                    Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+                    Err(error) => return replica.lose(error),
+                }
+            }
+            Err(_) if replica.view().is_closing() => return,
+            Err(error) if error.is_timeout() => {}
+            Err(error) => return replica.lose(error),
+        }
+        // Whoever reads alone may have skipped what was compacted. Of several, each goes on where it has taken an entry.
+        let next = replica.view().next;
+        index = if readers == 1 { next } else { index + readers * u64::from(next > index) };
+    }
+}
+
+/// Waits until the entry at `index` is the next. Returns false if it never will be.
+fn comes_to<M: Machine>(replica: &Replica<M>, index: u64) -> bool {
+    let mut view = replica.view();
+    while view.next < index && view.lost.is_none() && !view.is_closing() {
+        replica.wait_until(&mut view, Instant::now() + READ_TIMEOUT);
+    }
+    view.next == index
+}
+
+/// The thread that sends heartbeats and watches those of others.
+fn watch<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    heartbeats: Heartbeats,
+    tidy: &dyn Fn(&M, Deadline) -> Result<()>,
+) {
+    let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
+    loop {
+        let next = Instant::now() + heartbeats.interval;
+        match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
+            Err(error) if heartbeats.must_be_answered => return replica.lose(error),
+            Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),
+            Ok(()) => {}
+        }
+        // The next heartbeat waits for it, and must not come too late.
+        if let Err(error) = clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
+            tracing::debug!(%error, "old entries of the log could not be removed");
+        }
+        let mut view = replica.view();
+        while Instant::now() < next && !view.is_closing() {
+            replica.wait_until(&mut view, next);
+        }
+        if view.is_closing() {
+            return;
+        }
+    }
+}
+
+/// Sends a heartbeat, and appends the processes that have ended or become silent.
+fn beat<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    liveness: &mut Liveness<M::Id>,
+    deadline: Deadline,
+) -> Result<()> {
+    let (own, watched) = {
+        let view = replica.view();
+        let Some(own) = &view.own else { return Ok(()) };
+        let watched = view.state.watched_by(own.id).into_iter();
+        let watched = watched.filter_map(|id| Some((id, view.state.heartbeat_key(id)?)));
+        // A process that was given up sends none: another one may use its key by now, and stand still.
+        let key = (!view.is_given_up()).then(|| own.heartbeat_key.clone());
+        ((own.id, key), watched.collect::<Vec<_>>())
+    };
+    let (id, key) = own;
+    if let Some(key) = key {
+        log.store.add(&key, 1, deadline)?;
+    }
+    if watched.is_empty() {
+        return Ok(());
+    }
+    let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    // They exist: a process sends a heartbeat before it joins.
+    let beats = log.store.multi_get(&keys, deadline)?;
+    let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
+    for (other, absence) in liveness.observe(beats, Instant::now()) {
+        log.append(&M::absent(other, id, absence), deadline)?;
+    }
+    Ok(())
+}
+
+/// Compacts the log, and calls `tidy`, if this process is to.
+fn clean<M: Machine>(
+    log: &Log<M>,
+    replica: &Replica<M>,
+    deadline: Deadline,
+    tidy: &dyn Fn(&M, Deadline) -> Result<()>,
+) -> Result<()> {
+    let Some(compaction) = M::COMPACTION else { return Ok(()) };
+    let (state, checkpoint) = {
+        let mut view = replica.view();
+        let caretaker = (compaction.caretaker)(&view.state);
+        if caretaker.is_none() || caretaker != view.id() {
+            return Ok(());
+        }
+        (view.state.clone(), view.checkpoint.take())
+    };
+    if let Some((state, index)) = checkpoint {
+        log.compact(&state, index, deadline)?;
+    }
+    tidy(&state, deadline)
+}

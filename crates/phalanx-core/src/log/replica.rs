@@ -1,0 +1,155 @@
+//! One process's copy of the state, which its threads share.
+
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::Machine;
+use super::compaction::STRIDE;
+use crate::error::Error;
+
+/// The state as far as this process has read the log, and this process's part in it.
+pub struct Replica<M: Machine> {
+    view: Mutex<View<M>>,
+    changed: Condvar,
+    on_change: OnChange<M>,
+}
+
+type OnChange<M> = Box<dyn Fn(&Replica<M>) + Send + Sync>;
+
+/// What a [`Replica`] holds.
+#[derive(Clone)]
+pub struct View<M: Machine> {
+    pub state: M,
+    /// The index of the next entry to be read.
+    pub(super) next: u64,
+    /// The last state from which a new reader could begin, and the index of the next entry.
+    pub(super) checkpoint: Option<(M, u64)>,
+    pub(super) own: Option<Own<M::Id>>,
+    /// Why this process was refused.
+    pub refusal: Option<String>,
+    /// The first thing that a person should know, though the job goes on.
+    pub warning: Option<String>,
+    /// Why the log cannot be used any more.
+    pub lost: Option<Error>,
+    is_closing: bool,
+}
+
+/// How this process takes part.
+#[derive(Clone)]
+pub(super) struct Own<Id> {
+    pub(super) id: Id,
+    pub(super) heartbeat_key: String,
+    /// Where in the log it has joined, once that is known.
+    joined_at: Option<u64>,
+}
+
+impl<M: Machine> Replica<M> {
+    /// `on_change` is called after each change, without a lock, by the thread that made it.
+    pub fn new(on_change: impl Fn(&Self) + Send + Sync + 'static) -> Self {
+        Self { view: Mutex::default(), changed: Condvar::new(), on_change: Box::new(on_change) }
+    }
+
+    pub fn view(&self) -> MutexGuard<'_, View<M>> {
+        self.view.lock()
+    }
+
+    /// Waits for a change, but not past `until`.
+    pub fn wait_until(&self, view: &mut MutexGuard<'_, View<M>>, until: Instant) {
+        self.changed.wait_until(view, until);
+    }
+
+    /// The log cannot be used any more. The first cause stays.
+    pub fn lose(&self, error: Error) {
+        self.change(|view| {
+            view.lost.get_or_insert(error);
+        });
+    }
+
+    /// Tells the threads that work on this replica to end.
+    pub fn close(&self) {
+        self.view.lock().is_closing = true;
+        self.changed.notify_all();
+    }
+
+    /// Takes the next entry.
+    pub(super) fn apply(&self, entry: M::Entry) {
+        self.change(|view| {
+            let is_own = M::joining(&entry).is_some_and(|id| view.id() == Some(id));
+            if let Err(why) = view.state.apply(entry)
+                && is_own
+            {
+                view.refusal = Some(why);
+            }
+            view.next += 1;
+            if M::COMPACTION.is_some() && view.next.is_multiple_of(STRIDE) {
+                view.checkpoint = Some((view.state.clone(), view.next));
+            }
+        });
+    }
+
+    /// Skips the next entry, which no process of this job has signed.
+    pub(super) fn skip(&self) {
+        self.change(|view| {
+            let (index, process) = (view.next, M::PROCESS);
+            view.next += 1;
+            view.warning.get_or_insert_with(|| {
+                format!(
+                    "entry {index} of the {process}s' log was ignored, because it is not signed with this job's key. \
+                     Another {process} needs the same --job-key-file; or another program writes to the store"
+                )
+            });
+        });
+    }
+
+    /// Goes on from a state that another process has written.
+    pub(super) fn restore(&self, state: M, next: u64) {
+        self.change(|view| (view.state, view.next) = (state, next));
+    }
+
+    /// This process is about to join, under a number that it has not had before.
+    pub(super) fn set_own(&self, id: M::Id, heartbeat_key: String) {
+        self.view.lock().own = Some(Own { id, heartbeat_key, joined_at: None });
+    }
+
+    /// The entry by which it joins is at `index`.
+    pub(super) fn set_joined_at(&self, index: u64) {
+        self.change(|view| view.own.iter_mut().for_each(|own| own.joined_at = Some(index)));
+    }
+
+    /// This process was refused, and asks again.
+    pub fn forget_refusal(&self) {
+        self.view.lock().refusal = None;
+    }
+
+    fn change(&self, how: impl FnOnce(&mut View<M>)) {
+        how(&mut self.view.lock());
+        self.changed.notify_all();
+        (self.on_change)(self);
+    }
+}
+
+impl<M: Machine> Default for View<M> {
+    fn default() -> Self {
+        let (state, next, checkpoint, own) = (M::default(), 0, None, None);
+        let (refusal, warning, lost, is_closing) = (None, None, None, false);
+        Self { state, next, checkpoint, own, refusal, warning, lost, is_closing }
+    }
+}
+
+impl<M: Machine> View<M> {
+    /// The number under which this process takes part, if it does.
+    pub(crate) fn id(&self) -> Option<M::Id> {
+        self.own.as_ref().map(|own| own.id)
+    }
+
+    /// Whether this process has joined, and the others go on without it.
+    pub fn is_given_up(&self) -> bool {
+        let has_joined = |own: &&Own<M::Id>| own.joined_at.is_some_and(|index| index < self.next);
+        self.own.as_ref().filter(has_joined).is_some_and(|own| !self.state.is_present(own.id))
+    }
+
+    pub fn is_closing(&self) -> bool {
+        self.is_closing
+    }
+}

@@ -1,0 +1,127 @@
+//! Warnings for the user although nothing has failed: work that is skipped, and long waits.
+//!
+//! They go to the program's `tracing` subscriber. In a program without one they would be lost, so they go to standard
+//! error.
+
+use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{Builder, scope};
+use std::time::{Duration, Instant};
+
+/// When to report a wait; after the last, again each time that interval has passed.
+const REMINDERS: [Duration; 4] =
+    [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
+
+/// Warns the user.
+pub fn warn(what: impl Display) {
+    tracing::warn!("{what}");
+    if !tracing::dispatcher::has_been_set() {
+        // The test harness captures what `eprintln` prints, and only that, and shows it with a failed test.
+        #[cfg(test)]
+        eprintln!("phalanx: warning: {what}");
+        // `eprintln` would panic if standard error is closed.
+        #[cfg(not(test))]
+        let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("phalanx: warning: {what}\n"));
+    }
+}
+
+/// Warnings that wait to be written at one time; further ones are dropped.
+const MAX_ASIDE: usize = 4;
+
+/// Warns from threads of their own, for one that must not block: standard error blocks if nobody reads it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Aside(Arc<AtomicUsize>);
+
+impl Aside {
+    /// Warns the user, unless too much waits to be written already, or the system gives no thread.
+    pub(crate) fn warn(&self, what: String) {
+        let waiting = Arc::clone(&self.0);
+        if waiting.fetch_add(1, Ordering::Relaxed) >= MAX_ASIDE {
+            waiting.fetch_sub(1, Ordering::Relaxed);
+            return;
+        }
+        let write = move || {
+            warn(what);
+            waiting.fetch_sub(1, Ordering::Relaxed);
+        };
+        if Builder::new().name("phalanx-notice".into()).spawn(write).is_err() {
+            self.0.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Reports a long wait now and then.
+#[derive(Debug)]
+pub(crate) struct Reminders {
+    started: Instant,
+    next: Duration,
+}
+
+impl Reminders {
+    /// The wait begins.
+    pub(crate) fn new() -> Self {
+        Self { started: Instant::now(), next: REMINDERS[0] }
+    }
+
+    /// Reports `what` is waited for, if it is time.
+    pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
+        let waited = self.started.elapsed();
+        if waited >= self.next {
+            self.next = after(waited);
+            warn(format_args!("{} ({} s so far)", what(), waited.as_secs()));
+        }
+    }
+
+    fn left(&self) -> Duration {
+        self.next.saturating_sub(self.started.elapsed())
+    }
+}
+
+/// The time of the first reminder after a wait of `waited`.
+fn after(waited: Duration) -> Duration {
+    let [.., last] = REMINDERS;
+    let minutes = waited.as_secs() / last.as_secs() + 1;
+    REMINDERS
+        .into_iter()
+        .find(|reminder| *reminder > waited)
+        .unwrap_or(last * u32::try_from(minutes).unwrap_or(u32::MAX))
+}
+
+/// Reports now and then `what` is waited for while `wait` runs. For waits that cannot do it themselves.
+pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() -> R) -> R {
+    let (done, ended) = channel::<()>();
+    scope(|scope| {
+        let remind = move || {
+            let mut reminders = Reminders::new();
+            while ended.recv_timeout(reminders.left()) == Err(RecvTimeoutError::Timeout) {
+                reminders.remind(&what);
+            }
+        };
+        // If the thread cannot be started, there are no reports.
+        let _ = Builder::new().name("phalanx-waiting".into()).spawn_scoped(scope, remind);
+        let outcome = wait();
+        drop(done);
+        outcome
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reminders_become_rare() {
+        let seconds = [0, 4, 5, 14, 15, 30, 59, 60, 61, 119, 120, 3000];
+        let next = seconds.map(|waited| after(Duration::from_secs(waited)).as_secs());
+        assert_eq!(next, [5, 5, 15, 15, 30, 60, 60, 120, 120, 120, 180, 3060]);
+    }
+
+    #[test]
+    fn a_wait_that_is_over_holds_nobody_up() {
+        let started = Instant::now();
+        assert_eq!(while_waiting(|| unreachable!(), || 7), 7);
+        assert!(started.elapsed() < REMINDERS[0]);
+    }
+}

@@ -1,0 +1,611 @@
+//! The start of a world: every rank reports its arrival, and rank 0 reports that all are there.
+//!
+//! Keys, below the job's scope and a round:
+//!
+//! ```text
+//! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store, and what
+//!            identifies the host and the process, as their names and numbers do not
+//! world      the world size that the first to come expects, and the version of this protocol
+//! verdict    the outcome: "ok" with the number of the first group, "over", or what went wrong; written once, read by all
+//! ```
+//!
+//! A rank writes the first two in one request and waits for the third in the next: two round trips, however far away the store is.
+//!
+//! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
+//! `rank/<r>`, and goes on to the next round.
+//!
+//! If rank 0 serves the store, the next meeting has a store of its own, at the same address. A rank that is sooner there than rank 0 finds
+//! the last one. So rank 0, before it ends that, writes that the next round is over: whoever waits there, or still comes, begins again.
+//! Without that it would wait in a store that rank 0 has left, and rank 0 for it in another.
+
+use std::net::IpAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::RankConfig;
+use super::hosts::{Host, Hosts};
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::host;
+use crate::notice::while_waiting;
+use crate::random;
+use crate::rank::Rank;
+use crate::store::{PrefixStore, SharedStore, Store};
+use crate::transport;
+use crate::wire::hello::JobId;
+use crate::world_size::WorldSize;
+
+/// How the outcome begins if all have come. The random number of the first group follows.
+const OK: &[u8] = b"ok ";
+/// The outcome of the round after the last one in a store that ends.
+const OVER: &[u8] = b"over";
+/// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome; in the second,
+/// the outcome had no number.
+const VERSION: u32 = 3;
+const VERSION_MARK: &str = "@version-";
+/// How many missing ranks an error names.
+const NAMED: usize = 8;
+/// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
+const ASKED: u32 = 64;
+
+/// Which process on which host this is. Hosts may have equal names, and processes in different containers equal numbers: those are for
+/// errors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Identity {
+    pub host: String,
+    pub process: String,
+    pub host_id: String,
+    pub process_id: String,
+}
+
+impl Identity {
+    /// # Errors
+    /// If the system has no random numbers.
+    pub fn of_process() -> Result<Self> {
+        let process = std::process::id().to_string();
+        // A child that was forked is another process.
+        let process_id = format!("{process}-{:016x}", process_nonce()?);
+        Ok(Self { host: host::name(), process, host_id: host::id(), process_id })
+    }
+}
+
+/// The number of this process, which no other has, also in another container with the same process number.
+fn process_nonce() -> Result<u64> {
+    static NONCE: OnceLock<u64> = OnceLock::new();
+    match NONCE.get() {
+        Some(nonce) => Ok(*nonce),
+        None => {
+            let nonce = random::number()?;
+            Ok(*NONCE.get_or_init(|| nonce))
+        }
+    }
+}
+
+/// How a start has ended for a rank that has met no error.
+pub(super) enum Arrival {
+    /// All have come.
+    Met(Arrived),
+    /// The store ends: rank 0 has left the world that was met there.
+    Over,
+}
+
+impl Arrival {
+    /// The world, in a store that only its last user ends.
+    ///
+    /// # Errors
+    /// If something else has written to the store.
+    pub fn met(self) -> Result<Arrived> {
+        match self {
+            Self::Met(arrived) => Ok(arrived),
+            Self::Over => {
+                Err(Error::protocol("the store says that rank 0 has left it, and rank 0 does not serve it")
+                    .in_operation("rendezvous", None))
+            }
+        }
+    }
+}
+
+/// A complete world.
+pub(super) struct Arrived {
+    /// The part of the store that belongs to it.
+    pub store: SharedStore,
+    /// The number of its first group.
+    pub group_number: JobId,
+    /// What rank 0 ends if it serves the store.
+    pub rounds: Option<Rounds>,
+    roll_call: PrefixStore,
+    world_size: WorldSize,
+}
+
+/// What a rank writes when it arrives.
+#[derive(Debug, PartialEq, Eq)]
+struct Entry {
+    nonce: String,
+    /// The world size that it expects, and its version, as [`expectation`] writes them.
+    world: String,
+    identity: Identity,
+    /// The address at which it found the store; none if the store has no address.
+    store: Option<IpAddr>,
+}
+
+impl Entry {
+    fn new(store: Option<IpAddr>, config: &RankConfig, me: &Identity) -> Result<Self> {
+        Ok(Self { nonce: nonce()?, world: expectation(config.world_size), identity: me.clone(), store })
+    }
+
+    fn to_text(&self) -> String {
+        let Self { nonce, world, identity: Identity { host, process, host_id, process_id }, store } = self;
+        let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
+        format!("{nonce} {world} {process} {host} {store} {host_id} {process_id}")
+    }
+
+    /// The error is a sentence.
+    fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let text = String::from_utf8_lossy(bytes);
+        let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
+        let Ok([nonce, world, process, host, store, host_id, process_id]) = <[String; 7]>::try_from(words)
+        else {
+            return Err(format!("the store holds {text:?} instead of a rank's arrival"));
+        };
+        let identity = Identity { host, process, host_id, process_id };
+        Ok(Self { nonce, world, identity, store: store.parse().ok() })
+    }
+}
+
+/// What a rank expects of the others: the world size, and the version.
+fn expectation(world_size: WorldSize) -> String {
+    format!("{world_size}{VERSION_MARK}{VERSION}")
+}
+
+/// Why a rank that expects `own` cannot start with `peer`, another one or that of this rank, which expects `other`.
+fn difference(rank: Rank, own: &str, peer: &str, other: &str) -> (Kind, String) {
+    let ((size, version), (other_size, other_version)) = (size_and_version(own), size_and_version(other));
+    if version == other_version {
+        return (
+            Kind::Mismatch,
+            format!("rank {rank} expects a world of {size}, {peer} one of {other_size}"),
+        );
+    }
+    let cause = format!(
+        "rank {rank} starts by version {version} of the protocol, {peer} by version {other_version}: they run different \
+         builds of Phalanx"
+    );
+    (Kind::Protocol, cause)
+}
+
+fn size_and_version(expectation: &str) -> (&str, &str) {
+    expectation.split_once(VERSION_MARK).unwrap_or((expectation, "1"))
+}
+
+/// Why the entry of `peer` cannot be read, for a rank that expects `own`: it may be of another version, whose entries begin as ours do.
+fn unreadable(rank: Rank, own: &str, peer: &str, entry: &[u8], cause: String) -> (Kind, String) {
+    let text = String::from_utf8_lossy(entry);
+    let (size, version) = size_and_version(text.split(' ').nth(1).unwrap_or_default());
+    match size.parse::<u32>() {
+        Ok(_) if version != size_and_version(own).1 => {
+            difference(rank, own, peer, &format!("{size}{VERSION_MARK}{version}"))
+        }
+        Ok(_) | Err(_) => (Kind::Protocol, cause),
+    }
+}
+
+/// Waits until all ranks have arrived. Returns an error on every rank if one is missing at the deadline, is there
+/// twice, or expects another world size. `found` is the address at which this rank found the store, if it has one.
+pub(super) fn arrive(
+    store: &SharedStore,
+    found: Option<IpAddr>,
+    config: &RankConfig,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Arrival> {
+    let started = Instant::now();
+    let entry = Entry::new(found, config, me)?;
+    let Some((roll_call, round, expected)) = sign_in(store, config, &entry, deadline)? else {
+        return Ok(Arrival::Over);
+    };
+    let group: SharedStore =
+        Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
+    if expected != entry.world.as_bytes() {
+        let expected = String::from_utf8_lossy(&expected);
+        let (kind, cause) = difference(config.rank, &entry.world, "another rank", &expected);
+        return Err(fail(&roll_call, kind, None, cause, deadline));
+    }
+    // Published here, so that ranks that get further can see if this one is stopped while it waits.
+    let (name, process) = transport::process_record(config.rank)?;
+    let process = [(&*format!("group/{name}"), &*process)];
+    // Some time is kept to find out which ranks are missing, and to tell the others.
+    let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
+    let awaited = || awaited(&roll_call, config, started, waiting.at_most(ANSWER_TIMEOUT));
+    let outcome = while_waiting(awaited, || match config.rank.is_main() {
+        true => judge(&roll_call, config, &process, waiting),
+        false => {
+            let outcome = roll_call.set_and_get(&process, &["verdict"], waiting, &mut || Ok(()));
+            outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
+        }
+    });
+    let group_number = match outcome {
+        Ok(outcome) if outcome == OVER => return Ok(Arrival::Over),
+        Ok(outcome) => number_in(&outcome),
+        Err(error) if error.is_timeout() => {
+            report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)
+        }
+        Err(error) => Err(error),
+    }?;
+    let rounds = Some(Rounds { scope: config.scope.clone(), met: round });
+    Ok(Arrival::Met(Arrived { store: group, group_number, rounds, roll_call, world_size: config.world_size }))
+}
+
+/// The rounds of a job in a store.
+#[derive(Debug)]
+pub(super) struct Rounds {
+    scope: String,
+    /// The one in which this rank has met the others.
+    met: u64,
+}
+
+impl Rounds {
+    /// Writes that the next round is over. Those in between have ended with an error.
+    ///
+    /// # Errors
+    /// If the store does not answer.
+    pub fn end(&self, store: &dyn Store, deadline: Deadline) -> Result<()> {
+        let mut round = self.met + 1;
+        while store.compare_set(&format!("{}/{round}/verdict", self.scope), b"", OVER, deadline)? != OVER {
+            round += 1;
+        }
+        Ok(())
+    }
+}
+
+/// Lets the next start in `store` fail on every rank, if this process has met its world there already and still serves it. None if it has not.
+pub(super) fn refuse_another(
+    store: &SharedStore,
+    config: &RankConfig,
+    me: &Identity,
+    deadline: Deadline,
+) -> Result<Option<Error>> {
+    let first = PrefixStore::new(format!("{}/0", config.scope), Arc::clone(store));
+    let key = format!("rank/{}", config.rank);
+    // Another process's store, also one of another version, is another job's.
+    if !first.check(&[&key], deadline)?
+        || !Entry::parse(&first.get(&key, deadline)?).is_ok_and(|entry| entry.identity == *me)
+    {
+        return Ok(None);
+    }
+    let signed_in = sign_in(store, config, &Entry::new(None, config, me)?, deadline)?;
+    Ok(signed_in.map(|(roll_call, ..)| {
+        let cause = format!(
+            "process {} on {} is rank {} of another group already, whose store it serves at this address",
+            me.process, me.host, config.rank
+        );
+        fail(&roll_call, Kind::InvalidArgument, Some(config.rank), cause, deadline)
+    }))
+}
+
+/// Rank 0: waits until all have come, and writes the outcome, unless there is one before.
+fn judge(
+    roll_call: &PrefixStore,
+    config: &RankConfig,
+    process: &[(&str, &[u8])],
+    deadline: Deadline,
+) -> Result<Vec<u8>> {
+    let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let mut is_decided = false;
+    let mut go_on = || {
+        is_decided = roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
+        if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
+    };
+    match roll_call.set_and_get(process, &keys, deadline, &mut go_on) {
+        Err(_) if is_decided => roll_call.get("verdict", deadline.max(Deadline::after(ANSWER_TIMEOUT))),
+        Err(error) => Err(error),
+        Ok(entries) => {
+            // A rank that expects another world has said so before it reads this, or does so now.
+            let own = expectation(config.world_size);
+            for (rank, entry) in config.world_size.ranks().zip(&entries) {
+                let peer = format!("rank {rank}");
+                let (kind, cause) = match Entry::parse(entry) {
+                    Ok(entry) if entry.world == own => continue,
+                    Ok(entry) => difference(config.rank, &own, &peer, &entry.world),
+                    Err(cause) => unreadable(config.rank, &own, &peer, entry, cause),
+                };
+                let peer = (kind == Kind::Protocol).then_some(rank);
+                return Err(fail(roll_call, kind, peer, cause, deadline));
+            }
+            let fine = [OK, &random::bytes::<{ size_of::<JobId>() }>()?].concat();
+            roll_call.compare_set("verdict", b"", &fine, deadline)
+        }
+    }
+}
+
+/// The part of the remaining time that is kept for reporting an error.
+pub(super) fn reserve(deadline: Deadline) -> Duration {
+    (deadline.remaining() / 5).min(Duration::from_secs(2))
+}
+
+/// A random number that cannot be guessed.
+pub(super) fn nonce() -> Result<String> {
+    Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
+}
+
+/// Writes the entry into the first round in which this process has no entry yet. Returns also the number of the round, and the world size
+/// that the first to come expects there. None if rank 0 has ended that round.
+fn sign_in(
+    store: &SharedStore,
+    config: &RankConfig,
+    entry: &Entry,
+    deadline: Deadline,
+) -> Result<Option<(PrefixStore, u64, Vec<u8>)>> {
+    let mine = entry.to_text().into_bytes();
+    let name = format!("rank/{}", config.rank);
+    for round in 0.. {
+        let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
+        let changes = [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world.as_bytes())];
+        let found = roll_call.multi_compare_set(&changes, deadline)?;
+        let [there, expected] = <[_; 2]>::try_from(found)
+            .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
+        if there == mine {
+            return Ok(Some((roll_call, round, expected)));
+        }
+        let other = Entry::parse(&there).map_err(|cause| {
+            let peer = format!("another rank {}", config.rank);
+            let (kind, cause) = unreadable(config.rank, &entry.world, &peer, &there, cause);
+            fail(&roll_call, kind, Some(config.rank), cause, deadline)
+        })?;
+        let other = other.identity;
+        if other != entry.identity {
+            let cause = format!(
+                "two processes have rank {}: process {} on {} and process {} on {}",
+                config.rank, other.process, other.host, entry.identity.process, entry.identity.host
+            );
+            return Err(fail(&roll_call, Kind::Mismatch, Some(config.rank), cause, deadline));
+        }
+        // The first round of a store has been met, or this process has left it with an error.
+        if round > 0
+            && roll_call.check(&["verdict"], deadline)?
+            && roll_call.get("verdict", deadline)? == OVER
+        {
+            return Ok(None);
+        }
+    }
+    Err(Error::protocol("the store refuses this rank's arrival in every round"))
+}
+
+/// Writes an error of this rank as the outcome, and returns it.
+fn fail(roll_call: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
+    let error = ArrivalError { kind, peer: peer.map(Rank::get), cause };
+    let _ = write_outcome(roll_call, &error, deadline);
+    error.into_error()
+}
+
+/// This rank's time is up: reports that to every rank, unless there is an outcome already. An existing outcome holds for
+/// this rank as well: the others may have gone on.
+fn report_missing(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Result<JobId> {
+    match write_outcome(roll_call, &error, deadline) {
+        Some(outcome) => number_in(&outcome),
+        None => Err(error.into_error()),
+    }
+}
+
+/// Writes an outcome unless there is one; returns the one that is there.
+fn write_outcome(roll_call: &PrefixStore, error: &ArrivalError, deadline: Deadline) -> Option<Vec<u8>> {
+    let outcome = serde_json::to_vec(error).ok()?;
+    // If the store is gone too, the others find out at their own deadlines.
+    roll_call.compare_set("verdict", b"", &outcome, deadline.max(Deadline::after(LAST_MESSAGE_TIMEOUT))).ok()
+}
+
+/// How long reporting may take after the deadline: a round trip of a slow network, with a packet that is sent again.
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the store may take to answer a question beside the wait.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The number of the first group, with which the outcome says that all is well. Otherwise the error that it is.
+fn number_in(outcome: &[u8]) -> Result<JobId> {
+    outcome.strip_prefix(OK).and_then(|number| number.try_into().ok()).ok_or_else(|| read_outcome(outcome))
+}
+
+/// An outcome other than [`OK`].
+#[derive(serde::Serialize, serde::Deserialize)]
+struct ArrivalError {
+    kind: Kind,
+    peer: Option<u32>,
+    cause: String,
+}
+
+impl ArrivalError {
+    fn into_error(self) -> Error {
+        let error = Error::new(self.kind, self.cause).in_operation("rendezvous", None);
+        let error = self.peer.into_iter().fold(error, |error, peer| error.with_peer(Rank::new(peer)));
+        error.with_remedy(match self.kind {
+            Kind::Timeout => {
+                "have all ranks been started, with the same MASTER_ADDR, MASTER_PORT and job? If they are only slow, \
+                 raise the time-out"
+            }
+            Kind::Protocol => {
+                "run the same version of Phalanx in all processes of a job, and let nothing else write to its store"
+            }
+            Kind::InvalidArgument => {
+                "end that group on every rank before the next is made (drop it; in Python, destroy_process_group), or make \
+                 others of its ranks with new_group"
+            }
+            _ => "give every process its own rank and the same world size; a launcher does",
+        })
+    }
+}
+
+fn read_outcome(outcome: &[u8]) -> Error {
+    if outcome == OVER {
+        // As this rank's time was up.
+        return Error::timeout("rank 0 has left the group that was met in this store")
+            .with_peer(Rank::MAIN)
+            .in_operation("rendezvous", None)
+            .with_remedy("let every rank join, and leave, equally often");
+    }
+    match serde_json::from_slice::<ArrivalError>(outcome) {
+        Ok(error) => error.into_error(),
+        Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
+            .in_operation("rendezvous", None),
+    }
+}
+
+/// Reports the missing ranks, while there is time.
+fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadline: Deadline) -> String {
+    let world = config.world_size.get();
+    // In a large world, so many queries would keep the store from serving ranks that arrive.
+    let cause = match world <= ASKED || config.rank.is_main() {
+        true => missing(roll_call, config, started, deadline).cause,
+        false => format!("not all of the {world} ranks have arrived"),
+    };
+    format!("rank {} waits for the others: {cause}", config.rank)
+}
+
+/// Names the missing ranks.
+fn missing(
+    roll_call: &PrefixStore,
+    config: &RankConfig,
+    started: Instant,
+    deadline: Deadline,
+) -> ArrivalError {
+    let (mut missing, mut is_answered) = (Vec::new(), true);
+    for rank in config.world_size.ranks() {
+        match roll_call.check(&[&format!("rank/{rank}")], deadline) {
+            Ok(true) => {}
+            Ok(false) => missing.push(rank),
+            Err(_) => is_answered = false,
+        }
+        if missing.len() > NAMED || !is_answered {
+            break;
+        }
+    }
+    let names: Vec<String> = missing.iter().take(NAMED).map(Rank::to_string).collect();
+    let more = if missing.len() > NAMED { " and more" } else { "" };
+    let waited = started.elapsed().as_secs_f64();
+    let world = config.world_size;
+    let mut peer = missing.first().copied();
+    let cause = match names.as_slice() {
+        [] if !is_answered => {
+            format!("the store has not said within {waited:.1} s which of {world} ranks have arrived")
+        }
+        [] if config.rank.is_main() => {
+            format!("the last of {world} ranks has only arrived after {waited:.1} s")
+        }
+        [] => {
+            peer = Some(Rank::MAIN);
+            format!(
+                "all {world} ranks have arrived, but rank 0 has not confirmed it within {waited:.1} s: it has stopped"
+            )
+        }
+        [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
+        names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
+    };
+    ArrivalError { kind: Kind::Timeout, peer: peer.map(Rank::get), cause }
+}
+
+impl Arrived {
+    /// The hosts of all ranks.
+    pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
+        let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let entries = self.roll_call.multi_get(&keys, deadline)?;
+        let hosts = entries.iter().map(|entry| {
+            let Entry { identity, store, .. } = Entry::parse(entry).map_err(Error::protocol)?;
+            Ok(Host { id: identity.host_id, store })
+        });
+        hosts.collect::<Result<_>>().map(Hosts)
+    }
+}
+
+/// For `phalanx::fuzzing`: a rank's entry, or an outcome.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    assert_eq!(read_outcome(bytes).operation(), Some("rendezvous"));
+    let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<ArrivalError>(bytes).is_ok() };
+    assert_eq!(Entry::parse(entry.to_text().as_bytes()).ok(), Some(entry));
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::MemoryStore;
+
+    #[test]
+    fn at_the_deadline_the_verdict_that_stands_holds() {
+        let late = || ArrivalError { kind: Kind::Timeout, peer: Some(2), cause: "rank 2 is late".into() };
+        let soon = Deadline::after(Duration::from_secs(20));
+        let settled = |outcome: &[u8]| {
+            let roll_call = PrefixStore::new("roll_call", Arc::new(MemoryStore::new()));
+            if !outcome.is_empty() {
+                roll_call.set("verdict", outcome, soon).unwrap();
+            }
+            report_missing(&roll_call, late(), soon)
+        };
+        assert_eq!(settled(b"ok 0123456789abcdef").unwrap(), *b"0123456789abcdef");
+        assert!(settled(b"ok 0123456789abcde").unwrap_err().to_string().contains("cannot be read"));
+        let error = settled(b"").unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("rank 2 is late"), "{error}");
+        let error = settled(OVER).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("rank 0 has left"), "{error}");
+        let twice = ArrivalError { kind: Kind::Mismatch, peer: None, cause: "two of them".into() };
+        let error = settled(&serde_json::to_vec(&twice).unwrap()).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("two of them"), "{error}");
+    }
+
+    fn config(rank: u32) -> RankConfig {
+        let world = WorldSize::new(2).unwrap();
+        RankConfig::given("the store", Some(Rank::new(rank)), Some(world)).unwrap()
+    }
+
+    fn start(store: &SharedStore, rank: u32, seconds: u64) -> Result<Arrival> {
+        let (process, process_id) = (rank.to_string(), rank.to_string());
+        let me = Identity { host: "here".into(), process, host_id: "here".into(), process_id };
+        arrive(store, None, &config(rank), &me, Deadline::after(Duration::from_secs(seconds)))
+    }
+
+    /// A store in which these entries stand.
+    fn with(entries: &[(&str, &str)]) -> SharedStore {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        for (key, value) in entries {
+            store
+                .set(&format!("phalanx/0/{key}"), value.as_bytes(), Deadline::after(Duration::from_secs(20)))
+                .unwrap();
+        }
+        store
+    }
+
+    #[test]
+    fn ranks_of_different_builds_are_told_both_versions_at_once() {
+        // Rank 0 of an earlier build has come, and waits for the outcome.
+        let store = with(&[("rank/0", "1 2 7 there -"), ("world", "2"), ("arrived", "1")]);
+        let error = start(&store, 1, 600).err().unwrap();
+        let text = format!("rank 1 starts by version {VERSION} of the protocol, another rank by version 1");
+        assert!(error.to_string().contains(&text) && error.to_string().contains("same version"), "{error}");
+        let soon = Deadline::after(Duration::from_secs(20));
+        let outcome = read_outcome(&store.get("phalanx/0/verdict", soon).unwrap());
+        assert!(outcome.to_string().contains(&text), "{outcome}");
+        // A rank of an earlier build that comes later compares the world sizes, and ours is another text.
+        let store = with(&[("rank/1", "1 2 7 there -")]);
+        let error = start(&store, 0, 600).err().unwrap();
+        let text = format!("rank 0 starts by version {VERSION} of the protocol, rank 1 by version 1");
+        assert!(error.to_string().contains(&text) && error.peer() == Some(Rank::new(1)), "{error}");
+        assert_ne!(store.get("phalanx/0/world", soon).unwrap(), b"2");
+    }
+
+    #[test]
+    fn an_entry_that_cannot_be_read_ends_the_start_of_all() {
+        let store = with(&[("rank/1", "garbage")]);
+        let error = start(&store, 0, 600).err().unwrap();
+        assert!(error.to_string().contains("\"garbage\" instead of a rank's arrival"), "{error}");
+        let outcome = store.get("phalanx/0/verdict", Deadline::after(Duration::from_secs(20))).unwrap();
+        assert_eq!(read_outcome(&outcome).peer(), Some(Rank::new(1)));
+        assert!(start(&store, 1, 600).err().unwrap().to_string().contains("garbage"));
+    }
+
+    #[test]
+    fn a_rank_0_that_stops_after_its_arrival_is_named() {
+        let store = with(&[("rank/0", "1 2@version-3 7 there -"), ("world", "2@version-3")]);
+        let error = start(&store, 1, 1).err().unwrap();
+        assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
+        assert!(error.to_string().contains("all 2 ranks have arrived, but rank 0"), "{error}");
+    }
+}

@@ -1,0 +1,322 @@
+//! The samples that this rank trains on, and their order.
+//!
+//! [`DistributedSampler`] gives the same indices as PyTorch's class of that name, in the same order, for the same
+//! length, world, seed, epoch and options:
+//!
+//! - Every rank gets `ceil(N / R)` indices (N samples, R ranks). With `drop_last`, if N is not a multiple of R, it gets
+//!   `ceil((N - R) / R)`.
+//! - The order of all N samples is `0..N`, or with `shuffle` a permutation that depends only on `seed + epoch`
+//!   (torch's `randperm` on the CPU; only the lower 32 bits of `seed + epoch` count).
+//! - If there are too few samples, indices are repeated from the front of that order, several times if
+//!   needed; with `drop_last` the end of the order is cut instead.
+//! - Rank r takes the places r, r + R, r + 2R, ... of it.
+//!
+//! So every rank makes the same number of steps. Without `drop_last` every sample is seen, up to R - 1 of them twice.
+//!
+//! [`ElasticSampler`] distributes the same order step by step, to worlds whose size changes.
+
+mod elastic;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+pub use self::elastic::{ElasticSampler, Tail};
+use crate::error::Result;
+use crate::notice::warn;
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+#[doc(hidden)]
+pub use phalanx_proto::sampler::random_permutation;
+
+/// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
+///
+/// ```
+/// use phalanx::sampler::DistributedSampler;
+///
+/// let group = phalanx::init()?; // as the launcher says; alone, a world of one
+/// let mut sampler = DistributedSampler::for_group(10, &group).seed(42);
+/// for epoch in 0..2 {
+///     sampler.set_epoch(epoch);
+///     for index in sampler.iter() {
+///         assert!(index < 10);
+///     }
+/// }
+/// assert_eq!(sampler.len(), 10_usize.div_ceil(group.world_size().count()));
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[doc(alias = "num_replicas")]
+#[derive(Debug)]
+pub struct DistributedSampler {
+    samples: usize,
+    rank: Rank,
+    world_size: WorldSize,
+    shuffle: bool,
+    seed: u64,
+    drop_last: bool,
+    epoch: u64,
+    reminder: Reminder,
+}
+
+impl DistributedSampler {
+    /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0. For the ranks of a
+    /// group [`for_group`](Self::for_group) is shorter, and cannot fail.
+    ///
+    /// # Errors
+    /// If `rank` is not in the world.
+    pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
+        let rank = world_size.rank(rank.get()).map_err(|error| {
+            error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
+        })?;
+        Ok(Self::at(samples, rank, world_size))
+    }
+
+    /// For a rank that belongs to the world.
+    pub(crate) fn at(samples: usize, rank: Rank, world_size: WorldSize) -> Self {
+        let reminder = Reminder::default();
+        Self { samples, rank, world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0, reminder }
+    }
+
+    /// Whether to shuffle in every epoch. True by default.
+    pub fn shuffle(mut self, shuffle: bool) -> Self {
+        self.shuffle = shuffle;
+        self
+    }
+
+    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Whether to drop the last samples that do not divide evenly among the ranks, instead of repeating some. False by
+    /// default.
+    pub fn drop_last(mut self, drop_last: bool) -> Self {
+        self.drop_last = drop_last;
+        self
+    }
+
+    /// Sets the epoch, and with it the order. Without it every epoch has the same order.
+    pub fn set_epoch(&mut self, epoch: u64) {
+        self.epoch = epoch;
+        self.reminder.epoch_was_set();
+    }
+
+    /// How many samples the data set has.
+    pub fn samples(&self) -> usize {
+        self.samples
+    }
+
+    /// The rank whose samples it gives.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// The number of ranks among which it distributes.
+    pub fn world_size(&self) -> WorldSize {
+        self.world_size
+    }
+
+    /// The current epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// How many indices this rank, and every other, gets in an epoch.
+    pub fn len(&self) -> usize {
+        let ranks = self.world_size.count();
+        if self.drop_last { self.samples / ranks } else { self.samples.div_ceil(ranks) }
+    }
+
+    /// Whether the number of indices is zero.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// This rank's indices in the current epoch.
+    ///
+    /// If a second pass with shuffling comes without [`set_epoch`](Self::set_epoch) in between, there is a warning in
+    /// the log.
+    pub fn indices(&self) -> Vec<usize> {
+        if self.shuffle {
+            self.reminder.pass_begins();
+        }
+        let (first, ranks) = (self.rank.index(), self.world_size.count());
+        // Places after the last sample start again from the front; with `drop_last` there are none.
+        let samples = (0..self.len()).map(|step| (first + step * ranks) % self.samples.max(1));
+        if self.shuffle {
+            let order = random_permutation(self.samples, self.seed.wrapping_add(self.epoch));
+            samples.map(|place| order[place]).collect()
+        } else {
+            samples.collect()
+        }
+    }
+
+    /// Iterates over [`indices`](Self::indices).
+    pub fn iter(&self) -> std::vec::IntoIter<usize> {
+        self.indices().into_iter()
+    }
+}
+
+impl IntoIterator for &DistributedSampler {
+    type Item = usize;
+    type IntoIter = std::vec::IntoIter<usize>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+/// Warns, once, of a forgotten `set_epoch`.
+#[derive(Debug, Default)]
+struct Reminder {
+    passed: AtomicBool,
+    warned: AtomicBool,
+}
+
+impl Reminder {
+    fn epoch_was_set(&mut self) {
+        *self.passed.get_mut() = false;
+    }
+
+    fn pass_begins(&self) {
+        if self.passed.swap(true, Ordering::Relaxed) && !self.warned.swap(true, Ordering::Relaxed) {
+            warn(
+                "a shuffled DistributedSampler begins a second pass in the same order: \
+                 call `set_epoch` before every epoch",
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Deserialize)]
+    struct Vectors {
+        short: Vec<Short>,
+        long: Vec<Long>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    struct Short {
+        n: usize,
+        world: u32,
+        shuffle: bool,
+        seed: u64,
+        epoch: u64,
+        drop_last: bool,
+        indices: Vec<Vec<usize>>,
+    }
+
+    #[derive(Debug, Deserialize)]
+    struct Long {
+        n: usize,
+        world: u32,
+        seed: u64,
+        epoch: u64,
+        drop_last: bool,
+        rank: u32,
+        count: usize,
+        ends: Vec<usize>,
+        weighted_sum: i64,
+    }
+
+    fn vectors() -> Vectors {
+        serde_json::from_str(include_str!("../../tests/data/sampler_vectors.json")).unwrap()
+    }
+
+    fn sampler(samples: usize, rank: u32, world: u32) -> DistributedSampler {
+        DistributedSampler::new(samples, Rank::new(rank), WorldSize::new(world).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn every_index_is_that_of_torch() {
+        let cases = vectors().short;
+        assert!(cases.len() > 200);
+        for case in cases {
+            for (rank, expected) in (0..case.world).zip(&case.indices) {
+                let mut sampler = sampler(case.n, rank, case.world)
+                    .shuffle(case.shuffle)
+                    .seed(case.seed)
+                    .drop_last(case.drop_last);
+                sampler.set_epoch(case.epoch);
+                assert_eq!(sampler.iter().collect::<Vec<_>>(), *expected, "rank {rank} of {case:?}");
+                assert_eq!(sampler.len(), expected.len());
+            }
+        }
+    }
+
+    #[test]
+    fn large_data_sets_come_in_the_order_of_torch() {
+        for case in vectors().long {
+            let mut sampler =
+                sampler(case.n, case.rank, case.world).seed(case.seed).drop_last(case.drop_last);
+            sampler.set_epoch(case.epoch);
+            let indices = sampler.indices();
+            assert_eq!(indices.len(), case.count, "{case:?}");
+            assert_eq!([&indices[..4], &indices[case.count - 4..]].concat(), case.ends, "{case:?}");
+            let sum = indices.iter().enumerate().fold(0i64, |sum, (place, &index)| {
+                sum.wrapping_add((index as i64).wrapping_mul(place as i64 + 1))
+            });
+            assert_eq!(sum, case.weighted_sum, "{case:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_sample_is_seen_and_every_rank_makes_the_same_steps(
+            samples in 0usize..300, world in 1u32..9, seed in any::<u64>(), drop_last in any::<bool>(),
+        ) {
+            let mut times = vec![0usize; samples];
+            for rank in 0..world {
+                let sampler = sampler(samples, rank, world).seed(seed).drop_last(drop_last);
+                prop_assert_eq!(sampler.indices().len(), sampler.len());
+                sampler.iter().for_each(|index| times[index] += 1);
+            }
+            let ranks = world as usize;
+            if drop_last {
+                prop_assert!(times.iter().all(|&times| times <= 1));
+                prop_assert_eq!(times.iter().sum::<usize>(), samples / ranks * ranks);
+            } else {
+                prop_assert!(times.iter().all(|&times| times >= 1));
+                prop_assert_eq!(times.iter().sum::<usize>(), samples.div_ceil(ranks) * ranks);
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_outside_the_world_is_an_error() {
+        let error = DistributedSampler::new(10, Rank::new(2), WorldSize::new(2).unwrap()).unwrap_err();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("DistributedSampler::for_group"), "{error}");
+    }
+
+    #[test]
+    fn a_group_gives_its_rank_and_its_world() {
+        for group in crate::ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap() {
+            let from_group = DistributedSampler::for_group(11, &group).seed(5);
+            assert_eq!(from_group.indices(), sampler(11, group.rank().get(), 3).seed(5).indices());
+        }
+    }
+
+    #[test]
+    fn a_forgotten_epoch_is_noticed_only_when_shuffling() {
+        let noticed = |sampler: &DistributedSampler| sampler.reminder.warned.load(Ordering::Relaxed);
+        let mut shuffled = sampler(5, 0, 1);
+        for epoch in 0..3 {
+            shuffled.set_epoch(epoch);
+            shuffled.indices();
+        }
+        assert!(!noticed(&shuffled));
+        shuffled.indices();
+        assert!(noticed(&shuffled));
+
+        let ordered = sampler(5, 0, 1).shuffle(false);
+        ordered.indices();
+        ordered.indices();
+        assert!(!noticed(&ordered));
+    }
+}

@@ -1,0 +1,430 @@
+//! A store in a file that all ranks see: a log to which every change is appended.
+
+mod log;
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::slice::from_ref;
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
+
+use self::log::Log;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub use self::log::fuzz;
+use super::Store;
+use super::call::Call;
+use super::table::{Refusal, Table};
+use crate::deadline::{Backoff, Deadline};
+use crate::error::{Error, Result};
+use crate::random;
+
+/// The pause between two reads of the file grows from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
+/// A store in a file, for ranks that share a file system.
+///
+/// One process [`create`](Self::create)s it, replacing any file of that name, and removes it when it is dropped. The
+/// others [`open`](Self::open) it. A writer that dies in the middle of a change leaves an incomplete record at the end.
+/// Readers ignore it, and the next writer removes it.
+///
+/// A file that an earlier job left is a complete store, so `open` alone cannot distinguish it from this job's.
+/// A [rendezvous](crate::rendezvous) can, by a greeting that only this job's rank 0 answers.
+#[derive(Debug)]
+pub struct FileStore {
+    path: PathBuf,
+    /// As errors name it.
+    name: String,
+    log: Mutex<Log>,
+    remove: bool,
+}
+
+impl FileStore {
+    /// Creates a new store at `path`, atomically, replacing any existing file.
+    pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
+        let path = path.into();
+        let file = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
+        Ok(Self::new(path, Log::new(file), true))
+    }
+
+    fn new(path: PathBuf, log: Log, remove: bool) -> Self {
+        let name = format!("the store file://{}", path.display());
+        Self { path, name, log: Mutex::new(log), remove }
+    }
+
+    /// Opens the store at `path`; waits until there is one.
+    pub fn open(path: impl Into<PathBuf>, deadline: Deadline) -> Result<Self> {
+        let path = path.into();
+        let mut backoff = Backoff::new(PAUSES, deadline);
+        loop {
+            let why = match OpenOptions::new().read(true).write(true).open(&path) {
+                Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
+                    Some(log) => return Ok(Self::new(path, log, false)),
+                    None => "holds no store",
+                },
+                Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
+                Err(error) => return Err(unusable(&path, "open", error)),
+            };
+            if !backoff.pause() {
+                let cause = format!("the file {} {why}", path.display());
+                return Err(Error::timeout(cause).in_operation("store open", None).with_remedy(
+                    "does rank 0 run, with the same path on a file system that all ranks share?",
+                ));
+            }
+        }
+    }
+
+    /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
+    /// `silence`. If it does not grow in that time, or there is none, a new one is made. It is not removed on drop,
+    /// because others may need it.
+    #[doc(hidden)]
+    pub fn open_or_create(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
+        let path = path.into();
+        loop {
+            if let Some(file) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
+                return Ok(Self::new(path, Log::new(file), false));
+            }
+            let store = Self::open(&path, deadline)?;
+            if store.grows(silence, deadline)? {
+                return Ok(store);
+            }
+            let call = Call::new(&store.name, "open", &[], deadline)?;
+            let mut backoff = Backoff::new(PAUSES, deadline);
+            let log = store.log.lock();
+            // Of the processes that find it unused, one replaces it. For the others the path then names another file.
+            while !log.try_lock().map_err(|error| call.failed(error))? {
+                if !backoff.pause() {
+                    return Err(call.locked_out());
+                }
+            }
+            let file = if is_named(&log.file, &path) { Some(create_in_place(&path)) } else { None };
+            log.unlock();
+            if let Some(file) = file {
+                let file = file.map_err(|error| unusable(&path, "create", error))?;
+                return Ok(Self::new(path, Log::new(file), false));
+            }
+        }
+    }
+
+    /// Whether a process writes to it within `silence`.
+    fn grows(&self, silence: Duration, deadline: Deadline) -> Result<bool> {
+        let length = || {
+            let metadata = self.log.lock().file.metadata();
+            metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.path, "read", error))
+        };
+        let first = length()?;
+        let mut backoff = Backoff::new(PAUSES, deadline.at_most(silence));
+        while backoff.pause() {
+            if length()? != first {
+                return Ok(true);
+            }
+        }
+        Ok(length()? != first)
+    }
+
+    /// Whether this store is still the one that its path names.
+    pub(crate) fn is_current(&self) -> bool {
+        is_named(&self.log.lock().file, &self.path)
+    }
+
+    /// Changes the call's keys under the file's lock. `change` returns its result, and whether it wrote or removed them.
+    fn change<T>(
+        &self,
+        call: &Call<'_>,
+        change: impl FnOnce(&mut Table) -> Result<(T, bool), Refusal>,
+    ) -> Result<T> {
+        let mut log = self.log(call)?;
+        let mut backoff = Backoff::new(PAUSES, call.deadline);
+        while !log.try_lock().map_err(|error| call.failed(error))? {
+            if !backoff.pause() {
+                return Err(call.locked_out());
+            }
+        }
+        let outcome = log.change(call.keys, change);
+        log.unlock();
+        match outcome {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err(refusal)) => Err(call.refused(&refusal)),
+            Err(error) => Err(call.failed(error)),
+        }
+    }
+
+    /// Reads when all `keys` exist.
+    fn read<T>(&self, call: &Call<'_>, keys: &[&str], read: impl FnOnce(&Table) -> T) -> Result<T> {
+        let mut backoff = Backoff::new(PAUSES, call.deadline);
+        loop {
+            let mut log = self.log(call)?;
+            log.catch_up().map_err(|error| call.failed(error))?;
+            if keys.iter().all(|key| log.table.contains(key.as_bytes())) {
+                return Ok(read(&log.table));
+            }
+            drop(log);
+            if !backoff.pause() {
+                return Err(call.timed_out());
+            }
+        }
+    }
+
+    fn log(&self, call: &Call<'_>) -> Result<MutexGuard<'_, Log>> {
+        self.log
+            .try_lock_until(call.deadline.instant())
+            .or_else(|| self.log.try_lock())
+            .ok_or_else(|| call.timed_out())
+    }
+}
+
+impl Drop for FileStore {
+    fn drop(&mut self) {
+        if self.remove && self.is_current() {
+            // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Store for FileStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.set(key.as_bytes(), value)?, true)))
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
+        self.read(&call, call.keys, |table| value(table, key))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "wait", keys, deadline)?;
+        self.read(&call, call.keys, |_| ())
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "check", keys, deadline)?;
+        self.read(&call, &[], |table| keys.iter().all(|key| table.contains(key.as_bytes())))
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.add(key.as_bytes(), amount)?, true)))
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
+        self.change(&call, |table| {
+            let (value, written) = table.compare_set(key.as_bytes(), expected, desired)?;
+            Ok((value.to_vec(), written))
+        })
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
+        self.change(&call, |table| {
+            let was_there = table.delete(key.as_bytes());
+            Ok((was_there, was_there))
+        })
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        let call = Call::new(&self.name, "num_keys", &[], deadline)?;
+        self.read(&call, &[], Table::len)
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
+        self.change(&call, |table| Ok((table.append(key.as_bytes(), value)?, true)))
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        self.read(&call, call.keys, |table| keys.iter().map(|key| value(table, key)).collect())
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
+        self.change(&call, |table| {
+            pairs.iter().try_for_each(|(key, value)| table.set(key.as_bytes(), *value))?;
+            Ok(((), true))
+        })
+    }
+}
+
+fn value(table: &Table, key: &str) -> Vec<u8> {
+    table.get(key.as_bytes()).unwrap_or_default().to_vec()
+}
+
+/// Creates an empty store at `path`, replacing any existing file.
+fn create_in_place(path: &Path) -> io::Result<File> {
+    create_by(path, |temporary| std::fs::rename(temporary, path))
+}
+
+/// Creates an empty store at `path`, unless a file exists there.
+fn create_beside(path: &Path) -> io::Result<Option<File>> {
+    // Unlike a file that is created under its final name, a link is never seen half written.
+    let created = create_by(path, |temporary| {
+        let linked = std::fs::hard_link(temporary, path);
+        std::fs::remove_file(temporary).and(linked)
+    });
+    match created {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes an empty store under a temporary name, which `place` then moves to `path`.
+fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<File> {
+    let nonce = random::number().map_err(io::Error::other)?;
+    let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
+    name.push(format!(".{nonce:016x}.new"));
+    let temporary = path.with_file_name(name);
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary)?;
+    let placed = log::write_header(&file).and_then(|()| place(&temporary));
+    if let Err(error) = placed {
+        let _ = std::fs::remove_file(&temporary);
+        return Err(error);
+    }
+    Ok(file)
+}
+
+/// Whether `path` still names `file`.
+fn is_named(file: &File, path: &Path) -> bool {
+    let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    let (ours, named) = (file.metadata().map(identity), std::fs::metadata(path).map(identity));
+    matches!((ours, named), (Ok(ours), Ok(named)) if ours == named)
+}
+
+fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
+    Error::io(format!("cannot {verb} the store's file {}", path.display()), error)
+        .with_remedy("is its folder there, and may every rank write in it?")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn soon() -> Deadline {
+        Deadline::after(Duration::from_secs(60))
+    }
+
+    #[test]
+    fn who_meets_in_a_file_finds_those_who_use_it_and_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        // A thread of a busy machine may be silent for seconds.
+        let silence = Duration::from_secs(5);
+        let meet = || FileStore::open_or_create(&path, silence, soon()).unwrap();
+        meet().set("left", b"behind", soon()).unwrap();
+        // No process uses it any more: the next ones get the same new one, as long as one of them writes.
+        let there = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            let come = || {
+                let (store, limit) = (meet(), soon());
+                there.fetch_add(1, Ordering::Relaxed);
+                let mut beat = 0;
+                while there.load(Ordering::Relaxed) < 4 && !limit.has_passed() {
+                    beat += 1;
+                    store.add("beats", 1, soon()).unwrap();
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                (store, beat)
+            };
+            let met: Vec<_> = (0..4).map(|_| scope.spawn(come)).collect();
+            let mut beats = 0;
+            for thread in met {
+                let (store, beat) = thread.join().unwrap();
+                assert!(store.is_current() && !store.check(&["left"], soon()).unwrap());
+                beats += beat;
+            }
+            let all = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(all.add("beats", 0, soon()).unwrap(), beats);
+        });
+    }
+
+    #[test]
+    fn a_torn_end_is_ignored_and_then_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        store.set("a", b"1", soon()).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        store.set("torn", b"never finished", soon()).unwrap();
+        let full = std::fs::read(&path).unwrap();
+        for end in whole.len()..full.len() {
+            std::fs::write(&path, &full[..end]).unwrap();
+            let other = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(other.num_keys(soon()).unwrap(), 1, "cut at {end}");
+            other.set("b", b"2", soon()).unwrap();
+            let third = FileStore::open(&path, soon()).unwrap();
+            assert_eq!(third.multi_get(&["a", "b"], soon()).unwrap(), [b"1", b"2"]);
+            assert!(!third.check(&["torn"], soon()).unwrap());
+        }
+    }
+
+    #[test]
+    fn what_a_writer_takes_back_is_forgotten_and_leaves_no_hole() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        store.set("a", b"1", soon()).unwrap();
+        let length = std::fs::metadata(&path).unwrap().len();
+        store.set("taken back", b"2", soon()).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
+        assert!(!store.check(&["taken back"], soon()).unwrap());
+        store.set("b", b"3", soon()).unwrap();
+        let other = FileStore::open(&path, soon()).unwrap();
+        assert_eq!(other.multi_get(&["a", "b"], soon()).unwrap(), [b"1", b"3"]);
+    }
+
+    #[test]
+    fn what_is_not_a_store_is_waited_for_and_then_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let short = || Deadline::after(Duration::from_millis(20));
+        let error = FileStore::open(&path, short()).unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains("does not exist"), "{error}");
+        std::fs::write(&path, [7; 100]).unwrap();
+        let error = FileStore::open(&path, short()).unwrap_err();
+        assert!(error.to_string().contains("holds no store"), "{error}");
+        let error = FileStore::create(folder.path().join("no/such/folder")).unwrap_err();
+        assert!(error.to_string().contains("no/such/folder") && error.remedy().is_some(), "{error}");
+        // Creation replaces an existing file.
+        let store = FileStore::create(&path).unwrap();
+        assert_eq!(FileStore::open(&path, soon()).unwrap().num_keys(soon()).unwrap(), 0);
+        drop(store);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_store_that_was_replaced_knows_it_and_leaves_the_new_one_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let old = FileStore::create(&path).unwrap();
+        assert!(old.is_current());
+        let new = FileStore::create(&path).unwrap();
+        assert!(!old.is_current() && new.is_current());
+        drop(old);
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_lock_that_is_held_costs_no_more_than_the_deadline() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        let file = File::open(&path).unwrap();
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
+        let error = store.set("a", b"1", Deadline::after(Duration::from_millis(30))).unwrap_err();
+        let said = error.to_string();
+        assert!(
+            error.is_timeout() && said.contains("set(\"a\")") && said.contains("held the lock"),
+            "{said}"
+        );
+        drop(file);
+        store.set("a", b"1", soon()).unwrap();
+    }
+}

@@ -1,0 +1,127 @@
+//! Key-value stores through which ranks find each other.
+//!
+//! Names and behaviour are those of PyTorch's c10d stores. Keys are at most [`MAX_KEY`] bytes, values at most
+//! [`MAX_VALUE`]. Every operation obeys its deadline.
+
+mod call;
+#[cfg(feature = "etcd")]
+mod etcd;
+mod file;
+mod memory;
+mod prefix;
+pub(crate) mod table;
+mod tcp;
+
+#[cfg(test)]
+mod conformance;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::deadline::Deadline;
+use crate::error::Result;
+
+#[cfg(feature = "etcd")]
+#[doc(hidden)]
+pub use etcd::EtcdStore;
+#[cfg(all(feature = "etcd", any(test, fuzzing, feature = "fuzzing")))]
+pub use etcd::fuzz as fuzz_etcd;
+pub use file::FileStore;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub use file::fuzz as fuzz_log;
+pub use memory::MemoryStore;
+pub use prefix::PrefixStore;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub use tcp::fuzz as fuzz_reply;
+#[doc(hidden)]
+pub use tcp::{
+    Access, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve,
+    warn_of_own_name,
+};
+pub use tcp::{TcpStore, TcpStoreServer};
+
+pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
+
+/// How often a wait calls what may end it.
+pub(crate) const WATCH_INTERVAL: Duration = Duration::from_millis(200);
+
+/// A key-value store that all ranks of a job share.
+pub trait Store: Send + Sync {
+    /// Writes `value`, replacing any earlier one.
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
+
+    /// The value of `key`; waits until it has been set.
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>>;
+
+    /// Waits until every key exists.
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()>;
+
+    /// Whether every key exists now.
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool>;
+
+    /// Adds to a decimal counter, which starts at 0, and returns the sum.
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64>;
+
+    /// Writes `desired` if the value is `expected`, or if the key is absent and `expected` is empty.
+    /// Returns the value after the call; if the key is absent and nothing was written, `expected` itself,
+    /// as PyTorch's stores do.
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>>;
+
+    /// Removes `key`. Returns whether it existed.
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool>;
+
+    /// The number of keys.
+    fn num_keys(&self, deadline: Deadline) -> Result<usize>;
+
+    /// Appends to the value of `key`, which starts empty.
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()>;
+
+    /// The values of all `keys`, in their order; waits until all have been set.
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
+
+    /// Writes all pairs.
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
+
+    /// Writes all `pairs`, as [`multi_set`](Self::multi_set) does, and then returns the values of all `keys`, as
+    /// [`multi_get`](Self::multi_get) does: ranks so exchange what each has. It is no atomic operation, and others' calls may come in
+    /// between.
+    ///
+    /// While it waits it calls `go_on` several times a second. `Ok` of that means that it is to wait on. An error ends the wait at once, and
+    /// is returned; the pairs stay written.
+    ///
+    /// A store at the end of a slow network does both in one round trip, and does not interrupt its wait for `go_on`. The default
+    /// waits in parts, which suits a store on this host.
+    fn set_and_get(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        if !pairs.is_empty() {
+            self.multi_set(pairs, deadline)?;
+        }
+        loop {
+            match self.multi_get(keys, deadline.at_most(WATCH_INTERVAL)) {
+                Err(error) if error.is_timeout() && !deadline.has_passed() => go_on()?,
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Calls [`compare_set`](Self::compare_set) with each `(key, expected, desired)` in turn, and returns the values. A store at the
+    /// end of a network does that in one round trip.
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        changes
+            .iter()
+            .map(|(key, expected, desired)| self.compare_set(key, expected, desired, deadline))
+            .collect()
+    }
+}
+
+/// A store that a group and others share.
+pub type SharedStore = Arc<dyn Store>;

@@ -1,0 +1,394 @@
+//! The client side.
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::slice::from_ref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::client_connection::{ClientCredentials, Link, Patience, WaitOutcome};
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::key::JobKey;
+use crate::store::Store;
+use crate::store::call::Call;
+use crate::store::table::decimal;
+use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
+
+/// The most idle connections that are kept.
+const IDLE: usize = 8;
+/// How long an answer may take, even after the deadline, that is asked for when a wait has ended.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Requests of so many bytes together are sent before their answers are read; a longer one alone. The server reads the next request
+/// only when the last answer has gone out, so that more could leave both sides writing.
+const PIPELINED: usize = 16 << 10;
+
+/// A store that a [`TcpStoreServer`](super::TcpStoreServer), or PyTorch's, serves.
+///
+/// Threads that share it do not wait for each other: each call takes an idle connection, or makes one.
+#[derive(Debug)]
+pub struct TcpStore {
+    /// As errors name it.
+    name: String,
+    credentials: ClientCredentials,
+    /// The address, of those that the name resolves to, at which the store was found.
+    found: SocketAddr,
+    local: IpAddr,
+    idle: Mutex<Vec<Link>>,
+    /// Connections that are still being made.
+    coming: Mutex<Receiver<Link>>,
+    /// How many threads are in the `go_on` of a [`set_and_get`](Store::set_and_get), in which they ask the store something else.
+    in_go_on: AtomicUsize,
+}
+
+/// The connection at whose end a key gets a value: see [`TcpStore::set_at_end`].
+#[derive(Debug)]
+pub struct AtEnd {
+    _link: Link,
+}
+
+impl TcpStore {
+    /// Connects to the store at `address`, a `SocketAddr` or `host:port`. Tries until `deadline` while nothing
+    /// listens there. If the listener is not a store, the error says so.
+    pub fn connect(address: impl fmt::Display, deadline: Deadline) -> Result<Self> {
+        Self::connect_with(address, &Credentials::default(), deadline)
+    }
+
+    /// [`connect`](Self::connect) to a store of the job with this key. Each side proves to the other that it knows the key
+    /// before any request: a server that does not, such as PyTorch's, is an error.
+    pub fn connect_with_key(address: impl fmt::Display, key: &JobKey, deadline: Deadline) -> Result<Self> {
+        Self::connect_with(address, &key.clone().into(), deadline)
+    }
+
+    /// [`connect`](Self::connect) to a store of the job with these credentials: with the key, if there is
+    /// one, as above, and with TLS, if there are certificates.
+    pub fn connect_with(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Self::connect_patiently(address, credentials, deadline, &Patience::WHOLE)
+    }
+
+    #[doc(hidden)]
+    pub fn connect_patiently(
+        address: impl fmt::Display,
+        credentials: &Credentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
+        let address = address.to_string();
+        let credentials = ClientCredentials::new(credentials);
+        // Each takes round trips, so they are made at the same time. Only the first is waited for.
+        let is_decided = Arc::new(AtomicBool::new(false));
+        let (made, coming) = mpsc::channel();
+        for _ in 1..patience.connections {
+            let (address, credentials, made) = (address.clone(), credentials.clone(), made.clone());
+            let (is_decided, silence) = (Arc::clone(&is_decided), patience.silence);
+            let another = move || {
+                let goes_on = || !is_decided.load(Ordering::Relaxed);
+                let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
+                if let Ok(link) = Link::connect_silently(&address, &credentials, deadline, &patience) {
+                    // If the store is no longer used, the connection is closed here.
+                    drop(made.send(link));
+                }
+            };
+            // Without it, the call that needs a connection makes it.
+            let _ = thread::Builder::new().name("phalanx-store-dial".into()).spawn(another);
+        }
+        let link = Link::connect(&address, &credentials, deadline, patience);
+        is_decided.store(true, Ordering::Relaxed);
+        let link = link?;
+        let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
+        let local = link.local_ip().map_err(lost)?;
+        let found = link.peer().map_err(lost)?;
+        Ok(Self {
+            name: format!("the store tcp://{address}"),
+            credentials,
+            found,
+            local,
+            idle: Mutex::new(vec![link]),
+            coming: Mutex::new(coming),
+            in_go_on: AtomicUsize::new(0),
+        })
+    }
+
+    /// The address of this host from which the store is reached.
+    pub(crate) fn local_ip(&self) -> IpAddr {
+        self.local
+    }
+
+    /// The address at which the store was found; one of its host's, unless a proxy is in between.
+    pub(crate) fn found_ip(&self) -> IpAddr {
+        self.found.ip()
+    }
+
+    /// Sets `key` to `value` when this client has ended, or drops what this returns. None if the server is PyTorch's, which cannot.
+    #[doc(hidden)]
+    pub fn set_at_end(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<Option<AtEnd>> {
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
+        call.value(value)?;
+        let mut link = self.link(&call)?;
+        if !link.is_own {
+            self.put_back(link);
+            return Ok(None);
+        }
+        // It has no answer: on a slow network a start would wait for it. A server of an earlier build, which does not know it, is
+        // refused by the next call on another connection.
+        let request = Frame::new(Op::SetAtEnd).key(key).value(value).into_bytes();
+        link.send(&request).map_err(|error| call.failed(error))?;
+        Ok(Some(AtEnd { _link: link }))
+    }
+
+    /// Closes the connections that no call is using.
+    pub(crate) fn close_idle(&self) {
+        self.idle.lock().clear();
+        // A connection that is still being made is closed when it is there.
+        *self.coming.lock() = mpsc::channel().1;
+    }
+
+    /// Sends `request` and reads its answer with `read`.
+    fn exchange<T>(
+        &self,
+        call: &Call<'_>,
+        request: Frame,
+        read: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> Result<T> {
+        let mut link = self.link(call)?;
+        let answer = link.send(&request.into_bytes()).and_then(|()| read(&mut link));
+        let answer = answer.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => call.unanswered(link.network(call.started.elapsed())),
+            _ => call.failed(error),
+        })?;
+        self.put_back(link);
+        Ok(answer)
+    }
+
+    /// Sends a request that has no answer in PyTorch's protocol, and a ping, whose answer shows that the request was
+    /// carried out.
+    fn command(&self, call: &Call<'_>, request: Frame) -> Result<()> {
+        const NONCE: u32 = 0x5048_4C58;
+        let echo = self.exchange(call, request.then(Op::Ping).u32(NONCE), Link::take::<4>)?;
+        if echo == NONCE.to_le_bytes() { Ok(()) } else { Err(call.broken("a ping came back changed")) }
+    }
+
+    /// Sends `first`, a request without an answer, and waits for the call's keys. Returns their values. From a server of ours
+    /// that takes one round trip.
+    fn wait_for_values(
+        &self,
+        call: &Call<'_>,
+        first: Vec<u8>,
+        go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys = call.keys;
+        let size = Frame::new(Op::Wait).keys(keys).len();
+        check_size(call, keys.len(), size)?;
+        let mut link = self.link(call)?;
+        let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
+        let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
+        let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
+        let outcome = match waited {
+            WaitOutcome::Values(came) if values == keys.len() => Ok(came),
+            WaitOutcome::Values(_) => {
+                // A key that was set at the last moment is still read.
+                link.deadline = call.deadline.max(Deadline::after(ANSWER_TIMEOUT));
+                let request = Frame::new(Op::MultiGet).keys(keys).into_bytes();
+                let came = link.send(&request).and_then(|()| keys.iter().map(|_| link.value()).collect());
+                Ok(came.map_err(|error| call.failed(error))?)
+            }
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
+        };
+        self.put_back(link);
+        outcome
+    }
+
+    fn link(&self, call: &Call<'_>) -> Result<Link> {
+        let idle = self.idle.lock().pop().or_else(|| self.coming.lock().try_recv().ok());
+        let mut link = match idle {
+            Some(link) => link,
+            None => Link::reconnect(&self.found.to_string(), &self.credentials, call.deadline)
+                .map_err(|error| call.failed(error))?,
+        };
+        link.deadline = call.deadline;
+        Ok(link)
+    }
+
+    fn put_back(&self, link: Link) {
+        // Many ranks may wait for a store on their host, and each connection costs its server a descriptor.
+        if self.found.ip() == self.local && self.in_go_on.load(Ordering::Relaxed) > 0 {
+            return;
+        }
+        let mut idle = self.idle.lock();
+        if idle.len() < IDLE {
+            idle.push(link);
+        }
+    }
+
+    /// Why the store closed the connection on an addition: the protocol cannot say.
+    fn explain_add(&self, call: &Call<'_>, key: &str, error: Error) -> Error {
+        let deadline = Deadline::after(Duration::from_secs(1));
+        let there = self.check(&[key], deadline).unwrap_or(false);
+        let Some(value) = there.then(|| self.get(key, deadline).ok()).flatten() else { return error };
+        match decimal(&value) {
+            Err(refusal) => call.refused(&refusal),
+            Ok(_) => error,
+        }
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;
+        call.value(value)?;
+        self.command(&call, Frame::new(Op::Set).key(key).value(value))
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let call = Call::new(&self.name, "get", from_ref(&key), deadline)?;
+        let values = self.wait_for_values(&call, Vec::new(), None)?;
+        values.into_iter().next().ok_or_else(|| call.broken("an answer without a value"))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "wait", keys, deadline)?;
+        let request = Frame::new(Op::Wait).keys(keys);
+        check_size(&call, keys.len(), request.len())?;
+        let mut link = self.link(&call)?;
+        let waited = link.wait(&request.into_bytes(), 0, None).map_err(|error| call.failed(error))?;
+        self.put_back(link);
+        match waited {
+            WaitOutcome::Values(_) => Ok(()),
+            WaitOutcome::TimedOut => Err(call.timed_out()),
+            WaitOutcome::Stopped(error) => Err(error),
+        }
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "check", keys, deadline)?;
+        let request = Frame::new(Op::Check).keys(keys);
+        check_size(&call, keys.len(), request.len())?;
+        Ok(self.exchange(&call, request, Link::take)? == [CHECK_READY])
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
+        self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer)
+            .map_err(|error| if error.is_timeout() { error } else { self.explain_add(&call, key, error) })
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
+        call.value(expected)?;
+        call.value(desired)?;
+        self.exchange(&call, Frame::new(Op::CompareSet).key(key).value(expected).value(desired), Link::value)
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
+        Ok(self.exchange(&call, Frame::new(Op::Delete).key(key), Link::integer)? > 0)
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        let call = Call::new(&self.name, "num_keys", &[], deadline)?;
+        let count = self.exchange(&call, Frame::new(Op::NumKeys), Link::integer)?;
+        usize::try_from(count).map_err(|_| call.broken(format!("a count of {count} keys")))
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
+        call.value(value)?;
+        self.command(&call, Frame::new(Op::Append).key(key).value(value))
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        self.wait_for_values(&call, Vec::new(), None)
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
+        self.command(&call, multi_set(&call, pairs)?)
+    }
+
+    fn set_and_get(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let set: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        let setting = Call::new(&self.name, "multi_set", &set, deadline)?;
+        let first = match pairs {
+            [] => Vec::new(),
+            _ => multi_set(&setting, pairs)?.into_bytes(),
+        };
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        let mut counted = || {
+            self.in_go_on.fetch_add(1, Ordering::Relaxed);
+            let outcome = go_on();
+            self.in_go_on.fetch_sub(1, Ordering::Relaxed);
+            outcome
+        };
+        self.wait_for_values(&call, first, Some(&mut counted))
+    }
+
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        changes
+            .iter()
+            .try_for_each(|(_, expected, desired)| call.value(expected).and(call.value(desired)))?;
+        let bytes =
+            changes.iter().map(|(key, expected, desired)| key.len() + expected.len() + desired.len() + 1);
+        check_size(&call, changes.len(), bytes.sum())?;
+        let mut link = self.link(&call)?;
+        let mut answers = Vec::with_capacity(changes.len());
+        let (mut requests, mut sent) = (Vec::new(), 0);
+        let mut send = |link: &mut Link, requests: &mut Vec<u8>, count: usize| {
+            link.send(requests)?;
+            requests.clear();
+            (0..count).try_for_each(|_| link.value().map(|value| answers.push(value)))
+        };
+        for (index, (key, expected, desired)) in changes.iter().enumerate() {
+            let request = Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes();
+            if requests.len() + request.len() > PIPELINED {
+                send(&mut link, &mut requests, index - sent).map_err(|error| call.failed(error))?;
+                sent = index;
+            }
+            requests.extend(request);
+        }
+        send(&mut link, &mut requests, changes.len() - sent).map_err(|error| call.failed(error))?;
+        self.put_back(link);
+        Ok(answers)
+    }
+}
+
+/// The request that sets `pairs`, whose size is checked.
+fn multi_set(call: &Call<'_>, pairs: &[(&str, &[u8])]) -> Result<Frame> {
+    pairs.iter().try_for_each(|(_, value)| call.value(value))?;
+    check_size(call, pairs.len(), pairs.iter().map(|(key, value)| key.len() + value.len() + 1).sum())?;
+    let frame = Frame::new(Op::MultiSet).u64(pairs.len() as u64);
+    Ok(pairs.iter().fold(frame, |frame, (key, value)| frame.key(key).value(value)))
+}
+
+/// Checks the caps of a whole request.
+fn check_size(call: &Call<'_>, count: usize, bytes: usize) -> Result<()> {
+    if count <= MAX_COUNT && bytes <= MAX_REQUEST {
+        return Ok(());
+    }
+    Err(call.too_much(count, bytes))
+}

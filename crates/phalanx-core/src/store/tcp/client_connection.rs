@@ -1,0 +1,858 @@
+//! A connection of the client: how it is made, and how data is sent and received with a deadline.
+
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use phalanx_sys::tcp;
+
+use crate::credentials::Credentials;
+use crate::deadline::{Backoff, Deadline};
+use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
+use crate::network::Network;
+use crate::notice::while_waiting;
+use crate::random;
+use crate::store::{MAX_VALUE, WATCH_INTERVAL};
+use crate::tls::{Refusal, Session, Tls};
+use crate::wire::auth::{TAG, Tag};
+use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
+use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::tls;
+
+/// How long one address may take to accept.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a server that has accepted may take to answer the greeting.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
+const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
+/// How long to try again when a name has no address: the resolver may just be starting.
+const RESOLVE_RETRY_LIMIT: Duration = Duration::from_secs(10);
+/// The pause between two attempts grows from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
+/// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
+/// that of the next request.
+const CANCEL_GRACE: Duration = Duration::from_millis(50);
+/// How long the rest of an answer may take whose beginning has come.
+const REST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long the kernel may get no acknowledgement before it gives a connection up, on either side. It is the kernel's own limit: how
+/// long an outage may last is for heartbeats and deadlines to say.
+pub(super) const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+
+/// A connection after the greeting of a store.
+#[derive(Debug)]
+pub(super) struct Link {
+    stream: TcpStream,
+    tls: Option<Box<Session>>,
+    /// Bytes that came with an earlier read; those from `start` on are unread.
+    buffer: Vec<u8>,
+    start: usize,
+    /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
+    /// would cost a round trip, or a whole connection for each wait that ends.
+    owed: VecDeque<Owed>,
+    /// Whether the server is ours, and knows [`Op::WaitGet`]: one that has proven that it knows the key, or has answered the greeting so.
+    pub is_own: bool,
+    pub deadline: Deadline,
+}
+
+/// An answer that the server owes, and that nobody waits for: it is read, and dropped, before that of the next request.
+#[derive(Clone, Copy, Debug)]
+enum Owed {
+    /// The echo of the ping in a greeting. The server has proven before that it knows the key. If it is of an earlier build, the echo
+    /// says so, and the connection is refused then.
+    Echo,
+    /// The answer to a cancelled wait: that it was cancelled; or first the wait's own answer with so many values, if the keys came
+    /// meanwhile.
+    Wait { values: usize },
+}
+
+/// How a wait ended.
+#[derive(Debug)]
+pub(super) enum WaitOutcome {
+    /// All keys have come: their values, if they were asked for in the same request.
+    Values(Vec<Vec<u8>>),
+    /// The deadline has passed.
+    TimedOut,
+    /// The caller does not want to go on, for this reason.
+    Stopped(Error),
+}
+
+/// How a client is admitted.
+#[derive(Clone, Debug)]
+pub(super) struct ClientCredentials {
+    secret: Option<StoreSecret>,
+    tls: Option<Tls>,
+}
+
+impl ClientCredentials {
+    pub(super) fn new(credentials: &Credentials) -> Self {
+        Self {
+            secret: credentials.key.as_ref().map(|key| StoreSecret::new(key.bytes())),
+            tls: credentials.tls.clone(),
+        }
+    }
+}
+
+/// Why an attempt to connect failed.
+enum ConnectError {
+    /// Nothing listens there, or not yet.
+    NotListening(io::Error),
+    /// It closed the connection.
+    Closed,
+    /// It accepts connections but sends nothing.
+    NoAnswer,
+    /// It is not a store.
+    NotAStore(String),
+    /// It is a store, but does not know the key.
+    WrongKey,
+    /// TLS failed.
+    Tls(io::Error),
+    /// The name has no address, or its address is not known yet.
+    NoAddress(io::Error),
+    /// This process has no descriptor, or no thread, left.
+    OutOfResources(Error),
+}
+
+/// How long a client waits for a store, beside its deadline.
+pub struct Patience<'a> {
+    /// How long a program that listens may be silent. After that it is not a store.
+    pub silence: Duration,
+    /// Whether the store is still needed. It is asked after each attempt.
+    pub goes_on: &'a (dyn Fn() -> bool + Sync),
+    /// How many connections to make at once, for a client whose threads use several from the start.
+    pub connections: usize,
+}
+
+impl Patience<'static> {
+    /// Waits until the deadline.
+    pub(crate) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
+}
+
+impl Link {
+    /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
+    /// waiting.
+    pub fn connect(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
+        let last = Mutex::new(String::new());
+        let what = || format!("this process waits for the store at {address}{}", last.lock());
+        while_waiting(what, || {
+            Self::retry_until(address, credentials, deadline, patience, |why| {
+                *last.lock() = format!(", to which it cannot connect: {why}")
+            })
+        })
+    }
+
+    /// The same, without reports.
+    pub fn connect_silently(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+    ) -> Result<Self> {
+        Self::retry_until(address, credentials, deadline, patience, |_| {})
+    }
+
+    /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
+    fn retry_until(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+        patience: &Patience<'_>,
+        report: impl Fn(&dyn Display),
+    ) -> Result<Self> {
+        let started = Instant::now();
+        let mut backoff = Backoff::new(PAUSES, deadline);
+        let (mut closed, mut no_address_since): (Option<Instant>, Option<Instant>) = (None, None);
+        let mut silent_since: Option<Instant> = None;
+        loop {
+            let began = Instant::now();
+            let attempt = Self::attempt(address, credentials, deadline);
+            if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
+                no_address_since = None;
+            }
+            let last = match attempt {
+                Ok(link) => return Ok(link),
+                Err(ConnectError::OutOfResources(error)) => return Err(error),
+                Err(ConnectError::NoAddress(error)) => {
+                    let since = *no_address_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= naming() || backoff.is_last() {
+                        return Err(no_address(address, error));
+                    }
+                    report(&error);
+                    None
+                }
+                Err(ConnectError::NotAStore(what)) => return Err(not_a_store(address, &what)),
+                Err(ConnectError::WrongKey) => return Err(wrong_key(address)),
+                Err(ConnectError::Tls(error)) => return Err(tls_failed(address, error)),
+                // It may be a store that is frozen, or whose machine is busy, which may pass; or another program.
+                Err(ConnectError::NoAnswer)
+                    if backoff.is_last()
+                        || silent_since.get_or_insert(began).elapsed() >= patience.silence =>
+                {
+                    // Its answer to the last greeting may just have come too late.
+                    if closed.is_some() {
+                        return Err(closes(address, credentials));
+                    }
+                    return Err(not_a_store(address, "it accepts connections but does not answer"));
+                }
+                Err(ConnectError::NoAnswer) => {
+                    report(&"what listens there accepts connections but does not answer");
+                    None
+                }
+                Err(ConnectError::Closed) => {
+                    let since = *closed.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= CLOSING_RETRY_LIMIT || backoff.is_last() {
+                        return Err(closes(address, credentials));
+                    }
+                    None
+                }
+                Err(ConnectError::NotListening(error)) => {
+                    report(&error);
+                    Some(error)
+                }
+            };
+            if !(patience.goes_on)() {
+                return Err(Error::aborted(format!("the store at {address} is no longer needed")));
+            }
+            if let Some(error) = last
+                && backoff.is_last()
+            {
+                return Err(not_listening(address, started.elapsed(), error));
+            }
+            backoff.pause();
+        }
+    }
+
+    /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
+    pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
+        use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
+        loop {
+            match Self::attempt(address, credentials, deadline) {
+                Ok(link) => return Ok(link),
+                Err(ConnectError::NotAStore(what)) => return Err(io::Error::new(InvalidData, what)),
+                Err(ConnectError::WrongKey) => {
+                    return Err(io::Error::new(InvalidData, "it does not know the job's key"));
+                }
+                Err(ConnectError::Tls(error)) => return Err(error),
+                Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
+                Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
+                Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
+                    if deadline.has_passed() =>
+                {
+                    return Err(TimedOut.into());
+                }
+                Err(ConnectError::NoAnswer) => {}
+                // A network may come back. Missing descriptors or ports do not.
+                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error))
+                    if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
+                {
+                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                }
+                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
+            }
+        }
+    }
+
+    pub fn local_ip(&self) -> io::Result<IpAddr> {
+        self.stream.local_addr().map(|address| address.ip())
+    }
+
+    pub fn peer(&self) -> io::Result<SocketAddr> {
+        self.stream.peer_addr()
+    }
+
+    /// What is known of the network, if the server has not answered for `silence`.
+    pub fn network(&self, silence: Duration) -> Network {
+        Network::behind(&self.stream, silence)
+    }
+
+    fn attempt(
+        address: &str,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+    ) -> Result<Self, ConnectError> {
+        let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
+        let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
+            Some(_) => ConnectError::OutOfResources(Error::not_started(
+                format!("the name in {address} cannot be looked up"),
+                error,
+            )),
+            None => ConnectError::NoAddress(error),
+        };
+        for target in resolve(address, deadline).map_err(name)? {
+            // An attempt that begins at the very end still has the time for a store on this host.
+            let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
+            match TcpStream::connect_timeout(&target, limit) {
+                // A connection to a free port of this host may by chance be a connection to itself.
+                Ok(stream) if stream.local_addr().ok() == Some(target) => {}
+                Ok(stream) => return Self::greet(stream, credentials, deadline),
+                Err(error) if no_more_files(&error).is_some() => {
+                    return Err(ConnectError::OutOfResources(Error::io(
+                        format!("cannot connect to the store at {address}"),
+                        error,
+                    )));
+                }
+                Err(error) => match loopback_is_down(&target, &error) {
+                    Some(remedy) => {
+                        let cause = format!("cannot connect to the store at {address}");
+                        return Err(ConnectError::OutOfResources(
+                            Error::io(cause, error).with_remedy(remedy),
+                        ));
+                    }
+                    None => failure = ConnectError::NotListening(error),
+                },
+            }
+        }
+        Err(failure)
+    }
+
+    fn greet(
+        stream: TcpStream,
+        credentials: &ClientCredentials,
+        deadline: Deadline,
+    ) -> Result<Self, ConnectError> {
+        stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
+        tcp::recover_soon(&stream, ACKNOWLEDGEMENT_TIMEOUT).map_err(ConnectError::NotListening)?;
+        let deadline = deadline.at_most(GREETING_TIMEOUT);
+        let mut link = Self::over(stream, deadline);
+        let mut secret = credentials.secret.clone();
+        if let Some(tls) = &credentials.tls {
+            let session = link.encrypt(tls).map_err(no_answer)?;
+            if let Some(secret) = &mut secret {
+                *secret = secret.bound(&session.binding().map_err(ConnectError::Tls)?);
+            }
+            link.tls = Some(session);
+        }
+        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(OWN_PING).into_bytes()].concat();
+        if let Some(secret) = &secret {
+            // Only a server of ours knows the key, and it will admit this client, which knows it too.
+            let proof = link.authenticate(secret)?;
+            link.send(&ping(proof.to_vec())).map_err(no_answer)?;
+            link.is_own = true;
+            link.owed.push_back(Owed::Echo);
+        } else {
+            // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
+            let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
+            link.is_own = is_own(echo).ok_or_else(|| unexpected_answer(&echo))?;
+        }
+        if let Some(session) = &mut link.tls {
+            session.admit();
+        }
+        Ok(link)
+    }
+
+    fn over(stream: TcpStream, deadline: Deadline) -> Self {
+        let (buffer, owed) = (Vec::new(), VecDeque::new());
+        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline }
+    }
+
+    /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
+    fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], ConnectError> {
+        // A server that refuses this client's certificate may have closed the connection already, after an alert with
+        // the reason.
+        let sent = self.send(request);
+        if self.tls.is_none() {
+            sent.map_err(no_answer)?;
+        }
+        self.take().map_err(no_answer)
+    }
+
+    /// Makes this the connecting side of a TLS connection.
+    fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
+        let mut session = Box::new(tls.client()?);
+        loop {
+            let left = Some(self.left()?);
+            self.stream.set_read_timeout(left)?;
+            self.stream.set_write_timeout(left)?;
+            match session.handshake(&mut self.stream) {
+                Ok(true) => return Ok(session),
+                Ok(false) => {}
+                Err(error) => retry(error)?,
+            }
+        }
+    }
+
+    /// Checks that the server knows the secret. Returns the proof that this client does.
+    fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, ConnectError> {
+        let own = random::bytes().map_err(|error| ConnectError::NotListening(io::Error::other(error)))?;
+        let initiator = Initiator::new(own);
+        let first = self.ask(initiator.call())?;
+        if !greeting::is_greeting(&first) {
+            return Err(unexpected_answer(&first));
+        }
+        let mut answer = [0; ANSWER];
+        let (start, rest) = answer.split_at_mut(first.len());
+        start.copy_from_slice(&first);
+        self.fill(rest).map_err(no_answer)?;
+        initiator.answered(secret, &answer).ok_or_else(|| {
+            // No proof: so whoever serves the store is told that one with another key has come, and not that a client has gone.
+            let _ = self.send(&[0; TAG]);
+            ConnectError::WrongKey
+        })
+    }
+
+    /// Writes all of `bytes`.
+    pub fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        let mut is_out = true;
+        while !(bytes.is_empty() && is_out) {
+            self.stream.set_write_timeout(Some(self.left()?))?;
+            let sent = match &mut self.tls {
+                Some(session) => session.send(&mut self.stream, &[IoSlice::new(bytes)]),
+                None => self.stream.write(bytes).map(|written| (written, true)),
+            };
+            match sent {
+                Ok((0, true)) if !bytes.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
+                Ok((written, out)) => (bytes, is_out) = (&bytes[written..], out),
+                Err(error) => retry(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn read(stream: &mut TcpStream, tls: &mut Option<Box<Session>>, into: &mut [u8]) -> io::Result<usize> {
+        match tls {
+            Some(session) => session.receive(stream, &mut [IoSliceMut::new(into)]),
+            None => stream.read(into),
+        }
+    }
+
+    /// Reads `N` bytes.
+    pub fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let mut bytes = [0; N];
+        self.read_owed()?;
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads the [owed](Owed) answers, which come before that of the last request. A time-out leaves those that have not begun to come.
+    fn read_owed(&mut self) -> io::Result<()> {
+        while let Some(owed) = self.owed.front().copied() {
+            match owed {
+                Owed::Echo => {
+                    let mut echo = [0; 4];
+                    self.fill(&mut echo[..1])?;
+                    self.owed.pop_front();
+                    self.rest(|link| link.fill(&mut echo[1..]))?;
+                    let wrong = match is_own(echo) {
+                        Some(true) => continue,
+                        Some(false) => {
+                            "it is served by an earlier build; run the same version of Phalanx in all processes of a job"
+                        }
+                        None => "a ping came back changed",
+                    };
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, wrong));
+                }
+                Owed::Wait { values } => {
+                    let mut answer = [0];
+                    self.fill(&mut answer)?;
+                    self.owed.pop_front();
+                    if answer == [WAIT_DONE] {
+                        self.rest(|link| {
+                            (0..values).try_for_each(|_| link.next_value().map(drop))?;
+                            link.fill(&mut answer)
+                        })?;
+                    }
+                    if answer != [WAIT_CANCELLED] {
+                        return Err(unexpected_wait(answer[0]));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the rest of an answer that has begun to come. Unlike other time-outs, one here leaves a connection that cannot be used.
+    fn rest<T>(&mut self, read: impl FnOnce(&mut Self) -> io::Result<T>) -> io::Result<T> {
+        let deadline = self.deadline;
+        self.deadline = deadline.max(Deadline::after(REST_TIMEOUT));
+        let rest = read(self);
+        self.deadline = deadline;
+        rest.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => io::ErrorKind::ConnectionAborted.into(),
+            _ => error,
+        })
+    }
+
+    pub fn integer(&mut self) -> io::Result<i64> {
+        self.take().map(i64::from_le_bytes)
+    }
+
+    /// Reads a length and that many bytes; the length is checked first.
+    pub fn value(&mut self) -> io::Result<Vec<u8>> {
+        self.read_owed()?;
+        self.next_value()
+    }
+
+    fn next_value(&mut self) -> io::Result<Vec<u8>> {
+        let mut length = [0; 8];
+        self.fill(&mut length)?;
+        let length = u64::from_le_bytes(length);
+        let length = usize::try_from(length).ok().filter(|length| *length <= MAX_VALUE).ok_or_else(|| {
+            let why = format!("an answer of {length} bytes; the longest is {MAX_VALUE}");
+            io::Error::new(io::ErrorKind::InvalidData, why)
+        })?;
+        let mut bytes = vec![0; length];
+        self.fill(&mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
+    /// is called several times a second, but not while the answer may still be on its way. If the keys do not come, the wait is cancelled, and the connection can be used again.
+    pub fn wait(
+        &mut self,
+        request: &[u8],
+        values: usize,
+        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> io::Result<WaitOutcome> {
+        self.send(request)?;
+        let end = self.deadline;
+        let round_trip = tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip);
+        let stopped = loop {
+            if go_on.is_some() {
+                self.deadline = end.at_most(watch_interval(round_trip));
+            }
+            match self.take() {
+                Ok([WAIT_DONE]) => {
+                    self.deadline = end;
+                    return self.values(values).map(WaitOutcome::Values);
+                }
+                Ok([WAIT_CANCELLED]) => return Ok(WaitOutcome::TimedOut),
+                Ok([other]) => return Err(unexpected_wait(other)),
+                Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
+                Err(_) if end.has_passed() => break None,
+                Err(_) => {}
+            }
+            if let Some(Err(error)) = go_on.as_mut().map(|go_on| go_on()) {
+                break Some(error);
+            }
+        };
+        self.deadline = Deadline::after(CANCEL_GRACE);
+        self.send(&[Op::CancelWait as u8])?;
+        if let Some(error) = stopped {
+            self.owed.push_back(Owed::Wait { values });
+            return Ok(WaitOutcome::Stopped(error));
+        }
+        match self.take() {
+            Ok([WAIT_DONE]) => {
+                // The keys have come at the last moment. The answer to the cancellation comes after the values.
+                let came = self.values(values)?;
+                self.owed.push_back(Owed::Wait { values: 0 });
+                Ok(WaitOutcome::Values(came))
+            }
+            Ok([WAIT_CANCELLED]) => Ok(WaitOutcome::TimedOut),
+            Ok([other]) => Err(unexpected_wait(other)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.owed.push_back(Owed::Wait { values });
+                Ok(WaitOutcome::TimedOut)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The values after the answer to a wait.
+    fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
+        self.rest(|link| (0..count).map(|_| link.next_value()).collect())
+    }
+
+    fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let buffered = &self.buffer[self.start..];
+            if !buffered.is_empty() {
+                let n = buffered.len().min(bytes.len());
+                bytes[..n].copy_from_slice(&buffered[..n]);
+                self.start += n;
+                bytes = &mut bytes[n..];
+                continue;
+            }
+            self.stream.set_read_timeout(Some(self.left()?))?;
+            // Long data is read directly into its place; short data is read together with what follows it.
+            const SMALL: usize = 512;
+            let read = if bytes.len() >= SMALL {
+                Self::read(&mut self.stream, &mut self.tls, bytes)
+                    .inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
+            } else {
+                self.start = 0;
+                self.buffer.resize(SMALL, 0);
+                let read = Self::read(&mut self.stream, &mut self.tls, &mut self.buffer);
+                self.buffer.truncate(*read.as_ref().unwrap_or(&0));
+                read
+            };
+            match read {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(_) => {}
+                Err(error) => retry(error)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The time left; an error if there is none.
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.deadline.remaining();
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+/// Whether the server that answered the ping of a greeting with `echo` is ours; PyTorch's, and those of our earlier builds, return it
+/// as it was. None if it is no store's answer.
+fn is_own(echo: [u8; 4]) -> Option<bool> {
+    match u32::from_le_bytes(echo) {
+        OWN_ECHO => Some(true),
+        OWN_PING => Some(false),
+        _ => None,
+    }
+}
+
+/// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
+/// that has come lies unread.
+fn watch_interval(round_trip: Duration) -> Duration {
+    WATCH_INTERVAL.max(round_trip * 5 / 2)
+}
+
+fn unexpected_wait(answer: u8) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {answer}"))
+}
+
+/// The error for an answer to the greeting that is not a store's.
+fn unexpected_answer(answer: &[u8]) -> ConnectError {
+    if tls::is_alert(answer) {
+        return ConnectError::Tls(Refusal::wanted());
+    }
+    ConnectError::NotAStore(format!("it answers {:?}", answer.escape_ascii().to_string()))
+}
+
+fn no_answer(error: io::Error) -> ConnectError {
+    match error.kind() {
+        io::ErrorKind::TimedOut => ConnectError::NoAnswer,
+        _ if Refusal::remedy(&error).is_some() => ConnectError::Tls(error),
+        _ => ConnectError::Closed,
+    }
+}
+
+/// Ignores errors after which the caller checks the deadline again.
+fn retry(error: io::Error) -> io::Result<()> {
+    match error.kind() {
+        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// `host:port`, with brackets around an IPv6 address, whether or not it has them already.
+pub fn host_port(host: &str, port: u16) -> String {
+    let host = host.trim_matches(['[', ']']);
+    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+}
+
+/// The addresses of `host:port`, as [`resolve`] finds them. A name without an address may get one soon, so it is tried again for as
+/// long as a client tries: a host's own name comes as late as another's.
+pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    let what = || {
+        format!("this process waits for an address of the name in {address}, where it is to serve the store")
+    };
+    let until = deadline.at_most(naming());
+    while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
+}
+
+/// Looks up again until there is an address, or `deadline` has passed.
+fn repeat_look_up(
+    deadline: Deadline,
+    mut look_up: impl FnMut() -> io::Result<Vec<SocketAddr>>,
+) -> io::Result<Vec<SocketAddr>> {
+    let mut backoff = Backoff::new(PAUSES, deadline);
+    loop {
+        match look_up() {
+            Err(error)
+                if !backoff.is_last()
+                    && no_more_processes(&error).is_none()
+                    && no_more_files(&error).is_none() =>
+            {
+                backoff.pause();
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
+pub fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = address.parse() {
+        return Ok(vec![address]);
+    }
+    let (name, deadline) = (address.to_owned(), deadline.at_most(RESOLVE_RETRY_LIMIT));
+    let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
+    targets.sort_by_key(SocketAddr::is_ipv6);
+    targets.dedup();
+    Ok(targets)
+}
+
+/// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only
+/// until the deadline.
+fn within<T: Send + 'static>(
+    deadline: Deadline,
+    look_up: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    // Names in /etc/hosts are found even when the deadline has just passed.
+    const MIN_RESOLVE_TIMEOUT: Duration = Duration::from_millis(20);
+    let (answer, answered) = mpsc::channel();
+    let run = move || drop(answer.send(look_up()));
+    std::thread::Builder::new().name("phalanx-resolve".into()).spawn(run)?;
+    answered
+        .recv_timeout(deadline.remaining().max(MIN_RESOLVE_TIMEOUT))
+        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
+}
+
+/// How long to try again when a name has no address. In Kubernetes a pod's name gets one when the pod has been
+/// scheduled.
+fn naming() -> Duration {
+    match std::env::var_os("KUBERNETES_SERVICE_HOST") {
+        Some(_) => Duration::MAX,
+        None => RESOLVE_RETRY_LIMIT,
+    }
+}
+
+/// The remedy for an address whose name cannot be resolved.
+pub(super) const NO_ADDRESS_REMEDY: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
+                                  know it on this host? An IP address needs no look-up";
+
+fn no_address(address: &str, error: io::Error) -> Error {
+    Error::environment(format!("the name in {address} has no address"))
+        .with_source(error)
+        .in_operation("store connect", None)
+        .with_remedy(NO_ADDRESS_REMEDY)
+}
+
+fn not_listening(address: &str, waited: Duration, error: io::Error) -> Error {
+    let cause = format!("no store at {address} after {:.1} s: {error}", waited.as_secs_f64());
+    Error::timeout(cause).in_operation("store connect", None).with_remedy(
+        "does rank 0, or the launcher, run, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall between \
+         the hosts has the same effect",
+    )
+}
+
+fn not_a_store(address: &str, what: &str) -> Error {
+    Error::protocol(format!("what listens on {address} is not a store: {what}"))
+        .in_operation("store connect", None)
+        .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
+}
+
+fn tls_failed(address: &str, error: io::Error) -> Error {
+    let remedy = Refusal::remedy(&error).unwrap_or("does this host have /dev/urandom?");
+    Error::protocol(format!("cannot log in to the store at {address}: {error}"))
+        .in_operation("store connect", None)
+        .with_remedy(remedy)
+}
+
+fn closes(address: &str, credentials: &ClientCredentials) -> Error {
+    let error = not_a_store(address, "it closes the connection during the greeting");
+    error.with_remedy(match (&credentials.tls, &credentials.secret) {
+        (Some(_), _) => {
+            "if it is a store, it does not use TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
+             PHALANX_TLS_KEY under torchrun. Otherwise another program has this port"
+        }
+        (None, Some(_)) => {
+            "if it is a store, it has no job key: give its launcher the same one (--job-key-file), or unset \
+             PHALANX_JOB_KEY_FILE under torchrun. Otherwise another program has this port"
+        }
+        (None, None) => {
+            "if it is the store of a job with a key, name the key's file with PHALANX_JOB_KEY_FILE or --job-key-file, or \
+             let its launcher admit every client with --open-store. Otherwise another program has this port: set \
+             MASTER_PORT to a free one for every rank"
+        }
+    })
+}
+
+fn wrong_key(address: &str) -> Error {
+    Error::protocol(format!("the store at {address} does not know this job's key"))
+        .in_operation("store connect", None)
+        .with_remedy(
+            "give every launcher the same --job-key-file, or every rank the same PHALANX_JOB_KEY_FILE; if they have, \
+             this is the store of another job",
+        )
+}
+
+/// For `phalanx::fuzzing`: a store's answers, to calls that the first bytes name.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    use std::net::Shutdown;
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixStream;
+
+    const CALLS: usize = 4;
+    /// What a socket buffers without being read.
+    const MOST: usize = 64 << 10;
+    let Some((calls, answer)) = bytes.split_first_chunk::<CALLS>() else { return false };
+    let Ok((ours, mut store)) = UnixStream::pair() else { return false };
+    let sent =
+        store.write_all(&answer[..answer.len().min(MOST)]).and_then(|()| store.shutdown(Shutdown::Write));
+    let stream = TcpStream::from(OwnedFd::from(ours));
+    let deadline = Deadline::after(Duration::from_secs(10));
+    let mut link = Link::over(stream, deadline);
+    let understood = calls.iter().take_while(|call| match **call % 4 {
+        0 => link.take::<4>().is_ok(),
+        1 => link.integer().is_ok(),
+        2 => link.value().is_ok_and(|value| value.len() <= MAX_VALUE.min(answer.len())),
+        _ => link.wait(&[Op::Wait as u8], 0, None).is_ok(),
+    });
+    sent.is_ok() && understood.count() == CALLS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_looks_away_from_an_answer_that_is_on_its_way() {
+        let milliseconds = Duration::from_millis;
+        assert_eq!(
+            [0, 1, 80, 400].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
+            [200, 200, 200, 1000]
+        );
+    }
+
+    #[test]
+    fn a_resolver_that_hangs_costs_no_more_than_the_deadline() {
+        let (never, answered) = mpsc::channel::<()>();
+        let started = Instant::now();
+        let hang = move || answered.recv().map_err(io::Error::other);
+        let error = within(Deadline::after(Duration::from_millis(50)), hang).unwrap_err();
+        assert!(error.kind() == io::ErrorKind::TimedOut && started.elapsed() < Duration::from_secs(5));
+        drop(never);
+        assert_eq!(within(Deadline::after(Duration::from_secs(20)), || Ok(7)).unwrap(), 7);
+        // An address that needs no lookup needs no time.
+        let past = Deadline::after(Duration::ZERO);
+        assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_name_that_gets_its_address_late_is_looked_up_again() {
+        let (address, soon) = ("10.0.0.1:29400".parse().unwrap(), Deadline::after(Duration::from_secs(20)));
+        let unknown = || io::Error::other("Name or service not known");
+        let mut looked = 0;
+        let found = repeat_look_up(soon, || {
+            looked += 1;
+            if looked < 4 { Err(unknown()) } else { Ok(vec![address]) }
+        });
+        assert_eq!((found.unwrap(), looked), (vec![address], 4));
+        let error =
+            repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
+        assert_eq!(error.to_string(), unknown().to_string());
+        // Waiting gives this process no descriptors.
+        let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(24));
+    }
+
+    #[test]
+    fn an_ipv6_address_is_put_in_brackets_once() {
+        let written = ["host", "::1", "[::1]"].map(|host| host_port(host, 7));
+        assert_eq!(written, ["host:7", "[::1]:7", "[::1]:7"]);
+    }
+}

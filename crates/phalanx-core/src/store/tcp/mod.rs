@@ -1,0 +1,30 @@
+//! A store served over TCP, in PyTorch's TCPStore protocol: either side's clients work with either side's server.
+//!
+//! So a program under torchrun uses the agent's store, and PyTorch's clients can use ours.
+
+mod access;
+mod client;
+mod client_connection;
+mod handshake_permits;
+mod peer_user;
+mod server;
+mod server_connection;
+mod server_stream;
+mod waiters;
+
+pub use access::{Access, KeylessClients, Refusals};
+pub use client::TcpStore;
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub use client_connection::fuzz;
+pub use client_connection::{Patience, host_port, resolve};
+pub use server::TcpStoreServer;
+pub use server::{addresses_to_serve, listen, warn_of_own_name};
+
+#[cfg(test)]
+mod access_tests;
+#[cfg(test)]
+mod pytorch;
+#[cfg(test)]
+mod tests;
+#[cfg(all(test, feature = "tls"))]
+mod tls_tests;

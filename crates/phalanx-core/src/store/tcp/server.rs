@@ -1,0 +1,356 @@
+//! The server side: one thread and one runtime, with one task for each client.
+//!
+//! It has a runtime because it may have a thousand clients. tokio is used for nothing else.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::pending;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::rc::Rc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use phalanx_sys::tcp;
+use rustix::process::{Resource, getrlimit};
+use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinSet, LocalSet};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::access::{Access, Admission, KeylessClients};
+use super::client_connection::{ACKNOWLEDGEMENT_TIMEOUT, NO_ADDRESS_REMEDY, resolve_patiently};
+use super::server_connection::{Shared, serve};
+use super::server_stream::Stream;
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
+use crate::interfaces::is_every_hosts;
+use crate::key::JobKey;
+use crate::notice::warn;
+
+/// The most connections at a time; further ones are closed at once.
+const MAX_CONNECTIONS: usize = 16_384;
+/// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
+/// come at once and must fit.
+const MAX_PENDING: usize = 2048;
+/// The pause in accepting when the process has run out of descriptors.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
+/// After this silence the kernel checks whether a client's host is still alive.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
+///
+/// It runs on its own thread. Dropping it closes every connection at once; [`drain`](Self::drain) first lets the
+/// clients finish.
+///
+/// ```
+/// use std::time::Duration;
+/// use phalanx::Deadline;
+/// use phalanx::store::{Store, TcpStore, TcpStoreServer};
+///
+/// let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into())?;
+/// let deadline = Deadline::after(Duration::from_secs(5));
+/// let store = TcpStore::connect(server.local_addr(), deadline)?;
+/// store.set("greeting", b"hello", deadline)?;
+/// assert_eq!(store.get("greeting", deadline)?, b"hello");
+/// # Ok::<(), phalanx::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct TcpStoreServer {
+    address: SocketAddr,
+    orders: mpsc::UnboundedSender<Order>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// An order of the owner to the thread.
+#[derive(Clone, Copy, Debug)]
+enum Order {
+    /// Serve until no client is left, or until this time.
+    Drain(std::time::Instant),
+    Stop,
+}
+
+impl TcpStoreServer {
+    /// Binds to `address`, port 0 for any, and starts to serve.
+    ///
+    /// # Errors
+    /// If the port is taken, if `address` is not of this host, or if it means all of the host's addresses: every
+    /// process that reaches this store may use it, so it must not be open to every network.
+    pub fn bind(address: SocketAddr) -> Result<Self> {
+        Self::bind_for(address, Access::default())
+    }
+
+    /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user on this host:
+    /// they could read the key, and PyTorch's clients cannot use it.
+    pub fn bind_with_key(address: SocketAddr, key: JobKey) -> Result<Self> {
+        Self::bind_with(address, key.into())
+    }
+
+    /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user on
+    /// this host: they could read the files, and PyTorch's clients can use neither key nor TLS.
+    pub fn bind_with(address: SocketAddr, credentials: Credentials) -> Result<Self> {
+        Self::bind_for(address, Access::to(credentials, KeylessClients::OfThisUser))
+    }
+
+    #[doc(hidden)]
+    pub fn bind_for(address: SocketAddr, access: Access) -> Result<Self> {
+        if address.ip().is_unspecified() {
+            return Err(Error::environment(format!("{address} would open the store to every network"))
+                .with_remedy(
+                    "let MASTER_ADDR be the one address at which the other ranks reach this host, or name the address \
+                     with PHALANX_BIND",
+                ));
+        }
+        Self::bind_anywhere(address, access)
+    }
+
+    /// [`bind_for`](Self::bind_for), but allows all of the host's addresses at once, for users who have asked for it.
+    #[doc(hidden)]
+    pub fn bind_anywhere(address: SocketAddr, access: Access) -> Result<Self> {
+        let socket = listen(address).map_err(|error| bind_error(address, error))?;
+        let address = socket.local_addr().map_err(|error| bind_error(address, error))?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones.
+            .max_blocking_threads(1)
+            .build()
+            .map_err(|error| Error::io("cannot start the store's runtime", error))?;
+        let (orders, inbox) = mpsc::unbounded_channel();
+        let thread = std::thread::Builder::new()
+            .name("phalanx-store".into())
+            .spawn(move || {
+                LocalSet::new().block_on(&runtime, run(socket, access, inbox));
+                // The answers are no longer needed.
+                runtime.shutdown_background();
+            })
+            .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
+        Ok(Self { address, orders, thread: Some(thread) })
+    }
+
+    /// Binds to the first address of this host among the [`addresses_to_serve`].
+    #[doc(hidden)]
+    pub fn bind_to(address: &str, access: Access, deadline: Deadline) -> Result<Self> {
+        let mut failure = None;
+        for target in addresses_to_serve(address, deadline)? {
+            match Self::bind_for(target, access.clone()) {
+                Err(error) if error.io_kind() == Some(ErrorKind::AddrNotAvailable) => failure = Some(error),
+                result => return result,
+            }
+        }
+        Err(failure.unwrap_or_else(|| Error::environment(format!("{address} has no address"))))
+    }
+
+    /// The address it listens on, with the actual port.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The address at which this host reaches it.
+    #[doc(hidden)]
+    pub fn reachable_addr(&self) -> SocketAddr {
+        let mut address = self.address;
+        match address.ip() {
+            IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+            IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+            _ => {}
+        }
+        address
+    }
+
+    /// Continues to serve until every admitted client has closed its connections, or until `deadline`; then stops.
+    pub fn drain(mut self, deadline: Deadline) {
+        self.finish(Order::Drain(deadline.instant()));
+    }
+
+    fn finish(&mut self, order: Order) {
+        // A thread that has ended has stopped serving, which is the goal.
+        let _ = self.orders.send(order);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for TcpStoreServer {
+    fn drop(&mut self) {
+        self.finish(Order::Stop);
+    }
+}
+
+/// The addresses of `address`, `host:port`, at which a store is to be served there. Those that other hosts may reach come before the
+/// loopback. A name that has no address yet is waited for, as clients do.
+pub fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>> {
+    let mut targets = resolve_patiently(address, deadline).map_err(|error| {
+        Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
+            .with_remedy(NO_ADDRESS_REMEDY)
+    })?;
+    targets.sort_by_key(|target| is_every_hosts(target.ip()));
+    Ok(targets)
+}
+
+/// Warns if `host` is a name that leads elsewhere for others than here, where it is `bound`, the loopback: Debian maps a host's own name
+/// to 127.0.1.1.
+pub fn warn_of_own_name(host: &str, bound: IpAddr) {
+    let host = host.trim_matches(['[', ']']);
+    if is_every_hosts(bound) && host != "localhost" && host.parse::<IpAddr>().is_err() {
+        warn(format_args!(
+            "{host} is {bound} on this host, where its store listens: other hosts cannot reach it there. If there are others, give the \
+             address at which they reach this host, as MASTER_ADDR (--master-addr, --rdzv-endpoint) or as PHALANX_BIND (--bind)"
+        ));
+    }
+}
+
+/// A socket that listens at `address`. Its queue is long: a flood of connections must not delay others.
+pub fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // The port can be reused at once after a former job, whatever its connections' state.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
+    let remedy = match error.kind() {
+        ErrorKind::AddrInUse => format!(
+            "another program, perhaps an earlier job, listens on port {}: end it, or set MASTER_PORT to a free port \
+             for every rank",
+            address.port()
+        ),
+        // While it is up, each of its addresses of IPv4 can be listened at.
+        ErrorKind::AddrNotAvailable if address.is_ipv4() && address.ip().is_loopback() => {
+            LOOPBACK_IS_DOWN.to_owned()
+        }
+        ErrorKind::AddrNotAvailable => {
+            format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
+        }
+        ErrorKind::PermissionDenied => {
+            format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
+        }
+        _ => no_more_files(&error).unwrap_or("are MASTER_ADDR and MASTER_PORT right?").into(),
+    };
+    Error::io(format!("cannot serve the store on {address}"), error).with_remedy(remedy)
+}
+
+/// The most connections that wait to be accepted, if the kernel allows as many (net.core.somaxconn).
+const BACKLOG: i32 = 4096;
+
+/// The clients that are not authenticated yet, the oldest first. Unlimited foreign connections must not use up the
+/// process's descriptors.
+struct PendingClients {
+    clients: VecDeque<(AbortHandle, Rc<Cell<bool>>)>,
+    most: usize,
+}
+
+impl PendingClients {
+    fn new() -> Self {
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let most = usize::try_from(descriptors / 4).unwrap_or(usize::MAX);
+        Self { clients: VecDeque::new(), most: most.clamp(1, MAX_PENDING) }
+    }
+
+    fn push(&mut self, task: AbortHandle, admitted: Rc<Cell<bool>>) {
+        if self.clients.len() >= self.most {
+            self.clients.retain(|(task, admitted)| !admitted.get() && !task.is_finished());
+        }
+        if self.clients.len() >= self.most
+            && let Some((oldest, _)) = self.clients.pop_front()
+        {
+            oldest.abort();
+        }
+        self.clients.push_back((task, admitted));
+    }
+}
+
+async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
+    let listener = match TcpListener::from_std(socket) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!("the store cannot serve: {error}"),
+    };
+    let shared = Rc::new(RefCell::new(Shared::default()));
+    let admission = Rc::new(Admission::new(access));
+    let mut clients = JoinSet::new();
+    let mut pending_clients = PendingClients::new();
+    // Stopping does not wait for unauthenticated clients.
+    let inside = Rc::<Cell<usize>>::default();
+    let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
+    while draining.is_none() || inside.get() > 0 {
+        tokio::select! {
+            order = orders.recv() => match order {
+                Some(Order::Drain(until)) => draining = Some(until.into()),
+                Some(Order::Stop) | None => return,
+            },
+            () = at(draining) => return,
+            Some(_) = clients.join_next() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
+                    let (admission, shared) = (Rc::clone(&admission), Rc::clone(&shared));
+                    let admitted = Rc::<Cell<bool>>::default();
+                    let (told, inside) = (Rc::clone(&admitted), Rc::clone(&inside));
+                    let task = clients.spawn_local(async move {
+                        tune(&stream);
+                        let on_admitted = || {
+                            told.set(true);
+                            inside.update(|clients| clients + 1);
+                        };
+                        if let Err(error) = serve(Stream::new(stream), admission, shared, on_admitted).await {
+                            tracing::debug!("the store dropped {peer}: {error}");
+                        }
+                        inside.update(|clients| clients - usize::from(told.get()));
+                    });
+                    pending_clients.push(task, admitted);
+                }
+                Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
+                Err(error) => {
+                    if !std::mem::replace(&mut told, true) {
+                        let hint = no_more_files(&error).unwrap_or("it is tried again");
+                        warn(format_args!("the store cannot accept a client: {error} ({hint})"));
+                    }
+                    sleep(ACCEPT_RETRY_DELAY).await;
+                }
+            },
+        }
+    }
+}
+
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => pending().await,
+    }
+}
+
+/// Small answers are sent at once; a vanished host is noticed. If a socket refuses an option, it still works.
+fn tune(stream: &TcpStream) {
+    let _ = stream.set_nodelay(true);
+    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE_INTERVAL).with_interval(KEEP_ALIVE_INTERVAL);
+    let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+    let _ = tcp::recover_soon(stream, ACKNOWLEDGEMENT_TIMEOUT);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        LocalSet::new().block_on(&runtime, async {
+            let mut clients = JoinSet::new();
+            let mut queue = PendingClients { clients: VecDeque::new(), most: 2 };
+            let mut come = |admitted: bool| {
+                let task = clients.spawn_local(pending::<()>());
+                queue.push(task.clone(), Rc::new(Cell::new(admitted)));
+                task
+            };
+            let (inside, first, second) = (come(true), come(false), come(false));
+            let _third = come(false);
+            tokio::task::yield_now().await;
+            assert_eq!([&inside, &first, &second].map(AbortHandle::is_finished), [false, true, false]);
+        });
+    }
+}

@@ -1,0 +1,161 @@
+//! Point-to-point messages, apart from the collectives' data.
+//!
+//! Each pair of ranks has a line in each direction: a connection or a ring. Each line has one end here and one at the
+//! peer. Lines are independent: the thread whose turn it is drives one. An end never waits; [`Notifier`] does.
+
+mod inbound;
+mod notifier;
+mod outbound;
+mod rings;
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use phalanx_sys::shared::ALIGNMENT;
+use rustix::event::PollFlags;
+
+pub(crate) use self::inbound::{Inbound, Receiving};
+pub(crate) use self::notifier::Notifier;
+pub(crate) use self::outbound::{Outbound, Sending};
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) use self::rings::fuzz;
+pub(crate) use self::rings::{Rings, rings};
+use super::tcp::{Connection, Connections};
+use crate::buffer::{AlignedBytes, Buffer};
+use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::rank::Rank;
+use crate::wire::frame::{HEADER, Header};
+use crate::world_size::WorldSize;
+
+/// A header in a ring, with the padding that aligns the elements after it.
+const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
+/// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
+const CHUNK: usize = 64 * 1024;
+
+/// One rank's ends of all its lines, by peer; none for itself.
+pub(crate) struct Messages {
+    pub outbound: Vec<Option<Outbound>>,
+    pub inbound: Vec<Option<Inbound>>,
+    pub notifier: Arc<Notifier>,
+    /// Sends the goodbye when the connections are no longer used.
+    pub goodbye: Box<dyn Send + Sync>,
+}
+
+/// The result of one attempt to move a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Nothing could be moved.
+    Idle,
+    /// Something was moved, but not all.
+    Moved,
+    /// The whole frame has been sent, or received.
+    Done,
+}
+
+/// An end of a line, in either direction.
+pub(crate) trait LineEnd: Send {
+    /// A frame, perhaps partly moved.
+    type Frame: Send;
+
+    /// Whether it is the receiving end.
+    const RECEIVES: bool;
+
+    /// The rank at the other end.
+    fn peer(&self) -> Rank;
+
+    /// Moves as much of `frame` as possible now, from or into `buffer`.
+    fn advance(&mut self, frame: &mut Self::Frame, buffer: &mut Buffer) -> Result<Step>;
+
+    /// The socket to poll before the next step; None if a notifier says so.
+    fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
+
+    /// Whether something can be moved, as far as the memory shows.
+    fn is_ready(&mut self) -> bool;
+}
+
+impl Messages {
+    /// The lines of a mesh: a ring if a pair has one, else the pair's connection.
+    pub(crate) fn over(
+        rank: Rank,
+        connections: &Arc<Connections>,
+        rings: Rings,
+        health: &Arc<Health>,
+        goodbye: Box<dyn Send + Sync>,
+    ) -> Self {
+        let Rings { own, links } = rings;
+        let ends = links.into_iter().enumerate().map(|(index, link)| {
+            let peer = Rank::new(index as u32);
+            let stream = || Stream { connections: connections.clone(), peer, health: health.clone() };
+            if peer == rank {
+                return (None, None);
+            }
+            let (outbound, inbound) = match link {
+                Some(link) => (
+                    Outbound::ring(peer, link.outbound, link.peer.clone()),
+                    Inbound::ring(peer, link.inbound, link.peer),
+                ),
+                None => (Outbound::stream(stream()), Inbound::stream(stream())),
+            };
+            (Some(outbound), Some(inbound))
+        });
+        let (outbound, inbound) = ends.unzip();
+        Self { outbound, inbound, notifier: Arc::new(Notifier::new(own)), goodbye }
+    }
+
+    /// The lines between the ranks of one process, by rank.
+    pub(super) fn in_process(world: WorldSize, goodbyes: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
+        let notifiers: Vec<_> = world.ranks().map(|_| Arc::new(Notifier::new(None))).collect();
+        let boxes: Vec<Vec<_>> =
+            world.ranks().map(|_| world.ranks().map(|_| Arc::new(Mailbox::default())).collect()).collect();
+        let lines = world.ranks().zip(goodbyes).map(|(rank, goodbye)| {
+            let others = || world.ranks().map(|peer| (peer != rank).then_some(peer));
+            let outbound = |peer: Rank| {
+                let mailbox = boxes[rank.index()][peer.index()].clone();
+                Outbound::mailbox(peer, mailbox, notifiers[peer.index()].clone())
+            };
+            let inbound = |peer: Rank| Inbound::mailbox(peer, boxes[peer.index()][rank.index()].clone());
+            Self {
+                outbound: others().map(|peer| peer.map(outbound)).collect(),
+                inbound: others().map(|peer| peer.map(inbound)).collect(),
+                notifier: notifiers[rank.index()].clone(),
+                goodbye,
+            }
+        });
+        lines.collect()
+    }
+}
+
+/// The frames that one rank of this process has sent to another and that have not been received yet. It is unbounded.
+type Mailbox = Mutex<VecDeque<(Header, AlignedBytes)>>;
+
+/// The connection for messages with a peer.
+struct Stream {
+    connections: Arc<Connections>,
+    peer: Rank,
+    health: Arc<Health>,
+}
+
+impl Stream {
+    fn get(&self) -> Result<&Connection> {
+        let stream = self.connections.messages.get(self.peer.index()).and_then(Option::as_ref);
+        stream
+            .ok_or_else(|| Error::invalid_argument(format!("there is no connection with rank {}", self.peer)))
+    }
+
+    fn socket(&self, flags: PollFlags) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        use std::os::fd::AsFd;
+        self.get().ok().map(|stream| (stream.as_fd(), flags))
+    }
+
+    fn broken(&self, error: io::Error) -> Error {
+        self.health.broken(self.peer, error)
+    }
+}
+
+fn corrupt(phalanx_sys::shared::Corrupt: phalanx_sys::shared::Corrupt) -> Error {
+    Error::protocol("a ring in shared memory is in a state that no peer may leave it in")
+}

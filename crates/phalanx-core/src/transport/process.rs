@@ -1,0 +1,115 @@
+//! What the kernel shows about the processes of this host.
+
+use crate::health::liveness::ProcessState;
+use crate::host;
+use crate::proc_stat::{ProcStat, is_gone};
+use crate::wire::control::ProcessId;
+
+/// This process, as others of its host can find it. None without a `/proc` of this process's own pid namespace.
+pub fn own() -> Option<ProcessId> {
+    let boot = host::boot_id()?;
+    let namespaces = (host::namespace("pid")?, host::namespace("net")?);
+    let stat = ProcStat::own()?;
+    // A `/proc` of another namespace may be mounted here.
+    let pid = std::process::id();
+    (stat.pid == pid.cast_signed()).then_some(ProcessId { boot, namespaces, pid, started: stat.started })
+}
+
+/// What `own`, this process, can see of `peer`. Nothing if they are in different network namespaces: then the network
+/// between them may be the cause of the silence.
+pub fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessState {
+    let (Some(own), Some(peer)) = (own, peer) else { return ProcessState::Unknown };
+    if (own.boot, own.namespaces) != (peer.boot, peer.namespaces) {
+        return ProcessState::Unknown;
+    }
+    match ProcStat::read(peer.pid.cast_signed()) {
+        Ok(stat) => stat.map_or(ProcessState::Unknown, |stat| state_of(&stat, peer)),
+        Err(error) if is_gone(&error) => ProcessState::Gone,
+        Err(_) => ProcessState::Unknown,
+    }
+}
+
+/// Whether `own`, this process, may take the place of `peer` at once: `peer` is gone. One that cannot be seen, in another container or on
+/// another host, may live, whatever the host's name is.
+pub fn may_replace(own: Option<ProcessId>, peer: Option<ProcessId>) -> bool {
+    match state(own, peer) {
+        ProcessState::Gone => true,
+        ProcessState::Stopped | ProcessState::Alive | ProcessState::Unknown => false,
+    }
+}
+
+/// If a signal has stopped `peer`, as seen from `own`, this process: its processor time so far, which distinguishes
+/// this stop from earlier ones. A debugger halts a process in another way.
+pub(super) fn stop(own: Option<ProcessId>, peer: ProcessId) -> Option<u64> {
+    let own = own?;
+    if (own.boot, own.namespaces.0) != (peer.boot, peer.namespaces.0) {
+        return None;
+    }
+    let stat = ProcStat::read(peer.pid.cast_signed()).ok()??;
+    (is(&stat, peer) && stat.state == b'T').then_some(stat.worked)
+}
+
+fn is(stat: &ProcStat, peer: ProcessId) -> bool {
+    (stat.pid.cast_unsigned(), stat.started) == (peer.pid, peer.started)
+}
+
+fn state_of(stat: &ProcStat, peer: ProcessId) -> ProcessState {
+    match stat.state {
+        // Another process has this number now.
+        _ if !is(stat, peer) => ProcessState::Gone,
+        b'T' | b't' => ProcessState::Stopped,
+        b'R' | b'S' | b'D' => ProcessState::Alive,
+        _ if stat.is_dead() => ProcessState::Gone,
+        _ => ProcessState::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_is_that_of_the_peer_or_of_nobody() {
+        let peer = ProcessId { boot: 1, namespaces: (2, 3), pid: 12, started: 99 };
+        let stat = |state, started| ProcStat { pid: 12, state, parent: 1, group: 12, worked: 7, started };
+        for (state, expected) in [
+            (b'T', ProcessState::Stopped),
+            (b't', ProcessState::Stopped),
+            (b'D', ProcessState::Alive),
+            (b'Z', ProcessState::Gone),
+        ] {
+            assert_eq!(state_of(&stat(state, 99), peer), expected);
+        }
+        assert_eq!(state_of(&stat(b'R', 98), peer), ProcessState::Gone);
+    }
+
+    #[test]
+    fn this_process_sees_that_it_is_alive() {
+        let own = own();
+        assert!(own.is_some());
+        assert_eq!(state(own, own), ProcessState::Alive);
+        let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
+        assert_eq!(state(own, elsewhere), ProcessState::Unknown);
+        assert_eq!(state(own, None), ProcessState::Unknown);
+    }
+
+    #[test]
+    fn a_process_of_another_host_is_not_replaced() {
+        let own = own();
+        let changed = |change: fn(&mut ProcessId)| {
+            own.map(|mut other| {
+                change(&mut other);
+                other
+            })
+        };
+        // This process lives, the one that had its number before does not.
+        assert!(!may_replace(own, own));
+        assert!(may_replace(own, changed(|other| other.started += 1)));
+        // Another container in the network of this one may live, and so may containers and hosts of other networks.
+        assert!(!may_replace(own, changed(|other| other.namespaces.0 += 1)));
+        assert!(!may_replace(own, changed(|other| other.namespaces.1 += 1)));
+        assert!(!may_replace(own, changed(|other| other.namespaces = (7, 7))));
+        assert!(!may_replace(own, changed(|other| other.boot += 1)));
+        assert!(!may_replace(own, None) && !may_replace(None, own));
+    }
+}

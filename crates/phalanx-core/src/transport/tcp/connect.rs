@@ -1,0 +1,273 @@
+//! Builds the mesh: every rank listens, connects to the lower ranks, and accepts the higher ones.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::thread;
+
+use serde::{Deserialize, Serialize};
+
+use super::accept::{Pair, accept};
+use super::connection::Connection;
+use super::control::Connections;
+use super::dial::{Attempt, attempt_together, dial};
+use super::{MeshConfig, start_failure, stop_probe};
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::host;
+use crate::key::JobKey;
+use crate::random;
+use crate::rank::Rank;
+use crate::store;
+use crate::wire::auth::NONCE;
+use crate::wire::control::{Control, Notice};
+use crate::wire::handshake::GroupSecret;
+use crate::wire::hello::{Channel, Hello, JobId};
+
+/// The longest host name that is shown.
+const MAX_HOST: usize = 255;
+
+/// One rank's connections to all others.
+pub(crate) struct Mesh {
+    pub connections: Connections,
+    /// By rank.
+    pub hosts: Vec<String>,
+}
+
+/// Where a rank listens, as written to the store.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Address {
+    pub socket: SocketAddr,
+    pub host: String,
+}
+
+/// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
+pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
+    let host = host::name();
+    let (mut below, mut above) = (Vec::new(), Vec::new());
+    above.resize_with(config.world.count() - config.rank.index() - 1, Pair::default);
+    let hosts = build(config, &host, &mut below, &mut above, deadline);
+    let mut connections = Connections::default();
+    for Pair { data, control, messages } in below.into_iter().chain([Pair::default()]).chain(above) {
+        connections.data.push(data);
+        connections.control.push(control);
+        connections.messages.push(messages);
+    }
+    match hosts {
+        Ok(hosts) => Ok(Mesh { connections, hosts }),
+        Err(error) => {
+            let error = start_failure::report(config, &host, error);
+            // A rank that has all its connections no longer reads the store.
+            connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
+            Err(error)
+        }
+    }
+}
+
+/// Makes the connections to the lower and higher ranks. Returns the host of each rank.
+fn build(
+    config: &MeshConfig<'_>,
+    host: &str,
+    below: &mut Vec<Pair>,
+    above: &mut [Pair],
+    deadline: Deadline,
+) -> Result<Vec<String>> {
+    let job = config.number.map_or_else(|| agree_on_job(config, host, deadline), Ok)?;
+    let secret = GroupSecret::new(config.credentials.key.as_ref().map(JobKey::bytes), &job);
+    let own = Hello {
+        group: secret.name(),
+        generation: config.generation,
+        rank: config.rank,
+        world: config.world.get(),
+        // These differ between connections.
+        to: config.rank,
+        channel: Channel::Data,
+        nonce: [0; NONCE],
+    };
+    let listener = listen(config.interface)?;
+    let (stop, stopped) = UnixStream::pair()
+        .map_err(|error| Error::io("cannot make a socket pair that stops the accepting thread", error))?;
+    let (finish, finished) = mpsc::channel();
+    let missing = AtomicUsize::new(usize::MAX);
+
+    thread::scope(|scope| {
+        // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
+        // queue.
+        let (listener, secret, missing) = (&listener, &secret, &missing);
+        let accept = move || {
+            let outcome = accept(listener, &stopped, config, (own, secret), above, missing, deadline);
+            drop(finish);
+            outcome
+        };
+        let accepting =
+            thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept).map_err(
+                |error| Error::not_started("a thread that connects ranks could not be started", error),
+            )?;
+        let connecting = exchange_addresses(config, host, listener, deadline).and_then(|addresses| {
+            below.resize_with(config.rank.index(), Pair::default);
+            dial_all(config, host, &addresses, (own, secret), below, deadline)?;
+            start_failure::watch(config, host, (&addresses, below), missing, &finished, deadline)?;
+            Ok(addresses.into_iter().map(|address| address.host).collect())
+        });
+        if connecting.is_err() {
+            drop(stop);
+        }
+        let accepting =
+            accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
+        // If both failed, accepting failed because it was stopped.
+        connecting.and_then(|hosts| accepting.map(|()| hosts))
+    })
+}
+
+/// The most connections that are made at a time.
+const DIALS_AT_ONCE: usize = 32;
+
+/// The most ranks of this host that are called before the first of their answers is read.
+const CALLS_AT_ONCE: usize = 8;
+
+/// Connects to all lower ranks. Those on other hosts are dialled by several threads, because each connection takes three round trips.
+/// Within a host that would only cost threads: there one thread calls several ranks, beginning with the next lower one, so that not all
+/// ranks call the same one at once.
+fn dial_all(
+    config: &MeshConfig<'_>,
+    host: &str,
+    addresses: &[Address],
+    (own, secret): (Hello, &GroupSecret),
+    below: &mut [Pair],
+    deadline: Deadline,
+) -> Result<()> {
+    let is_near = |address: &Address| address.socket.ip() == config.interface;
+    let (mut near, mut far) = (Vec::new(), Vec::new());
+    let lower: Vec<_> = config.world.ranks().zip(addresses).zip(below).collect();
+    for ((peer, address), pair) in lower.into_iter().rev() {
+        let to = if is_near(address) { &mut near } else { &mut far };
+        to.push((peer, address, Channel::Data, &mut pair.data));
+        to.push((peer, address, Channel::Control, &mut pair.control));
+        to.push((peer, address, Channel::Messages, &mut pair.messages));
+    }
+    let has_failed = AtomicBool::new(false);
+    type To<'a> = (Rank, &'a Address, Channel, &'a mut Option<Connection>);
+    let dial = |(peer, address, channel, into): To<'_>, first: Option<Attempt>| {
+        let hello = (own.on(channel, peer), secret);
+        let made = dial(config, host, address, hello, first, &has_failed, deadline);
+        made.map(|connection| *into = Some(connection))
+    };
+    // A TLS handshake is work of both sides: there is nothing to gain.
+    let at_once = if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * Channel::ALL.len() };
+    let dial_near = |mut near: Vec<To<'_>>| -> Result<()> {
+        while !near.is_empty() {
+            let rest = near.split_off(near.len().min(at_once));
+            let peers = near.iter().map(|(peer, address, channel, _)| (*address, own.on(*channel, *peer)));
+            let attempts = attempt_together(config, peers, secret, deadline)?;
+            near.into_iter().zip(attempts).try_for_each(|(to, first)| dial(to, Some(first)))?;
+            near = rest;
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let threads = DIALS_AT_ONCE.min(far.len());
+        let mut shares: Vec<Vec<_>> = Vec::new();
+        shares.resize_with(threads, Vec::new);
+        for (index, one) in far.into_iter().enumerate() {
+            shares[index % threads].push(one);
+        }
+        let (dial, has_failed) = (&dial, &has_failed);
+        let mut failed = Ok(());
+        let mut dialling = Vec::new();
+        for share in shares {
+            let run = move || {
+                share
+                    .into_iter()
+                    .try_for_each(|to| dial(to, None))
+                    .inspect_err(|_| has_failed.store(true, Ordering::Relaxed))
+            };
+            match thread::Builder::new().name("phalanx-dial".into()).spawn_scoped(scope, run) {
+                Ok(thread) => dialling.push(thread),
+                Err(error) => {
+                    failed =
+                        Err(Error::not_started("a thread that connects ranks could not be started", error));
+                    break;
+                }
+            }
+        }
+        let mut outcome = failed.and_then(|()| dial_near(near));
+        if outcome.is_err() {
+            has_failed.store(true, Ordering::Relaxed);
+        }
+        for thread in dialling {
+            let dialled = thread
+                .join()
+                .unwrap_or_else(|_| Err(Error::aborted("a thread that connects ranks panicked")));
+            // A rank that has stopped because of another's failure knows less than that.
+            outcome = match (outcome, dialled) {
+                (Ok(()), dialled) => dialled,
+                (Err(first), Err(other)) if first.kind() == Kind::Aborted => Err(other),
+                (Err(first), _) => Err(first),
+            };
+        }
+        outcome
+    })
+}
+
+pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
+    store::listen(SocketAddr::new(interface, 0))
+        .map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))
+}
+
+/// Rank 0 draws the number that distinguishes this group's connections from all others.
+fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
+    const KEY: &str = "mesh/job";
+    let (name, process) = stop_probe::process_record(config.rank)?;
+    if config.rank.is_main() {
+        let job: JobId = random::bytes()?;
+        config.store.multi_set(&[(&name, &process), (KEY, &job)], deadline)?;
+        return Ok(job);
+    }
+    let keys = [(Rank::MAIN, KEY.into())];
+    let drawn = start_failure::exchange(config, host, &[(&name, &process)], &keys, deadline)?;
+    let drawn = drawn.into_iter().next().unwrap_or_default();
+    drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
+}
+
+fn exchange_addresses(
+    config: &MeshConfig<'_>,
+    host: &str,
+    listener: &TcpListener,
+    deadline: Deadline,
+) -> Result<Vec<Address>> {
+    let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
+    let malformed =
+        |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
+    let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
+    let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
+    let values = start_failure::exchange(config, host, &[(&key(config.rank), &own)], &keys, deadline)?;
+    let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
+    addresses
+        .map(|address| {
+            let mut address = address?;
+            address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
+            Ok(address)
+        })
+        .collect()
+}
+
+pub(super) fn key(rank: Rank) -> String {
+    format!("mesh/address/{rank}")
+}
+
+pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
+    Error::io(what, error)
+        .with_remedy("each group needs three open files for every other rank: raise the limit (`ulimit -n`)")
+}
+
+/// For `phalanx::fuzzing`: decodes where a rank listens.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(in crate::transport) fn fuzz(bytes: &[u8]) -> bool {
+    let Ok(address) = postcard::from_bytes::<Address>(bytes) else { return false };
+    let again =
+        postcard::to_stdvec(&address).is_ok_and(|bytes| postcard::from_bytes::<Address>(&bytes).is_ok());
+    assert!(again && address.host.len() <= bytes.len());
+    true
+}

@@ -1,0 +1,274 @@
+//! Ranks as processes, connected pairwise by three TCP connections: for the data of collectives, for messages, and for
+//! heartbeats, goodbyes and failures.
+//!
+//! There are three because data frames are large, and a failure can stop them in the middle: goodbyes, failures and
+//! messages must not queue behind them. An operation that finds its connection broken first asks what the control
+//! connections know. So the error names the rank that died, and not the rank that noticed.
+
+mod accept;
+mod connect;
+#[cfg(test)]
+mod connect_tests;
+mod connection;
+mod control;
+mod dial;
+mod pending;
+#[cfg(all(test, feature = "tls"))]
+mod pending_tests;
+mod start_failure;
+mod stop_probe;
+mod stream;
+#[cfg(all(test, feature = "tls"))]
+mod tls_tests;
+mod watch;
+
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::sockopt::set_socket_send_buffer_size;
+
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    let is_process = stop_probe::fuzz(bytes);
+    connect::fuzz(bytes) || is_process
+}
+pub(crate) use self::connect::mesh;
+pub(super) use self::connection::Connection;
+pub(crate) use self::control::{Connections, Monitor, SilentHosts};
+pub(crate) use self::start_failure::fail_start;
+pub(crate) use self::stop_probe::process_record;
+use self::stream::{Receiving, Sending};
+use super::{Incoming, Outgoing, Transport, late};
+use crate::buffer::AlignedBytes;
+use crate::credentials::Credentials;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::health::Health;
+use crate::health::Heartbeat;
+use crate::interrupt;
+use crate::poll::poll;
+use crate::rank::{Generation, Rank};
+use crate::store::Store;
+use crate::wire::hello::JobId;
+use crate::world_size::WorldSize;
+
+/// Bytes that are received before they are reduced: they stay in the processor's cache.
+const SEGMENT: usize = 256 * 1024;
+/// Bytes that may be unread in a connection within a host. The kernel doubles the number, for its own records.
+const LOCAL_BUFFER: usize = 256 * 1024;
+
+/// Polls in a step before a rank sleeps, some ten microseconds: data in flight arrives sooner than a sleeping thread
+/// wakes.
+const SPINS: u32 = 30;
+
+/// The parameters with which a rank joins the mesh of connections.
+pub(crate) struct MeshConfig<'a> {
+    pub store: &'a dyn Store,
+    pub rank: Rank,
+    pub world: WorldSize,
+    pub generation: Generation,
+    /// The local address at which peers reach this rank.
+    pub interface: IpAddr,
+    /// The credentials with which the ranks authenticate each other.
+    pub credentials: &'a Credentials,
+    /// The heartbeat settings.
+    pub heartbeat: Heartbeat,
+    /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
+    pub number: Option<JobId>,
+}
+
+/// One rank's connections to all others.
+pub(crate) struct Tcp {
+    health: Arc<Health>,
+    rank: Rank,
+    connections: Arc<Connections>,
+    scratch: AlignedBytes,
+    /// By rank: polls of that peer's connection before this rank sleeps.
+    spins: Vec<u32>,
+    /// Sends the goodbye when its last owner drops it.
+    _monitor: Arc<Monitor>,
+}
+
+impl Tcp {
+    /// Takes over the connections of a mesh, which `monitor` watches.
+    pub(crate) fn new(
+        rank: Rank,
+        connections: Arc<Connections>,
+        health: Arc<Health>,
+        monitor: Arc<Monitor>,
+        local_world_size: u32,
+    ) -> Self {
+        connections.data.iter().flatten().for_each(keep_in_cache);
+        let within_host =
+            |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
+        let near: Vec<bool> = connections.data.iter().map(within_host).collect();
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = spins(&near, local_world_size as usize, processors);
+        Self { health, rank, connections, scratch: AlignedBytes::default(), spins, _monitor: monitor }
+    }
+}
+
+/// Limits the unread data between two ranks of one host. By default the kernel lets it grow to some MiB, as a long
+/// network path needs; then the data would be copied out of memory instead of a cache.
+fn keep_in_cache(connection: &Connection) {
+    if connection.is_within_host()
+        && let Err(error) = set_socket_send_buffer_size(connection.socket(), LOCAL_BUFFER)
+    {
+        tracing::debug!(%error, "a connection within this host keeps its large buffer");
+    }
+}
+
+/// Polls of each peer's connection before this rank sleeps. Only peers on this host answer sooner than a sleeping
+/// thread wakes; and if ranks share processors, a peer may need this one to go on. The peers in a sub-group may not be
+/// all ranks of this host, so the number of these comes from the launcher.
+fn spins(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
+    let ranks = local_world_size.max(1 + near.iter().filter(|near| **near).count());
+    near.iter().map(|near| if *near && ranks <= processors { SPINS } else { 0 }).collect()
+}
+
+impl Transport for Tcp {
+    fn exchange(
+        &mut self,
+        send: Option<Outgoing<'_>>,
+        recv: Option<Incoming<'_>>,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let Self { health, rank, connections, scratch, spins, .. } = self;
+        let mut spun = 0;
+        let stream = |peer: Rank| {
+            let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
+            stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
+        };
+        let broken = |peer: Rank, error: std::io::Error| health.broken(peer, error);
+
+        let mut sending = match send {
+            Some(frame) => Some((frame.to, stream(frame.to)?, Sending::new(&frame))),
+            None => None,
+        };
+        let mut receiving = match recv {
+            Some(frame) => Some((frame.from, stream(frame.from)?, Receiving::new(*rank, frame, scratch))),
+            None => None,
+        };
+        loop {
+            let mut progress = false;
+            if let Some((to, stream, frame)) = &mut sending {
+                progress |= frame.push(stream).map_err(|error| broken(*to, error))?;
+                if frame.is_done() {
+                    sending = None;
+                }
+            }
+            if let Some((from, stream, frame)) = &mut receiving {
+                progress |= frame.pull(stream, |error| broken(*from, error))?;
+                if frame.is_done() {
+                    receiving = None;
+                }
+            }
+            let waits_for = match (&sending, &receiving) {
+                (None, None) => return Ok(()),
+                (_, Some((from, ..))) => *from,
+                (Some((to, ..)), None) => *to,
+            };
+            if progress {
+                continue;
+            }
+            if spun < spins[waits_for.index()] {
+                spun += 1;
+                continue;
+            }
+            let out = sending.as_ref().map(|(_, stream, _)| *stream);
+            let into = receiving.as_ref().map(|(_, stream, _)| *stream);
+            health.waits.sleep(waits_for);
+            if !wait(out, into, deadline)? {
+                return Err(late(waits_for, health.host(waits_for)));
+            }
+        }
+    }
+}
+
+/// Waits until `out` can be written or `into` be read. False if the deadline passed first.
+fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -> Result<bool> {
+    let mut fds = [None, None];
+    let mut count = 0;
+    for (fd, flags) in [(out.map(AsFd::as_fd), PollFlags::OUT), (into.map(AsFd::as_fd), PollFlags::IN)] {
+        if let Some(fd) = fd {
+            fds[count] = Some((fd, flags));
+            count += 1;
+        }
+    }
+    let remaining = deadline.remaining();
+    // Even if there is data to read: a peer that sends byte by byte would otherwise postpone the deadline for ever.
+    if remaining.is_zero() {
+        return Ok(false);
+    }
+    interrupt::check()?;
+    let remaining = interrupt::at_most(remaining);
+    let polled = match fds {
+        [Some((one, flags)), None] => poll(&mut [PollFd::from_borrowed_fd(one, flags)], Some(remaining)),
+        [Some((one, flags)), Some((two, more))] => poll(
+            &mut [PollFd::from_borrowed_fd(one, flags), PollFd::from_borrowed_fd(two, more)],
+            Some(remaining),
+        ),
+        _ => return Ok(true),
+    };
+    match polled {
+        Ok(0) => Ok(!deadline.has_passed()),
+        Ok(_) => Ok(true),
+        Err(error) => Err(Error::io("waiting for peers failed", error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn what_waits_between_ranks_of_one_host_is_bounded() {
+        use rustix::net::sockopt::socket_send_buffer_size;
+
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = Connection::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        assert!(connection.is_within_host());
+        keep_in_cache(&connection);
+        let bound = socket_send_buffer_size(connection.socket()).unwrap();
+        // The kernel's own limit, net.core.wmem_max, may be lower.
+        assert!((1..=2 * LOCAL_BUFFER).contains(&bound), "{bound}");
+        // Otherwise it would grow.
+        let (mut peer, _) = listener.accept().unwrap();
+        let reader = std::thread::spawn(move || std::io::copy(&mut peer, &mut std::io::sink()));
+        (0..64).for_each(|_| connection.socket().write_all(&[0; 1 << 20]).unwrap());
+        assert_eq!(socket_send_buffer_size(connection.socket()).unwrap(), bound);
+        drop(connection);
+        assert_eq!(reader.join().unwrap().unwrap(), 64 << 20);
+    }
+
+    #[test]
+    fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
+        // A world of two, one of them on another host; three on this host; and two of the four ranks on this host.
+        let here = [false, true, true];
+        assert_eq!(spins(&here[..2], 2, 2), [0, SPINS]);
+        assert_eq!(spins(&here[..1], 1, 2), [0]);
+        assert_eq!(spins(&here, 1, 2), [0, 0, 0]);
+        assert_eq!(spins(&here[..2], 4, 2), [0, 0]);
+    }
+
+    #[test]
+    fn a_peer_that_trickles_does_not_put_the_deadline_off() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (own, _) = listener.accept().unwrap();
+        peer.write_all(b"drop by drop").unwrap();
+        let deadline = Deadline::after(Duration::from_millis(30));
+        let start = Instant::now();
+        // There is always data to read.
+        while wait(None::<&TcpStream>, Some(&own), deadline).unwrap() {
+            assert!(start.elapsed() < Duration::from_secs(10));
+        }
+        assert!(deadline.has_passed());
+    }
+}

@@ -1,0 +1,119 @@
+//! The stop probe finds ranks that a signal has stopped, while the group is formed and there are no heartbeats yet.
+//!
+//! Each rank publishes in the store which process it is, before it waits for others; ranks of the same host can read the
+//! state of that process from the kernel. Every rank waits for one rank at a time, so a stopped rank is soon the one that
+//! another rank of its host waits for.
+//!
+//! Without it a stopped rank would hold up all others until the start's time-out. A process that is stopped and
+//! continued repeatedly counts as slow, not as frozen.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::MeshConfig;
+use crate::deadline::Deadline;
+use crate::error::{Error, Kind, Result};
+use crate::frozen::{Frozen, STOPPED_LIMIT};
+use crate::host;
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::transport::process;
+use crate::wire::control::ProcessId;
+
+/// How long the store may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Which process a rank is.
+#[derive(Serialize, Deserialize)]
+struct ProcessRecord {
+    host: String,
+    /// None where others could not find the process.
+    process: Option<ProcessId>,
+}
+
+/// The key and the value with which `rank` says in the store, through which ranks will connect with each other, which process it
+/// is, so that ranks of its host can see it if it is stopped before they are connected.
+pub(crate) fn process_record(rank: Rank) -> Result<(String, Vec<u8>)> {
+    let record = postcard::to_stdvec(&ProcessRecord { host: host::name(), process: process::own() })
+        .map_err(|error| Error::protocol("this rank's process cannot be published").with_source(error))?;
+    Ok((key(rank), record))
+}
+
+fn key(rank: Rank) -> String {
+    format!("mesh/process/{rank}")
+}
+
+/// Checks whether the rank that this one waits for is stopped.
+pub(super) struct StopProbe<'a> {
+    config: &'a MeshConfig<'a>,
+    own: Option<ProcessId>,
+    suspect: Option<Suspect>,
+}
+
+struct Suspect {
+    rank: Rank,
+    record: Option<ProcessRecord>,
+    frozen: Frozen,
+}
+
+impl<'a> StopProbe<'a> {
+    pub(super) fn new(config: &'a MeshConfig<'a>) -> Self {
+        Self { config, own: process::own(), suspect: None }
+    }
+
+    /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds. The store is asked until `deadline`.
+    pub(super) fn check(&mut self, rank: Rank, deadline: Deadline) -> Result<()> {
+        let timeout = self.config.heartbeat.timeout;
+        if timeout.is_zero() {
+            return Ok(());
+        }
+        let suspect = match self.suspect.take().filter(|suspect| suspect.rank == rank) {
+            Some(suspect) => suspect,
+            None => Suspect { rank, record: None, frozen: Frozen::new(1, STOPPED_LIMIT.max(timeout)) },
+        };
+        let suspect = self.suspect.insert(suspect);
+        if suspect.record.is_none() {
+            suspect.record = read_record(self.config.store, rank, deadline);
+        }
+        let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
+        let stop = process::stop(self.own, *peer);
+        match suspect.frozen.look([stop], Instant::now()).is_empty() {
+            true => Ok(()),
+            false => Err(stopped(rank, host, *peer)),
+        }
+    }
+
+    /// A better error for the silence of `rank`, if it is stopped now; else `error`.
+    pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
+        match read_record(self.config.store, rank, Deadline::after(ANSWER_TIMEOUT)) {
+            Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
+                stopped(rank, &host, peer)
+            }
+            _ => error,
+        }
+    }
+}
+
+/// What `rank` has published, if it has. That the store does not answer is reported elsewhere.
+fn read_record(store: &dyn Store, rank: Rank, deadline: Deadline) -> Option<ProcessRecord> {
+    let key = key(rank);
+    let is_there = store.check(&[&key], deadline).unwrap_or(false);
+    let bytes = if is_there { store.get(&key, deadline).ok() } else { None };
+    postcard::from_bytes(&bytes?).ok()
+}
+
+fn stopped(rank: Rank, host: &str, process: ProcessId) -> Error {
+    let pid = process.pid;
+    Error::new(Kind::PeerFailed, format!("rank {rank} ({host}) is frozen: its process {pid} is stopped"))
+        .with_peer(rank)
+        .with_remedy(format!(
+            "`kill -CONT {pid}` lets it go on; if it is stopped on purpose, set PHALANX_HEARTBEAT_TIMEOUT=0 for every rank"
+        ))
+}
+
+/// For `phalanx::fuzzing`: which process a rank is.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    postcard::from_bytes::<ProcessRecord>(bytes).is_ok()
+}

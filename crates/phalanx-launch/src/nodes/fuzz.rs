@@ -1,0 +1,59 @@
+//! What a store may hold in the place of the launchers' log, for the fuzz target `nodes`.
+
+use super::membership::MembershipState;
+use crate::fuzz_input::pieces;
+use crate::log::{Mac, read_all};
+use crate::world_size::MAX_WORLD_SIZE;
+
+/// For `phalanx::fuzzing`: entries as they stand in the store; after a 0 of a job without a key, after a 1 of one with
+/// a key of zeros.
+///
+/// Says whether all of it could be read, and at least one entry was.
+#[doc(hidden)]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let mac = match bytes.split_first() {
+        Some((0, _)) => Mac::none(),
+        Some((1, _)) => Mac::new(Some(&[0; 32]), "job"),
+        _ => return false,
+    };
+    read_all(mac, &[], pieces(&bytes[1..]), |before: &MembershipState, state| {
+        assert!(state.round() >= before.round() && state.present().count() >= state.waiting().len());
+        if let Some(running) = state.running() {
+            assert!(running.world_size() <= MAX_WORLD_SIZE);
+            assert!(running.members.iter().all(|member| member.first_rank < running.world_size()));
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::deadline::Deadline;
+    use crate::log::Log;
+    use crate::nodes::membership::Entry;
+    use crate::store::{MemoryStore, SharedStore};
+
+    #[test]
+    fn a_last_call_that_came_to_nothing_hides_nobodys_later_one() {
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let deadline = Deadline::after(std::time::Duration::from_secs(20));
+        // Each launcher looks for its place in the log from the first entry that it does not know.
+        let appended = [5, 7].map(|nonce| {
+            let log = Log::<MembershipState>::new(Arc::clone(&store), Mac::none());
+            log.try_append(&Entry::LastCall { round: 0, nonce }, deadline).unwrap()
+        });
+        assert_eq!(appended, [Some(0), Some(1)]);
+    }
+
+    proptest! {
+        #[test]
+        fn nonsense_from_others_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..256)) {
+            fuzz(&[&[0], &bytes[..]].concat());
+            fuzz(&[&[0, 2, 0, 3], &bytes[..]].concat());
+        }
+    }
+}

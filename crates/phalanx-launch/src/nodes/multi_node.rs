@@ -1,0 +1,499 @@
+//! A job on several nodes: what this node does in each state of the membership.
+//!
+//! Every round of workers has a store of its own. So programs that know only torchrun's variables find it empty, and a
+//! worker of an earlier round finds no server.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal as Raw;
+
+use super::membership::{
+    Cause, Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure,
+};
+use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
+use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
+use crate::attempts::Control;
+use crate::cluster::{Cluster, RendezvousBackend};
+use crate::error::{Error, Kind, Result};
+use crate::event::Event;
+use crate::exit::{Failure, NodeFailure, Outcome, Signal};
+use crate::host;
+use crate::job::Job;
+use crate::log::{Machine, View};
+use crate::placement::Placement;
+use crate::poll::poll_readable;
+use crate::random;
+use crate::store::{Access, Refusals, TcpStoreServer};
+use crate::transport::process;
+use crate::world_size::WorldSize;
+
+/// How much longer than the time to join to wait for the cause why the launchers' store was not reached.
+const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
+/// How much longer than its silence the others may take to notice that a launcher is gone.
+const NOTICE_GRACE: Duration = Duration::from_secs(2);
+
+/// This node among the others.
+pub(crate) struct MultiNode<'a> {
+    cluster: &'a Cluster,
+    /// The clients that may use a round's store.
+    access: Access,
+    run_id: String,
+    me: NodeId,
+    handler: RendezvousHandler,
+    /// The state that was last read.
+    view: View<MembershipState>,
+    /// The launchers' store, once it has answered.
+    reached: Option<Reached>,
+    has_told_where: bool,
+    /// The round whose workers were started last.
+    round: Option<u64>,
+    /// This round's store, if it is served here.
+    store: Option<(u64, TcpStoreServer)>,
+    /// Why the log is lost, for the user.
+    lost: Option<Error>,
+    warned: bool,
+    /// The number of waiting nodes that was shown last.
+    shown: Option<usize>,
+    /// The entry with which this node has joined, until it takes the place of an earlier launcher.
+    join: Option<(Node, Settings)>,
+    /// Whether this node has asked for the place of an earlier launcher, and does not have it yet.
+    is_replacing: bool,
+    /// Until when it waits for the others to miss that launcher, which it cannot see.
+    refused_until: Option<Instant>,
+}
+
+impl<'a> MultiNode<'a> {
+    pub(crate) fn new(job: &Job, cluster: &'a Cluster, run_id: String, refusals: &Refusals) -> Result<Self> {
+        let me = NodeId(random::number()?);
+        let (workers, node_rank) = (job.workers.get(), cluster.node_rank);
+        let process = process::own();
+        let node = move |serves_store| Node {
+            id: me,
+            host: host::name(),
+            workers,
+            node_rank,
+            serves_store,
+            process,
+        };
+        // Only a node that does not serve the store can come again: the job ends with the one that does.
+        let (again, max_restarts) = (node(false), job.restarts_allowed());
+        let settings = Settings { min_nodes: cluster.min_nodes, max_nodes: cluster.max_nodes, max_restarts };
+        let handler = RendezvousHandler::start(
+            cluster,
+            job.launchers_access(refusals),
+            format!("phalanx/launch/{run_id}"),
+            node,
+            settings,
+        )?;
+        Ok(Self {
+            cluster,
+            access: job.workers_access(refusals),
+            run_id,
+            me,
+            handler,
+            view: View::default(),
+            reached: None,
+            has_told_where: false,
+            round: None,
+            store: None,
+            lost: None,
+            warned: false,
+            shown: None,
+            join: Some((again, settings)),
+            is_replacing: false,
+            refused_until: None,
+        })
+    }
+
+    fn take_news(&mut self) {
+        (self.reached, self.view) = self.handler.look();
+        // The launcher that serves the store ends when the job is over.
+        if self.lost.is_none() && self.view.state.job_end().is_none() {
+            self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
+        }
+    }
+
+    fn warn(&mut self, control: &mut Control<'_>) {
+        if let Some(text) = self.view.warning.as_ref().filter(|_| !self.warned) {
+            control.tell(Event::Warning { text });
+            self.warned = true;
+        }
+    }
+
+    fn store_is_lost(&self, error: Error) -> Error {
+        // This host lacks something: no other node is to blame.
+        if error.is_local_shortage() {
+            return error;
+        }
+        let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
+        let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
+        match server {
+            Some(node) => {
+                let what = if error.is_timeout() { "does not answer" } else { "is gone" };
+                let cause =
+                    format!("node 0 ({}) {what}, and with it the launchers' store: {}", node.host, error.cause());
+                Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
+            }
+            // It was never reached: the error says what may stand between, or why it was refused.
+            None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
+            None if !is_served => {
+                error.with_remedy("is the launchers' store up, and does this host reach it?")
+            }
+            // It has ended before it joined, or has sent no heartbeat.
+            // Another store answers there, or none, and the error says what to do.
+            _ if error.kind() == Kind::Protocol => error,
+            None if self.served_at().is_none() => error.with_remedy(
+                "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
+            ),
+            None => error,
+        }
+    }
+
+    /// The address of the launchers' store, if it is served here.
+    fn served_at(&self) -> Option<SocketAddr> {
+        self.reached.as_ref().and_then(|reached| reached.served_at)
+    }
+
+    /// If this node was refused because an earlier launcher of a host of the same name has its rank, and that one is gone, takes its
+    /// place: a pod that was started again comes back sooner than the silence of its predecessor is noticed. If it cannot be seen, it may
+    /// be the earlier life of this pod, or a live launcher on another host: then this one waits until the others have heard nothing of it.
+    fn replace_predecessor(&mut self) {
+        if self.view.state.is_present(self.me) {
+            (self.is_replacing, self.refused_until) = (false, None);
+        }
+        let Some((node, _)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else { return };
+        let left = match self.view.state.predecessor(node) {
+            Some(old) if process::may_replace(node.process, old.process) => {
+                Some(Entry::Left { node: old.id, why: Departure::Replaced })
+            }
+            Some(old) if process::state(node.process, old.process).is_there() => return,
+            Some(_) => {
+                let noticed = self.cluster.silence().saturating_mul(2) + NOTICE_GRACE;
+                self.refused_until.get_or_insert_with(|| Instant::now() + noticed);
+                self.is_replacing = true;
+                return;
+            }
+            None if self.refused_until.is_some() => None,
+            None => return,
+        };
+        let Some((node, settings)) = self.join.take() else { return };
+        self.is_replacing = true;
+        self.view.refusal = None;
+        self.handler.forget_refusal();
+        left.into_iter().for_each(|left| self.handler.propose(left));
+        self.handler.propose(Entry::Join { node, settings });
+    }
+
+    /// How long this node, which was refused, still waits for the others to miss the launcher in its place.
+    fn waits_for_silence(&self) -> Option<Duration> {
+        let left = self.refused_until?.saturating_duration_since(Instant::now());
+        Some(left).filter(|left| !left.is_zero())
+    }
+
+    /// Why this launcher cannot go on, if it cannot.
+    fn check(&mut self) -> Result<()> {
+        self.replace_predecessor();
+        // The node that refused this one may have left since.
+        if let Some(why) = self.view.refusal.as_ref().filter(|_| self.waits_for_silence().is_none()) {
+            return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
+                "start all nodes of a job with the same options, and each with its own --node-rank",
+            ));
+        }
+        if let Some(error) = &self.lost {
+            return Err(error.clone());
+        }
+        if self.view.is_given_up() && !self.is_replacing && self.view.state.job_end().is_none() {
+            let silence = self.cluster.silence().as_secs_f64();
+            let cause = format!(
+                "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
+            );
+            return Err(Error::new(Kind::PeerLeft, cause).with_remedy(
+                "was this host, or its network, stopped for a while? --rdzv-conf keep_alive_max_attempt=.. allows more",
+            ));
+        }
+        Ok(())
+    }
+
+    /// The next round, if it has begun with this node, and its store is up.
+    fn placement(&mut self) -> Result<Option<Placement>> {
+        let round = self.view.state.round();
+        let Some(running) = self.view.state.running().filter(|_| self.round.is_none_or(|last| last < round))
+        else {
+            return Ok(None);
+        };
+        let Some(node_rank) = running.node_rank(self.me) else { return Ok(None) };
+        if running.ending {
+            // The round has ended before it began: nothing was started, but the others wait for this entry.
+            self.round = Some(round);
+            self.handler.propose(Entry::Ended { round, node: self.me, succeeded: false });
+            return Ok(None);
+        }
+        let Some((told, master_port)) = running.store.clone() else {
+            let is_mine = self.store.as_ref().is_some_and(|(of, _)| *of == round);
+            let store_address = self.reached.as_ref().and_then(|reached| reached.store_address.as_ref());
+            if let (0, false, Some(store_address)) = (node_rank, is_mine, store_address) {
+                self.store = None;
+                let store = serve_round(self.cluster, self.access.clone(), store_address)?;
+                let (host, port) = (store_address.name.clone(), store.local_addr().port());
+                self.handler.propose(Entry::Store { round, host, port });
+                self.store = Some((round, store));
+            }
+            return Ok(None);
+        };
+        // It is on the node that serves the launchers' store, which the others reach where they have reached that one. How that node calls
+        // itself may mean something else here: `localhost`.
+        let master_addr = match (&self.cluster.backend, self.served_at()) {
+            (RendezvousBackend::Store { host, .. }, None) => host.clone(),
+            (_, _) => told,
+        };
+        let placement = Placement {
+            restarts: self.view.state.restarts(),
+            first_rank: running.members[node_rank].first_rank,
+            world_size: WorldSize::new(running.world_size())?,
+            node: node_rank as u32,
+            nodes: running.members.len() as u32,
+            workers: running.members.iter().map(|member| member.node.workers).collect(),
+            master_addr,
+            master_port,
+            run_id: self.run_id.clone(),
+        };
+        self.round = Some(round);
+        Ok(Some(placement))
+    }
+
+    /// Waits for a message, a signal, or `timeout`; returns a signal that ends this launcher.
+    fn wait(&mut self, control: &mut Control<'_>, timeout: Duration) -> Result<Option<Signal>> {
+        let signals = control.signals.iter().map(AsFd::as_fd);
+        let descriptors = signals.chain([self.handler.notice()]).chain(control.refused.notice());
+        poll_readable(descriptors, Some(timeout))
+            .map_err(|error| Error::io("cannot wait for the other nodes", error))?;
+        control.tell_refusal();
+        while let Some(number) = control.read_signal() {
+            match Raw::from_named_raw(number) {
+                Some(Raw::TSTP) => {
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
+                }
+                Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
+                _ => return Ok(Some(Signal::new(number))),
+            }
+        }
+        Ok(None)
+    }
+
+    fn leave(&self, why: Departure) {
+        self.handler.propose(Entry::Left { node: self.me, why });
+    }
+
+    fn outcome(&self, job_end: &JobEnd) -> Outcome {
+        match job_end {
+            JobEnd::Succeeded => Outcome::Succeeded,
+            JobEnd::Failed(cause) => outcome_of(cause),
+        }
+    }
+
+    fn show_waiting(&mut self, control: &mut Control<'_>) {
+        if let Some(address) = self.served_at().filter(|_| !self.has_told_where) {
+            self.has_told_where = true;
+            control.tell(Event::Serving { address });
+        }
+        let waiting = self.view.state.waiting().len();
+        if self.view.state.is_gathering() && self.shown != Some(waiting) {
+            self.shown = Some(waiting);
+            let (min, max) = (self.cluster.min_nodes, self.cluster.max_nodes);
+            control.tell(Event::Gathering { nodes: waiting as u32, min_nodes: min, max_nodes: max });
+        }
+    }
+
+    fn too_few(&self, since: Instant) -> Error {
+        let waited = since.elapsed().as_secs_f64();
+        if self.reached.is_none() {
+            let remedy = match &self.cluster.backend {
+                RendezvousBackend::Store { .. } => {
+                    "has the launcher that serves it started, and does this host reach it?"
+                }
+                _ => "is it up, and does this host reach it?",
+            };
+            let cause = format!("no store has answered at {} within {waited:.0} s", self.cluster.endpoint());
+            return Error::timeout(cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy(remedy);
+        }
+        let hosts: Vec<&str> = self.view.state.waiting().iter().map(|node| node.host.as_str()).collect();
+        let mut cause = format!(
+            "{} of at least {} nodes have come within {waited:.0} s",
+            hosts.len(),
+            self.cluster.min_nodes
+        );
+        if !hosts.is_empty() {
+            cause.push_str(&format!(": {}", hosts.join(", ")));
+        }
+        match self.view.state.last_cause().map(outcome_of) {
+            Some(Outcome::Failed(failure)) => cause.push_str(&format!("; before, {failure}")),
+            Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
+            _ => {}
+        }
+        let error = Error::timeout(cause).in_operation("rendezvous of the launchers", None);
+        if let Some(address) = self.served_at().filter(|address| address.ip().to_canonical().is_loopback()) {
+            return error.with_remedy(format!(
+                "nodes on other hosts do not reach the store at {address}: give every node an address of this host as --rdzv-endpoint (or \
+                 --master-addr); if all nodes are on this host, --rdzv-conf join_timeout=.. waits longer"
+            ));
+        }
+        error.with_remedy(
+            "start `phalanx run` on every node, with the same --rdzv-endpoint (or --master-addr and --master-port) and --rdzv-id; \
+             --rdzv-conf join_timeout=.. waits longer",
+        )
+    }
+}
+
+impl Nodes for MultiNode<'_> {
+    fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
+        let since = Instant::now();
+        let mut enough_since = None;
+        self.shown = None;
+        loop {
+            self.take_news();
+            self.warn(control);
+            if let Some(job_end) = self.view.state.job_end() {
+                return Ok(Gathered::Over(self.outcome(job_end)));
+            }
+            self.check()?;
+            if let Some(placement) = self.placement()? {
+                return Ok(Gathered::Placed(placement));
+            }
+            self.show_waiting(control);
+            let now = Instant::now();
+            let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
+            if timeout.is_zero() && !self.view.state.has_enough() {
+                // The thread that connects gives up at the same time, and knows why nothing answered.
+                timeout = (self.cluster.join_timeout + LAST_ATTEMPT_GRACE).saturating_sub(now - since);
+                if self.reached.is_some() || timeout.is_zero() {
+                    return Err(self.too_few(since));
+                }
+            }
+            enough_since = if self.view.state.has_enough() { enough_since.or(Some(now)) } else { None };
+            if let Some(at) = enough_since {
+                timeout = self.cluster.last_call.saturating_sub(now - at);
+                if timeout.is_zero() {
+                    let (round, nonce) = (self.view.state.round(), random::number()?);
+                    self.handler.propose(Entry::LastCall { round, nonce });
+                    timeout = Duration::from_secs(1);
+                }
+            }
+            timeout = self.waits_for_silence().map_or(timeout, |left| left.min(timeout));
+            if let Some(signal) = self.wait(control, timeout)? {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(Gathered::Over(Outcome::Interrupted(signal)));
+            }
+        }
+    }
+
+    fn notice(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.handler.notice())
+    }
+
+    fn ask_for_end(&mut self) -> bool {
+        self.take_news();
+        let goes_on = self.view.state.running().is_some_and(|running| {
+            self.round == Some(self.view.state.round())
+                && !running.ending
+                && running.node_rank(self.me).is_some()
+        });
+        !goes_on || self.lost.is_some()
+    }
+
+    fn are_ending(&self) -> bool {
+        self.round == Some(self.view.state.round())
+            && self.view.state.running().is_some_and(|running| running.has_finished())
+    }
+
+    fn tell(&mut self, cause: &AttemptEnd) {
+        let Some(round) = self.round else { return };
+        match cause {
+            AttemptEnd::Failed(failure, blames) => {
+                // A failure that cannot be encoded is a failure all the same.
+                let detail = postcard::to_stdvec(failure).unwrap_or_default();
+                let failure = WorkerFailure { rank: failure.rank.get(), blames: *blames, detail };
+                self.handler.propose(Entry::Failed { round, node: self.me, failure });
+            }
+            AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
+            AttemptEnd::Stopped => {
+                self.leave(Departure::GaveUp("the reader of its output has closed the pipe".to_owned()));
+            }
+            AttemptEnd::Succeeded | AttemptEnd::Elsewhere => {}
+        }
+    }
+
+    // An elastic job runs on one node.
+    fn worker_lost(&mut self, _slot: u32, _process: u32) {}
+
+    fn give_up(&mut self, error: &Error) {
+        self.leave(Departure::GaveUp(error.to_string()));
+    }
+
+    fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt> {
+        let Some(round) = self.round else { return Ok(AfterAttempt::Restart) };
+        let succeeded = match end {
+            AttemptEnd::Interrupted(signal) => return Ok(AfterAttempt::Over(Outcome::Interrupted(signal))),
+            AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
+            AttemptEnd::Succeeded => true,
+            AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
+        };
+        self.handler.propose(Entry::Ended { round, node: self.me, succeeded });
+        loop {
+            self.take_news();
+            self.warn(control);
+            if let Some(job_end) = self.view.state.job_end() {
+                return Ok(AfterAttempt::Over(self.outcome(job_end)));
+            }
+            self.check()?;
+            if self.view.state.round() > round {
+                match self.view.state.last_cause().map(outcome_of) {
+                    Some(Outcome::Failed(failure)) => control.tell(Event::Restarting { failure: &failure }),
+                    Some(Outcome::NodeFailed(failure)) => {
+                        control.tell(Event::Regrouping { left: Some(&failure) })
+                    }
+                    _ => control.tell(Event::Regrouping { left: None }),
+                }
+                return Ok(AfterAttempt::Restart);
+            }
+            if let Some(signal) = self.wait(control, Duration::from_secs(3600))? {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
+            }
+        }
+    }
+}
+
+/// How a job ends for this cause.
+fn outcome_of(cause: &Cause) -> Outcome {
+    match cause {
+        Cause::Worker(failure) => Outcome::Failed(
+            postcard::from_bytes(&failure.detail).unwrap_or_else(|_| Failure::unknown(failure.rank)),
+        ),
+        Cause::Node { node, node_rank, why } => {
+            let why = match why {
+                Departure::Silent(since) => {
+                    format!(
+                        "its launcher has not been heard of for {:.1} s: it is frozen, or its host or the network is silent",
+                        since.as_secs_f64()
+                    )
+                }
+                Departure::Ended => {
+                    "its launcher has ended without a word: its connection to the launchers' store was closed"
+                        .to_owned()
+                }
+                Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
+                Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
+                Departure::Replaced => "its launcher was gone, and was started again".to_owned(),
+            };
+            Outcome::NodeFailed(NodeFailure {
+                node: node_rank.or(node.node_rank),
+                host: node.host.clone(),
+                why,
+            })
+        }
+    }
+}

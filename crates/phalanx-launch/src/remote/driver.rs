@@ -1,0 +1,366 @@
+//! The driver of a job on several hosts, in the command that the user has started: it starts the launchers, shows their
+//! events, and passes on signals. It is not a node. Its [`Plan`] decides what is started, and when.
+//!
+//! There is one driver with two plans. The launchers of a fixed list of hosts agree among themselves, as if they had
+//! been started by hand; those of an elastic job get instructions.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::unix::ffi::OsStrExt;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal as Raw;
+
+use super::RemoteJob;
+use super::address::Known;
+use super::connection::{Connection, Incoming};
+use super::environment::environment;
+use super::hosts::Host;
+use super::inbox::Inbox;
+use super::node::version;
+use super::peer::{LauncherEnd, Peer};
+use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLauncher};
+use crate::agent::AgentConfig;
+use crate::attempts::Control;
+use crate::deadline::Deadline;
+use crate::error::{Error, Result};
+use crate::event::{Event, Observer};
+use crate::exit::{Report, Signal};
+use crate::key::JobKey;
+
+/// What a job does with its launchers; there is one plan for fixed hosts, and one for elastic jobs.
+pub(super) trait Plan {
+    /// Does what is due. Called before each wait. An error ends the job.
+    fn act(&mut self, launchers: &mut Launchers<'_>) -> Result<()>;
+
+    /// When to act again, if no event comes.
+    fn wake_at(&self, launchers: &Launchers<'_>) -> Option<Instant>;
+
+    /// A launcher has reported an event.
+    fn handle_event(&mut self, launchers: &mut Launchers<'_>, index: usize, event: &RemoteEvent);
+
+    /// A launcher has reported that it cannot do its part.
+    fn handle_failure(&mut self, launchers: &mut Launchers<'_>);
+
+    /// The connection to a launcher is over.
+    fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer);
+
+    /// Whether there is nothing left to wait for.
+    fn is_over(&self, launchers: &Launchers<'_>) -> bool;
+
+    /// How the job ended.
+    fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report>;
+}
+
+/// The launchers of a job, and the inbox of their messages.
+pub(super) struct Launchers<'a> {
+    pub(super) job: &'a RemoteJob,
+    pub(super) key: JobKey,
+    environment: ToLauncher,
+    /// The launchers that run, start, or are about to end.
+    pub(super) peers: Vec<Peer>,
+    /// How many were started.
+    pub(super) started_peers: usize,
+    pub(super) inbox: Inbox,
+    pub(super) control: Control<'a>,
+    pub(super) started: Instant,
+    /// Why all are ended; the first reason counts.
+    pub(super) end: Option<DriverEnd>,
+}
+
+/// Why a job is ended.
+pub(super) enum DriverEnd {
+    Interrupted(Signal),
+    Stopped,
+    Broken(Error),
+    /// A reason that the plan knows.
+    Planned,
+}
+
+pub(super) struct Driver<'a> {
+    launchers: Launchers<'a>,
+    plan: Box<dyn Plan + 'a>,
+    /// Whether the observer has asked for the end.
+    is_stopped: bool,
+}
+
+impl<'a> Driver<'a> {
+    /// A driver with the plan that `plan` makes.
+    pub(super) fn start(
+        job: &'a RemoteJob,
+        observer: &'a mut dyn Observer,
+        plan: impl FnOnce(&mut Launchers<'a>) -> Result<Box<dyn Plan + 'a>>,
+    ) -> Result<Self> {
+        let mut launchers = Launchers {
+            job,
+            key: job.credentials.key.clone().map_or_else(JobKey::generate, Ok)?,
+            environment: environment(job.shell.is_srun())?,
+            peers: Vec::new(),
+            started_peers: 0,
+            inbox: Inbox::new()?,
+            control: Control::new(observer)?,
+            started: Instant::now(),
+            end: None,
+        };
+        let plan = plan(&mut launchers)?;
+        Ok(Self { launchers, plan, is_stopped: false })
+    }
+
+    /// Runs until nothing is left of the job, on any host.
+    pub(super) fn run(mut self) -> Result<Report> {
+        loop {
+            if let Err(error) = self.plan.act(&mut self.launchers) {
+                self.launchers.end_all(DriverEnd::Broken(error), Signal::TERM);
+            }
+            if self.plan.is_over(&self.launchers) {
+                return self.plan.conclude(self.launchers);
+            }
+            let wake_at = self.plan.wake_at(&self.launchers);
+            let launchers = &mut self.launchers;
+            launchers.wait(wake_at);
+            launchers.handle_signals();
+            while let Some((id, incoming)) = self.launchers.inbox.next(&mut self.launchers.control) {
+                self.handle(id, incoming);
+            }
+            let launchers = &mut self.launchers;
+            launchers.control.tell_refusal();
+            if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
+                self.is_stopped = true;
+                launchers.end_all(DriverEnd::Stopped, Signal::TERM);
+            }
+            launchers.peers.iter_mut().for_each(|peer| peer.connection.look());
+            while let Some(index) = self.launchers.peers.iter().position(|peer| peer.connection.is_over()) {
+                let peer = self.launchers.peers.remove(index);
+                self.plan.handle_loss(&mut self.launchers, peer);
+            }
+        }
+    }
+
+    fn handle(&mut self, id: usize, incoming: Incoming) {
+        let Launchers { peers, control, .. } = &mut self.launchers;
+        // A connection that has ended gives only the events that were on their way.
+        let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
+        let peer = &mut peers[index];
+        match incoming {
+            Incoming::Message(said) => self.handle_message(index, said),
+            Incoming::Line(line) => {
+                if peer.hello.is_some() {
+                    let text = format!("{}: {line}", peer.host);
+                    control.tell(Event::Warning { text: &text });
+                }
+                peer.keep(line);
+            }
+            Incoming::StderrClosed => peer.connection.stderr_has_closed(),
+            Incoming::StdoutClosed(error) => {
+                peer.connection.stdout_has_closed();
+                if let Some(error) = error.filter(|_| peer.end.is_none()) {
+                    let cause = format!("{}: the messages of its launcher cannot be decoded", peer.host);
+                    peer.end = Some(LauncherEnd::Failed(Error::io(cause, error)));
+                    self.plan.handle_failure(&mut self.launchers);
+                }
+            }
+        }
+    }
+
+    fn handle_message(&mut self, index: usize, said: FromLauncher) {
+        let peer = &mut self.launchers.peers[index];
+        match said {
+            FromLauncher::Hello { version: theirs, route } if theirs == version() => peer.hello = Some(route),
+            FromLauncher::Hello { version: theirs, .. } => {
+                let cause = format!("{} has Phalanx {theirs}, this machine {}", peer.host, version());
+                let error = Error::mismatch(cause).with_remedy("install the same version on all hosts");
+                peer.end = Some(LauncherEnd::Failed(error));
+                peer.end_unwanted();
+                self.plan.handle_failure(&mut self.launchers);
+            }
+            FromLauncher::Serving { port } => peer.serves_at = Some(port),
+            FromLauncher::Event(event) => self.plan.handle_event(&mut self.launchers, index, &event),
+            FromLauncher::Ended(ending) => peer.end = Some(LauncherEnd::Reported(ending)),
+            FromLauncher::Failed(error) => {
+                peer.end = Some(LauncherEnd::Failed(error.at(peer.host.name())));
+                self.plan.handle_failure(&mut self.launchers);
+            }
+        }
+    }
+}
+
+impl Launchers<'_> {
+    /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
+    pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
+        let id = self.started_peers;
+        let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
+        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
+        self.started_peers += 1;
+        connection.send(self.environment.clone());
+        self.peers.push(Peer {
+            id,
+            index,
+            is_here: self.job.is_this_machine(&host),
+            connection,
+            answer_by: Deadline::after(self.job.start_timeout).instant(),
+            hello: None,
+            first,
+            slots: host.slots(),
+            host,
+            was_told_to_start: false,
+            leaves: false,
+            serves_at: None,
+            end: None,
+            processes: BTreeMap::new(),
+            stderr: VecDeque::new(),
+        });
+        Ok(())
+    }
+
+    /// Tells a launcher to start its workers, as one of `nodes`. Their rendezvous is at `host` and `port`, or, in an
+    /// elastic job, as `agent` says.
+    pub(super) fn tell_to_start(
+        &mut self,
+        index: usize,
+        nodes: u32,
+        (host, port): (&str, u16),
+        agent: Option<AgentConfig>,
+    ) {
+        let peer = &mut self.peers[index];
+        let config = LauncherConfig {
+            workers: peer.slots,
+            node: u32::try_from(peer.index).unwrap_or(u32::MAX),
+            nodes,
+            host: host.to_owned(),
+            port,
+            join_timeout: self.job.start_timeout,
+            key: SentKey::new(&self.key),
+            agent,
+        };
+        let arguments = self.job.arguments.iter().map(|argument| argument.as_bytes().to_vec()).collect();
+        peer.was_told_to_start = true;
+        peer.connection.send(ToLauncher::Start { arguments, config });
+    }
+
+    /// Ends the job on all hosts.
+    pub(super) fn end_all(&mut self, cause: DriverEnd, signal: Signal) {
+        self.end.get_or_insert(cause);
+        let timeout = self.job.end_timeout();
+        self.peers.iter_mut().for_each(|peer| peer.tell_to_end(signal, timeout));
+    }
+
+    /// The launchers, as far as their addresses are known; `name` names each.
+    pub(super) fn known<'p>(&'p self, name: impl Fn(&'p Peer) -> &'p str) -> Vec<Known<'p>> {
+        let known = |peer: &'p Peer| Known {
+            name: name(peer),
+            is_here: peer.is_here,
+            route: peer.hello.flatten().filter(|_| !peer.is_here),
+        };
+        self.peers.iter().map(known).collect()
+    }
+
+    /// The error for launchers that have not done something in time, and what to do about it.
+    pub(super) fn too_late(&self, missing: &[&Peer], what: &str, remedy: &str) -> Error {
+        let names: Vec<&str> = missing.iter().map(|peer| peer.host.name()).collect();
+        let waited = self.job.start_timeout.as_secs_f64();
+        let first = names.first().copied().unwrap_or_default();
+        let said = missing.iter().find_map(|peer| peer.stderr.back());
+        Error::timeout(format!("{} {what} within {waited} s", names.join(", ")))
+            .adding(said.map_or_else(String::new, |said| format!(": {said}")))
+            .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first)))
+    }
+
+    /// Those of `missing` have not answered in time.
+    pub(super) fn not_answered(&self, missing: &[&Peer]) -> Error {
+        self.too_late(missing, "has not answered", self.job.shell.remedy_if_silent())
+    }
+
+    fn wait(&mut self, wake_at: Option<Instant>) {
+        let timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
+        let connections = self.peers.iter().map(|peer| &peer.connection);
+        self.inbox.wait(&mut self.control, connections, timeout);
+    }
+
+    fn handle_signals(&mut self) {
+        while let Some(number) = self.control.read_signal() {
+            match Raw::from_named_raw(number) {
+                // A job on other hosts goes on.
+                Some(Raw::TSTP | Raw::CONT) => {}
+                Some(Raw::USR1 | Raw::USR2) => {
+                    self.peers.iter().for_each(|peer| peer.connection.send(ToLauncher::Signal(number)));
+                }
+                _ => {
+                    let signal = Signal::new(number);
+                    self.end_all(DriverEnd::Interrupted(signal), signal);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::ffi::OsString;
+    use std::fs;
+    use std::ops::ControlFlow;
+
+    use super::*;
+    use crate::exit::{NodeFailure, Outcome};
+    use crate::remote::fixed::FixedHosts;
+    use crate::remote::protocol::RemoteReport;
+    use crate::remote::{HostList, RemoteShell};
+
+    /// A job on these hosts, none of which ever answers.
+    pub(in crate::remote) fn silent_job(hosts: &str) -> (tempfile::TempDir, RemoteJob) {
+        let folder = tempfile::tempdir().unwrap();
+        let shell = folder.path().join("shell");
+        fs::write(&shell, "exec sleep 600\n").unwrap();
+        let program = OsString::from(format!("sh {}", shell.display()));
+        let hosts: HostList = hosts.parse().unwrap();
+        let job = RemoteJob::new(hosts, "phalanx", Vec::<OsString>::new());
+        (folder, job.shell(RemoteShell::default().program(&program)))
+    }
+
+    #[test]
+    fn a_launcher_that_does_not_hear_of_the_end_is_not_waited_for_without_limit() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut driver = Driver::start(&job, &mut observer, |launchers| {
+            Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+        })
+        .unwrap();
+        let has_limit = |driver: &mut Driver<'_>| {
+            driver.plan.act(&mut driver.launchers).unwrap();
+            driver.launchers.peers[1].connection.has_limit()
+        };
+        assert!(!has_limit(&mut driver));
+        let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+        let ending = |outcome| RemoteReport {
+            outcome,
+            exits: exits.clone(),
+            world_size,
+            nodes,
+            restarts,
+            replacements,
+        };
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(Outcome::Succeeded)));
+        assert!(!has_limit(&mut driver));
+        let (node, host, why) = (Some(1), "node2".to_owned(), "it is silent".to_owned());
+        let lost = Outcome::NodeFailed(NodeFailure { node, host, why });
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(lost.clone())));
+        assert!(has_limit(&mut driver));
+        // The one that was lost is ended, and the report is what the others have said of it.
+        assert_eq!(driver.run().unwrap().outcome, lost);
+    }
+
+    #[test]
+    fn a_launcher_that_ends_before_all_were_told_to_start_ends_the_job() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut driver =
+            Driver::start(&job, &mut observer, |launchers| Ok(Box::new(FixedHosts::start(launchers)?) as _))
+                .unwrap();
+        let outcome = Outcome::Interrupted(Signal::TERM);
+        let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+        let ending = RemoteReport { outcome, exits, world_size, nodes, restarts, replacements };
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending));
+        // The other one never answers, and is not waited for.
+        let report = driver.run().unwrap();
+        assert!(matches!(report.outcome, Outcome::Interrupted(Signal::TERM)), "{report:?}");
+        assert!(report.elapsed < job.start_timeout, "{report:?}");
+    }
+}

@@ -1,0 +1,280 @@
+//! Runs a program repeatedly that prints the available hosts.
+
+use std::fs::File;
+use std::io::{self, ErrorKind, PipeWriter, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+use rustix::process::{Pid, Signal, kill_process_group};
+
+use super::HostDiscovery;
+use crate::error::{Error, Result};
+use crate::remote::hosts::HostList;
+
+/// How often it is asked.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// How long an answer may take.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long an answer may be, in bytes.
+const MAX_ANSWER: usize = 256 * 1024;
+/// How much of what it says on standard error is kept, in bytes, and how long that is waited for after its end.
+const MAX_LAST_WORDS: usize = 1024;
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(200);
+/// How often to check whether the answer is still needed.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The thread that runs the script. When this is dropped, the thread and the script end.
+pub(super) struct Discovery {
+    answers: Receiver<Result<HostList>>,
+    ends: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Discovery {
+    /// `wake` gets a byte with each answer.
+    pub(super) fn start(from: &HostDiscovery, wake: Arc<PipeWriter>) -> Result<Self> {
+        // If the answers are not taken, the next run of the script waits.
+        let (sender, answers) = sync_channel(1);
+        let ends = Arc::new(AtomicBool::new(false));
+        let (from, stop) = (from.clone(), Arc::clone(&ends));
+        let thread = std::thread::Builder::new()
+            .name("phalanx-discovery".into())
+            .spawn(move || ask(&from, &sender, &wake, &stop))
+            .map_err(|error| Error::io("cannot start a thread for the discovery of hosts", error))?;
+        Ok(Self { answers, ends, thread: Some(thread) })
+    }
+
+    /// The next answer, or an error.
+    pub(super) fn next(&self) -> Option<Result<HostList>> {
+        self.answers.try_recv().ok()
+    }
+}
+
+impl Drop for Discovery {
+    fn drop(&mut self) {
+        self.ends.store(true, Ordering::Relaxed);
+        // The thread may be waiting to hand over an answer.
+        let _ = self.answers.try_recv();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &AtomicBool) {
+    while !ends.load(Ordering::Relaxed) {
+        let next = Instant::now() + INTERVAL;
+        let answer = answer(&from.script, ends)
+            .and_then(|text| HostList::from_lines(&text, from.slots).map_err(|error| error.to_string()));
+        let answer = answer.map_err(|why| {
+            Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))
+                .with_remedy("it must print a line host:slots for each host, and end with exit code 0")
+        });
+        if ends.load(Ordering::Relaxed) || answers.send(answer).is_err() {
+            return;
+        }
+        let _ = (&*wake).write_all(&[0]);
+        while Instant::now() < next && !ends.load(Ordering::Relaxed) {
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+}
+
+/// The command that runs the script: by a shell, as Horovod does, so that it may have arguments and needs no first line that names
+/// its interpreter.
+fn command(script: &Path) -> Command {
+    let mut command = Command::new("/bin/sh");
+    // A file's name is no command line: it may contain blanks.
+    match script.is_file() {
+        true => command.args(["-c", "exec \"$0\""]).arg(script),
+        false => command.arg("-c").arg(script),
+    };
+    command
+}
+
+/// The output of the script, or why it is not known.
+fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
+    let mut command = command(script);
+    // Ctrl-C must reach only this command. The processes that the script starts end with it.
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().map_err(|error| format!("it cannot be started: {error}"))?;
+    let stderr = child.stderr.take().map(|stderr| keep_end(OwnedFd::from(stderr).into()));
+    let read = child.stdout.take().map_or(Ok(Vec::new()), |stdout| {
+        let mut stdout = File::from(OwnedFd::from(stdout));
+        read(&mut stdout, &mut child, ends)
+    });
+    // Before it is reaped, its number is valid.
+    let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+    let status = child.wait().map_err(|error| error.to_string())?;
+    // All that it has started has ended, or left its group.
+    let said =
+        stderr.map(|said| said.recv_timeout(LAST_WORDS_TIMEOUT).unwrap_or_default()).unwrap_or_default();
+    let said = if said.is_empty() { said } else { format!(", and said: {said}") };
+    let bytes = read.map_err(|why| format!("{why}{said}"))?;
+    if !status.success() {
+        return Err(format!("it ended with {status}{said}"));
+    }
+    String::from_utf8(bytes).map_err(|_| "what it prints is not UTF-8".to_owned())
+}
+
+/// Reads what the script says on standard error, on a thread: it must not block. Gives the last line when it has ended.
+fn keep_end(mut stderr: File) -> Receiver<String> {
+    let (sender, receiver) = sync_channel(1);
+    let read = move || {
+        let (mut end, mut buffer) = (Vec::new(), [0; 1024]);
+        while let Ok(count @ 1..) = stderr.read(&mut buffer) {
+            end.extend_from_slice(&buffer[..count]);
+            end.drain(..end.len().saturating_sub(MAX_LAST_WORDS));
+        }
+        let text = String::from_utf8_lossy(&end);
+        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
+        let _ = sender.send(last.unwrap_or_default().to_owned());
+    };
+    // If the thread cannot be started, the pipe is closed, and nothing is known of it.
+    let _ = std::thread::Builder::new().name("phalanx-discovery".into()).spawn(read);
+    receiver
+}
+
+/// Until the script has ended, or closed its output.
+fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u8>, String> {
+    let deadline = Instant::now() + TIMEOUT;
+    let (mut bytes, mut is_open) = (Vec::new(), true);
+    loop {
+        // Checked before reading its output: if it has ended, all its output is there.
+        let is_over = has_ended(child).map_err(|error| error.to_string())?;
+        if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { POLL_INTERVAL })? {
+            let mut buffer = [0; 4096];
+            match stdout.read(&mut buffer) {
+                Ok(0) => is_open = false,
+                Ok(count) => bytes.extend_from_slice(&buffer[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+            if bytes.len() > MAX_ANSWER {
+                return Err(format!("it prints more than {MAX_ANSWER} bytes"));
+            }
+        } else if is_over {
+            return Ok(bytes);
+        }
+        if ends.load(Ordering::Relaxed) {
+            return Err("the job ends".to_owned());
+        }
+        if Instant::now() >= deadline {
+            return Err(format!("it has not ended within {} s", TIMEOUT.as_secs()));
+        }
+        if !is_open && !is_over {
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+}
+
+/// Waits for output, or its end, not longer than this.
+fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
+    let within = Timespec::try_from(within).map_err(|error| error.to_string())?;
+    let ready = retry_on_intr(|| poll(&mut [PollFd::new(stdout, PollFlags::IN)], Some(&within)));
+    ready.map(|count| count > 0).map_err(|error| error.to_string())
+}
+
+/// Whether it has ended. It stays a zombie, which keeps its number.
+fn has_ended(child: &Child) -> io::Result<bool> {
+    use rustix::process::{WaitId, WaitIdOptions, waitid};
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Ok(waitid(WaitId::Pid(Pid::from_child(child)), options)?.is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn asked(script: &str) -> Result<String, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hosts");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        // Another test's child may hold the file open for writing for a moment.
+        loop {
+            match answer(&path, &AtomicBool::new(false)) {
+                Err(why) if why.contains("Text file busy") => std::thread::sleep(POLL_INTERVAL),
+                answer => return answer,
+            }
+        }
+    }
+
+    #[test]
+    fn what_it_prints_comes_back_and_what_is_wrong_is_said() {
+        assert_eq!(asked("echo a:2; echo b").unwrap(), "a:2\nb\n");
+        assert!(asked("echo a; exit 3").unwrap_err().contains("exit status: 3"));
+        assert!(
+            asked("while :; do echo aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa; done")
+                .unwrap_err()
+                .contains("more than")
+        );
+        assert!(asked("printf '\\377'").unwrap_err().contains("UTF-8"));
+        let missing = answer(Path::new("/does/not/exist"), &AtomicBool::new(false)).unwrap_err();
+        assert!(missing.contains("exit status: 127") && missing.contains("not found"), "{missing}");
+        let said = asked("echo first >&2; echo 'no such cloud' >&2; exit 3").unwrap_err();
+        assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
+        // Output beside its answer changes nothing, however long it is.
+        assert_eq!(asked("head -c 300000 /dev/zero >&2; echo a").unwrap(), "a\n");
+    }
+
+    #[test]
+    fn it_may_have_arguments_and_needs_no_first_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all hosts");
+        std::fs::write(&path, "for host in \"$@\"; do echo $host:2; done; echo last\n").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let ask = |script: &Path| answer(script, &AtomicBool::new(false)).unwrap();
+        assert_eq!(ask(&path), "last\n");
+        assert_eq!(ask(Path::new(&format!("'{}' a b", path.display()))), "a:2\nb:2\nlast\n");
+    }
+
+    #[test]
+    fn what_it_has_started_holds_nobody_up() {
+        let started = Instant::now();
+        assert_eq!(asked("sleep 60 & echo a").unwrap(), "a\n");
+        assert!(started.elapsed() < TIMEOUT);
+    }
+
+    #[test]
+    fn who_asks_no_more_leaves_nothing_behind() {
+        for endless in ["sleep 60", "while :; do echo a; sleep 0.002; done"] {
+            ends_with_who_asks(endless);
+        }
+    }
+
+    fn ends_with_who_asks(endless: &str) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("hosts");
+        let pid = folder.path().join("pid");
+        std::fs::write(
+            &path,
+            format!("#!/bin/sh\necho $$ > {0}.new; mv {0}.new {0}; {endless}\n", pid.display()),
+        )
+        .unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let (_notice, wake) = io::pipe().unwrap();
+        let discovery = Discovery::start(&HostDiscovery::new(&path), Arc::new(wake)).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !pid.exists() {
+            assert!(Instant::now() < deadline);
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        let started = Instant::now();
+        drop(discovery);
+        assert!(started.elapsed() < TIMEOUT);
+        let pid = std::fs::read_to_string(&pid).unwrap();
+        assert!(!Path::new(&format!("/proc/{}", pid.trim())).exists());
+    }
+}

@@ -1,0 +1,79 @@
+//! The inbox of the driver: messages of all hosts, and waiting for them.
+
+use std::io::{PipeReader, PipeWriter};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use super::connection::{Connection, Incoming, IncomingSender};
+use crate::attempts::Control;
+use crate::error::{Error, Result};
+use crate::poll::{drain, poll_readable, wake_pipe};
+
+/// How many messages may wait to be shown; further ones stay with the hosts.
+const WAITING: usize = 256;
+/// How often to poll what has no descriptor.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+#[derive(Debug)]
+pub(super) struct Inbox {
+    sender: SyncSender<(usize, Incoming)>,
+    incoming: Receiver<(usize, Incoming)>,
+    wake: Arc<PipeWriter>,
+    notice: PipeReader,
+    /// Whether there may be messages for which no byte is in the pipe.
+    left_over: bool,
+}
+
+impl Inbox {
+    pub(super) fn new() -> Result<Self> {
+        let (notice, wake) = wake_pipe()
+            .map_err(|error| Error::io("cannot make a pipe for messages of other hosts", error))?;
+        let (sender, incoming) = sync_channel(WAITING);
+        Ok(Self { sender, incoming, wake: Arc::new(wake), notice, left_over: false })
+    }
+
+    /// The sending end for a connection of this number.
+    pub(super) fn incoming_sender(&self, host: usize) -> IncomingSender {
+        IncomingSender { host, sender: self.sender.clone(), wake: self.waker() }
+    }
+
+    /// A byte in it ends a wait.
+    pub(super) fn waker(&self) -> Arc<PipeWriter> {
+        Arc::clone(&self.wake)
+    }
+
+    /// Waits for any message, not longer than `timeout`.
+    pub(super) fn wait<'a>(
+        &mut self,
+        control: &mut Control<'_>,
+        connections: impl Iterator<Item = &'a Connection> + Clone,
+        mut timeout: Duration,
+    ) {
+        let is_ready = control.observer.is_ready();
+        if self.left_over && is_ready {
+            timeout = Duration::ZERO;
+        } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
+            timeout = timeout.min(POLL_INTERVAL);
+        }
+        let mut descriptors: Vec<BorrowedFd<'_>> = connections.filter_map(Connection::end_notice).collect();
+        descriptors.push(self.notice.as_fd());
+        descriptors.extend(control.signals.as_ref().map(AsFd::as_fd));
+        descriptors.extend(control.refused.notice());
+        // A wait that fails is followed by the next.
+        let _ = poll_readable(descriptors.into_iter(), Some(timeout));
+        drain(&self.notice);
+    }
+
+    /// The next message, and its host; none, too, if the observer accepts nothing now.
+    pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Incoming)> {
+        if !control.observer.is_ready() {
+            self.left_over = true;
+            return None;
+        }
+        let incoming = self.incoming.try_recv().ok();
+        self.left_over = false;
+        incoming
+    }
+}

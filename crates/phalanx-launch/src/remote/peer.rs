@@ -1,0 +1,92 @@
+//! One launcher, on the command's side.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::KEPT_LINES;
+use super::connection::Connection;
+use super::hosts::Host;
+use super::protocol::{RemoteReport, Route, ToLauncher};
+use crate::agent::Instruction;
+use crate::error::Error;
+use crate::exit::Signal;
+use crate::rank::Rank;
+
+/// How long a launcher may take to end if it was not told to start workers.
+const UNUSED_GRACE: Duration = Duration::from_secs(2);
+
+/// One start of a launcher on one host.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// The number of this connection.
+    pub(super) id: usize,
+    /// Its host's number.
+    pub(super) index: usize,
+    pub(super) host: Host,
+    pub(super) is_here: bool,
+    pub(super) connection: Connection,
+    /// When it must have answered.
+    pub(super) answer_by: Instant,
+    /// It has answered, and from which address.
+    pub(super) hello: Option<Option<Route>>,
+    /// The number of its first worker, and how many it has.
+    pub(super) first: u32,
+    pub(super) slots: u32,
+    pub(super) was_told_to_start: bool,
+    /// It was told to end.
+    pub(super) leaves: bool,
+    /// The port of the store that it serves.
+    pub(super) serves_at: Option<u16>,
+    pub(super) end: Option<LauncherEnd>,
+    /// Its workers' processes, by their numbers.
+    pub(super) processes: BTreeMap<Rank, u32>,
+    pub(super) stderr: VecDeque<String>,
+}
+
+/// The last report of a launcher.
+#[derive(Debug)]
+pub(super) enum LauncherEnd {
+    Reported(RemoteReport),
+    Failed(Error),
+}
+
+impl Peer {
+    /// The slot on its host of the worker with this number.
+    pub(super) fn slot(&self, number: Rank) -> Option<u32> {
+        number.get().checked_sub(self.first).filter(|slot| *slot < self.slots)
+    }
+
+    /// Whether its answer was due before `now`.
+    pub(super) fn is_late(&self, now: Instant) -> bool {
+        self.hello.is_none() && self.end.is_none() && now >= self.answer_by
+    }
+
+    pub(super) fn instruct(&self, instruction: Instruction) {
+        self.connection.send(ToLauncher::Elastic(instruction));
+    }
+
+    /// Tells it to end itself and its workers, which may take `timeout`.
+    pub(super) fn tell_to_end(&mut self, signal: Signal, timeout: Duration) {
+        self.leaves = true;
+        if self.was_told_to_start {
+            self.connection.send(ToLauncher::Signal(signal.number()));
+            self.connection.must_end_by(Instant::now() + timeout);
+        } else {
+            self.end_unwanted();
+        }
+    }
+
+    /// Ends a launcher that has started nothing.
+    pub(super) fn end_unwanted(&mut self) {
+        self.connection.close();
+        self.connection.must_end_by(Instant::now() + UNUSED_GRACE);
+    }
+
+    /// Keeps a line of its standard error for an error.
+    pub(super) fn keep(&mut self, line: String) {
+        if self.stderr.len() == KEPT_LINES {
+            self.stderr.pop_front();
+        }
+        self.stderr.push_back(line);
+    }
+}
