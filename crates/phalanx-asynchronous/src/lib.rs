@@ -26,3 +26,8 @@ pub use self::server::{
 };
 use phalanx_core::{buffer, deadline, group, host, sampler};
 use phalanx_proto::{caller, clock, collective, dtype, error, hash, rank, wire, world_size};
+
+/// The program on this crate's page must run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -360,3 +360,8 @@ fn start(path: &Path, group: &ProcessGroup) -> Result<Writer> {
     make(path).map_err(|error| writer::unusable(path, error))?;
     Writer::open(path, &Claimant { job: elastic::job_name()?, round: group.generation().0 })
 }
+
+/// The program on this crate's page must run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -89,3 +89,8 @@ pub use remote::{
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use remote::{fuzz as fuzz_remote, fuzz_hosts};
 pub use spawn::spawn;
+
+/// The program on this crate's page must run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -94,7 +94,7 @@ fn the_files_that_the_architecture_names_are_there() {
         let of_a_crate = name.split_once('/').is_some_and(|(package, path)| {
             root.join(format!("crates/phalanx-{package}/src")).join(path).exists()
         });
-        of_a_crate || root.join("crates/phalanx/src").join(name).exists() || root.join(name).exists()
+        of_a_crate || root.join("crates/phalanx-core/src").join(name).exists() || root.join(name).exists()
     };
     let gone: Vec<_> = named.into_iter().filter(|name| !is_there(name)).collect();
     assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}, which are not there");
