@@ -13,7 +13,7 @@ use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{HookState, Replica};
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
-use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -109,7 +109,7 @@ impl Ddp {
             broadcast_buffers: options.broadcast_buffers,
             hook_state: None,
             expects_hook: false,
-            accumulated: Accumulated::Nothing,
+            accumulated: Accumulated::default(),
         };
         if ddp.sink.is_some() {
             ddp.take_state(Caller::DdpNew, Rank::MAIN).inspect_err(|error| ddp.group.abort(error.clone()))?;
@@ -177,11 +177,7 @@ impl Ddp {
     /// If `max_norm` is not a positive number.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
-        if max_norm.is_nan() || max_norm <= 0.0 {
-            return Err(Error::invalid_argument(format!(
-                "max_norm is {max_norm}: it must be a positive number"
-            )));
-        }
+        adapter::check_max_norm(max_norm)?;
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
         let mut gradients = gradients.collect::<Vec<_>>();
@@ -193,9 +189,7 @@ impl Ddp {
             false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
         };
         let norm = norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
-        // As PyTorch's.
-        let factor = max_norm / (norm + 1e-6);
-        if norm.is_finite() && factor < 1.0 {
+        if let Some(factor) = adapter::clip_factor(norm, max_norm) {
             for gradient in &mut gradients {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }

@@ -5,12 +5,9 @@ use std::collections::HashSet;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, bf16, f16};
-use phalanx::{Error, Result};
+use phalanx::{Error, Result, adapter};
 
 use crate::tensor_bytes::{self, TensorBytes};
-
-/// Added to the norm, so that a gradient of zero does not divide by zero.
-const EPSILON: f64 = 1e-6;
 
 /// Scales `gradients` of `model` so that their norm, taken over all elements of all of them as one vector, is at most
 /// `max_norm`; gives the 2-norm from before, summed in f64. This is `torch.nn.utils.clip_grad_norm_`.
@@ -24,17 +21,9 @@ const EPSILON: f64 = 1e-6;
 /// # Errors
 /// If `max_norm` is not a positive number, or a gradient is no float.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
-    check(max_norm)?;
+    adapter::check_max_norm(max_norm)?;
     let squares = squares_of(model, gradients)?;
     Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
-}
-
-/// The error for a norm that cannot be a limit.
-pub(crate) fn check(max_norm: f64) -> Result<()> {
-    if max_norm.is_nan() || max_norm <= 0.0 {
-        return Err(Error::invalid_argument(format!("max_norm is {max_norm}: it must be greater than 0")));
-    }
-    Ok(())
 }
 
 /// For each gradient, in module order, the sum of its elements' squares.
@@ -53,8 +42,7 @@ pub(crate) fn scale<M: Module>(
     squares: impl Iterator<Item = f64>,
 ) -> f64 {
     let norm = squares.fold(0.0, |sum, squares| sum + squares).sqrt();
-    let factor = max_norm / (norm + EPSILON);
-    if factor < 1.0 && norm.is_finite() {
+    if let Some(factor) = adapter::clip_factor(norm, max_norm) {
         multiply(model, gradients, factor);
     }
     norm

@@ -19,13 +19,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::HookState;
-use phalanx::reducer::{Reducer, ReducerOptions, StepTime};
+use phalanx::reducer::{Reducer, ReducerOptions, StepTime, StepWeight};
 use phalanx::trace::Track;
-use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 
 pub(crate) use self::engine::{Averaging, Engine};
 use self::regroup::prepare;
-pub(crate) use self::weights::{Accumulated, check_sum, scaled};
+pub(crate) use self::weights::{one_more, scaled};
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
@@ -75,7 +75,7 @@ pub struct Ddp<M> {
     group: JoinGroup,
     engine: Engine<M>,
     /// The weights of the passes since the last synchronised one.
-    accumulated: Accumulated,
+    accumulated: StepWeight,
     /// When the first forward pass of this step began.
     step_began: Option<Instant>,
     token: ModelToken,
@@ -128,7 +128,7 @@ impl<M: Module> Ddp<M> {
             inventory,
             group,
             engine,
-            accumulated: Accumulated::Nothing,
+            accumulated: StepWeight::Nothing,
             step_began: None,
             token: ModelToken::default(),
             buffers_stale: false,
@@ -210,7 +210,7 @@ impl<M: Module> Ddp<M> {
     /// all ranks call it in the same place, such as after an epoch whose last batches make no whole step.
     #[doc(alias("zero_grad", "no_sync"))]
     pub fn drop_accumulated(&mut self) {
-        self.accumulated = Accumulated::Nothing;
+        self.accumulated = StepWeight::Nothing;
         match &mut self.engine {
             Engine::Alone { held } => *held = None,
             Engine::Together { sink, .. } => sink.drop_held(),
@@ -245,7 +245,7 @@ impl<M: Module> Ddp<M> {
     /// exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
-        clip::check(max_norm)?;
+        adapter::check_max_norm(max_norm)?;
         // The others wait for this rank's numbers, or for its next gradients.
         let own =
             clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;

@@ -129,7 +129,7 @@ fn the_process_that_is_frozen() {
 /// Starts it, and waits until it is frozen; none if it has ended before.
 fn frozen(root: &Path, number: usize, done: bool) -> Option<Child> {
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "checkpoint::frozen_tests::the_process_that_is_frozen", "--nocapture"])
+        .args(["--exact", "frozen_tests::the_process_that_is_frozen", "--nocapture"])
         .env(FOLDER, root)
         .env(MOMENT, format!("{number} {done}"))
         .stdin(Stdio::piped())

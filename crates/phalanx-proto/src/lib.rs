@@ -51,7 +51,9 @@ pub mod mesh;
 pub mod pipeline;
 pub mod rank;
 pub mod reducer;
+pub mod rendezvous;
 pub mod sampler;
+pub mod store;
 pub mod wire;
 pub mod world_size;
 

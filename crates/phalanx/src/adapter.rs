@@ -16,19 +16,18 @@
 //! | | [`broadcast_state`] | every rank gets rank 0's values |
 //! | | [`HookedReducer::new`] | if hooks of backward reach the reducer: it keeps the error that backward cannot return |
 //! | each step | [`JoinGroup::step`](crate::join::JoinGroup::step) | which ranks still have data |
-//! | | [`Reducer::start_with`], [`start_weighted_with`](Reducer::start_weighted_with) | before backward; [`check_weight`] before gradients are weighted |
+//! | | [`Reducer::start_with`], [`start_weighted_with`](Reducer::start_weighted_with) | before backward. [`StepWeight`] adds up the weights of a step's passes, and refuses those that cannot be |
 //! | | [`Reducer::ready`], [`ready_with`](Reducer::ready_with), [`ready_void`](Reducer::ready_void) | the gradient sink: once a parameter, when its gradient is finished; a full bucket leaves at once |
 //! | | [`Reducer::finish`] | after backward: waits; agrees on parameters without a gradient |
 //! | | [`Reducer::gradient`], [`take_gradients`](Reducer::take_gradients), [`gradient_view`](Reducer::gradient_view) | the averages: copied, given away, or where they lie |
-//! | | the norm | no call: all ranks have the same averages, and clip alike. Sharded ones need an all_reduce of the sum of squares |
+//! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike. Sharded ones need an all_reduce of the sum of squares |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
 //! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too |
 //! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs |
 //!
 //! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
-//! Averages under [`JoinOptions::divide_by_initial_world_size`](crate::join::JoinOptions) set to false are multiplied by world size /
-//! [`active_ranks`](crate::join::JoinGroup::active_ranks).
+//! Averages are multiplied by [`JoinGroup::average_scale`](crate::join::JoinGroup::average_scale), which inside of `join` may not be 1.
 //!
 //! # What users must not hit
 //!
@@ -53,13 +52,13 @@ pub use phalanx_core::host::{id as host_id, name as host_name};
 pub use phalanx_core::join::JoinGroup;
 pub use phalanx_core::notice::warn;
 pub use phalanx_core::reducer::{
-    HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, broadcast_state,
-    broadcast_state_from, check_weight, states_identical, verify_state, verify_state_on,
+    HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, StepWeight, broadcast_state,
+    broadcast_state_from, check_weight, check_weight_sum, states_identical, verify_state, verify_state_on,
 };
 pub use phalanx_core::state::{StateReader, StateWriter};
 pub use phalanx_proto::caller::Caller;
 
-use crate::{Error, Rank};
+use crate::{Error, Rank, Result};
 
 /// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
 /// [`Error::is_invalid_argument`] is true for it.
@@ -89,6 +88,32 @@ pub fn blaming(error: Error, peer: Rank) -> Error {
     error.with_peer(peer)
 }
 
+/// An error unless `max_norm` can be the limit of a norm.
+///
+/// # Errors
+/// If it is not a positive number.
+pub fn check_max_norm(max_norm: f64) -> Result<()> {
+    if max_norm > 0.0 {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("max_norm is {max_norm}: it must be a positive number")))
+}
+
+/// What to multiply gradients of this `norm` by, so that it is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does; none if they
+/// stay as they are. A norm that is infinite or not a number changes nothing: every rank has the same, and the optimizer's caller decides.
+///
+/// ```
+/// use phalanx::adapter::clip_factor;
+/// assert!((clip_factor(4.0, 1.0).unwrap() - 0.25).abs() < 1e-6);
+/// assert_eq!(clip_factor(0.5, 1.0), None);
+/// assert_eq!(clip_factor(f64::NAN, 1.0), None);
+/// ```
+pub fn clip_factor(norm: f64, max_norm: f64) -> Option<f64> {
+    // PyTorch's: a norm of 0 does not divide by 0.
+    let factor = max_norm / (norm + 1e-6);
+    (norm.is_finite() && factor < 1.0).then_some(factor)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -100,5 +125,13 @@ mod tests {
         assert_eq!(told(&mismatch("b")), [false, true, false]);
         assert_eq!(told(&aborted("c")), [false, false, true]);
         assert_eq!(blaming(mismatch("d"), Rank::new(3)).peer(), Some(Rank::new(3)));
+    }
+
+    #[test]
+    fn a_limit_of_a_norm_is_positive() {
+        for wrong in [0.0, -1.0, f64::NAN] {
+            assert!(check_max_norm(wrong).unwrap_err().is_invalid_argument(), "{wrong}");
+        }
+        check_max_norm(f64::INFINITY).unwrap();
     }
 }

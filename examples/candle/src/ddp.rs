@@ -111,13 +111,7 @@ impl Ddp {
     fn average(&self, loss: &Tensor, weight: Option<f64>) -> Result<GradStore> {
         self.check_complete()?;
         self.group.step()?;
-        let scale = match self.group.running() {
-            Some(options) if weight.is_none() && !options.divide_by_initial_world_size => {
-                self.group.world_size().count() as f64 / self.group.active_ranks() as f64
-            }
-            Some(_) | None => 1.0,
-        };
-        self.sink.average(loss, weight, scale)
+        self.sink.average(loss, weight, self.group.average_scale(weight.is_some()))
     }
 
     /// An error if the map has a variable that `new` did not see: it would be each rank's own.
@@ -135,16 +129,12 @@ impl Ddp {
     /// Scales averaged `gradients` so that their norm, as one vector, is at most `max_norm`; returns the norm before. If that is not
     /// finite, they are left alone, on every rank alike. This is `torch.nn.utils.clip_grad_norm_`.
     pub fn clip_grad_norm(&self, gradients: &mut GradStore, max_norm: f64) -> Result<f64> {
-        if max_norm.is_nan() || max_norm <= 0.0 {
-            let cause = format!("max_norm is {max_norm}: it must be a positive number");
-            return Err(adapter::invalid_argument(cause));
-        }
+        adapter::check_max_norm(max_norm)?;
         let square = |one: &Tensor| one.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
         let present = self.sink.parameters.iter().filter_map(|one| gradients.get(&one.var));
         let squares = present.map(square).collect::<candle_core::Result<Vec<_>>>().map_err(Error::other)?;
         let norm = squares.iter().sum::<f64>().sqrt();
-        let factor = max_norm / (norm + 1e-6); // As PyTorch's.
-        if norm.is_finite() && factor < 1.0 {
+        if let Some(factor) = adapter::clip_factor(norm, max_norm) {
             for one in &self.sink.parameters {
                 let Some(gradient) = gradients.remove(&one.var) else { continue };
                 gradients.insert(&one.var, (gradient * factor).map_err(Error::other)?);

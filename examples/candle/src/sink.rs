@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use phalanx::reducer::{HookedReducer, Reducer, check_weight};
+use phalanx::reducer::{HookedReducer, Reducer, StepWeight};
 use phalanx::{Error, Rank, Result, adapter};
 
 use crate::variables::Named;
@@ -34,8 +34,8 @@ struct Gradients {
     held: Vec<Option<Tensor>>,
     /// The weight of the running pass, if it has one.
     weight: Option<f64>,
-    /// The sum of the weights of this step's passes, if they have any; none before its first pass.
-    total: Option<Option<f64>>,
+    /// The weights of this step's passes.
+    step: StepWeight,
 }
 
 impl Sink {
@@ -67,7 +67,7 @@ impl Sink {
 
     /// Whether gradients are held for a step.
     pub fn holds(&self) -> bool {
-        self.reducer.with_state(|gradients| gradients.total.is_some())
+        self.reducer.with_state(|gradients| gradients.step != StepWeight::Nothing)
     }
 
     /// Drops what is held.
@@ -96,7 +96,7 @@ impl Sink {
                 // What no hook gave. A parameter that is used with its hook and without is an error of the reducer.
                 gradients.give(reducer, index, store.get(&one.var))?;
             }
-            gradients.total = None;
+            gradients.step = StepWeight::Nothing;
             Ok(())
         })?;
         self.reducer.finish(|reducer, _| {
@@ -116,10 +116,9 @@ impl Sink {
     /// Runs backward from `loss`, times the weight if it counts.
     fn backward(&self, mode: Mode, loss: &Tensor, weight: Option<f64>) -> Result<GradStore> {
         self.reducer.attempt(|reducer, gradients| {
-            let total = gradients.begin(mode, weight)?;
-            let mut weights = weight.into_iter().chain(total);
-            weights.try_for_each(|weight| check_weight(self.rank, weight, reducer.parameters()))?;
-            if mode == Mode::Average { gradients.start(reducer, total) } else { Ok(()) }
+            gradients.step = gradients.step.with(weight, self.rank, reducer.parameters())?;
+            (gradients.mode, gradients.weight) = (Some(mode), weight);
+            if mode == Mode::Average { gradients.start(reducer) } else { Ok(()) }
         })?;
         let scaled = match weight.filter(|&weight| weight != 0.0) {
             Some(weight) => loss.affine(weight, 0.0),
@@ -150,35 +149,19 @@ impl Sink {
 }
 
 impl Gradients {
-    /// A backward pass begins. Returns the sum of the step's weights.
-    fn begin(&mut self, mode: Mode, weight: Option<f64>) -> Result<Option<f64>> {
-        let total = match (self.total, weight) {
-            (None, weight) => weight,
-            (Some(None), None) => None,
-            (Some(Some(sum)), Some(weight)) => Some(sum + weight),
-            (Some(None), Some(_)) | (Some(Some(_)), None) => {
-                let cause = "a step adds up gradients of passes with weights and of passes without";
-                let error = adapter::invalid_argument(cause);
-                return Err(error.with_remedy("give all passes of a step a weight, or none"));
-            }
-        };
-        (self.mode, self.weight, self.total) = (Some(mode), weight, Some(total));
-        Ok(total)
-    }
-
     fn forget(&mut self) {
         self.held.fill(None);
-        self.total = None;
+        self.step = StepWeight::Nothing;
     }
 
-    fn start(&mut self, reducer: &mut Reducer, total: Option<f64>) -> Result<()> {
+    fn start(&mut self, reducer: &mut Reducer) -> Result<()> {
         // What a static graph does not use here.
         let unused = |index: usize, memory: &mut [u8]| {
             memory.fill(0);
             self.held[index].take().map_or(Ok(()), |sum| write(&sum, memory))
         };
-        match total {
-            Some(total) => reducer.start_weighted_with(total, unused),
+        match self.step.sum() {
+            Some(sum) => reducer.start_weighted_with(sum, unused),
             None => reducer.start_with(unused),
         }
     }

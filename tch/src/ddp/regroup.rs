@@ -34,7 +34,7 @@ impl Ddp {
                 sink.adopt(joined.last)?;
             }
             self.take_state(Caller::Join, joined.last)?;
-            (self.buffers_stale, self.accumulated) = (false, Accumulated::Nothing);
+            (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
             optimizer.adopt(&self.group.in_call(Caller::Join), joined.last)?;
         }
         Ok(joined.value)
@@ -49,7 +49,7 @@ impl Ddp {
         // Made again: parameters may have been frozen since.
         (self.inventory, self.sink) = prepare(&self.variables, &self.group, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
-        self.accumulated = Accumulated::Nothing;
+        self.accumulated = Accumulated::default();
         // Those that are there belong to a step that was not finished.
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }

@@ -1,6 +1,6 @@
 //! Backward passes in which each rank counts by its number of samples.
 
-use phalanx::reducer::check_weight;
+use phalanx::reducer::{StepWeight, check_weight_sum};
 use phalanx::{Communicator, Error, Result};
 use tch::Tensor;
 
@@ -8,18 +8,12 @@ use super::Ddp;
 use crate::shim;
 use crate::tensors::{Inventory, Named, torch};
 
-/// How the passes since the last synchronised one are weighted. All passes of a step are weighted, or none is.
+/// The passes since the last synchronised one.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) enum Accumulated {
-    #[default]
-    Nothing,
-    Unweighted,
-    Weighted {
-        /// The sum of their weights.
-        sum: f64,
-        /// How often each parameter's gradient had been written, if there was one.
-        versions: Vec<Option<i64>>,
-    },
+pub(super) struct Accumulated {
+    weight: StepWeight,
+    /// In a weighted step, how often each parameter's gradient had been written, if there was one.
+    versions: Vec<Option<i64>>,
 }
 
 impl Ddp {
@@ -84,18 +78,9 @@ impl Ddp {
         let accumulated = self.accumulate(weight)?;
         let before = std::mem::take(&mut self.accumulated);
         self.buffers_stale = true;
-        let total = match accumulated {
-            Accumulated::Nothing | Accumulated::Unweighted => None,
-            Accumulated::Weighted { sum, .. } => Some(sum),
-        };
-        let Some(sink) = &self.sink else { return self.alone(loss, (weight, total), before) };
-        let group = &self.group;
-        let scale = || match group.running() {
-            Some(options) if total.is_none() && !options.divide_by_initial_world_size => {
-                group.world_size().count() as f64 / group.active_ranks() as f64
-            }
-            Some(_) | None => 1.0,
-        };
+        let total = accumulated.sum();
+        let Some(sink) = &self.sink else { return self.alone(loss, (weight, total), before.weight) };
+        let scale = || self.group.average_scale(total.is_some());
         let outcome =
             sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale);
         self.has_torn = outcome.is_err();
@@ -115,12 +100,8 @@ impl Ddp {
             None if weight == Some(0.0) => void(&self.inventory.parameters, || self.traced(loss))?,
             None => self.traced(&scaled(loss, weight)?)?,
         }
-        self.accumulated = match accumulated {
-            Accumulated::Weighted { sum, .. } => {
-                Accumulated::Weighted { sum, versions: versions(&self.inventory.parameters)? }
-            }
-            other => other,
-        };
+        let versions = accumulated.sum().map(|_| versions(&self.inventory.parameters)).transpose()?;
+        self.accumulated = Accumulated { weight: accumulated, versions: versions.unwrap_or_default() };
         Ok(())
     }
 
@@ -129,17 +110,12 @@ impl Ddp {
         &self,
         loss: &Tensor,
         (weight, total): (Option<f64>, Option<f64>),
-        before: Accumulated,
+        before: StepWeight,
     ) -> Result<()> {
         let parameters = &self.inventory.parameters;
         let Some(total) = total else { return self.traced(loss) };
-        if total == 0.0 {
-            return Err(Error::invalid_argument(
-                "the weights of all ranks add up to 0: there is no average of this step",
-            )
-            .with_remedy("leave out a step in which there is no sample, and go on with the next"));
-        }
-        if before == Accumulated::Nothing {
+        check_weight_sum(total)?;
+        if before == StepWeight::Nothing {
             return self.traced(loss);
         }
         match weight {
@@ -155,9 +131,8 @@ impl Ddp {
 
     /// An error if gradients are held for the next step, which a saved state, or another group, would lack.
     pub(crate) fn check_nothing_held(&self) -> Result<()> {
-        match self.accumulated {
-            Accumulated::Nothing => return Ok(()),
-            Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
+        if self.accumulated.weight == StepWeight::Nothing {
+            return Ok(());
         }
         if !self.inventory.parameters.iter().any(|one| one.tensor.grad().defined()) {
             return Ok(()); // The program has dropped them.
@@ -177,45 +152,29 @@ impl Ddp {
     /// # Errors
     /// Of an earlier call.
     pub fn drop_accumulated(&mut self) -> Result<()> {
-        match std::mem::take(&mut self.accumulated) {
-            Accumulated::Nothing => return Ok(()),
-            Accumulated::Unweighted | Accumulated::Weighted { .. } => {}
+        if std::mem::take(&mut self.accumulated).weight == StepWeight::Nothing {
+            return Ok(());
         }
         self.sink.as_ref().map_or(Ok(()), |sink| sink.drop_held())?;
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }
 
     /// What is accumulated with one pass more. An error ends the step, and the group: the others wait for this rank's gradients.
-    fn accumulate(&mut self, weight: Option<f64>) -> Result<Accumulated> {
+    fn accumulate(&mut self, weight: Option<f64>) -> Result<StepWeight> {
         let with = self.with_one_more(weight);
-        with.inspect_err(|_| self.accumulated = Accumulated::Nothing)
+        with.inspect_err(|_| self.accumulated = Accumulated::default())
     }
 
-    fn with_one_more(&self, weight: Option<f64>) -> Result<Accumulated> {
+    fn with_one_more(&self, weight: Option<f64>) -> Result<StepWeight> {
         let with = || {
-            let parameters = &self.inventory.parameters;
-            let sum = match (&self.accumulated, weight) {
-                (Accumulated::Nothing | Accumulated::Unweighted, None) => return Ok(Accumulated::Unweighted),
-                (Accumulated::Nothing, Some(weight)) => {
-                    check_zero(parameters)?;
-                    weight
-                }
-                (Accumulated::Weighted { sum, versions }, Some(weight)) => {
-                    check_unchanged(parameters, versions)?;
-                    sum + weight
-                }
-                (Accumulated::Unweighted, Some(_)) | (Accumulated::Weighted { .. }, None) => {
-                    return Err(Error::invalid_argument(
-                        "a step adds up gradients of passes with weights and of passes without",
-                    )
-                    .with_remedy(
-                        "call backward_no_sync before backward, and backward_no_sync_weighted before backward_weighted",
-                    ));
-                }
-            };
-            let (rank, specs) = (self.group.rank(), Inventory::specs(parameters));
-            weight.into_iter().chain([sum]).try_for_each(|weight| check_weight(rank, weight, &specs))?;
-            Ok(Accumulated::Weighted { sum, versions: Vec::new() })
+            let (parameters, before) = (&self.inventory.parameters, &self.accumulated);
+            let step = before.weight.with(weight, self.group.rank(), &Inventory::specs(parameters))?;
+            match (before.weight, weight) {
+                (StepWeight::Nothing, Some(_)) => check_zero(parameters)?,
+                (StepWeight::Weighted(_), Some(_)) => check_unchanged(parameters, &before.versions)?,
+                _ => {}
+            }
+            Ok(step)
         };
         match &self.sink {
             Some(sink) => sink.call(|_| with()),

@@ -13,11 +13,10 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::join::JoinGroup;
-use phalanx::reducer::Reducer;
+use phalanx::reducer::{Reducer, StepWeight};
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
-use super::weights::Accumulated;
 use super::{Ddp, DdpOptions};
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
@@ -114,7 +113,7 @@ impl<M: Module> Ddp<M> {
 
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
-        self.accumulated = Accumulated::Nothing;
+        self.accumulated = StepWeight::Nothing;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded) = (false, false);
         // The memory belongs to the previous group.

@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Tensor;
-use phalanx::reducer::check_weight;
+use phalanx::reducer::{StepWeight, check_weight_sum};
 use phalanx::{Communicator, Error, Rank, Result};
 
 use super::engine::{alone, delivery, live, specs, traced};
@@ -12,50 +12,6 @@ use crate::clip;
 use crate::gradients::SyncedGradients;
 use crate::parameters::Parameter;
 use crate::sink::Delivery;
-
-/// How the passes since the last synchronised one are weighted. All passes of a step are weighted, or none is.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) enum Accumulated {
-    #[default]
-    Nothing,
-    Unweighted,
-    /// The sum of their weights.
-    Weighted(f64),
-}
-
-impl Accumulated {
-    /// With one pass more of `rank`, whose `parameters` get gradients.
-    pub fn with(self, weight: Option<f64>, rank: Rank, parameters: &[Parameter]) -> Result<Self> {
-        let sum = self.plus(weight)?;
-        if let (Some(weight), Some(sum)) = (weight, sum.weight()) {
-            let parameters = specs(parameters)?;
-            check_weight(rank, weight, &parameters).and_then(|()| check_weight(rank, sum, &parameters))?;
-        }
-        Ok(sum)
-    }
-
-    fn plus(self, weight: Option<f64>) -> Result<Self> {
-        match (self, weight) {
-            (Self::Nothing | Self::Unweighted, None) => Ok(Self::Unweighted),
-            (Self::Nothing, Some(weight)) => Ok(Self::Weighted(weight)),
-            (Self::Weighted(sum), Some(weight)) => Ok(Self::Weighted(sum + weight)),
-            (Self::Unweighted, Some(_)) | (Self::Weighted(_), None) => Err(Error::invalid_argument(
-                "a step adds up gradients of passes with weights and of passes without",
-            )
-            .with_remedy(
-                "call backward_no_sync before backward, and backward_no_sync_weighted before backward_weighted",
-            )),
-        }
-    }
-
-    /// The weight of the step on this rank, if it is weighted.
-    pub fn weight(self) -> Option<f64> {
-        match self {
-            Self::Nothing | Self::Unweighted => None,
-            Self::Weighted(sum) => Some(sum),
-        }
-    }
-}
 
 impl<M: Module> Ddp<M> {
     /// Runs backward as [`backward`](Self::backward) does, with ranks that have unequal numbers of samples or tokens: `loss` is the
@@ -146,8 +102,8 @@ impl<M: Module> Ddp<M> {
         if weight.is_some() {
             self.check_on_host("backward_weighted")?;
         }
-        let total = self.accumulate(weight)?.weight();
-        self.accumulated = Accumulated::Nothing;
+        let total = self.accumulate(weight)?.sum();
+        self.accumulated = StepWeight::Nothing;
         self.buffers_stale = true;
         let model = held(&self.model);
         let gradients = match &mut self.engine {
@@ -156,12 +112,7 @@ impl<M: Module> Ddp<M> {
                 let delivery = sink.call(|_| delivery(passes))?;
                 sink.start(delivery, weight, total)?;
                 drop(scaled(loss, weight).backward());
-                let scale = match self.group.running() {
-                    Some(options) if total.is_none() && !options.divide_by_initial_world_size => {
-                        self.group.world_size().count() as f64 / self.group.active_ranks() as f64
-                    }
-                    _ => 1.0,
-                };
+                let scale = self.group.average_scale(total.is_some());
                 let sink = sink.clone();
                 sink.finish(|reducer| self.averages(reducer, scale))?
             }
@@ -199,8 +150,8 @@ impl<M: Module> Ddp<M> {
     /// An error if gradients are held for the next step, which a saved state would lack.
     pub(crate) fn check_nothing_held(&self) -> Result<()> {
         match self.accumulated {
-            Accumulated::Nothing => Ok(()),
-            Accumulated::Unweighted | Accumulated::Weighted(_) => Err(Error::invalid_argument(
+            StepWeight::Nothing => Ok(()),
+            StepWeight::Unweighted | StepWeight::Weighted(_) => Err(Error::invalid_argument(
                 "a state was to be saved in the middle of a step: gradients of backward_no_sync are held, and would be missing in it",
             )
             .with_remedy(
@@ -210,8 +161,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
-    fn accumulate(&self, weight: Option<f64>) -> Result<Accumulated> {
-        let sum = || self.accumulated.with(weight, self.group.rank(), &self.inventory.parameters);
+    fn accumulate(&self, weight: Option<f64>) -> Result<StepWeight> {
+        let sum = || one_more(self.accumulated, weight, self.group.rank(), &self.inventory.parameters);
         match self.engine.sink() {
             Some(sink) => sink.call(|_| sum()),
             None => sum(),
@@ -219,21 +170,21 @@ impl<M: Module> Ddp<M> {
     }
 }
 
+/// A step's weight with one pass more of `rank`, in which `parameters` get gradients.
+pub(crate) fn one_more(
+    step: StepWeight,
+    weight: Option<f64>,
+    rank: Rank,
+    parameters: &[Parameter],
+) -> Result<StepWeight> {
+    // Types matter to weights alone.
+    let specs = weight.map(|_| specs(parameters)).transpose()?.unwrap_or_default();
+    step.with(weight, rank, &specs)
+}
+
 /// The loss with which backward begins.
 pub(crate) fn scaled<const D: usize>(loss: &Tensor<D>, weight: Option<f64>) -> Tensor<D> {
     weight.map_or_else(|| loss.clone(), |weight| loss.clone() * weight)
-}
-
-/// An error unless there is an average of a step whose weights, those of all ranks, have this `sum`. Every rank has the same, and so it
-/// ends nothing.
-pub(crate) fn check_sum(sum: f64) -> Result<()> {
-    if sum > 0.0 && sum.is_finite() {
-        return Ok(());
-    }
-    let cause = format!("the weights of all ranks add up to {sum}: there is no average of this step");
-    Err(Error::invalid_argument(cause).with_remedy(
-        "leave out a step in which no rank has a sample, on every rank, and go on with the next",
-    ))
 }
 
 /// The gradients in a world of one, of this pass and of those before, whose sum is `held`.
@@ -244,7 +195,7 @@ fn alone_in_all<M: Module, const D: usize>(
     (weight, total): (Option<f64>, Option<f64>),
     held: &mut Option<GradientsAccumulator<M>>,
 ) -> Result<GradientsParams> {
-    total.map_or(Ok(()), check_sum)?;
+    total.map_or(Ok(()), check_weight_sum)?;
     let Some(mut sum) = held.take() else { return Ok(alone(group, model, loss)) };
     if weight != Some(0.0) {
         sum.accumulate(model, alone(group, model, &scaled(loss, weight)));
@@ -254,21 +205,4 @@ fn alone_in_all<M: Module, const D: usize>(
         clip::multiply(model, &mut gradients, 1.0 / total);
     }
     Ok(gradients)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn passes_of_a_step_are_all_weighted_or_none_is() {
-        let nothing = Accumulated::Nothing;
-        let weighted = nothing.plus(Some(3.0)).unwrap().plus(Some(0.0)).unwrap().plus(Some(4.0)).unwrap();
-        assert_eq!(weighted.weight(), Some(7.0));
-        let plain = nothing.plus(None).unwrap().plus(None).unwrap();
-        assert_eq!(plain.weight(), None);
-        for mixed in [weighted.plus(None), plain.plus(Some(1.0))] {
-            assert!(mixed.unwrap_err().to_string().contains("with weights and of passes without"));
-        }
-    }
 }

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use phalanx::{Caller, ProcessGroup, ReduceOp, Result};
+use phalanx::{Caller, ProcessGroup, ReduceOp, Result, adapter};
 
 use super::division::divided;
 use super::pipeline::TiedParameter;
@@ -29,7 +29,7 @@ pub fn clip_grad_norm<M: Module>(
     pipeline: Option<&ProcessGroup>,
     tied: &[(&TiedParameter, ParamId)],
 ) -> Result<f64> {
-    clip::check(max_norm)?;
+    adapter::check_max_norm(max_norm)?;
     let divided = divided(model);
     let counts = |id: &ParamId| {
         let is_copy = tied.iter().any(|(tied, copy)| copy == id && !tied.is_first());

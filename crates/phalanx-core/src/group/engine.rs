@@ -117,9 +117,9 @@ impl Engine {
             let done = domain.collective(call, sequence, memory, timeout);
             return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }
-        self.health.calls.begin(self.header(call, sequence));
+        self.health.calls(|calls| calls.begin(self.header(call, sequence)));
         let outcome = self.between_hosts(call, sequence, memory, timeout);
-        self.health.calls.end();
+        self.health.calls(|calls| calls.end());
         self.history = self.history.with(&self.header(call, sequence));
         outcome
     }

@@ -5,7 +5,8 @@
 //! and later operation returns it. After a failed exchange the streams are in the middle of frames and cannot be used
 //! again: a group that tried would hang.
 
-pub(crate) mod calls;
+#[cfg(test)]
+mod tests;
 pub(crate) mod waits;
 
 use std::io;
@@ -14,9 +15,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+pub(crate) use phalanx_proto::health::calls;
+use phalanx_proto::health::calls::{Calls, Missing};
+use phalanx_proto::health::first_failure::FirstFailure;
 pub(crate) use phalanx_proto::health::liveness;
 
-use self::calls::{Calls, Missing};
 use self::liveness::ProcessState;
 use self::waits::{Answer, Waits, in_group};
 use crate::deadline::Deadline;
@@ -61,7 +64,7 @@ pub(crate) struct Health {
     state: Mutex<HealthState>,
     changed: Condvar,
     /// The calls of this rank and its peers.
-    pub(crate) calls: Calls,
+    calls: Mutex<Calls>,
     /// What the running calls wait for.
     pub(crate) waits: Waits,
     surroundings: OnceLock<Look>,
@@ -74,10 +77,7 @@ pub(crate) struct Health {
 }
 
 struct HealthState {
-    cause: Option<Error>,
-    /// The alarm has notified the peers of the cause.
-    announced: bool,
-    left: Vec<bool>,
+    failure: FirstFailure,
     alarm: Option<Alarm>,
 }
 
@@ -102,8 +102,7 @@ impl Health {
         for (host, member) in hosts.iter_mut().zip(members.iter().flat_map(|members| members.iter())) {
             *host = format!("{host}, global rank {member}");
         }
-        let state =
-            HealthState { cause: None, announced: false, left: vec![false; hosts.len()], alarm: None };
+        let state = HealthState { failure: FirstFailure::new(hosts.len()), alarm: None };
         Arc::new(Self {
             rank,
             hosts,
@@ -112,13 +111,18 @@ impl Health {
             failed: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
-            calls: Calls::default(),
+            calls: Mutex::default(),
             waits: Waits::default(),
             surroundings: OnceLock::new(),
             returned: AtomicBool::new(false),
             parting: OnceLock::new(),
             is_asked: AtomicBool::new(false),
         })
+    }
+
+    /// The calls of this rank and its peers.
+    pub(crate) fn calls<R>(&self, of: impl FnOnce(&mut Calls) -> R) -> R {
+        of(&mut self.calls.lock())
     }
 
     /// The host of `rank`.
@@ -139,7 +143,7 @@ impl Health {
 
     /// The call of this group that runs, if it has run for a while or its data goes in frames.
     fn running(&self) -> Option<Header> {
-        self.calls.running().or_else(|| self.waits.in_memory())
+        self.calls(|calls| calls.running()).or_else(|| self.waits.in_memory())
     }
 
     /// What this rank's program waits for in this group, as another group's ranks are told.
@@ -199,7 +203,7 @@ impl Health {
 
     /// Fails the group if this rank has made another call where a peer waits.
     pub(crate) fn compare_calls(&self) {
-        if let Err(error) = self.calls.compare(self.rank) {
+        if let Err(error) = self.calls(|calls| calls.compare(self.rank)) {
             self.hear(error);
         }
     }
@@ -209,11 +213,13 @@ impl Health {
     pub(crate) fn await_difference(&self, sequence: Sequence) {
         let mut state = self.state.lock();
         // Ranks in one process have no connections for it.
-        if state.alarm.is_none() || !self.calls.tell_earlier(sequence) {
+        if state.alarm.is_none() || !self.calls(|calls| calls.tell_earlier(sequence)) {
             return;
         }
         let deadline = Deadline::after(DIFFERENCE_TIMEOUT);
-        while !state.announced && !self.changed.wait_until(&mut state, deadline.instant()).timed_out() {}
+        while !state.failure.is_announced()
+            && !self.changed.wait_until(&mut state, deadline.instant()).timed_out()
+        {}
     }
 
     /// The program has got an error from a call: the cause of the failure, or that of [`part`](Self::part), if there is one.
@@ -230,7 +236,8 @@ impl Health {
             Some(cause) if cause.is_mismatch() && !self.returned.load(Ordering::Relaxed) => cause,
             Some(_) => return,
             None => {
-                let Some(error) = self.calls.missing().map(|missing| self.of_missing(missing)) else {
+                let Some(error) = self.calls(|calls| calls.missing()).map(|missing| self.of_missing(missing))
+                else {
                     return;
                 };
                 self.blame(&error);
@@ -287,7 +294,7 @@ impl Health {
     /// Calls `alarm` when the group fails; at once, if it has failed already.
     pub(crate) fn on_failure(&self, alarm: Alarm) {
         let mut state = self.state.lock();
-        match state.cause.clone() {
+        match state.failure.cause().cloned() {
             Some(cause) => {
                 drop(state);
                 alarm(&cause);
@@ -303,10 +310,10 @@ impl Health {
             return None;
         }
         let mut state = self.state.lock();
-        while state.cause.is_some() && !state.announced {
+        while state.failure.is_pending() {
             self.changed.wait(&mut state);
         }
-        state.cause.clone()
+        state.failure.cause().cloned()
     }
 
     /// Whether the group has failed. The peers may not have been notified yet.
@@ -330,33 +337,30 @@ impl Health {
     /// As [`fail`](Self::fail), for use by alarms, which must not wait for each other.
     pub(crate) fn hear(&self, error: Error) {
         let mut state = self.state.lock();
-        if state.cause.is_some() {
+        let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
+        if !state.failure.report(&error) {
             return;
         }
-        let error = if error.rank().is_none() { error.at(self.rank, self.host(self.rank)) } else { error };
         self.blame(&error);
-        state.cause = Some(error.clone());
         self.failed.store(true, Ordering::Release);
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {
             alarm(&error);
         }
-        self.state.lock().announced = true;
+        self.state.lock().failure.announced();
         self.changed.notify_all();
     }
 
     /// `peer` has sent a goodbye: what it has sent stays valid, and nothing more will come.
     pub(crate) fn left(&self, peer: Rank) {
-        if let Some(left) = self.state.lock().left.get_mut(peer.index()) {
-            *left = true;
-        }
+        self.state.lock().failure.left(peer);
         self.changed.notify_all();
     }
 
     /// Whether `peer` has sent a goodbye.
     pub(crate) fn has_left(&self, peer: Rank) -> bool {
-        self.state.lock().left.get(peer.index()).copied().unwrap_or(false)
+        self.state.lock().failure.has_left(peer)
     }
 
     /// The connection to `peer` broke without a goodbye. `state` is what has been seen of its process since.
@@ -476,9 +480,9 @@ impl Health {
         let deadline = Deadline::after(EXPLANATION_TIMEOUT);
         let mut state = self.state.lock();
         loop {
-            let explained = state.announced
-                || error.peer().is_some_and(|peer| state.left.get(peer.index()) == Some(&true));
-            if explained || self.changed.wait_until(&mut state, deadline.instant()).timed_out() {
+            if state.failure.explains(error)
+                || self.changed.wait_until(&mut state, deadline.instant()).timed_out()
+            {
                 return;
             }
         }
@@ -487,143 +491,4 @@ impl Health {
 
 fn see_output(peer: Rank) -> String {
     format!("see rank {peer}'s own output for its reason")
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use super::*;
-    use crate::caller::Caller;
-    use crate::dtype::DType;
-    use crate::wire::frame::Operation;
-
-    fn barrier(caller: Option<Caller>) -> Call {
-        Call {
-            operation: Operation::Barrier,
-            dtype: DType::U8,
-            elements: 0,
-            reduce: None,
-            root: None,
-            tuning: 0,
-            caller,
-        }
-    }
-
-    fn health() -> Arc<Health> {
-        Health::new(Rank::MAIN, vec!["a".into(), "b".into(), "c".into()])
-    }
-
-    #[test]
-    fn the_first_cause_stays_and_the_alarm_rings_once() {
-        let (health, rings) = (health(), Arc::new(AtomicUsize::new(0)));
-        let counter = rings.clone();
-        health.on_failure(Box::new(move |_| {
-            counter.fetch_add(1, Ordering::Relaxed);
-        }));
-        health.lost(Rank::new(2), "its connection closed", ProcessState::Unknown);
-        let second = health.fail(Error::timeout("late"));
-        assert_eq!(second.peer(), Some(Rank::new(2)));
-        assert_eq!(rings.load(Ordering::Relaxed), 1);
-        let counter = rings.clone();
-        health.on_failure(Box::new(move |_| {
-            counter.fetch_add(1, Ordering::Relaxed);
-        }));
-        assert_eq!(rings.load(Ordering::Relaxed), 2, "an alarm that comes late rings at once");
-    }
-
-    #[test]
-    fn a_rank_that_lacks_memory_itself_blames_no_peer() {
-        use rustix::io::Errno;
-        let error =
-            |errno: Errno| health().broken(Rank::new(2), io::Error::from_raw_os_error(errno.raw_os_error()));
-        for own in [Errno::NOBUFS, Errno::NOMEM, Errno::MFILE] {
-            let error = error(own);
-            assert!(
-                error.peer().is_none() && !error.is_peer_failure() && error.remedy().is_some(),
-                "{error}"
-            );
-        }
-        assert_eq!(error(Errno::CONNRESET).peer(), Some(Rank::new(2)));
-    }
-
-    #[test]
-    fn nobody_sees_a_failure_before_the_peers_have_been_told() {
-        let (health, told) = (health(), Arc::new(AtomicUsize::new(0)));
-        let counter = told.clone();
-        let (start, started) = std::sync::mpsc::channel();
-        health.on_failure(Box::new(move |_| {
-            start.send(()).unwrap();
-            std::thread::sleep(Duration::from_millis(50));
-            counter.fetch_add(1, Ordering::SeqCst);
-        }));
-        let failing = health.clone();
-        let alarm = std::thread::spawn(move || {
-            failing.lost(Rank::new(2), "its connection closed", ProcessState::Unknown)
-        });
-        started.recv().unwrap();
-        assert_eq!(health.cause().unwrap().peer(), Some(Rank::new(2)));
-        assert_eq!(told.load(Ordering::SeqCst), 1);
-        alarm.join().unwrap();
-    }
-
-    #[test]
-    fn a_broken_connection_is_explained_by_whoever_knows_more() {
-        let health = health();
-        let waiting = health.clone();
-        let operation = std::thread::spawn(move || {
-            let echo = waiting.peer_failed(Rank::new(1), "its connection closed");
-            waiting.fail_operation(echo, barrier(None), Sequence(4))
-        });
-        health.lost(Rank::new(2), "its connection closed", ProcessState::Unknown);
-        let error = operation.join().unwrap();
-        assert_eq!(error.peer(), Some(Rank::new(2)));
-        assert_eq!((error.operation(), error.sequence()), (Some("barrier"), Some(Sequence(4))));
-    }
-
-    #[test]
-    fn a_store_that_is_gone_may_be_a_rank_that_died() {
-        let health = health();
-        let waiting = health.clone();
-        let store = std::thread::spawn(move || waiting.explain(Error::protocol("the store is gone")));
-        health.lost(Rank::MAIN, "its connection closed", ProcessState::Unknown);
-        assert_eq!(store.join().unwrap().peer(), Some(Rank::MAIN));
-    }
-
-    #[test]
-    fn only_one_whose_process_has_ended_is_called_dead() {
-        let lost = |state| health().lost(Rank::new(1), "connection reset by peer", state).to_string();
-        assert!(
-            lost(ProcessState::Gone)
-                .contains("rank 1 (b) died: its process has ended, connection reset by peer")
-        );
-        let alive = lost(ProcessState::Alive);
-        assert!(
-            alive.contains("rank 1 (b) was lost: connection reset by peer, while its process is alive"),
-            "{alive}"
-        );
-        assert!(!alive.contains("died") && !lost(ProcessState::Unknown).contains("died"));
-    }
-
-    #[test]
-    fn a_peer_that_said_goodbye_did_not_die() {
-        let health = health();
-        health.left(Rank::new(1));
-        let echo = health.peer_failed(Rank::new(1), "its connection closed");
-        let error = health.fail_operation(echo, barrier(None), Sequence(4));
-        assert!(error.is_peer_left(), "{error}");
-        assert!(error.to_string().contains("the same number of steps"), "{error}");
-    }
-
-    #[test]
-    fn who_has_left_in_the_middle_of_an_epoch_is_shown_the_way() {
-        let health = health();
-        health.left(Rank::new(1));
-        let echo = health.peer_failed(Rank::new(1), "its connection closed");
-        let error = health.fail_operation(echo, barrier(Some(Caller::DdpBackward)), Sequence(4));
-        assert!(error.is_peer_left(), "{error}");
-        let text = error.to_string();
-        assert!(text.contains("Ddp::backward [barrier] #4: rank 1 (b) has left the group"), "{text}");
-        assert!(text.contains("has rank 1 fewer batches? Run the epoch inside Ddp::join"), "{text}");
-    }
 }

@@ -60,7 +60,7 @@ use crate::world_size::WorldSize;
 pub struct JoinOptions {
     /// If true, gradients are divided by the number of all ranks, so that each sample weighs the same in every step; if
     /// false, by the number of ranks that still have data. The group itself always divides by all ranks: an adapter
-    /// that divides by fewer corrects this with [`JoinGroup::active_ranks`].
+    /// that divides by fewer corrects this with [`JoinGroup::average_scale`].
     pub divide_by_initial_world_size: bool,
     /// If true, the first rank without data ends `join` on every rank, with an error. If false, `join` goes on until no
     /// rank has data.
@@ -178,6 +178,18 @@ impl JoinGroup {
             return Err(error);
         }
         Ok(count(&state.active, self.world_size()))
+    }
+
+    /// What averaged gradients are multiplied by: world size / active ranks if
+    /// [`divide_by_initial_world_size`](JoinOptions::divide_by_initial_world_size) is false, else 1. Weighted gradients are divided by
+    /// the sum of weights, whoever took part: 1.
+    pub fn average_scale(&self, is_weighted: bool) -> f64 {
+        match self.running() {
+            Some(options) if !is_weighted && !options.divide_by_initial_world_size => {
+                self.world_size().count() as f64 / self.active_ranks() as f64
+            }
+            Some(_) | None => 1.0,
+        }
     }
 
     /// How many ranks had data at the last [`step`](Self::step); all, outside `join`.

@@ -49,11 +49,10 @@ use std::time::{Duration, Instant};
 
 pub use hooked::HookedReducer;
 pub use identical::states_identical;
-pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions};
+pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state, verify_state_on};
-pub use weights::check_weight;
 
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, HookState, Metered};

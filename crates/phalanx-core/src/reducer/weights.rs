@@ -5,13 +5,13 @@
 //! buckets are back: until then no rank knows the sum of weights, and none waits for it.
 
 use bytemuck::AnyBitPattern;
+use phalanx_proto::reducer::weight::{SCALE, check_weight, check_weight_sum};
 
 use super::bucket::Bucket;
-use super::{ParameterSpec, Reducer, zero};
+use super::{Reducer, zero};
 use crate::buffer::Buffer;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
-use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
 impl Reducer {
@@ -82,47 +82,13 @@ impl Reducer {
             WorldSize::ONE => own,
             _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
         };
-        if !(mean > 0.0 && mean.is_finite()) {
-            let sum = mean * f64::from(world.get());
-            return Err(Error::invalid_argument(format!(
-                "the weights of all ranks add up to {sum}: there is no average of this step"
-            ))
-            .with_remedy(
-                "leave out a step in which no rank has a sample, on every rank, and go on with the next",
-            ));
-        }
+        check_weight_sum(mean * f64::from(world.get()))?;
         if mean != 1.0 {
             for bucket in &mut self.buckets {
                 bucket.divide(&*self.group, mean)?;
             }
         }
         Ok(())
-    }
-}
-
-const SCALE: &str = "sum the weights over ranks first, and call the unweighted backward with \
-                     loss × weight × world size / sum of weights; or register no hook, in f32";
-
-/// An error unless gradients of `parameters` can be averaged with this `weight` of `rank`, as
-/// [`Reducer::start_weighted`] does it.
-///
-/// # Errors
-/// If the weight is negative, infinite or not a number, or too large or too small for an f32; if a gradient is of 16 bits, in which
-/// neither weights nor gradients times weights could be told.
-pub fn check_weight(rank: Rank, weight: f64, parameters: &[ParameterSpec]) -> Result<()> {
-    let narrow = weight as f32;
-    if !(weight == 0.0 || (weight > 0.0 && narrow.is_normal())) {
-        return Err(Error::invalid_argument(format!("rank {rank}: {weight} is no weight for gradients")).with_remedy(
-            "the weight is the number of this rank's samples or tokens, 0 if it has none; is it computed from a mask that may be \
-             NaN?",
-        ));
-    }
-    match parameters.iter().find(|parameter| !matches!(parameter.dtype, DType::F32 | DType::F64)) {
-        None => Ok(()),
-        Some(parameter) => Err(Error::invalid_argument(format!(
-            "the gradient of parameter {parameter} is too narrow for weights"
-        ))
-        .with_remedy(SCALE)),
     }
 }
 

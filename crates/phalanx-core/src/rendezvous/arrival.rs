@@ -22,6 +22,11 @@ use std::net::IpAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use phalanx_proto::rendezvous as roll_call;
+use phalanx_proto::rendezvous::{
+    ArrivalError, Entry, Identity, Missing, OK, OVER, Place, number_in, other_world, place, read_outcome,
+};
+
 use super::RankConfig;
 use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
@@ -29,44 +34,23 @@ use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::notice::while_waiting;
 use crate::random;
-use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
 use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
-/// How the outcome begins if all have come. The random number of the first group follows.
-const OK: &[u8] = b"ok ";
-/// The outcome of the round after the last one in a store that ends.
-const OVER: &[u8] = b"over";
-/// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome; in the second,
-/// the outcome had no number.
-const VERSION: u32 = 3;
-const VERSION_MARK: &str = "@version-";
-/// How many missing ranks an error names.
-const NAMED: usize = 8;
 /// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
 
-/// Which process on which host this is. Hosts may have equal names, and processes in different containers equal numbers: those are for
-/// errors.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Identity {
-    pub host: String,
-    pub process: String,
-    pub host_id: String,
-    pub process_id: String,
-}
-
-impl Identity {
-    /// # Errors
-    /// If the system has no random numbers.
-    pub fn of_process() -> Result<Self> {
-        let process = std::process::id().to_string();
-        // A child that was forked is another process.
-        let process_id = format!("{process}-{:016x}", process_nonce()?);
-        Ok(Self { host: host::name(), process, host_id: host::id(), process_id })
-    }
+/// Who this process is.
+///
+/// # Errors
+/// If the system has no random numbers.
+pub(super) fn of_process() -> Result<Identity> {
+    let process = std::process::id().to_string();
+    // A child that was forked is another process.
+    let process_id = format!("{process}-{:016x}", process_nonce()?);
+    Ok(Identity { host: host::name(), process, host_id: host::id(), process_id })
 }
 
 /// The number of this process, which no other has, also in another container with the same process number.
@@ -117,78 +101,6 @@ pub(super) struct Arrived {
     world_size: WorldSize,
 }
 
-/// What a rank writes when it arrives.
-#[derive(Debug, PartialEq, Eq)]
-struct Entry {
-    nonce: String,
-    /// The world size that it expects, and its version, as [`expectation`] writes them.
-    world: String,
-    identity: Identity,
-    /// The address at which it found the store; none if the store has no address.
-    store: Option<IpAddr>,
-}
-
-impl Entry {
-    fn new(store: Option<IpAddr>, config: &RankConfig, me: &Identity) -> Result<Self> {
-        Ok(Self { nonce: nonce()?, world: expectation(config.world_size), identity: me.clone(), store })
-    }
-
-    fn to_text(&self) -> String {
-        let Self { nonce, world, identity: Identity { host, process, host_id, process_id }, store } = self;
-        let store = store.map_or_else(|| "-".to_owned(), |address| address.to_string());
-        format!("{nonce} {world} {process} {host} {store} {host_id} {process_id}")
-    }
-
-    /// The error is a sentence.
-    fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let text = String::from_utf8_lossy(bytes);
-        let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
-        let Ok([nonce, world, process, host, store, host_id, process_id]) = <[String; 7]>::try_from(words)
-        else {
-            return Err(format!("the store holds {text:?} instead of a rank's arrival"));
-        };
-        let identity = Identity { host, process, host_id, process_id };
-        Ok(Self { nonce, world, identity, store: store.parse().ok() })
-    }
-}
-
-/// What a rank expects of the others: the world size, and the version.
-fn expectation(world_size: WorldSize) -> String {
-    format!("{world_size}{VERSION_MARK}{VERSION}")
-}
-
-/// Why a rank that expects `own` cannot start with `peer`, another one or that of this rank, which expects `other`.
-fn difference(rank: Rank, own: &str, peer: &str, other: &str) -> (Kind, String) {
-    let ((size, version), (other_size, other_version)) = (size_and_version(own), size_and_version(other));
-    if version == other_version {
-        return (
-            Kind::Mismatch,
-            format!("rank {rank} expects a world of {size}, {peer} one of {other_size}"),
-        );
-    }
-    let cause = format!(
-        "rank {rank} starts by version {version} of the protocol, {peer} by version {other_version}: they run different \
-         builds of Phalanx"
-    );
-    (Kind::Protocol, cause)
-}
-
-fn size_and_version(expectation: &str) -> (&str, &str) {
-    expectation.split_once(VERSION_MARK).unwrap_or((expectation, "1"))
-}
-
-/// Why the entry of `peer` cannot be read, for a rank that expects `own`: it may be of another version, whose entries begin as ours do.
-fn unreadable(rank: Rank, own: &str, peer: &str, entry: &[u8], cause: String) -> (Kind, String) {
-    let text = String::from_utf8_lossy(entry);
-    let (size, version) = size_and_version(text.split(' ').nth(1).unwrap_or_default());
-    match size.parse::<u32>() {
-        Ok(_) if version != size_and_version(own).1 => {
-            difference(rank, own, peer, &format!("{size}{VERSION_MARK}{version}"))
-        }
-        Ok(_) | Err(_) => (Kind::Protocol, cause),
-    }
-}
-
 /// Waits until all ranks have arrived. Returns an error on every rank if one is missing at the deadline, is there
 /// twice, or expects another world size. `found` is the address at which this rank found the store, if it has one.
 pub(super) fn arrive(
@@ -199,16 +111,14 @@ pub(super) fn arrive(
     deadline: Deadline,
 ) -> Result<Arrival> {
     let started = Instant::now();
-    let entry = Entry::new(found, config, me)?;
+    let entry = Entry::new(nonce()?, config.world_size, me.clone(), found);
     let Some((roll_call, round, expected)) = sign_in(store, config, &entry, deadline)? else {
         return Ok(Arrival::Over);
     };
     let group: SharedStore =
         Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
-    if expected != entry.world.as_bytes() {
-        let expected = String::from_utf8_lossy(&expected);
-        let (kind, cause) = difference(config.rank, &entry.world, "another rank", &expected);
-        return Err(fail(&roll_call, kind, None, cause, deadline));
+    if let Some(error) = other_world(config.rank, &entry, &expected) {
+        return Err(fail(&roll_call, error, deadline));
     }
     // Published here, so that ranks that get further can see if this one is stopped while it waits.
     let (name, process) = transport::process_record(config.rank)?;
@@ -272,13 +182,15 @@ pub(super) fn refuse_another(
     {
         return Ok(None);
     }
-    let signed_in = sign_in(store, config, &Entry::new(None, config, me)?, deadline)?;
+    let entry = Entry::new(nonce()?, config.world_size, me.clone(), None);
+    let signed_in = sign_in(store, config, &entry, deadline)?;
     Ok(signed_in.map(|(roll_call, ..)| {
         let cause = format!(
             "process {} on {} is rank {} of another group already, whose store it serves at this address",
             me.process, me.host, config.rank
         );
-        fail(&roll_call, Kind::InvalidArgument, Some(config.rank), cause, deadline)
+        let error = ArrivalError { kind: Kind::InvalidArgument, peer: Some(config.rank.get()), cause };
+        fail(&roll_call, error, deadline)
     }))
 }
 
@@ -301,17 +213,8 @@ fn judge(
         Err(error) => Err(error),
         Ok(entries) => {
             // A rank that expects another world has said so before it reads this, or does so now.
-            let own = expectation(config.world_size);
-            for (rank, entry) in config.world_size.ranks().zip(&entries) {
-                let peer = format!("rank {rank}");
-                let (kind, cause) = match Entry::parse(entry) {
-                    Ok(entry) if entry.world == own => continue,
-                    Ok(entry) => difference(config.rank, &own, &peer, &entry.world),
-                    Err(cause) => unreadable(config.rank, &own, &peer, entry, cause),
-                };
-                let peer = (kind == Kind::Protocol).then_some(rank);
-                return Err(fail(roll_call, kind, peer, cause, deadline));
-            }
+            roll_call::judge(config.rank, config.world_size, entries.iter().map(Vec::as_slice))
+                .map_err(|error| fail(roll_call, error, deadline))?;
             let fine = [OK, &random::bytes::<{ size_of::<JobId>() }>()?].concat();
             roll_call.compare_set("verdict", b"", &fine, deadline)
         }
@@ -344,21 +247,10 @@ fn sign_in(
         let found = roll_call.multi_compare_set(&changes, deadline)?;
         let [there, expected] = <[_; 2]>::try_from(found)
             .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
-        if there == mine {
-            return Ok(Some((roll_call, round, expected)));
-        }
-        let other = Entry::parse(&there).map_err(|cause| {
-            let peer = format!("another rank {}", config.rank);
-            let (kind, cause) = unreadable(config.rank, &entry.world, &peer, &there, cause);
-            fail(&roll_call, kind, Some(config.rank), cause, deadline)
-        })?;
-        let other = other.identity;
-        if other != entry.identity {
-            let cause = format!(
-                "two processes have rank {}: process {} on {} and process {} on {}",
-                config.rank, other.process, other.host, entry.identity.process, entry.identity.host
-            );
-            return Err(fail(&roll_call, Kind::Mismatch, Some(config.rank), cause, deadline));
+        match place(config.rank, entry, &there) {
+            Place::Taken => return Ok(Some((roll_call, round, expected))),
+            Place::Met => {}
+            Place::Refused(error) => return Err(fail(&roll_call, error, deadline)),
         }
         // The first round of a store has been met, or this process has left it with an error.
         if round > 0
@@ -372,8 +264,7 @@ fn sign_in(
 }
 
 /// Writes an error of this rank as the outcome, and returns it.
-fn fail(roll_call: &PrefixStore, kind: Kind, peer: Option<Rank>, cause: String, deadline: Deadline) -> Error {
-    let error = ArrivalError { kind, peer: peer.map(Rank::get), cause };
+fn fail(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Error {
     let _ = write_outcome(roll_call, &error, deadline);
     error.into_error()
 }
@@ -399,55 +290,6 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the store may take to answer a question beside the wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The number of the first group, with which the outcome says that all is well. Otherwise the error that it is.
-fn number_in(outcome: &[u8]) -> Result<JobId> {
-    outcome.strip_prefix(OK).and_then(|number| number.try_into().ok()).ok_or_else(|| read_outcome(outcome))
-}
-
-/// An outcome other than [`OK`].
-#[derive(serde::Serialize, serde::Deserialize)]
-struct ArrivalError {
-    kind: Kind,
-    peer: Option<u32>,
-    cause: String,
-}
-
-impl ArrivalError {
-    fn into_error(self) -> Error {
-        let error = Error::new(self.kind, self.cause).in_operation("rendezvous", None);
-        let error = self.peer.into_iter().fold(error, |error, peer| error.with_peer(Rank::new(peer)));
-        error.with_remedy(match self.kind {
-            Kind::Timeout => {
-                "have all ranks been started, with the same MASTER_ADDR, MASTER_PORT and job? If they are only slow, \
-                 raise the time-out"
-            }
-            Kind::Protocol => {
-                "run the same version of Phalanx in all processes of a job, and let nothing else write to its store"
-            }
-            Kind::InvalidArgument => {
-                "end that group on every rank before the next is made (drop it; in Python, destroy_process_group), or make \
-                 others of its ranks with new_group"
-            }
-            _ => "give every process its own rank and the same world size; a launcher does",
-        })
-    }
-}
-
-fn read_outcome(outcome: &[u8]) -> Error {
-    if outcome == OVER {
-        // As this rank's time was up.
-        return Error::timeout("rank 0 has left the group that was met in this store")
-            .with_peer(Rank::MAIN)
-            .in_operation("rendezvous", None)
-            .with_remedy("let every rank join, and leave, equally often");
-    }
-    match serde_json::from_slice::<ArrivalError>(outcome) {
-        Ok(error) => error.into_error(),
-        Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
-            .in_operation("rendezvous", None),
-    }
-}
-
 /// Reports the missing ranks, while there is time.
 fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadline: Deadline) -> String {
     let world = config.world_size.get();
@@ -466,39 +308,14 @@ fn missing(
     started: Instant,
     deadline: Deadline,
 ) -> ArrivalError {
-    let (mut missing, mut is_answered) = (Vec::new(), true);
+    let mut missing = Missing::default();
     for rank in config.world_size.ranks() {
-        match roll_call.check(&[&format!("rank/{rank}")], deadline) {
-            Ok(true) => {}
-            Ok(false) => missing.push(rank),
-            Err(_) => is_answered = false,
-        }
-        if missing.len() > NAMED || !is_answered {
+        let has_arrived = roll_call.check(&[&format!("rank/{rank}")], deadline).ok();
+        if !missing.note(rank, has_arrived) {
             break;
         }
     }
-    let names: Vec<String> = missing.iter().take(NAMED).map(Rank::to_string).collect();
-    let more = if missing.len() > NAMED { " and more" } else { "" };
-    let waited = started.elapsed().as_secs_f64();
-    let world = config.world_size;
-    let mut peer = missing.first().copied();
-    let cause = match names.as_slice() {
-        [] if !is_answered => {
-            format!("the store has not said within {waited:.1} s which of {world} ranks have arrived")
-        }
-        [] if config.rank.is_main() => {
-            format!("the last of {world} ranks has only arrived after {waited:.1} s")
-        }
-        [] => {
-            peer = Some(Rank::MAIN);
-            format!(
-                "all {world} ranks have arrived, but rank 0 has not confirmed it within {waited:.1} s: it has stopped"
-            )
-        }
-        [name] => format!("rank {name} of {world} has not arrived within {waited:.1} s"),
-        names => format!("ranks {}{more} of {world} have not arrived within {waited:.1} s", names.join(", ")),
-    };
-    ArrivalError { kind: Kind::Timeout, peer: peer.map(Rank::get), cause }
+    missing.error(config.rank, config.world_size, started.elapsed().as_secs_f64())
 }
 
 impl Arrived {
@@ -527,6 +344,9 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use phalanx_proto::rendezvous::VERSION;
+
+    use crate::rank::Rank;
     use crate::store::MemoryStore;
 
     #[test]

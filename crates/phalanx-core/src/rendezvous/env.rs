@@ -1,6 +1,7 @@
 //! `env://`: the launcher's variables.
 
-use super::arrival::Identity;
+use phalanx_proto::rendezvous::Identity;
+
 use super::{RankConfig, Rendezvous, Url, file, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;

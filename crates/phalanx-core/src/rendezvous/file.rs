@@ -10,7 +10,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::arrival::{Identity, arrive, nonce, reserve};
+use phalanx_proto::rendezvous::Identity;
+
+use super::arrival::{arrive, nonce, reserve};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

@@ -22,7 +22,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::arrival::{Arrived, Identity, Rounds};
+use self::arrival::{Arrived, Rounds};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
@@ -83,7 +83,7 @@ pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     refuse_fixed_world()?;
     match read_env()? {
         Some(env) => {
-            env::join(&env, Credentials::from_env()?, &Identity::of_process()?, Deadline::after(timeout))
+            env::join(&env, Credentials::from_env()?, &arrival::of_process()?, Deadline::after(timeout))
         }
         None => Ok(alone()),
     }
@@ -111,7 +111,7 @@ pub fn from_url(
     timeout: Duration,
 ) -> Result<Rendezvous> {
     let deadline = Deadline::after(timeout);
-    let me = Identity::of_process()?;
+    let me = arrival::of_process()?;
     let given = |rank, world_size| {
         Ok::<_, Error>(RankConfig {
             credentials: Credentials::from_env()?,
@@ -173,7 +173,7 @@ pub fn from_store(
 ) -> Result<Rendezvous> {
     let credentials = Credentials::from_env()?;
     let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &config, &Identity::of_process()?, Deadline::after(timeout))
+    store::join(&store, &config, &arrival::of_process()?, Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.

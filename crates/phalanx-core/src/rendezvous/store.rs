@@ -2,7 +2,9 @@
 
 use std::net::Ipv4Addr;
 
-use super::arrival::{Identity, arrive};
+use phalanx_proto::rendezvous::Identity;
+
+use super::arrival::arrive;
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::Result;

@@ -4,7 +4,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::arrival::{Arrival, Identity, arrive, refuse_another};
+use phalanx_proto::rendezvous::Identity;
+
+use super::arrival::{Arrival, arrive, refuse_another};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

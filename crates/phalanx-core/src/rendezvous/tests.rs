@@ -3,6 +3,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::Instant;
 
+use phalanx_proto::rendezvous::Identity;
+
 use super::*;
 use crate::store::Store;
 

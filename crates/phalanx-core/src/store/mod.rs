@@ -9,7 +9,6 @@ mod etcd;
 mod file;
 mod memory;
 mod prefix;
-pub(crate) mod table;
 mod tcp;
 
 #[cfg(test)]
@@ -20,6 +19,7 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 use crate::error::Result;
+use phalanx_proto::store::table;
 
 #[cfg(feature = "etcd")]
 #[doc(hidden)]

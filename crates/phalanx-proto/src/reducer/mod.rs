@@ -4,5 +4,7 @@ mod options;
 pub mod plan;
 pub mod state;
 pub mod unused;
+pub mod weight;
 
 pub use self::options::{ParameterSpec, ReducerOptions};
+pub use self::weight::{StepWeight, check_weight, check_weight_sum};

@@ -30,9 +30,9 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
-use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::{ReducerOptions, StepWeight, check_weight_sum};
 use phalanx::trace::Track;
-use phalanx::{Error, Rank, ReduceOp, Result};
+use phalanx::{Error, Rank, ReduceOp, Result, adapter};
 
 use self::exchanges::{Exchanges, Present};
 pub use self::group::{ShardingGroup, ShardingOptions};
@@ -41,7 +41,7 @@ use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
 use self::unit::unit_name;
-use crate::ddp::{Accumulated, check_sum, scaled};
+use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
@@ -122,7 +122,7 @@ pub struct Fsdp<M> {
     /// By unit that is trained: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
-    accumulated: Accumulated,
+    accumulated: StepWeight,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -182,7 +182,7 @@ impl<M: Module> Fsdp<M> {
             }
         }
         let parameters = Arc::new(parameters);
-        let (exchanges, accumulated) = (exchanges.clone(), Accumulated::Nothing);
+        let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
         Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated })
     }
 
@@ -294,7 +294,7 @@ impl<M: Module> Fsdp<M> {
             }
         }
         if let Some(sum) = sum {
-            check_sum(sum)?;
+            check_weight_sum(sum)?;
             // They are averages over ranks.
             let ranks = self.exchanges.ranks() * self.exchanges.replicas.world_size().count();
             let mean = sum / ranks as f64;
@@ -330,7 +330,7 @@ impl<M: Module> Fsdp<M> {
     /// all ranks call it in the same place.
     #[doc(alias("zero_grad", "no_sync"))]
     pub fn drop_accumulated(&mut self) {
-        self.accumulated = Accumulated::Nothing;
+        self.accumulated = StepWeight::Nothing;
         self.exchanges.drop_held();
         self.ddp.drop_accumulated();
     }
@@ -345,17 +345,18 @@ impl<M: Module> Fsdp<M> {
     ) -> Result<(T, Present, Option<f64>)> {
         let began = Instant::now();
         self.exchanges.check()?;
-        let accumulated = self.accumulated.with(weight, self.exchanges.group.rank(), self.ddp.parameters());
+        let accumulated =
+            one_more(self.accumulated, weight, self.exchanges.group.rank(), self.ddp.parameters());
         // The others wait for this rank's gradients.
         let accumulated = accumulated.inspect_err(|error| self.exchanges.fail(error.clone()))?;
-        self.accumulated = if order.is_some() { Accumulated::Nothing } else { accumulated };
+        self.accumulated = if order.is_some() { StepWeight::Nothing } else { accumulated };
         self.exchanges.begin_backward(weight);
         let outcome = backward(&mut self.ddp);
         self.exchanges.end_backward();
         // The first failure is the cause of the rest.
         let outcome = self.exchanges.check().and(outcome);
         let outcome = outcome.inspect_err(|error| self.exchanges.fail(error.clone()))?;
-        let (present, sum) = self.exchanges.agree(order, accumulated.weight())?;
+        let (present, sum) = self.exchanges.agree(order, accumulated.sum())?;
         self.exchanges.record(Track::Backward, "backward", began);
         Ok((outcome, present, sum))
     }
@@ -369,7 +370,7 @@ impl<M: Module> Fsdp<M> {
     /// If `max_norm` is not a positive number, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
-        clip::check(max_norm)?;
+        adapter::check_max_norm(max_norm)?;
         let own: f64 = clip::squares_of(self.model(), gradients)?.iter().map(|(_, squares)| squares).sum();
         let mut all = vec![0.0; self.exchanges.ranks()];
         self.exchanges.group.all_gather(&[own], &mut all)?;

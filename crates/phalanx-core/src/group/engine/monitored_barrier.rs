@@ -22,7 +22,7 @@ impl Engine {
         let sequence = self.collectives.advance();
         self.health.waits.begin(sequence);
         self.check_health()?;
-        self.health.calls.begin(self.header(call, sequence));
+        self.health.calls(|calls| calls.begin(self.header(call, sequence)));
         let outcome = if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             domain.monitored_barrier(call, sequence, deadline, others_deadline)
         } else if self.rank.is_main() {
@@ -31,7 +31,7 @@ impl Engine {
             self.token(call, sequence, Some(Rank::MAIN), None, others_deadline)
                 .and_then(|()| self.token(call, sequence, None, Some(Rank::MAIN), others_deadline))
         };
-        self.health.calls.end();
+        self.health.calls(|calls| calls.end());
         outcome.map_err(|error| self.health.fail_operation(error, call, sequence))
     }
 

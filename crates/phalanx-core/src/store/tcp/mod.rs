@@ -10,7 +10,6 @@ mod peer_user;
 mod server;
 mod server_connection;
 mod server_stream;
-mod waiters;
 
 pub use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;

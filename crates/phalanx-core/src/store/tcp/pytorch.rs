@@ -1,5 +1,5 @@
 //! Our client with PyTorch's server, and vice versa. PyTorch is not needed to build or test this crate, so these tests
-//! are ignored by default. Run them with `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx --lib pytorch -- --ignored`
+//! are ignored by default. Run them with `PHALANX_TEST_PYTHON=python3 cargo test -p phalanx-core --lib pytorch -- --ignored`
 //! and a Python that has torch. `.ci/full` installs one.
 
 use std::io::{BufRead, BufReader};

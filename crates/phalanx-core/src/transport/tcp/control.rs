@@ -167,7 +167,7 @@ impl Drop for Monitor {
         // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         self.health.compare_calls();
-        if let Some(last) = self.health.calls.latest().filter(|_| !self.health.has_failed()) {
+        if let Some(last) = self.health.calls(|calls| calls.latest()).filter(|_| !self.health.has_failed()) {
             self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
@@ -180,7 +180,7 @@ impl Drop for Monitor {
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
         let mut parting = Parting { health: &self.health, unread, heard: HashSet::new() };
-        let last = self.health.calls.latest().filter(|_| !self.health.has_failed());
+        let last = self.health.calls(|calls| calls.latest()).filter(|_| !self.health.has_failed());
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
@@ -313,9 +313,9 @@ impl Parting<'_> {
 
     fn hear(&self, peer: Rank, message: Control) {
         match message {
-            Control::Waiting(call) => self.health.calls.hear(peer, call, Told::Waiting),
-            Control::Latest(call) => self.health.calls.hear(peer, call, Told::Latest),
-            Control::Last(call) => self.health.calls.hear(peer, call, Told::Last),
+            Control::Waiting(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Waiting)),
+            Control::Latest(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Latest)),
+            Control::Last(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Last)),
             // Whatever else fails from now on, this rank has left before.
             Control::Failure(notice) => {
                 let error = notice.into_error(peer, self.health.host(peer));

@@ -235,16 +235,16 @@ impl<'a> Watch<'a> {
                         self.health.hear(notice.into_error(rank, self.health.host(rank)));
                     }
                     Control::Waiting(call) => {
-                        self.health.calls.hear(rank, call, Told::Waiting);
+                        self.health.calls(|calls| calls.hear(rank, call, Told::Waiting));
                         self.health.compare_calls();
                     }
                     Control::Last(call) => {
                         peer.last = Some(call.sequence);
-                        self.health.calls.hear(rank, call, Told::Last);
+                        self.health.calls(|calls| calls.hear(rank, call, Told::Last));
                         self.health.compare_calls();
                     }
                     Control::Latest(call) => {
-                        self.health.calls.hear(rank, call, Told::Latest);
+                        self.health.calls(|calls| calls.hear(rank, call, Told::Latest));
                         self.health.compare_calls();
                     }
                     Control::LongWait(wait) => waits.push(wait),
@@ -307,7 +307,7 @@ impl<'a> Watch<'a> {
         }
         // If the calls differ, the peers are told before they are answered.
         self.health.compare_calls();
-        let latest = self.health.calls.latest();
+        let latest = self.health.calls(|calls| calls.latest());
         let has_failed = self.health.has_failed();
         for (rank, peer) in
             self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer.is_some())
@@ -332,10 +332,10 @@ impl<'a> Watch<'a> {
 
     /// Tells the others in which call this rank is stuck, and checks whether it has made another call than they.
     fn compare_calls(&self) {
-        for call in self.health.calls.untold() {
+        for call in self.health.calls(|calls| calls.untold()) {
             self.tell(&Control::Waiting(call), |_| true);
         }
-        if let Some(call) = self.health.calls.stuck() {
+        if let Some(call) = self.health.calls(|calls| calls.stuck()) {
             self.tell(&Control::Waiting(call), |_| true);
         }
         self.health.compare_calls();

@@ -1,19 +1,19 @@
 //! The operations of every store on its keys and values, with the caps of all stores.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::MAX_VALUE;
+use crate::wire::store::MAX_VALUE;
 
 /// The most keys of a store.
-pub(crate) const MAX_KEYS: usize = 1 << 20;
+pub const MAX_KEYS: usize = 1 << 20;
 /// The most bytes of keys and values of a store.
-pub(crate) const MAX_BYTES: usize = 1 << 30;
+pub const MAX_BYTES: usize = 1 << 30;
 
 /// Keys and values.
 #[derive(Debug)]
-pub(crate) struct Table {
-    values: HashMap<Vec<u8>, Arc<[u8]>>,
+pub struct Table {
+    values: BTreeMap<Vec<u8>, Arc<[u8]>>,
     bytes: usize,
     max_keys: usize,
     max_bytes: usize,
@@ -21,15 +21,20 @@ pub(crate) struct Table {
 
 /// Why a store refuses a call.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refusal {
+pub enum Refusal {
+    /// A counter's value is no number.
     #[error("the value {0:?} is not a decimal number, so nothing can be added to it")]
     NotANumber(String),
+    /// A counter would leave its range.
     #[error("the sum of {0} and {1} does not fit 64 bits")]
     Overflow(i64, i64),
+    /// A value is longer than all may be.
     #[error("a value of {0} bytes is longer than the {MAX_VALUE} bytes a store takes")]
     LongValue(usize),
+    /// There is no room for another key.
     #[error("the store is full: it holds {0} keys")]
     ManyKeys(usize),
+    /// There is no room for more bytes.
     #[error("the store is full: it holds {0} bytes")]
     ManyBytes(usize),
 }
@@ -41,26 +46,40 @@ impl Default for Table {
 }
 
 impl Table {
+    /// An empty one, with these caps.
     pub fn with_caps(max_keys: usize, max_bytes: usize) -> Self {
-        Self { values: HashMap::new(), bytes: 0, max_keys, max_bytes }
+        Self { values: BTreeMap::new(), bytes: 0, max_keys, max_bytes }
     }
 
+    /// The value of `key`.
     pub fn get(&self, key: &[u8]) -> Option<Arc<[u8]>> {
         self.values.get(key).cloned()
     }
 
+    /// Whether `key` has a value.
     pub fn contains(&self, key: &[u8]) -> bool {
         self.values.contains_key(key)
     }
 
+    /// Whether there is no key.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// The number of keys.
     pub fn len(&self) -> usize {
         self.values.len()
     }
 
+    /// All keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &[u8]> {
         self.values.keys().map(Vec::as_slice)
     }
 
+    /// Gives `key` this value.
+    ///
+    /// # Errors
+    /// If a cap would be exceeded; then nothing has changed, as in all that follows.
     pub fn set(&mut self, key: &[u8], value: impl Into<Arc<[u8]>>) -> Result<(), Refusal> {
         let value = value.into();
         if value.len() > MAX_VALUE {
@@ -87,6 +106,10 @@ impl Table {
         Ok(())
     }
 
+    /// Adds to a counter, which begins at 0; returns the sum.
+    ///
+    /// # Errors
+    /// If the value is no number, or the sum does not fit.
     pub fn add(&mut self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
         let old = self.values.get(key).map_or(Ok(0), |value| decimal(value))?;
         let sum = old.checked_add(amount).ok_or(Refusal::Overflow(old, amount))?;
@@ -94,7 +117,11 @@ impl Table {
         Ok(sum)
     }
 
-    /// The value after the call, and whether it was just written.
+    /// Sets `key` if its value is `expected`, or if it has none and `expected` is empty. Returns the value after the call, and whether it was just
+    /// written.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
     pub fn compare_set(
         &mut self,
         key: &[u8],
@@ -111,6 +138,10 @@ impl Table {
         Ok((self.get(key).unwrap_or_else(|| expected.into()), matches))
     }
 
+    /// Adds bytes to the end of a value.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
     pub fn append(&mut self, key: &[u8], value: &[u8]) -> Result<(), Refusal> {
         let old = self.values.get(key).map_or(&[][..], |old| old);
         if old.len() + value.len() > MAX_VALUE {
@@ -120,6 +151,7 @@ impl Table {
         self.set(key, whole)
     }
 
+    /// Removes `key`; returns whether it was there.
     pub fn delete(&mut self, key: &[u8]) -> bool {
         let old = self.values.remove(key);
         self.bytes -= old.as_ref().map_or(0, |value| key.len() + value.len());
@@ -128,7 +160,10 @@ impl Table {
 }
 
 /// A counter's value, as PyTorch writes it.
-pub(crate) fn decimal(value: &[u8]) -> Result<i64, Refusal> {
+///
+/// # Errors
+/// If it is no number.
+pub fn decimal(value: &[u8]) -> Result<i64, Refusal> {
     let text = String::from_utf8_lossy(value);
     text.trim().parse().map_err(|_| Refusal::NotANumber(text.chars().take(64).collect()))
 }

@@ -7,22 +7,18 @@
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
 
 /// How often to check whether a call is stuck: it is, if it was already running at the last check.
-pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+pub const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// How many calls are remembered. A rank may be ahead of the others by some calls in which it only sends.
 const KEPT: usize = 64;
 
-#[derive(Default)]
-pub(crate) struct Calls(Mutex<CallsState>);
-
-#[derive(Default)]
-struct CallsState {
+/// What a rank knows of its own calls and of those of its peers.
+#[derive(Debug, Default)]
+pub struct Calls {
     /// The latest calls, each at its number modulo [`KEPT`].
     last: Vec<Option<Header>>,
     /// The call that began last.
@@ -41,7 +37,7 @@ struct CallsState {
 
 /// Why a peer tells one of its calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Told {
+pub enum Told {
     /// It has been in it for a while, or a frame has shown that one like it differs.
     Waiting,
     /// It is its latest one when this rank leaves.
@@ -52,7 +48,7 @@ pub(crate) enum Told {
 
 /// The last call of one rank, which another that has left too has not made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Missing {
+pub enum Missing {
     /// This rank has not made this call of the peer.
     Here(Rank, Header),
     /// The peer has not made this call of this rank.
@@ -61,93 +57,90 @@ pub(super) enum Missing {
 
 impl Calls {
     /// A collective begins.
-    pub(crate) fn begin(&self, call: Header) {
-        let mut state = self.0.lock();
-        if state.last.is_empty() {
-            state.last.resize(KEPT, None);
+    pub fn begin(&mut self, call: Header) {
+        if self.last.is_empty() {
+            self.last.resize(KEPT, None);
         }
         let place = place(call.sequence);
-        state.last[place] = Some(call);
-        state.running = Some(call);
-        state.latest = Some(call);
+        self.last[place] = Some(call);
+        self.running = Some(call);
+        self.latest = Some(call);
     }
 
     /// The call that began last, if its data went to other ranks in frames.
-    pub(crate) fn latest(&self) -> Option<Header> {
-        self.0.lock().latest
+    pub fn latest(&self) -> Option<Header> {
+        self.latest
     }
 
     /// The call that runs, if its data goes to other ranks in frames.
-    pub(crate) fn running(&self) -> Option<Header> {
-        self.0.lock().running
+    pub fn running(&self) -> Option<Header> {
+        self.running
     }
 
     /// It has ended.
-    pub(crate) fn end(&self) {
-        self.0.lock().running = None;
+    pub fn end(&mut self) {
+        self.running = None;
     }
 
     /// The running call, if it was already running at the last check and has not been returned yet.
-    pub(crate) fn stuck(&self) -> Option<Header> {
-        let mut state = self.0.lock();
-        let running = state.running?;
-        match state.seen {
+    pub fn stuck(&mut self) -> Option<Header> {
+        let running = self.running?;
+        match self.seen {
             Some((sequence, told)) if sequence == running.sequence => {
-                state.seen = Some((sequence, true));
+                self.seen = Some((sequence, true));
                 (!told).then_some(running)
             }
             _ => {
-                state.seen = Some((running.sequence, false));
+                self.seen = Some((running.sequence, false));
                 None
             }
         }
     }
 
     /// Has the others told which calls this rank made before the one numbered `sequence`. Returns whether there are any.
-    pub(super) fn tell_earlier(&self, sequence: Sequence) -> bool {
-        let mut state = self.0.lock();
+    pub fn tell_earlier(&mut self, sequence: Sequence) -> bool {
         let mut earlier: Vec<Header> =
-            state.last.iter().flatten().filter(|call| call.sequence < sequence).copied().collect();
+            self.last.iter().flatten().filter(|call| call.sequence < sequence).copied().collect();
         // The first that differs is found first.
         earlier.sort_unstable_by_key(|call| call.sequence.0);
-        state.untold = earlier;
-        !state.untold.is_empty()
+        self.untold = earlier;
+        !self.untold.is_empty()
     }
 
     /// What the others must be told of earlier calls, once.
-    pub(crate) fn untold(&self) -> Vec<Header> {
-        std::mem::take(&mut self.0.lock().untold)
+    pub fn untold(&mut self) -> Vec<Header> {
+        std::mem::take(&mut self.untold)
     }
 
     /// `peer` has told its call `theirs`.
-    pub(crate) fn hear(&self, peer: Rank, theirs: Header, told: Told) {
-        let mut state = self.0.lock();
-        state.waiting.retain(|(known, ..)| *known != peer);
-        state.waiting.push((peer, theirs, told));
+    pub fn hear(&mut self, peer: Rank, theirs: Header, told: Told) {
+        self.waiting.retain(|(known, ..)| *known != peer);
+        self.waiting.push((peer, theirs, told));
         if told == Told::Last {
-            state.lasts.push((peer, theirs));
+            self.lasts.push((peer, theirs));
         }
     }
 
     /// When this rank has left: a call that one of the ranks that have left has made, and the other has not. Only a call in which
     /// a rank waits for nobody can be so.
-    pub(super) fn missing(&self) -> Option<Missing> {
-        let state = self.0.lock();
-        if state.running.is_some() {
+    pub fn missing(&self) -> Option<Missing> {
+        if self.running.is_some() {
             return None;
         }
-        let own = state.latest;
-        state.lasts.iter().find_map(|&(peer, theirs)| match own {
+        let own = self.latest;
+        self.lasts.iter().find_map(|&(peer, theirs)| match own {
             Some(own) if own.sequence > theirs.sequence => Some(Missing::There(peer, own)),
             Some(own) if own.sequence == theirs.sequence => None,
             Some(_) | None => Some(Missing::Here(peer, theirs)),
         })
     }
 
-    /// An error with both calls if this rank, `own`, has made another call where a peer waits.
-    pub(crate) fn compare(&self, own: Rank) -> Result<()> {
-        let mut state = self.0.lock();
-        let CallsState { last, waiting, .. } = &mut *state;
+    /// Looks whether this rank, `own`, has made another call where a peer waits.
+    ///
+    /// # Errors
+    /// With both calls, if it has.
+    pub fn compare(&mut self, own: Rank) -> Result<()> {
+        let Self { last, waiting, .. } = self;
         let mut outcome = Ok(());
         waiting.retain(|&(peer, ref theirs, told)| {
             let there = last.get(place(theirs.sequence)).copied().flatten();
@@ -193,7 +186,7 @@ mod tests {
 
     #[test]
     fn a_call_is_told_once_if_it_lasts_from_one_look_to_the_next() {
-        let calls = Calls::default();
+        let mut calls = Calls::default();
         assert_eq!(calls.stuck(), None);
         let call = header(Operation::AllGather, 3);
         calls.begin(call);
@@ -207,7 +200,7 @@ mod tests {
     #[test]
     fn a_call_that_one_of_two_that_have_left_never_made_is_missing() {
         let (peer, call) = (Rank::new(2), |sequence| header(Operation::Broadcast, sequence));
-        let calls = Calls::default();
+        let mut calls = Calls::default();
         assert_eq!(calls.missing(), None);
         // A rank that stays may still make it.
         calls.hear(peer, call(0), Told::Latest);
@@ -226,7 +219,7 @@ mod tests {
 
     #[test]
     fn another_call_in_the_place_of_a_peers_is_found_before_and_after_it_is_made() {
-        let (calls, peer) = (Calls::default(), Rank::new(2));
+        let (mut calls, peer) = (Calls::default(), Rank::new(2));
         calls.hear(peer, header(Operation::AllGather, 3), Told::Waiting);
         calls.compare(ME).unwrap();
         calls.begin(header(Operation::Broadcast, 3));
