@@ -1,5 +1,6 @@
 //! The deciding half of the gradient reducer: which gradients share a bucket, and when a bucket is launched. No memory, no group.
 
+pub mod clip;
 mod options;
 pub mod plan;
 pub mod state;

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use phalanx_proto::store::{Answer, StoreMachine, WaitId};
+use phalanx_proto::store::server::{Answer, StoreServer, WaitId};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -26,7 +26,7 @@ const BUFFER: usize = 4096;
 /// What all connections share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    machine: StoreMachine,
+    server: StoreServer,
     /// Who waits on its connection.
     parked: BTreeMap<WaitId, oneshot::Sender<()>>,
 }
@@ -34,7 +34,7 @@ pub(super) struct Shared {
 impl Shared {
     /// Tells those whose waits are over.
     fn wake(&mut self) {
-        for wait in self.machine.take_over() {
+        for wait in self.server.take_over() {
             if let Some(done) = self.parked.remove(&wait) {
                 // A receiver that has gone has just been cancelled.
                 let _ = done.send(());
@@ -75,7 +75,7 @@ impl Drop for AtEnd {
         let Some((key, value)) = self.pair.take() else { return };
         let mut shared = self.shared.borrow_mut();
         // A store that is full keeps what it has: there is nobody to tell.
-        let _ = shared.machine.set(&key, &value);
+        let _ = shared.server.set(&key, &value);
         shared.wake();
     }
 }
@@ -101,7 +101,7 @@ impl Drop for Parked {
     fn drop(&mut self) {
         let mut shared = self.shared.borrow_mut();
         shared.parked.remove(&self.id);
-        shared.machine.forget(self.id);
+        shared.server.forget(self.id);
     }
 }
 
@@ -122,7 +122,7 @@ impl Connection {
             }
             let answer = {
                 let mut shared = self.shared.borrow_mut();
-                let answer = shared.machine.execute(request);
+                let answer = shared.server.execute(request);
                 // A request that is refused may have set keys before that.
                 shared.wake();
                 answer
@@ -167,7 +167,7 @@ impl Connection {
         };
         match next {
             None => {
-                let values = self.shared.borrow().machine.values(&parked.wanted);
+                let values = self.shared.borrow().server.values(&parked.wanted);
                 self.write_values(vec![WAIT_DONE], values).await
             }
             Some(Some(byte)) if byte == Op::CancelWait as u8 => {
