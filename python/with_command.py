@@ -7,6 +7,7 @@ in one workspace, with the same features, so that the crates that they share are
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,8 @@ MANIFEST = HERE / CONFIG.get("manifest-path", "Cargo.toml")
 SCRIPTS = HERE / CONFIG["data"] / "scripts"
 # Rust's standard library runs on no earlier one.
 OLDEST_GLIBC = (2, 17)
+# rust-version of Cargo.toml.
+OLDEST_RUST = (1, 95)
 # maturin wants the folder for metadata already.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
 # Arguments of maturin that say for which machine, and from where: the command and the library must agree on them.
@@ -43,15 +46,34 @@ def _check_system(system=sys.platform, libc=platform.libc_ver()):
         )
     name, version = libc
     if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_GLIBC:
-        oldest = ".".join(map(str, OLDEST_GLIBC))
-        raise SystemExit(f"Phalanx needs glibc {oldest} or later, and this system has {version}: use a later one, or a container")
+        raise SystemExit(f"Phalanx needs glibc {_dotted(OLDEST_GLIBC)} or later, and this system has {version}: use a later one, or a container")
+
+
+def _dotted(version):
+    return ".".join(map(str, version))
+
+
+def _check_rust():
+    """Ends if Rust is too old, of which cargo says only that it does not understand a manifest."""
+    # An earlier cargo cannot read the manifests, and an earlier compiler not the sources.
+    for program in ("cargo", os.environ.get("RUSTC") or "rustc"):
+        if not shutil.which(program):
+            continue
+        said = subprocess.run([program, "--version"], stdout=subprocess.PIPE, text=True).stdout
+        version = re.match(r"\S+ (\d+)\.(\d+)", said)
+        if version and tuple(map(int, version.groups())) < OLDEST_RUST:
+            raise SystemExit(
+                f"Phalanx needs Rust {_dotted(OLDEST_RUST)} or later, and {program} is {_dotted(version.groups())}: `rustup update`, "
+                "or install a later one (https://rustup.rs)"
+            )
 
 
 def _find_cargo():
     """Sees to it that there is a cargo, for the command and then for maturin."""
     if shutil.which("cargo"):
+        _check_rust()
         return
-    missing = "cargo is not on PATH: install Rust 1.95 or later (https://rustup.rs)"
+    missing = f"cargo is not on PATH: install Rust {_dotted(OLDEST_RUST)} or later (https://rustup.rs)"
     if os.environ.get("MATURIN_NO_INSTALL_RUST"):
         raise SystemExit(missing)
     try:

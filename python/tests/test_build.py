@@ -12,6 +12,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "with_command.py"
 CARGO = """#!{python}
 import json, os, sys
+if sys.argv[1:] == ["--version"]:
+    sys.exit(print({version!r}))
 json.dump(sys.argv[1:], open({called!r}, "w"))
 print("not a message")
 print(json.dumps({{"reason": "compiler-artifact", "executable": None}}))
@@ -39,11 +41,11 @@ def build(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-    def cargo(*programs):
+    def cargo(*programs, version="cargo 1.95.0 (0123456789 2026-04-14)"):
         for program in programs:
             Path(program).write_text(f"the program {program}")
         path = tmp_path / "cargo"
-        path.write_text(CARGO.format(python=sys.executable, called=str(tmp_path / "called")))
+        path.write_text(CARGO.format(python=sys.executable, called=str(tmp_path / "called"), version=version))
         path.chmod(0o755)
         monkeypatch.setenv("BUILT", " ".join(map(str, programs)))
 
@@ -94,6 +96,27 @@ def test_a_system_that_is_none_for_it_is_named(build, system, libc, why):
         return
     with pytest.raises(SystemExit, match=why):
         build._check_system(system, libc)
+
+
+def test_a_rust_that_is_too_old_is_named_with_what_to_do(build, tmp_path, monkeypatch):
+    manifest = SOURCE.with_name("Cargo.toml").read_text()
+    assert f'rust-version = "{build.OLDEST_RUST[0]}.{build.OLDEST_RUST[1]}"\n' in manifest
+    program = tmp_path / "phalanx-elsewhere"
+    build.cargo(program, version="cargo 1.75.0 (1d8b05cdd 2023-11-20)")
+    with pytest.raises(SystemExit, match="needs Rust 1.95 or later, and cargo is 1.75: `rustup update`"):
+        build.build_wheel(str(tmp_path))
+    # Debian's cargo and another compiler, or one that names no version.
+    build.cargo(program)
+    compiler = tmp_path / "compiler"
+    for said, fits in [("rustc 1.94.1", False), ("rustc 2.0.0", True), ("wrapper", True)]:
+        compiler.write_text(f"#!/bin/sh\necho '{said}'\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("RUSTC", str(compiler))
+        if fits:
+            assert build.build_wheel(str(tmp_path)) == "the wheel"
+            continue
+        with pytest.raises(SystemExit, match="compiler is 1.94: `rustup update`"):
+            build.build_wheel(str(tmp_path))
 
 
 def test_without_cargo_it_says_what_to_install(build, tmp_path, monkeypatch):

@@ -75,27 +75,17 @@ mkdir -p "$old/src"
 mount --bind . "$old/src"
 
 # An index as pip reads it: a folder for each package. NumPy's wheel comes from PyPI.
-index=$folder/index
-rm -rf "$index"
-mkdir -p "$index/phalanx-torch" "$index/numpy" "$old/index"
-cp "$folder"/dist/phalanx_torch-*-manylinux_*_x86_64.whl "$index/phalanx-torch"
+served=$folder/index
+rm -rf "$served"
+mkdir -p "$served/phalanx-torch" "$served/numpy" "$old/index"
+cp "$folder"/dist/phalanx_torch-*manylinux_*_x86_64.whl "$served/phalanx-torch"
 step within "$old" $python -m pip download -q --no-deps --only-binary :all: --dest /index numpy
-mv "$old"/index/numpy-*.whl "$index/numpy"
-mkfifo "$folder/port.$$"
-python3 -c 'import functools, http.server, sys
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *arguments): pass
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=sys.argv[1]))
-print(server.server_address[1], flush=True)
-server.serve_forever()' "$index" > "$folder/port.$$" &
-server=$!
-trap 'kill $server' EXIT
-read -r port < "$folder/port.$$"
-rm "$folder/port.$$"
+mv "$old"/index/numpy-*.whl "$served/numpy"
+serve_index "$served"
 
 within "$old" $python -m venv --clear /empty
 begun=$(date +%s%N)
-step within "$old" /empty/bin/python3 -m pip install -q --isolated --disable-pip-version-check --index-url "http://127.0.0.1:$port" --only-binary :all: 'phalanx-torch[numpy]'
+step within "$old" /empty/bin/python3 -m pip install -q --isolated --disable-pip-version-check --index-url "$index" --only-binary :all: 'phalanx-torch[numpy]'
 echo "installed in $((($(date +%s%N) - begun) / 1000000)) ms"
 within "$old" /empty/bin/python3 -c 'import platform, sys, phalanx_torch
 print("phalanx_torch", phalanx_torch.__version__, "on glibc", platform.libc_ver()[1], "and Python", platform.python_version())'

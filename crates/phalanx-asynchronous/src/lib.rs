@@ -7,7 +7,7 @@
 //! | keep parameters on servers, for workers of different speed | [`ParameterServer`] | – |
 //! | average parameters now and then instead of gradients always | [`LocalUpdates`] | `PostLocalSGDOptimizer` |
 //!
-//! The guide's page [synchronous or not](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/synchronous-or-not.md)
+//! The guide's page `docs/guide/synchronous-or-not.md` in the repository
 //! says when which of them pays.
 
 #![forbid(unsafe_code)]

@@ -5,30 +5,52 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
-/// Make a small crate that trains a model of Burn in two processes
+/// Make a small crate that trains a model of Burn in two processes, or such a program in Python
 ///
 /// It is a folder with the name of the crate: the manifest, a program, a test that two ranks learn, and a README. `cargo run`
-/// trains there.
+/// trains there. With `--python` it has a program in Python, its requirements, a test and a README.
 #[derive(Args, Debug)]
 pub(crate) struct Init {
-    /// The name of the crate, and of the folder, which is made here; it must not exist, or be empty
+    /// The name of the crate or program, and of the folder, which is made here; it must not exist, or be empty
     #[arg(value_name = "NAME")]
     name: String,
 
     /// Depend on Phalanx in this checkout of it, instead of the published packages of this command's version
     #[arg(long, value_name = "CHECKOUT")]
     path: Option<PathBuf>,
+
+    /// Write a program in Python instead of a crate: with PyTorch's DistributedDataParallel, or with NumPy's arrays
+    #[arg(long, value_enum, value_name = "LIBRARY", num_args = 0..=1, require_equals = true, default_missing_value = "torch")]
+    python: Option<Library>,
 }
 
+/// What a program in Python computes with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Library {
+    Torch,
+    Numpy,
+}
+
+/// Files of a folder, and what is in them.
+type Files = [(&'static str, &'static str)];
+
 /// What the crate has, and where.
-const FILES: [(&str, &str); 5] = [
+const CRATE: [(&str, &str); 5] = [
     ("Cargo.toml", include_str!("../templates/init/Cargo.toml.in")),
     ("src/main.rs", include_str!("../templates/init/main.rs")),
     ("tests/train.rs", include_str!("../templates/init/test.rs")),
     ("README.md", include_str!("../templates/init/README.md")),
     (".gitignore", include_str!("../templates/init/gitignore")),
+];
+
+/// What a program in Python has beside `train.py`.
+const PYTHON: [(&str, &str); 4] = [
+    ("requirements.txt", include_str!("../templates/init/python/requirements.txt")),
+    ("test_train.py", include_str!("../templates/init/python/test_train.py")),
+    ("README.md", include_str!("../templates/init/python/README.md")),
+    (".gitignore", include_str!("../templates/init/python/gitignore")),
 ];
 
 /// Rust's keywords, which Cargo accepts as no name.
@@ -46,9 +68,13 @@ const LENGTH_LIMIT: usize = 64;
 pub(crate) fn run(options: &Init) -> ExitCode {
     let said = make(Path::new(""), options).and_then(|()| {
         let Init { name, .. } = options;
+        let (start, test) = match options.python {
+            None => ("cargo run", "cargo test"),
+            Some(_) => ("phalanx run --nproc-per-node 2 -- python3 train.py", "python3 -m unittest"),
+        };
         writeln!(
             io::stdout(),
-            "made {name}: `cd {name} && cargo run` trains in two processes, and `cargo test` checks it"
+            "made {name}: `cd {name} && {start}` trains in two processes, and `{test}` checks it"
         )
         .map_err(|error| error.to_string())
     });
@@ -61,20 +87,42 @@ pub(crate) fn run(options: &Init) -> ExitCode {
     }
 }
 
-/// Makes the crate in `place`.
+/// Makes the folder in `place`.
 fn make(place: &Path, options: &Init) -> Result<(), String> {
-    let Init { name, path } = options;
-    check_name(name)?;
-    let [phalanx, burn] = ["phalanx", "phalanx-burn"].map(|package| dependency(package, path.as_deref()));
-    let (phalanx, burn) = (phalanx?, burn?);
+    let path = options.path.as_deref();
+    match options.python {
+        None => {
+            check_crate_name(&options.name)?;
+            let (phalanx, burn) = (dependency("phalanx", path)?, dependency("phalanx-burn", path)?);
+            let filled = [
+                ("{{rust}}", env!("CARGO_PKG_RUST_VERSION")),
+                ("{{phalanx}}", &phalanx),
+                ("{{phalanx-burn}}", &burn),
+            ];
+            write(place, &options.name, &CRATE, &filled)
+        }
+        Some(library) => {
+            check_name(&options.name)?;
+            let requirement = requirement(library, path)?;
+            let (program, whose) = match library {
+                Library::Torch => {
+                    (include_str!("../templates/init/python/torch.py"), "PyTorch's `DistributedDataParallel`")
+                }
+                Library::Numpy => (include_str!("../templates/init/python/numpy.py"), "NumPy"),
+            };
+            let files = [&[("train.py", program)], &PYTHON[..]].concat();
+            write(place, &options.name, &files, &[("{{requirement}}", &requirement), ("{{library}}", whose)])
+        }
+    }
+}
+
+/// Writes the files into the folder, with a value for each name in braces.
+fn write(place: &Path, name: &str, files: &Files, filled: &[(&str, &str)]) -> Result<(), String> {
     let folder = place.join(name);
     check_folder(name, &folder)?;
-    FILES.iter().try_for_each(|(file, template)| {
-        let text = template
-            .replace("{{name}}", name)
-            .replace("{{rust}}", env!("CARGO_PKG_RUST_VERSION"))
-            .replace("{{phalanx}}", &phalanx)
-            .replace("{{phalanx-burn}}", &burn);
+    files.iter().try_for_each(|(file, template)| {
+        let text = template.replace("{{name}}", name);
+        let text = filled.iter().fold(text, |text, (key, value)| text.replace(key, value));
         let file = folder.join(file);
         let written = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, text));
         written.map_err(|error| format!("{} cannot be written: {error}", file.display()))
@@ -89,14 +137,26 @@ fn check_name(name: &str) -> Result<(), String> {
         "only letters, digits, - and _ of ASCII may be in it"
     } else if name.len() > LENGTH_LIMIT {
         "it is longer than 64 letters"
-    } else if KEYWORDS.split(' ').any(|keyword| keyword == name) {
+    } else {
+        return Ok(());
+    };
+    Err(no_name(name, why))
+}
+
+fn check_crate_name(name: &str) -> Result<(), String> {
+    check_name(name)?;
+    let why = if KEYWORDS.split(' ').any(|keyword| keyword == name) {
         "it is a keyword of Rust"
     } else if TAKEN.iter().any(|taken| taken.replace('-', "_") == name.replace('-', "_")) {
         "Rust, Cargo or a dependency of the crate has it"
     } else {
         return Ok(());
     };
-    Err(format!("{name:?} is no name for this crate: {why}; give another, such as my-training"))
+    Err(no_name(name, why))
+}
+
+fn no_name(name: &str, why: &str) -> String {
+    format!("{name:?} is no name for this folder: {why}; give another, such as my-training")
 }
 
 fn check_folder(name: &str, folder: &Path) -> Result<(), String> {
@@ -118,14 +178,7 @@ fn dependency(package: &str, checkout: Option<&Path>) -> Result<String, String> 
     let Some(checkout) = checkout else {
         return Ok(format!("{:?}", env!("CARGO_PKG_VERSION")));
     };
-    let folder = checkout.join("crates").join(package);
-    let found = folder.join("Cargo.toml").is_file().then(|| folder.canonicalize().ok()).flatten();
-    let folder = found.ok_or_else(|| {
-        format!(
-            "{} is no checkout of Phalanx: it has no crates/{package}; give the folder with its README.md",
-            checkout.display()
-        )
-    })?;
+    let folder = folder_of(checkout, &format!("crates/{package}"))?;
     // A literal string of TOML, in which nothing has a meaning but its end.
     match folder.to_str().filter(|path| !path.contains(|letter: char| letter == '\'' || letter.is_control()))
     {
@@ -136,18 +189,57 @@ fn dependency(package: &str, checkout: Option<&Path>) -> Result<String, String> 
     }
 }
 
+/// What pip is to install.
+fn requirement(library: Library, checkout: Option<&Path>) -> Result<String, String> {
+    let extra = match library {
+        Library::Torch => "torch",
+        Library::Numpy => "numpy",
+    };
+    let Some(checkout) = checkout else {
+        return Ok(format!("phalanx-torch[{extra}]=={}", env!("CARGO_PKG_VERSION")));
+    };
+    // An address, in which other bytes than these stand as their numbers.
+    let mut address = format!("phalanx-torch[{extra}] @ file://");
+    for byte in folder_of(checkout, "python")?.into_os_string().into_encoded_bytes() {
+        if byte.is_ascii_alphanumeric() || b"/-_.~".contains(&byte) {
+            address.push(char::from(byte));
+        } else {
+            address += &format!("%{byte:02X}");
+        }
+    }
+    Ok(address)
+}
+
+/// Where a package of the checkout lies.
+fn folder_of(checkout: &Path, package: &str) -> Result<PathBuf, String> {
+    let folder = checkout.join(package);
+    let found = folder.join("Cargo.toml").is_file().then(|| folder.canonicalize().ok()).flatten();
+    found.ok_or_else(|| {
+        format!(
+            "{} is no checkout of Phalanx: it has no {package}; give the folder with its README.md",
+            checkout.display()
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     fn init(name: &str, path: Option<&Path>) -> Init {
-        Init { name: name.to_owned(), path: path.map(Path::to_owned) }
+        Init { name: name.to_owned(), path: path.map(Path::to_owned), python: None }
+    }
+
+    fn python(name: &str, path: Option<&Path>, library: Library) -> Init {
+        Init { python: Some(library), ..init(name, path) }
     }
 
     #[test]
     fn what_is_no_name_of_a_crate_is_refused_with_the_reason() {
         for name in ["digits", "my-training", "a1_b"] {
-            assert_eq!(check_name(name), Ok(()));
+            assert_eq!(check_crate_name(name), Ok(()));
         }
         let long = "a".repeat(65);
         for (name, why) in [
@@ -163,7 +255,7 @@ mod tests {
             ("phalanx_burn", "a dependency"),
             ("test", "Cargo"),
         ] {
-            let error = check_name(name).unwrap_err();
+            let error = check_crate_name(name).unwrap_err();
             assert!(error.contains(why) && error.contains("give another"), "{name}: {error}");
         }
     }
@@ -196,7 +288,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         fs::create_dir(place.path().join("digits")).unwrap(); // empty: accepted
         make(place.path(), &init("digits", None)).unwrap();
-        for (file, _) in FILES {
+        for (file, _) in CRATE {
             let text = fs::read_to_string(place.path().join("digits").join(file)).unwrap();
             assert!(!text.contains("{{"), "{file}: {text}");
         }
@@ -208,9 +300,63 @@ mod tests {
     }
 
     #[test]
+    fn a_program_in_python_names_what_it_needs() {
+        let place = tempfile::tempdir().unwrap();
+        let version = env!("CARGO_PKG_VERSION");
+        for (name, library, extra) in
+            [("async", Library::Torch, "torch"), ("arrays", Library::Numpy, "numpy")]
+        {
+            make(place.path(), &python(name, None, library)).unwrap();
+            let folder = place.path().join(name);
+            let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap();
+            assert_eq!(read("requirements.txt"), format!("phalanx-torch[{extra}]=={version}\n"));
+            assert!(
+                read("README.md").starts_with(&format!("# {name}\n")) && read(".gitignore").contains(".venv")
+            );
+            for file in ["train.py", "test_train.py", "README.md"] {
+                assert!(!read(file).contains("{{"), "{file}: {}", read(file));
+            }
+        }
+        let error = make(place.path(), &python("../up", None, Library::Torch)).unwrap_err();
+        assert!(error.contains("begin with a letter"), "{error}");
+    }
+
+    #[test]
+    #[ignore = "needs python3"]
+    fn a_program_in_python_compiles() {
+        let place = tempfile::tempdir().unwrap();
+        for (name, library) in [("tensors", Library::Torch), ("arrays", Library::Numpy)] {
+            make(place.path(), &python(name, None, library)).unwrap();
+            let compiled = Command::new("python3")
+                .args(["-m", "py_compile", "train.py", "test_train.py"])
+                .current_dir(place.path().join(name))
+                .output()
+                .unwrap();
+            assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        }
+    }
+
+    #[test]
+    fn a_program_in_python_installs_the_package_of_a_checkout() {
+        let place = tempfile::tempdir().unwrap();
+        let checkout = place.path().join("a checkout");
+        let error = make(place.path(), &python("digits", Some(&checkout), Library::Numpy)).unwrap_err();
+        assert!(error.contains("is no checkout of Phalanx: it has no python"), "{error}");
+        fs::create_dir_all(checkout.join("python")).unwrap();
+        fs::write(checkout.join("python/Cargo.toml"), "").unwrap();
+        make(place.path(), &python("digits", Some(&checkout), Library::Numpy)).unwrap();
+        let requirements = fs::read_to_string(place.path().join("digits/requirements.txt")).unwrap();
+        assert!(
+            requirements.starts_with("phalanx-torch[numpy] @ file:///")
+                && requirements.ends_with("/a%20checkout/python\n"),
+            "{requirements}"
+        );
+    }
+
+    #[test]
     fn burn_is_what_the_first_page_asks_for() {
         let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
-        let line = FILES[0].1.lines().find(|line| line.starts_with("burn = ")).unwrap();
+        let line = CRATE[0].1.lines().find(|line| line.starts_with("burn = ")).unwrap();
         assert!(page.contains(line), "{line}");
     }
 }

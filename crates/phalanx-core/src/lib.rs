@@ -1,6 +1,6 @@
 //! The floors of Phalanx: process groups, collectives, the gradient reducer, samplers, stores, rendezvous and elastic rounds.
 //!
-//! Use the crate [`phalanx`](https://docs.rs/phalanx), which shows what stands here beside the launcher, checkpoints and calls. This crate
+//! Use the crate `phalanx`, which shows what stands here beside the launcher, checkpoints and calls. This crate
 //! exists so that Cargo keeps those apart: `phalanx-launch`, `phalanx-checkpoint` and `phalanx-asynchronous` stand on it, and it knows
 //! none of them. Modules that only they need are public and hidden; they may change in any version.
 // docs.rs shows which feature an item needs.

@@ -12,7 +12,7 @@
 //! | lend a framework's tensors | [`DeviceSlice`], [`DeviceMemory`] |
 //! | compute meanwhile | [`Stream`], [`Communicator::after`], [`Work::order`] |
 //!
-//! The [guide](https://github.com/phalanx-rs/phalanx/blob/main/docs/guide/nccl.md) says how it is tested, and on which hardware.
+//! The guide, `docs/guide/nccl.md` in the repository, says how it is tested, and on which hardware.
 
 mod communicator;
 mod cuda;

@@ -1,4 +1,4 @@
-//! The decisions of [Phalanx](https://docs.rs/phalanx), pure.
+//! The decisions of Phalanx, pure.
 //!
 //! Nothing here reads a clock, a file or the environment, opens a socket, starts a thread or draws a random number. Events and the time
 //! go in as values; plans, messages and verdicts come out. The crate `phalanx` does what they say:
