@@ -16,7 +16,8 @@ use super::server_stream::Stream;
 use super::waiters::Waiters;
 use crate::store::table::{MAX_BYTES, Refusal, Table};
 use crate::wire::store::{
-    CHECK_NOT_READY, CHECK_READY, Decoder, OWN_ECHO, OWN_PING, Op, Request, WAIT_CANCELLED, WAIT_DONE,
+    CHECK_NOT_READY, CHECK_READY, Decoder, OWN_ECHO, OWN_FAREWELL, OWN_PING, OWN_PING_AGAIN, Op, Request,
+    WAIT_CANCELLED, WAIT_DONE,
 };
 
 /// How long a client may leave a part of its answer unread.
@@ -34,6 +35,8 @@ pub(super) struct Shared {
     queued_bytes: usize,
     waiters: Waiters,
     barriers: Waiters,
+    /// Only clients that are here already are still served, until they have gone.
+    pub is_ending: bool,
 }
 
 /// Serves `stream` until its client closes it. If the client breaks the protocol, that is the error.
@@ -83,6 +86,8 @@ enum Answer {
     /// The answer to a wait that is over, and the values that it was for.
     Waited(Vec<Arc<[u8]>>),
     Wait(Parked),
+    /// The last one: the connection is closed.
+    Farewell,
 }
 
 /// A waiting client, which is removed when this is dropped.
@@ -123,6 +128,7 @@ impl Connection {
                 Answer::Values(values) => self.write_values(Vec::new(), values).await?,
                 Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
                 Answer::Wait(parked) => self.wait(parked).await?,
+                Answer::Farewell => return self.write(&OWN_FAREWELL.to_le_bytes()).await,
             }
         }
         Ok(())
@@ -237,7 +243,10 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
         (Op::Delete, [key]) => integer(i64::from(table.delete(key))),
         (Op::NumKeys, _) => integer(count(table.len())),
         (Op::ListKeys, _) => list_keys(table),
-        (Op::Ping, _) if int == i64::from(OWN_PING) => Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec()),
+        (Op::Ping, _) if int == i64::from(OWN_PING) && shared.is_ending => Answer::Farewell,
+        (Op::Ping, _) if [OWN_PING, OWN_PING_AGAIN].map(i64::from).contains(&int) => {
+            Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec())
+        }
         (Op::Ping, _) => Answer::Bytes(int.to_le_bytes()[..4].to_vec()),
         (Op::CancelWait, _) => Answer::Bytes(vec![WAIT_CANCELLED]),
         (Op::Check, keys) => {

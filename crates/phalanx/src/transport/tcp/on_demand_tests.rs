@@ -40,13 +40,13 @@ fn whatever_comes_first_a_pair_has_one_connection() {
         Arrives(usize),
     }
     use Event::{Arrives, Begins};
-    let mut orders = 0;
+    let mut possible = 0;
     for order in orders([Begins(0), Begins(1), Arrives(0), Arrives(1)]) {
         let at = |event| order.iter().position(|other| *other == event).unwrap();
         if (0..2).any(|rank| at(Arrives(rank)) < at(Begins(rank))) {
             continue;
         }
-        orders += 1;
+        possible += 1;
         // Whose call each of the two has kept, and which of them calls.
         let (mut kept, mut calls) = ([None; 2], [false; 2]);
         for event in order {
@@ -69,11 +69,11 @@ fn whatever_comes_first_a_pair_has_one_connection() {
         }
         assert!(kept[0].is_some() && kept[0] == kept[1], "{order:?}: {kept:?}");
     }
-    assert_eq!(orders, 6);
+    assert_eq!(possible, 6);
 }
 
 /// All orders of four.
-fn itertools<T: Copy>(all: [T; 4]) -> Vec<[T; 4]> {
+fn orders<T: Copy>(all: [T; 4]) -> Vec<[T; 4]> {
     let mut orders = Vec::new();
     for number in 0..256 {
         let places = [number % 4, number / 4 % 4, number / 16 % 4, number / 64];
