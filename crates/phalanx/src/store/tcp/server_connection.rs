@@ -207,6 +207,7 @@ impl Connection {
 /// Executes `request`. A refusal closes the connection, because the protocol has no answer for it.
 fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refusal> {
     let mut shared = cell.borrow_mut();
+    let is_ending = shared.is_ending;
     let Shared { table, waiters, .. } = &mut *shared;
     let Request { op, strings, int } = request;
     let answer = match (op, strings.as_slice()) {
@@ -243,7 +244,7 @@ fn execute(cell: &Rc<RefCell<Shared>>, request: Request) -> Result<Answer, Refus
         (Op::Delete, [key]) => integer(i64::from(table.delete(key))),
         (Op::NumKeys, _) => integer(count(table.len())),
         (Op::ListKeys, _) => list_keys(table),
-        (Op::Ping, _) if int == i64::from(OWN_PING) && shared.is_ending => Answer::Farewell,
+        (Op::Ping, _) if int == i64::from(OWN_PING) && is_ending => Answer::Farewell,
         (Op::Ping, _) if [OWN_PING, OWN_PING_AGAIN].map(i64::from).contains(&int) => {
             Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec())
         }
