@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use phalanx::store::{Store, TcpStore};
-use phalanx::{Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
+use phalanx::{Buffer, DType, Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::support::network::{Network, run};
@@ -148,7 +148,7 @@ fn many() -> phalanx::Result<()> {
         let away = |distance: u32| Rank::new((rank + distance) % world);
         for distance in [3, world / 2, world - 2] {
             let mut from = [0i64];
-            let sending = group.isend(vec![i64::from(rank)], away(distance))?;
+            let sending = group.isend(Buffer::from_slice(&[i64::from(rank)]), away(distance))?;
             group.recv(&mut from, away(world - distance))?;
             sending.wait()?;
             assert_eq!(from, [i64::from(away(world - distance).get())]);
@@ -168,7 +168,7 @@ fn many() -> phalanx::Result<()> {
         // It never sends, so who waits for its call waits until it is dead.
         match rank % 3 {
             0 => group.recv(&mut [0i64], Rank::new(victim)),
-            1 => group.irecv(vec![0i64], Rank::new(victim))?.wait().map(drop),
+            1 => group.irecv(Buffer::zeroed(DType::I64, 1), Rank::new(victim))?.wait().map(drop),
             _ => group.barrier(),
         }
     })();

@@ -31,6 +31,7 @@ use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, is_local_shortage, no_more_files};
 use crate::health::Health;
+use crate::notice::warn;
 use crate::poll::poll;
 use crate::random;
 use crate::rank::Rank;
@@ -43,6 +44,8 @@ use crate::world_size::WorldSize;
 const EAGER_WORLD: u32 = 16;
 /// The pause between two calls of one rank grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
+/// The pause in accepting when there is no descriptor for another connection.
+const FULL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Which connections a group of this size makes at the start.
 pub(super) fn at_start(world: WorldSize) -> &'static [Channel] {
@@ -90,8 +93,9 @@ pub(crate) struct Caller {
     pending: Vec<Pending>,
     calls: Vec<OwnCall>,
     woken: Arc<OwnedFd>,
-    /// Whether there is no descriptor for another connection.
-    is_full: bool,
+    /// When to accept again: there was no descriptor for another connection.
+    full_until: Option<Instant>,
+    has_warned: bool,
 }
 
 /// A call of this rank, or the pause before it.
@@ -114,7 +118,21 @@ impl Caller {
     ) -> Result<(Self, Requests)> {
         let (requests, woken) = Requests::new()?;
         let calls = Vec::new();
-        Ok((Self { listener, addresses, own, secret, tls, pending, calls, woken, is_full: false }, requests))
+        Ok((
+            Self {
+                listener,
+                addresses,
+                own,
+                secret,
+                tls,
+                pending,
+                calls,
+                woken,
+                full_until: None,
+                has_warned: false,
+            },
+            requests,
+        ))
     }
 
     /// Answers and calls until the group ends or fails.
@@ -136,8 +154,7 @@ impl Caller {
             }
             let has_arrived = self.wait()?;
             if has_arrived {
-                let (world, tls) = (self.addresses.len(), self.tls.as_ref());
-                self.is_full = take_arrivals(&self.listener, tls, world, &self.secret, &mut self.pending)?;
+                self.accept();
             }
             if self.answer(connections, requests, health) {
                 requests.tell();
@@ -145,10 +162,24 @@ impl Caller {
         }
     }
 
+    /// Accepts what is in the listener's queue. A stranger may have come when there was no descriptor, so that is no failure; a rank
+    /// that cannot come says itself for whom it waits.
+    fn accept(&mut self) {
+        let (world, tls) = (self.addresses.len(), self.tls.as_ref());
+        let is_full = take_arrivals(&self.listener, tls, world, &self.secret, &mut self.pending);
+        self.full_until = (!matches!(is_full, Ok(false))).then(|| Instant::now() + FULL_INTERVAL);
+        if let Err(error) = is_full
+            && !std::mem::replace(&mut self.has_warned, true)
+        {
+            warn(&error);
+        }
+    }
+
     /// Waits until something can be done. Returns whether a connection is in the listener's queue.
     fn wait(&self) -> Result<bool> {
         // A listener whose queue cannot be emptied would be ready again and again.
-        let at_listener = if self.is_full { PollFlags::empty() } else { PollFlags::IN };
+        let full_until = self.full_until.filter(|until| Instant::now() < *until);
+        let at_listener = if full_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
         let mut fds = vec![
             PollFd::from_borrowed_fd(self.woken.as_fd(), PollFlags::IN),
             PollFd::new(&self.listener, at_listener),
@@ -156,7 +187,7 @@ impl Caller {
         let limit = HandshakeLimit::among(&self.pending);
         let heard = self.pending.iter().filter(|connection| !connection.waits_for_tls());
         fds.extend(heard.map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
-        let mut due: Option<Instant> = None;
+        let mut due: Option<Instant> = full_until;
         let mut until = |at: Instant| due = Some(due.map_or(at, |due| due.min(at)));
         for own in &self.calls {
             match &own.call {
@@ -272,8 +303,10 @@ impl Caller {
                 }
             }
         }
-        // A descriptor may be free again, or no connection is left that could free one.
-        self.is_full &= !open.is_empty() && open.len() == before;
+        // A descriptor may be free again.
+        if open.len() < before {
+            self.full_until = None;
+        }
         self.pending = open;
         has_kept
     }
