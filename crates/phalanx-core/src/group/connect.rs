@@ -84,6 +84,7 @@ pub(crate) fn connect_among(
         let silent = silent_hosts.cloned().unwrap_or_default();
         let monitor =
             Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat, silent)?;
+        let monitor = monitor.with_caller(config.rank, mesh.caller)?;
         starting.connected(health.clone());
         Ok::<_, Error>((health, connections, Arc::new(monitor)))
     };

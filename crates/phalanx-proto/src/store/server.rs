@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::table::{MAX_BYTES, Refusal, Table};
 use super::waiters::Waiters;
 use crate::wire::store::{
-    CHECK_NOT_READY, CHECK_READY, OWN_ECHO, OWN_PING, Op, Request, WAIT_CANCELLED, WAIT_DONE,
+    CHECK_NOT_READY, CHECK_READY, OWN_ECHO, OWN_PING, OWN_PING_AGAIN, Op, Request, WAIT_CANCELLED, WAIT_DONE,
 };
 
 /// What a server holds for all its clients.
@@ -17,6 +17,8 @@ pub struct StoreServer {
     queued_bytes: usize,
     waiters: Waiters,
     barriers: Waiters,
+    /// Only clients that are here already are still served, until they have gone.
+    is_ending: bool,
     /// Waits that are over, and not yet taken.
     over: Vec<WaitId>,
 }
@@ -39,6 +41,8 @@ pub enum Answer {
     Values(Vec<Arc<[u8]>>),
     /// That a wait is over, and the values that it was for.
     Waited(Vec<Arc<[u8]>>),
+    /// [`OWN_FAREWELL`](crate::wire::store::OWN_FAREWELL), and the connection is closed.
+    Farewell,
     /// None before the wait is over; then [`WAIT_DONE`], and the [values](StoreServer::values) of `wanted`.
     Wait {
         /// Which wait.
@@ -87,7 +91,10 @@ impl StoreServer {
             (Op::Delete, [key]) => integer(i64::from(self.table.delete(key))),
             (Op::NumKeys, _) => integer(count(self.table.len())),
             (Op::ListKeys, _) => self.list_keys(),
-            (Op::Ping, _) if int == i64::from(OWN_PING) => Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec()),
+            (Op::Ping, _) if int == i64::from(OWN_PING) && self.is_ending => Answer::Farewell,
+            (Op::Ping, _) if [OWN_PING, OWN_PING_AGAIN].map(i64::from).contains(&int) => {
+                Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec())
+            }
             (Op::Ping, _) => Answer::Bytes(int.to_le_bytes()[..4].to_vec()),
             (Op::CancelWait, _) => Answer::Bytes(vec![WAIT_CANCELLED]),
             (Op::Check, keys) => {
@@ -144,6 +151,11 @@ impl StoreServer {
         self.table.set(key, value)?;
         self.was_set(key);
         Ok(())
+    }
+
+    /// New clients, which greet with [`OWN_PING`], are told from now on that the store is about to end.
+    pub fn end(&mut self) {
+        self.is_ending = true;
     }
 
     /// The waits that are over since the last call.
@@ -221,13 +233,13 @@ fn count(number: usize) -> i64 {
 mod tests {
     use super::*;
 
-    fn ask(machine: &mut StoreServer, op: Op, strings: &[&str], int: i64) -> Answer {
+    fn ask(server: &mut StoreServer, op: Op, strings: &[&str], int: i64) -> Answer {
         let strings = strings.iter().map(|string| string.as_bytes().to_vec()).collect();
-        machine.execute(Request { op, strings, int }).unwrap()
+        server.execute(Request { op, strings, int }).unwrap()
     }
 
-    fn wait(machine: &mut StoreServer, op: Op, strings: &[&str], int: i64) -> WaitId {
-        match ask(machine, op, strings, int) {
+    fn wait(server: &mut StoreServer, op: Op, strings: &[&str], int: i64) -> WaitId {
+        match ask(server, op, strings, int) {
             Answer::Wait { id, .. } => id,
             other => panic!("it has {other:?} at once"),
         }
@@ -243,15 +255,15 @@ mod tests {
             (Op::Add, &["b"]),
         ];
         for (op, strings) in ways {
-            let mut machine = StoreServer::default();
-            let waiting = wait(&mut machine, Op::WaitGet, &["a", "b", "a"], 0);
-            ask(&mut machine, Op::Set, &["a", "0"], 0);
-            assert!(machine.take_over().is_empty(), "{op:?}");
-            ask(&mut machine, op, strings, 1);
-            assert_eq!(machine.take_over(), [waiting], "{op:?}");
-            assert_eq!(machine.values(&[b"b".to_vec()]), [Arc::from(&b"1"[..])], "{op:?}");
+            let mut server = StoreServer::default();
+            let waiting = wait(&mut server, Op::WaitGet, &["a", "b", "a"], 0);
+            ask(&mut server, Op::Set, &["a", "0"], 0);
+            assert!(server.take_over().is_empty(), "{op:?}");
+            ask(&mut server, op, strings, 1);
+            assert_eq!(server.take_over(), [waiting], "{op:?}");
+            assert_eq!(server.values(&[b"b".to_vec()]), [Arc::from(&b"1"[..])], "{op:?}");
             assert_eq!(
-                ask(&mut machine, Op::Check, &["a", "b"], 0),
+                ask(&mut server, Op::Check, &["a", "b"], 0),
                 Answer::Bytes(vec![CHECK_READY]),
                 "{op:?}"
             );
@@ -260,37 +272,50 @@ mod tests {
 
     #[test]
     fn what_does_not_set_a_key_ends_no_wait() {
-        let mut machine = StoreServer::default();
-        let waiting = wait(&mut machine, Op::Wait, &["a"], 0);
-        ask(&mut machine, Op::CompareSet, &["a", "x", "1"], 0);
-        ask(&mut machine, Op::Delete, &["a"], 0);
-        ask(&mut machine, Op::Get, &["a"], 0);
-        assert!(machine.take_over().is_empty());
-        machine.forget(waiting);
-        ask(&mut machine, Op::Set, &["a", "1"], 0);
-        assert!(machine.take_over().is_empty(), "a wait that was forgotten is over");
+        let mut server = StoreServer::default();
+        let waiting = wait(&mut server, Op::Wait, &["a"], 0);
+        ask(&mut server, Op::CompareSet, &["a", "x", "1"], 0);
+        ask(&mut server, Op::Delete, &["a"], 0);
+        ask(&mut server, Op::Get, &["a"], 0);
+        assert!(server.take_over().is_empty());
+        server.forget(waiting);
+        ask(&mut server, Op::Set, &["a", "1"], 0);
+        assert!(server.take_over().is_empty(), "a wait that was forgotten is over");
     }
 
     #[test]
     fn the_last_to_come_ends_a_barrier_for_all() {
-        let mut machine = StoreServer::default();
-        let first = wait(&mut machine, Op::Barrier, &["b"], 3);
-        let second = wait(&mut machine, Op::Barrier, &["b"], 3);
-        assert!(machine.take_over().is_empty());
-        assert_eq!(ask(&mut machine, Op::Barrier, &["b"], 3), Answer::Bytes(vec![WAIT_DONE]));
-        assert_eq!(machine.take_over(), [first, second]);
+        let mut server = StoreServer::default();
+        let first = wait(&mut server, Op::Barrier, &["b"], 3);
+        let second = wait(&mut server, Op::Barrier, &["b"], 3);
+        assert!(server.take_over().is_empty());
+        assert_eq!(ask(&mut server, Op::Barrier, &["b"], 3), Answer::Bytes(vec![WAIT_DONE]));
+        assert_eq!(server.take_over(), [first, second]);
+    }
+
+    #[test]
+    fn a_store_that_is_about_to_end_greets_only_those_who_were_here() {
+        let mut server = StoreServer::default();
+        let ping = |server: &mut StoreServer, number: u32| ask(server, Op::Ping, &[], i64::from(number));
+        let echo = || Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec());
+        assert_eq!([OWN_PING, OWN_PING_AGAIN].map(|number| ping(&mut server, number)), [echo(), echo()]);
+        server.end();
+        assert_eq!(ping(&mut server, OWN_PING), Answer::Farewell);
+        assert_eq!(ping(&mut server, OWN_PING_AGAIN), echo());
+        // PyTorch's clients, whose protocol has no words for it.
+        assert_eq!(ping(&mut server, 7), Answer::Bytes(vec![7, 0, 0, 0]));
     }
 
     #[test]
     fn each_item_of_a_queue_is_for_one() {
-        let mut machine = StoreServer::default();
-        let first = wait(&mut machine, Op::Wait, &["q"], 0);
-        wait(&mut machine, Op::Wait, &["q"], 0);
-        ask(&mut machine, Op::QueuePush, &["q", "item"], 0);
-        assert_eq!(machine.take_over(), [first]);
-        let Answer::Bytes(popped) = ask(&mut machine, Op::QueuePop, &["q"], 0) else { panic!("no item") };
+        let mut server = StoreServer::default();
+        let first = wait(&mut server, Op::Wait, &["q"], 0);
+        wait(&mut server, Op::Wait, &["q"], 0);
+        ask(&mut server, Op::QueuePush, &["q", "item"], 0);
+        assert_eq!(server.take_over(), [first]);
+        let Answer::Bytes(popped) = ask(&mut server, Op::QueuePop, &["q"], 0) else { panic!("no item") };
         assert!(popped.ends_with(b"item"));
-        assert_eq!(ask(&mut machine, Op::QueuePop, &["q"], 0), integer(0));
-        assert_eq!(machine.queued_bytes, 0);
+        assert_eq!(ask(&mut server, Op::QueuePop, &["q"], 0), integer(0));
+        assert_eq!(server.queued_bytes, 0);
     }
 }

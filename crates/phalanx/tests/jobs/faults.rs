@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use phalanx::store::{Store, TcpStore};
-use phalanx::{Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
+use phalanx::{Buffer, DType, Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::support::network::{Network, run};
@@ -29,6 +29,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_exits", || at_every_moment("exit", DEATH_LIMIT)),
     ("a_rank_is_frozen_and_thaws", || at_every_moment("stop", SILENCE_LIMIT)),
     ("the_store_ends_while_ranks_meet", the_store_ends_while_ranks_meet),
+    ("a_rank_of_many_is_killed", a_rank_of_many_is_killed),
 ];
 
 /// These need root and its tools.
@@ -59,6 +60,7 @@ pub fn play(scenario: &str) {
         "train" => train(),
         "meet" => meet(),
         "sum" => sum(),
+        "many" => many(),
         other => panic!("no scenario {other}"),
     };
     if let Err(error) = outcome {
@@ -134,6 +136,45 @@ fn sum() -> phalanx::Result<()> {
     group.leave()
 }
 
+/// In a world that connects at first use: neighbours in a ring, then ranks that are far apart, and then all. Afterwards each rank uses a
+/// connection for the first time with the victim, which is killed meanwhile, or waits for one.
+fn many() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    let (rank, world) = (group.rank().get(), group.world_size().get());
+    let mut data = vec![rank as f32 + 1.0; 1 << 16];
+    let outcome = (|| {
+        group.all_reduce(&mut data, ReduceOp::Sum)?;
+        assert!(data.iter().all(|sum| *sum == (world * (world + 1) / 2) as f32));
+        let away = |distance: u32| Rank::new((rank + distance) % world);
+        for distance in [3, world / 2, world - 2] {
+            let mut from = [0i64];
+            let sending = group.isend(Buffer::from_slice(&[i64::from(rank)]), away(distance))?;
+            group.recv(&mut from, away(world - distance))?;
+            sending.wait()?;
+            assert_eq!(from, [i64::from(away(world - distance).get())]);
+        }
+        let all: Vec<i64> = (0..world).map(|to| i64::from(rank * world + to)).collect();
+        let mut received = vec![0; all.len()];
+        if std::env::var("FIRST").is_err() {
+            group.all_to_all(&all, &mut received)?;
+            assert!((0..world).all(|from| received[from as usize] == i64::from(from * world + rank)));
+        }
+        group.barrier()?;
+        println!("training");
+        let victim: u32 = std::env::var("VICTIM").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
+        if rank == victim {
+            std::thread::sleep(LIMIT);
+        }
+        // It never sends, so who waits for its call waits until it is dead.
+        match rank % 3 {
+            0 => group.recv(&mut [0i64], Rank::new(victim)),
+            1 => group.irecv(Buffer::zeroed(DType::I64, 1), Rank::new(victim))?.wait().map(drop),
+            _ => group.barrier(),
+        }
+    })();
+    outcome.or_else(|error: phalanx::Error| give_up(&error))
+}
+
 fn strike(fault: &str) {
     let signal = |signal| kill_process(getpid(), signal).unwrap();
     match fault {
@@ -191,6 +232,32 @@ fn at_every_moment(fault: &str, bound: Duration) {
                 took
             });
         }
+    }
+    before.are_all();
+}
+
+/// More ranks than connect all pairs at the start.
+fn a_rank_of_many_is_killed() {
+    const VICTIM: usize = 7;
+    let before = Traces::now();
+    let victim = VICTIM.to_string();
+    for (transport, first) in [("tcp", "FIRST"), ("tcp", "ALL"), ("shm", "ALL")] {
+        let what = format!("{transport}, {first}");
+        let variables = [("PHALANX_TRANSPORT", transport), ("VICTIM", &victim), (first, "1")];
+        in_time(DEATH_LIMIT, &what, || {
+            let mut ranks = World::start("faults::many", 20, false, &variables);
+            ranks.training();
+            // They are about to wait.
+            std::thread::sleep(Duration::from_millis(100));
+            let start = ranks.kill(VICTIM);
+            let took = ranks.await_all_but(&[VICTIM]) - start;
+            let (outcomes, _) = ranks.end();
+            for (rank, (code, error)) in outcomes.iter().enumerate().filter(|(rank, _)| *rank != VICTIM) {
+                assert_eq!(*code, Some(3), "{what}: rank {rank}: {error}");
+                assert!(error.contains(&format!("blames {VICTIM}: ")), "{what}: rank {rank}: {error}");
+            }
+            took
+        });
     }
     before.are_all();
 }

@@ -92,7 +92,7 @@ impl Inbound {
         let mut bytes = [0; HEADER];
         match &mut self.medium {
             Medium::Stream(stream) => {
-                let stream = stream.get().ok()?;
+                let stream = stream.get().ok()??;
                 let count = stream.peek(&mut bytes).ok()?;
                 (count == HEADER).then_some(())?;
             }
@@ -108,7 +108,9 @@ fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> 
     let room = &mut into[frame.received..];
     let missing = HEADER - frame.header_filled;
     let mut parts = [IoSliceMut::new(&mut frame.header[frame.header_filled..]), IoSliceMut::new(room)];
-    let count = match stream.get()?.receive(&mut parts) {
+    // The peer makes it when it sends.
+    let Some(connection) = stream.get()? else { return Ok(()) };
+    let count = match connection.receive(&mut parts) {
         Ok(0) => return Err(stream.broken(io::Error::new(ErrorKind::UnexpectedEof, "its connection closed"))),
         Ok(count) => count,
         Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
@@ -168,7 +170,7 @@ impl LineEnd for Inbound {
 
     fn is_ready(&mut self) -> bool {
         match &mut self.medium {
-            Medium::Stream(_) => false,
+            Medium::Stream(stream) => stream.is_ready(),
             // An invalid state of the ring counts as ready: the next step returns the error.
             Medium::Ring { ring, .. } => ring.peek(ALIGNMENT).map_or(true, |line| line.len() == ALIGNMENT),
             Medium::Mailbox(mailbox) => !mailbox.lock().is_empty(),

@@ -29,6 +29,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::Rank;
 use crate::wire::frame::{HEADER, Header};
+use crate::wire::hello::Channel;
 use crate::world_size::WorldSize;
 
 /// A header in a ring, with the padding that aligns the elements after it.
@@ -103,7 +104,10 @@ impl Messages {
             (Some(outbound), Some(inbound))
         });
         let (outbound, inbound) = ends.unzip();
-        Self { outbound, inbound, notifier: Arc::new(Notifier::new(own)), goodbye }
+        let notifier = Arc::new(Notifier::new(own));
+        let waiting = notifier.clone();
+        connections.on_connected(Box::new(move || waiting.notify()));
+        Self { outbound, inbound, notifier, goodbye }
     }
 
     /// The lines between the ranks of one process, by rank.
@@ -140,15 +144,28 @@ struct Stream {
 }
 
 impl Stream {
-    fn get(&self) -> Result<&Connection> {
-        let stream = self.connections.messages.get(self.peer.index()).and_then(Option::as_ref);
-        stream
-            .ok_or_else(|| Error::invalid_argument(format!("there is no connection with rank {}", self.peer)))
+    /// The connection; None if it is made at its first use, and does not stand yet.
+    fn get(&self) -> Result<Option<&Connection>> {
+        let stream = self.connections.get(Channel::Messages, self.peer);
+        if stream.is_none() && !self.connections.is_peer(self.peer) {
+            return Err(Error::invalid_argument(format!("there is no connection with rank {}", self.peer)));
+        }
+        Ok(stream)
+    }
+
+    fn ask(&self) {
+        self.connections.ask(Channel::Messages, self.peer);
+    }
+
+    /// While there is no connection to poll: whether it stands, or may still come from a peer that has left.
+    fn is_ready(&self) -> bool {
+        let stands = self.connections.get(Channel::Messages, self.peer).is_some();
+        stands || (self.health.has_left(self.peer) && self.connections.may_come(Channel::Messages, self.peer))
     }
 
     fn socket(&self, flags: PollFlags) -> Option<(BorrowedFd<'_>, PollFlags)> {
         use std::os::fd::AsFd;
-        self.get().ok().map(|stream| (stream.as_fd(), flags))
+        self.get().ok().flatten().map(|stream| (stream.as_fd(), flags))
     }
 
     fn broken(&self, error: io::Error) -> Error {

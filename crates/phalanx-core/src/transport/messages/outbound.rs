@@ -102,7 +102,11 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
     let header = &frame.head[frame.sent.min(HEADER)..HEADER];
     let payload = &payload[frame.sent.saturating_sub(HEADER)..];
     let parts = [IoSlice::new(header), IoSlice::new(payload)];
-    match stream.get()?.send(&parts) {
+    let Some(connection) = stream.get()? else {
+        stream.ask();
+        return Ok(());
+    };
+    match connection.send(&parts) {
         Ok((count, is_out)) => {
             frame.sent += count;
             frame.is_out = is_out;
@@ -152,7 +156,7 @@ impl LineEnd for Outbound {
 
     fn is_ready(&mut self) -> bool {
         match &mut self.medium {
-            Medium::Stream(_) => false,
+            Medium::Stream(stream) => stream.is_ready(),
             // An invalid state of the ring counts as ready: the next step returns the error.
             Medium::Ring { ring, .. } => ring.room() != Ok(0),
             Medium::Mailbox { .. } => true,

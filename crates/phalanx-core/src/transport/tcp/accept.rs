@@ -11,12 +11,14 @@ use rustix::event::{PollFd, PollFlags};
 use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
+use super::on_demand::at_start;
 use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use super::start_failure::{self, POLL_INTERVAL};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
 use crate::poll::poll;
 use crate::rank::Rank;
+use crate::tls::Tls;
 use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
@@ -36,9 +38,28 @@ pub(super) struct Pair {
     pub messages: Option<Connection>,
 }
 
+/// A connection that a rank has made before this one was ready.
+pub(super) struct Early {
+    pub channel: Channel,
+    pub peer: Rank,
+    pub connection: Connection,
+}
+
+/// What is left when all connections of the start stand; nothing, if those are all.
+#[derive(Default)]
+pub(super) struct Accepted {
+    pub early: Vec<Early>,
+    pub pending: Vec<Pending>,
+}
+
 impl Pair {
-    fn is_complete(&self) -> bool {
-        self.data.is_some() && self.control.is_some() && self.messages.is_some()
+    fn is_complete(&self, channels: &[Channel]) -> bool {
+        let stands = |channel: &Channel| match channel {
+            Channel::Data => self.data.is_some(),
+            Channel::Control => self.control.is_some(),
+            Channel::Messages => self.messages.is_some(),
+        };
+        channels.iter().all(stands)
     }
 
     fn connection(&mut self, channel: Channel) -> &mut Option<Connection> {
@@ -50,8 +71,9 @@ impl Pair {
     }
 }
 
-/// Accepts the connections of every higher rank into `pairs`, and reports which ranks are missing. Stops when
-/// `stopped` is closed at its other end. A foreign connection is dropped, and does not delay the ranks.
+/// Accepts the start's connections of every higher rank into `pairs`, and reports which ranks are missing. Stops when
+/// `stopped` is closed at its other end. A foreign connection is dropped, and does not delay the ranks. If some connections are made
+/// [on demand](super::on_demand), ranks that are ready earlier may make theirs already.
 pub(super) fn accept(
     listener: &TcpListener,
     stopped: &UnixStream,
@@ -60,14 +82,17 @@ pub(super) fn accept(
     pairs: &mut [Pair],
     waits_for: &AtomicUsize,
     deadline: Deadline,
-) -> Result<()> {
+) -> Result<Accepted> {
     let first = config.rank.index() + 1;
-    let mut pending: Vec<Pending> = Vec::new();
+    let channels = at_start(config.world);
+    // Of connections on demand, any rank may make them.
+    let lowest = if channels.len() < Channel::ALL.len() { 0 } else { first };
+    let (mut pending, mut early): (Vec<Pending>, Vec<Early>) = (Vec::new(), Vec::new());
     let mut full = false;
     let mut looked = Instant::now();
     loop {
-        let missing = pairs.iter().position(|pair| !pair.is_complete());
-        let Some(missing) = missing else { return Ok(()) };
+        let missing = pairs.iter().position(|pair| !pair.is_complete(channels));
+        let Some(missing) = missing else { return Ok(Accepted { early, pending }) };
         waits_for.store(first + missing, Ordering::Relaxed);
         if deadline.has_passed() {
             let peer = Rank::new((first + missing) as u32);
@@ -77,7 +102,10 @@ pub(super) fn accept(
         }
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
-            Woken::Connection => full = take_arrivals(listener, config, secret, &mut pending)?,
+            Woken::Connection => {
+                let (tls, world) = (config.credentials.tls.as_ref(), config.world.count());
+                full = take_arrivals(listener, tls, world, secret, &mut pending)?;
+            }
             Woken::Other => {}
         }
         // By the clock: a stream of new connections must not prevent that a death is noticed.
@@ -93,7 +121,7 @@ pub(super) fn accept(
         let mut limit = HandshakeLimit::among(&pending);
         let mut still_pending = Vec::with_capacity(pending.len());
         for mut connection in pending {
-            match connection.advance(own, first, &mut limit) {
+            match connection.advance(own, lowest, &mut limit) {
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
@@ -101,6 +129,15 @@ pub(super) fn accept(
                     // So that a rank that is refused gives up at once instead of trying until its deadline.
                     let _ = connection.stream.send(&[IoSlice::new(answer)]);
                     connection.stream.discard();
+                }
+                Progress::Proven(hello, welcome) if !channels.contains(&hello.channel) => {
+                    let (channel, peer) = (hello.channel, hello.rank);
+                    let is_new = |one: &Early| (one.channel, one.peer) != (channel, peer);
+                    let mut kept = None;
+                    if early.iter().all(is_new) {
+                        keep(connection.stream, &welcome, &mut kept);
+                    }
+                    early.extend(kept.map(|connection| Early { channel, peer, connection }));
                 }
                 Progress::Proven(hello, welcome) => {
                     let index = hello.rank.index().checked_sub(first);
@@ -116,11 +153,12 @@ pub(super) fn accept(
     }
 }
 
-/// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`]. True if there was no descriptor for the last of them, which can
+/// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`], in a world of so many ranks. True if there was no descriptor for the last of them, which can
 /// only be accepted when another connection has been closed.
 pub(super) fn take_arrivals(
     listener: &TcpListener,
-    config: &MeshConfig<'_>,
+    tls: Option<&Tls>,
+    world: usize,
     secret: &GroupSecret,
     pending: &mut Vec<Pending>,
 ) -> Result<bool> {
@@ -130,8 +168,7 @@ pub(super) fn take_arrivals(
             Ok((stream, _))
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
-                make_room(pending, MAX_PENDING.max(Channel::ALL.len() * config.world.count()));
-                let tls = config.credentials.tls.as_ref();
+                make_room(pending, MAX_PENDING.max(Channel::ALL.len() * world));
                 pending.push(Pending::new(Connection::new(stream), tls, secret));
             }
             Ok(_) => {}

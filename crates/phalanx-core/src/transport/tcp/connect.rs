@@ -4,15 +4,16 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 use std::thread;
 
 use serde::{Deserialize, Serialize};
 
-use super::accept::{Pair, accept};
+use super::accept::{Accepted, Early, Pair, accept};
 use super::connection::Connection;
-use super::control::Connections;
+use super::connections::{Connections, Requests};
 use super::dial::{Attempt, attempt_together, dial};
+use super::on_demand::{Caller, at_start};
 use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
@@ -34,6 +35,8 @@ pub(crate) struct Mesh {
     pub connections: Connections,
     /// By rank.
     pub hosts: Vec<String>,
+    /// Makes the connections that the start does not.
+    pub caller: Option<Caller>,
 }
 
 /// Where a rank listens, as written to the store.
@@ -48,15 +51,21 @@ pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> 
     let host = host::name();
     let (mut below, mut above) = (Vec::new(), Vec::new());
     above.resize_with(config.world.count() - config.rank.index() - 1, Pair::default);
-    let hosts = build(config, &host, &mut below, &mut above, deadline);
+    let built = build(config, &host, &mut below, &mut above, deadline);
     let mut connections = Connections::default();
+    let slot = |made: Option<Connection>| made.map_or_else(OnceLock::new, OnceLock::from);
     for Pair { data, control, messages } in below.into_iter().chain([Pair::default()]).chain(above) {
-        connections.data.push(data);
+        connections.data.push(slot(data));
         connections.control.push(control);
-        connections.messages.push(messages);
+        connections.messages.push(slot(messages));
     }
-    match hosts {
-        Ok(hosts) => Ok(Mesh { connections, hosts }),
+    match built {
+        Ok(Built { hosts, early, on_demand }) => {
+            connections.keep_early(early);
+            let (caller, requests) = on_demand.unzip();
+            connections.requests = requests;
+            Ok(Mesh { connections, hosts, caller })
+        }
         Err(error) => {
             let error = start_failure::report(config, &host, error);
             // A rank that has all its connections no longer reads the store.
@@ -66,14 +75,23 @@ pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> 
     }
 }
 
-/// Makes the connections to the lower and higher ranks. Returns the host of each rank.
+/// What a start leaves beside its connections.
+struct Built {
+    /// By rank.
+    hosts: Vec<String>,
+    early: Vec<Early>,
+    /// If some connections are made at their first use.
+    on_demand: Option<(Caller, Requests)>,
+}
+
+/// Makes the start's connections to the lower and higher ranks.
 fn build(
     config: &MeshConfig<'_>,
     host: &str,
     below: &mut Vec<Pair>,
     above: &mut [Pair],
     deadline: Deadline,
-) -> Result<Vec<String>> {
+) -> Result<Built> {
     let job = config.number.map_or_else(|| agree_on_job(config, host, deadline), Ok)?;
     let secret = GroupSecret::new(config.credentials.key.as_ref().map(JobKey::bytes), &job);
     let own = Hello {
@@ -92,7 +110,7 @@ fn build(
     let (finish, finished) = mpsc::channel();
     let missing = AtomicUsize::new(usize::MAX);
 
-    thread::scope(|scope| {
+    let (addresses, accepted) = thread::scope(|scope| {
         // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
         // queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
@@ -109,7 +127,7 @@ fn build(
             below.resize_with(config.rank.index(), Pair::default);
             dial_all(config, host, &addresses, (own, secret), below, deadline)?;
             start_failure::watch(config, host, (&addresses, below), missing, &finished, deadline)?;
-            Ok(addresses.into_iter().map(|address| address.host).collect())
+            Ok(addresses)
         });
         if connecting.is_err() {
             drop(stop);
@@ -117,8 +135,14 @@ fn build(
         let accepting =
             accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
         // If both failed, accepting failed because it was stopped.
-        connecting.and_then(|hosts| accepting.map(|()| hosts))
-    })
+        connecting.and_then(|addresses| accepting.map(|accepted| (addresses, accepted)))
+    })?;
+    let hosts = addresses.iter().map(|address| address.host.clone()).collect();
+    let Accepted { early, pending } = accepted;
+    let is_complete = at_start(config.world).len() == Channel::ALL.len();
+    let on_demand = (!is_complete)
+        .then(|| Caller::new(listener, addresses, (own, secret), config.credentials.tls.clone(), pending));
+    Ok(Built { hosts, early, on_demand: on_demand.transpose()? })
 }
 
 /// The most connections that are made at a time.
@@ -138,14 +162,19 @@ fn dial_all(
     below: &mut [Pair],
     deadline: Deadline,
 ) -> Result<()> {
+    let channels = at_start(config.world);
     let is_near = |address: &Address| address.socket.ip() == config.interface;
     let (mut near, mut far) = (Vec::new(), Vec::new());
     let lower: Vec<_> = config.world.ranks().zip(addresses).zip(below).collect();
     for ((peer, address), pair) in lower.into_iter().rev() {
         let to = if is_near(address) { &mut near } else { &mut far };
-        to.push((peer, address, Channel::Data, &mut pair.data));
-        to.push((peer, address, Channel::Control, &mut pair.control));
-        to.push((peer, address, Channel::Messages, &mut pair.messages));
+        let into = [
+            (Channel::Data, &mut pair.data),
+            (Channel::Control, &mut pair.control),
+            (Channel::Messages, &mut pair.messages),
+        ];
+        let into = into.into_iter().filter(|(channel, _)| channels.contains(channel));
+        to.extend(into.map(|(channel, into)| (peer, address, channel, into)));
     }
     let has_failed = AtomicBool::new(false);
     type To<'a> = (Rank, &'a Address, Channel, &'a mut Option<Connection>);
@@ -155,7 +184,7 @@ fn dial_all(
         made.map(|connection| *into = Some(connection))
     };
     // A TLS handshake is work of both sides: there is nothing to gain.
-    let at_once = if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * Channel::ALL.len() };
+    let at_once = if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * channels.len() };
     let dial_near = |mut near: Vec<To<'_>>| -> Result<()> {
         while !near.is_empty() {
             let rest = near.split_off(near.len().min(at_once));

@@ -93,7 +93,7 @@ fn a_silent_flood_does_not_displace_a_rank_that_has_said_who_it_is() {
     let mut pending = Vec::new();
     let is_rank = |one: &Pending| one.stream.socket().peer_addr().unwrap() == rank.local_addr().unwrap();
     for _ in 0..300 {
-        take_arrivals(&listener, &config, &secret, &mut pending).unwrap();
+        take_arrivals(&listener, None, 2, &secret, &mut pending).unwrap();
         let mut limit = HandshakeLimit::among(&pending);
         for one in &mut pending {
             let is_waiting = matches!(one.advance(own, 1, &mut limit), Progress::Waiting);
@@ -197,12 +197,12 @@ fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
         // The connections are right: each end is the other's.
         for (rank, (below, above)) in [(0, (&zero, &late)), (1, (&one, &late))] {
             let pairs = [
-                (&below.data, &above.data),
-                (&below.control, &above.control),
-                (&below.messages, &above.messages),
+                (below.data[2].get(), above.data[rank].get()),
+                (below.control[2].as_ref(), above.control[rank].as_ref()),
+                (below.messages[2].get(), above.messages[rank].get()),
             ];
             for (below, above) in pairs {
-                let (below, above) = (below[2].as_ref().unwrap(), above[rank].as_ref().unwrap());
+                let (below, above) = (below.unwrap(), above.unwrap());
                 assert_eq!(below.socket().peer_addr().unwrap(), above.socket().local_addr().unwrap());
             }
         }

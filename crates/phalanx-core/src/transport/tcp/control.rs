@@ -20,6 +20,8 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 
 use super::connection::Connection;
+use super::connections::Connections;
+use super::on_demand::Caller;
 use super::watch::{Buffered, Watch};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,6 +35,7 @@ use crate::rank::Rank;
 use crate::transport::process;
 use crate::wire::control::{self, Control, Introduction, Notice};
 use crate::wire::frame::Header;
+use crate::wire::hello::Channel;
 use crate::world_size::WorldSize;
 
 /// Watches the control connections until it is dropped; then it sends a goodbye.
@@ -41,6 +44,8 @@ pub(crate) struct Monitor {
     stop: Option<UnixStream>,
     /// It leaves what it has read of messages that were not complete, by rank.
     thread: Option<JoinHandle<Vec<Vec<u8>>>>,
+    /// Makes connections at their first use.
+    caller: Option<JoinHandle<()>>,
     connections: Arc<Connections>,
     health: Arc<Health>,
     silent: Arc<SilentHosts>,
@@ -78,15 +83,6 @@ const LEAVE_GRACE: Duration = Duration::from_secs(5);
 const NEAR_LEAVE_GRACE: Duration = Duration::from_secs(2);
 /// The same after a failure, when a peer that does not answer may be the cause.
 const FAILURE_GRACE: Duration = Duration::from_secs(1);
-
-/// The connections to each peer, by rank; None for this rank itself. The transports, the watching thread and the alarm
-/// share them, because duplicates would cost more descriptors for each peer.
-#[derive(Default)]
-pub(crate) struct Connections {
-    pub control: Vec<Option<Connection>>,
-    pub data: Vec<Option<Connection>>,
-    pub messages: Vec<Option<Connection>>,
-}
 
 /// In worlds of up to this many ranks, each says to all others which process it is, so that who loses it can see whether it has ended.
 const INTRODUCED: u32 = 32;
@@ -157,12 +153,33 @@ impl Monitor {
                 )
             })?;
         let leave_grace = LEAVE_GRACE.max(heartbeat.network_timeout);
-        Ok(Self { stop: Some(stop), thread: Some(thread), connections, health, silent, leave_grace })
+        let thread = Some(thread);
+        Ok(Self { stop: Some(stop), thread, caller: None, connections, health, silent, leave_grace })
+    }
+
+    /// Answers and makes calls from now on, until the monitor is dropped.
+    pub(crate) fn with_caller(mut self, rank: Rank, caller: Option<Caller>) -> Result<Self> {
+        let Some(caller) = caller else { return Ok(self) };
+        let (connections, health) = (self.connections.clone(), self.health.clone());
+        let run = move || {
+            if let Some(requests) = &connections.requests {
+                caller.run(&connections, requests, &health);
+            }
+        };
+        let thread = std::thread::Builder::new().name(format!("phalanx-call-{rank}")).spawn(run);
+        let failed = |error| Error::not_started("the thread that calls ranks could not be started", error);
+        self.caller = Some(thread.map_err(failed)?);
+        Ok(self)
     }
 }
 
 impl Drop for Monitor {
     fn drop(&mut self) {
+        if let Some(requests) = &self.connections.requests {
+            requests.stop();
+        }
+        // As below; from here on no connection comes.
+        let _ = self.caller.take().map(JoinHandle::join);
         drop(self.stop.take());
         // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
@@ -223,8 +240,8 @@ impl Connections {
         mut has_ended: impl FnMut(&End<'_>) -> bool,
     ) -> HashSet<IpAddr> {
         let control = (0..).map(|peer| Some(Rank::new(peer))).zip(&self.control);
-        let all = control.chain(self.data.iter().chain(&self.messages).map(|one| (None, one)));
-        let all = all.filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)));
+        let control = control.filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)));
+        let all = control.chain(self.others().map(|connection| (None, connection)));
         let (mut awaited, mut others) = (Vec::new(), Vec::new());
         for (peer, connection) in all {
             let is_near = connection.is_within_host();
@@ -251,16 +268,13 @@ impl Connections {
         if let Some(latest) = latest {
             self.tell(&Control::Latest(latest), |other| other == peer);
         }
-        for connections in [&self.control, &self.data, &self.messages] {
-            let connection = connections.get(peer.index()).and_then(Option::as_ref);
-            let has_to_end =
-                |one: &&Connection| std::ptr::eq(connections, &self.control) || !one.is_within_host();
-            connection.into_iter().filter(has_to_end).for_each(Connection::finish_sending);
+        if let Some(Some(control)) = self.control.get(peer.index()) {
+            control.finish_sending();
         }
-    }
-
-    fn shut(&self) {
-        self.data.iter().chain(&self.messages).flatten().for_each(Connection::shut);
+        for channel in [Channel::Data, Channel::Messages] {
+            let connection = self.get(channel, peer).filter(|connection| !connection.is_within_host());
+            connection.into_iter().for_each(Connection::finish_sending);
+        }
     }
 
     /// Sends a message to every peer for which `meant` is true. A peer that it does not reach sees the connection
@@ -459,7 +473,15 @@ mod tests {
             let (silent, health) = (silent.clone(), Health::new(Rank::MAIN, hosts));
             health.fail(Error::aborted(format!("failure {number}")));
             let (connections, leave_grace) = (Arc::new(connections), LEAVE_GRACE);
-            drop(Monitor { stop: None, thread: None, connections, health, silent, leave_grace });
+            drop(Monitor {
+                stop: None,
+                thread: None,
+                caller: None,
+                connections,
+                health,
+                silent,
+                leave_grace,
+            });
         }
         assert_eq!(silent.0.lock().len(), 1);
         // One wait after a failure takes one second.

@@ -3,15 +3,19 @@
 //!
 //! There are three because data frames are large, and a failure can stop them in the middle: goodbyes, failures and
 //! messages must not queue behind them. An operation that finds its connection broken first asks what the control
-//! connections know. So the error names the rank that died, and not the rank that noticed.
+//! connections know. So the error names the rank that died, and not the rank that noticed. In groups of many ranks those for data and
+//! messages are made [at their first use](on_demand).
 
 mod accept;
+mod call;
 mod connect;
 #[cfg(test)]
 mod connect_tests;
 mod connection;
+mod connections;
 mod control;
 mod dial;
+mod on_demand;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;
@@ -24,7 +28,8 @@ mod watch;
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -36,7 +41,8 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 }
 pub(crate) use self::connect::mesh;
 pub(super) use self::connection::Connection;
-pub(crate) use self::control::{Connections, Monitor, SilentHosts};
+pub(crate) use self::connections::Connections;
+pub(crate) use self::control::{Monitor, SilentHosts};
 pub(crate) use self::start_failure::fail_start;
 pub(crate) use self::stop_probe::process_record;
 use self::stream::{Receiving, Sending};
@@ -51,7 +57,7 @@ use crate::interrupt;
 use crate::poll::poll;
 use crate::rank::{Generation, Rank};
 use crate::store::Store;
-use crate::wire::hello::JobId;
+use crate::wire::hello::{Channel, JobId};
 use crate::world_size::WorldSize;
 
 /// Bytes that are received before they are reduced: they stay in the processor's cache.
@@ -62,6 +68,11 @@ const LOCAL_BUFFER: usize = 256 * 1024;
 /// Polls in a step before a rank sleeps, some ten microseconds: data in flight arrives sooner than a sleeping thread
 /// wakes.
 const SPINS: u32 = 30;
+
+/// How often a rank that waits for a connection looks whether its peer has left.
+const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How often a rank that waits for a connection, and moves data on another one, looks for the first.
+const BESIDE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The parameters with which a rank joins the mesh of connections.
 pub(crate) struct MeshConfig<'a> {
@@ -100,10 +111,11 @@ impl Tcp {
         monitor: Arc<Monitor>,
         local_world_size: u32,
     ) -> Self {
-        connections.data.iter().flatten().for_each(keep_in_cache);
+        connections.data.iter().filter_map(OnceLock::get).for_each(keep_in_cache);
         let within_host =
             |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
-        let near: Vec<bool> = connections.data.iter().map(within_host).collect();
+        // Those for data may be made later.
+        let near: Vec<bool> = connections.control.iter().map(within_host).collect();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = spins(&near, local_world_size as usize, processors);
         Self { health, rank, connections, scratch: AlignedBytes::default(), spins, _monitor: monitor }
@@ -137,29 +149,28 @@ impl Transport for Tcp {
     ) -> Result<()> {
         let Self { health, rank, connections, scratch, spins, .. } = self;
         let mut spun = 0;
-        let stream = |peer: Rank| {
-            let stream = connections.data.get(peer.index()).and_then(Option::as_ref);
-            stream.ok_or_else(|| Error::invalid_argument(format!("rank {peer} is no peer of rank {rank}")))
-        };
+        let peers = [send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from)];
+        if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
+            return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
+        }
+        let stream = |peer: Rank| connections.get(Channel::Data, peer);
         let broken = |peer: Rank, error: std::io::Error| health.broken(peer, error);
 
-        let mut sending = match send {
-            Some(frame) => Some((frame.to, stream(frame.to)?, Sending::new(&frame))),
-            None => None,
-        };
-        let mut receiving = match recv {
-            Some(frame) => Some((frame.from, stream(frame.from)?, Receiving::new(*rank, frame, scratch))),
-            None => None,
-        };
+        let mut sending = send.map(|frame| (frame.to, stream(frame.to), Sending::new(&frame)));
+        let mut receiving =
+            recv.map(|frame| (frame.from, stream(frame.from), Receiving::new(*rank, frame, scratch)));
+        if let Some((to, None, _)) = &sending {
+            connections.ask(Channel::Data, *to);
+        }
         loop {
             let mut progress = false;
-            if let Some((to, stream, frame)) = &mut sending {
+            if let Some((to, Some(stream), frame)) = &mut sending {
                 progress |= frame.push(stream).map_err(|error| broken(*to, error))?;
                 if frame.is_done() {
                     sending = None;
                 }
             }
-            if let Some((from, stream, frame)) = &mut receiving {
+            if let Some((from, Some(stream), frame)) = &mut receiving {
                 progress |= frame.pull(stream, |error| broken(*from, error))?;
                 if frame.is_done() {
                     receiving = None;
@@ -177,11 +188,41 @@ impl Transport for Tcp {
                 spun += 1;
                 continue;
             }
-            let out = sending.as_ref().map(|(_, stream, _)| *stream);
-            let into = receiving.as_ref().map(|(_, stream, _)| *stream);
+            let out = sending.as_ref().and_then(|(_, stream, _)| *stream);
+            let into = receiving.as_ref().and_then(|(_, stream, _)| *stream);
             health.waits.sleep(waits_for);
-            if !wait(out, into, deadline)? {
+            let unconnected = |peer: &Rank, stream: &Option<&Connection>| stream.is_none().then_some(*peer);
+            let missing = receiving.as_ref().and_then(|(from, stream, _)| unconnected(from, stream));
+            let missing = missing.or(sending.as_ref().and_then(|(to, stream, _)| unconnected(to, stream)));
+            let is_in_time = match missing {
+                None => wait(out, into, deadline)?,
+                Some(peer) => {
+                    interrupt::check()?;
+                    // In this order: what a peer has sent before it left comes on a connection that stands by then.
+                    let is_over = health.has_failed() || health.has_left(peer);
+                    if is_over && (health.has_failed() || !connections.may_come(Channel::Data, peer)) {
+                        return Err(health.peer_failed(peer, "it is not connected with this rank"));
+                    }
+                    let timeout = interrupt::at_most(deadline.remaining());
+                    match (out, into) {
+                        (None, None) => {
+                            let timeout = timeout.min(CONNECTION_POLL_INTERVAL);
+                            connections.await_connection(Channel::Data, peer, timeout);
+                        }
+                        // No system call waits for both.
+                        _ => wait(out, into, deadline.at_most(BESIDE_POLL_INTERVAL)).map(drop)?,
+                    }
+                    !deadline.has_passed()
+                }
+            };
+            if !is_in_time {
                 return Err(late(waits_for, health.host(waits_for)));
+            }
+            if let Some((to, out @ None, _)) = &mut sending {
+                *out = stream(*to);
+            }
+            if let Some((from, into @ None, _)) = &mut receiving {
+                *into = stream(*from);
             }
         }
     }
@@ -223,7 +264,7 @@ fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -
 mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use super::*;
 

@@ -67,7 +67,7 @@ fn address(store: &MemoryStore) -> std::net::SocketAddr {
 fn what_crosses_a_connection_arrives_whole_and_both_ways_at_once() {
     let credentials = Credentials { key: Some(JobKey::generate().unwrap()), tls: Some(good()) };
     let [lower, upper] = pair([&credentials, &credentials]).map(|mesh| mesh.unwrap().connections);
-    let ends = [lower.data[1].as_ref().unwrap(), upper.data[0].as_ref().unwrap()];
+    let ends = [lower.data[1].get().unwrap(), upper.data[0].get().unwrap()];
     assert!(ends.iter().all(|end| end.is_encrypted()));
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i % 249) as u8).collect();
     thread::scope(|scope| {

@@ -19,7 +19,7 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 
 use super::connection::Connection;
-use super::control::Connections;
+use super::connections::Connections;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;

@@ -1,0 +1,336 @@
+//! Connections for data and messages that are made at their first use, in groups of many ranks.
+//!
+//! Each pair of ranks has three connections, so their number grows with the square of the ranks, and with it the time of a start; but in
+//! a large group most pairs never exchange anything: a ring has two neighbours, a tree a few. Only the control connections are
+//! made at the start, because every rank must hear of every death. A rank that sends calls the other; one that receives waits for the call,
+//! as for anything that another rank has to do. One thread of each rank answers calls and makes them, so no wait is longer
+//! because a user's thread is busy elsewhere, and what it decides is decided once. NCCL and gloo's lazy pairs do likewise.
+//!
+//! **Two ranks may call each other at once.** Then the call of the higher rank is kept, and the other one is dropped ([`verdict`]): the
+//! lower rank accepts while it calls, the higher one does not. A rank that is dropped calls again after a pause, and finds by then
+//! that it has the connection. A connection is never replaced: there may be data in it.
+//!
+//! A peer that has died or left is named by its control connection, which ends the wait; one that does not answer is waited for until the
+//! deadline of the operation, or until its heartbeats stop. What a peer has sent before it left still counts: a connection is
+//! there for all threads before anything that was said after it (`Requests::settle`, `Connections::may_come`). Small groups connect all pairs at the start: there a first collective
+//! that is quick is worth more.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::accept::take_arrivals;
+use super::call::{Call, Called};
+use super::connect::{Address, no_descriptors};
+use super::connections::{Connections, Requests};
+use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
+use crate::deadline::Deadline;
+use crate::error::{Error, Result, is_local_shortage, no_more_files};
+use crate::health::Health;
+use crate::notice::warn;
+use crate::poll::poll;
+use crate::random;
+use crate::rank::Rank;
+use crate::tls::{Refusal, Tls};
+use crate::wire::handshake::GroupSecret;
+use crate::wire::hello::{Channel, Hello};
+use crate::world_size::WorldSize;
+
+/// Groups of up to this many ranks make all connections at the start.
+const EAGER_WORLD: u32 = 16;
+/// The pause between two calls of one rank grows from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
+/// The pause in accepting when there is no descriptor for another connection.
+const FULL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Which connections a group of this size makes at the start.
+pub(super) fn at_start(world: WorldSize) -> &'static [Channel] {
+    if world.get() > EAGER_WORLD { &[Channel::Control] } else { &Channel::ALL }
+}
+
+/// What becomes of a peer's call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It is the pair's connection.
+    Keep,
+    /// It is the pair's connection, and this rank's own call is dropped.
+    KeepInstead,
+    Refuse,
+}
+
+/// What a rank knows of its connection with a peer when the peer calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Known {
+    Nothing,
+    /// This rank calls the peer.
+    Calls,
+    Connected,
+}
+
+/// Whether `own` keeps a call of `peer`. The two ranks decide alike: of two calls at once, both keep the higher rank's.
+pub(super) fn verdict(own: Rank, peer: Rank, known: Known) -> Verdict {
+    match known {
+        Known::Nothing => Verdict::Keep,
+        Known::Calls if peer > own => Verdict::KeepInstead,
+        // The peer keeps this rank's call.
+        Known::Calls => Verdict::Refuse,
+        Known::Connected => Verdict::Refuse,
+    }
+}
+
+/// Makes the connections of a rank after the start.
+pub(crate) struct Caller {
+    listener: TcpListener,
+    addresses: Vec<Address>,
+    own: Hello,
+    secret: GroupSecret,
+    tls: Option<Tls>,
+    /// Calls of others, and own ones.
+    pending: Vec<Pending>,
+    calls: Vec<OwnCall>,
+    woken: Arc<OwnedFd>,
+    /// When to accept again: there was no descriptor for another connection.
+    full_until: Option<Instant>,
+    has_warned: bool,
+}
+
+/// A call of this rank, or the pause before it.
+struct OwnCall {
+    channel: Channel,
+    peer: Rank,
+    call: Option<Call>,
+    /// When it is made anew, and the pause after that.
+    again: (Instant, Duration),
+}
+
+impl Caller {
+    /// Takes over what the start has left: the listener, and the calls of ranks that were ready earlier.
+    pub(super) fn new(
+        listener: TcpListener,
+        addresses: Vec<Address>,
+        (own, secret): (Hello, GroupSecret),
+        tls: Option<Tls>,
+        pending: Vec<Pending>,
+    ) -> Result<(Self, Requests)> {
+        let (requests, woken) = Requests::new()?;
+        let calls = Vec::new();
+        Ok((
+            Self {
+                listener,
+                addresses,
+                own,
+                secret,
+                tls,
+                pending,
+                calls,
+                woken,
+                full_until: None,
+                has_warned: false,
+            },
+            requests,
+        ))
+    }
+
+    /// Answers and calls until the group ends or fails.
+    pub(super) fn run(mut self, connections: &Connections, requests: &Requests, health: &Health) {
+        while let Err(error) = self.work(connections, requests, health) {
+            health.fail(error);
+        }
+    }
+
+    fn work(&mut self, connections: &Connections, requests: &Requests, health: &Health) -> Result<()> {
+        loop {
+            let Some(new) = requests.take().filter(|_| !health.has_failed()) else { return Ok(()) };
+            for (channel, peer) in new {
+                let again = (Instant::now(), PAUSES.0);
+                self.calls.push(OwnCall { channel, peer, call: None, again });
+            }
+            if self.call(connections, requests, health)? {
+                requests.tell();
+            }
+            let has_arrived = self.wait()?;
+            if has_arrived {
+                self.accept();
+            }
+            if self.answer(connections, requests, health) {
+                requests.tell();
+            }
+        }
+    }
+
+    /// Accepts what is in the listener's queue. A stranger may have come when there was no descriptor, so that is no failure; a rank
+    /// that cannot come says itself for whom it waits.
+    fn accept(&mut self) {
+        let (world, tls) = (self.addresses.len(), self.tls.as_ref());
+        let is_full = take_arrivals(&self.listener, tls, world, &self.secret, &mut self.pending);
+        self.full_until = (!matches!(is_full, Ok(false))).then(|| Instant::now() + FULL_INTERVAL);
+        if let Err(error) = is_full
+            && !std::mem::replace(&mut self.has_warned, true)
+        {
+            warn(&error);
+        }
+    }
+
+    /// Waits until something can be done. Returns whether a connection is in the listener's queue.
+    fn wait(&self) -> Result<bool> {
+        // A listener whose queue cannot be emptied would be ready again and again.
+        let full_until = self.full_until.filter(|until| Instant::now() < *until);
+        let at_listener = if full_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
+        let mut fds = vec![
+            PollFd::from_borrowed_fd(self.woken.as_fd(), PollFlags::IN),
+            PollFd::new(&self.listener, at_listener),
+        ];
+        let limit = HandshakeLimit::among(&self.pending);
+        let heard = self.pending.iter().filter(|connection| !connection.waits_for_tls());
+        fds.extend(heard.map(|connection| PollFd::new(&connection.stream, PollFlags::IN)));
+        let mut due: Option<Instant> = full_until;
+        let mut until = |at: Instant| due = Some(due.map_or(at, |due| due.min(at)));
+        for own in &self.calls {
+            match &own.call {
+                Some(call) => {
+                    let (fd, flags) = call.awaited();
+                    fds.push(PollFd::from_borrowed_fd(fd, flags));
+                    call.deadline().into_iter().for_each(&mut until);
+                }
+                None => until(own.again.0),
+            }
+        }
+        let checks = self.pending.iter().filter_map(|connection| connection.next_check(&limit));
+        let checks = checks.reduce(Deadline::min).map(Deadline::remaining);
+        let own = due.map(|due| due.saturating_duration_since(Instant::now()));
+        // Without either it waits for others, who wake it.
+        let timeout = own.into_iter().chain(checks).min();
+        poll(&mut fds, timeout).map_err(|error| Error::io("waiting for peers failed", error))?;
+        // It is empty if something else woke this thread.
+        let _ = rustix::io::read(&*self.woken, &mut [0; 8]);
+        let arrived = fds.get(1).is_some_and(|listener| !listener.revents().is_empty());
+        Ok(arrived)
+    }
+
+    /// Goes on with this rank's calls. Returns whether one has come to an end.
+    fn call(&mut self, connections: &Connections, requests: &Requests, health: &Health) -> Result<bool> {
+        let mut has_ended = false;
+        let mut open = Vec::with_capacity(self.calls.len());
+        for mut own in std::mem::take(&mut self.calls) {
+            let (channel, peer) = (own.channel, own.peer);
+            if connections.get(channel, peer).is_some() {
+                continue;
+            }
+            let Some(address) = self.addresses.get(peer.index()) else { continue };
+            let call = match own.call.take() {
+                // It answers no more; but what it has answered may still be on its way.
+                None if health.has_left(peer) => {
+                    requests.give_up(channel, peer);
+                    has_ended = true;
+                    continue;
+                }
+                None if Instant::now() < own.again.0 => {
+                    open.push(own);
+                    continue;
+                }
+                None => {
+                    let hello = self.own.on(channel, peer).saying(random::bytes()?);
+                    Call::begin(address.socket, hello, self.secret.clone())
+                }
+                Some(call) => Ok(call),
+            };
+            match call.and_then(|call| call.advance(peer, self.tls.as_ref())) {
+                Ok(Called::Made(connection)) => {
+                    connections.keep(channel, peer, connection, health);
+                    has_ended = true;
+                }
+                Ok(Called::Waiting(call)) => {
+                    own.call = Some(*call);
+                    open.push(own);
+                }
+                Err(error) => {
+                    hopeless(peer, address, error, health)?;
+                    let pause = own.again.1;
+                    own.again = (Instant::now() + pause, (pause * 3 / 2).min(PAUSES.1));
+                    open.push(own);
+                }
+            }
+        }
+        self.calls = open;
+        Ok(has_ended)
+    }
+
+    /// Goes on with the calls of others. Returns whether one has been kept.
+    fn answer(&mut self, connections: &Connections, requests: &Requests, health: &Health) -> bool {
+        let mut has_kept = false;
+        let before = self.pending.len();
+        let mut limit = HandshakeLimit::among(&self.pending);
+        let mut open = Vec::with_capacity(before);
+        for mut connection in std::mem::take(&mut self.pending) {
+            match connection.advance(self.own, 0, &mut limit) {
+                Progress::Waiting => open.push(connection),
+                Progress::Dropped => {}
+                Progress::TurnedAway(error, answer) => {
+                    tracing::warn!(%error, "a connection was turned away");
+                    let _ = connection.stream.send(&[io::IoSlice::new(answer)]);
+                    connection.stream.discard();
+                }
+                Progress::Proven(hello, welcome) => {
+                    let (channel, peer) = (hello.channel, hello.rank);
+                    let is_own = |own: &OwnCall| (own.channel, own.peer) == (channel, peer);
+                    let known = match connections.get(channel, peer) {
+                        Some(_) => Known::Connected,
+                        // A rank that pauses does not call: its next call finds the connection.
+                        None if self.calls.iter().any(|own| is_own(own) && own.call.is_some()) => {
+                            Known::Calls
+                        }
+                        None => Known::Nothing,
+                    };
+                    match verdict(self.own.rank, peer, known) {
+                        Verdict::Refuse => {
+                            tracing::debug!(%peer, ?channel, ?known, "a call was refused");
+                            continue;
+                        }
+                        Verdict::Keep => {}
+                        Verdict::KeepInstead => self.calls.retain(|own| !is_own(own)),
+                    }
+                    requests.settle(|| {
+                        if send_whole(&connection.stream, &welcome) {
+                            connection.stream.admit();
+                            connections.keep(channel, peer, connection.stream, health);
+                            has_kept = true;
+                        }
+                    });
+                }
+            }
+        }
+        // A descriptor may be free again.
+        if open.len() < before {
+            self.full_until = None;
+        }
+        self.pending = open;
+        has_kept
+    }
+}
+
+/// An error if another call cannot succeed either.
+fn hopeless(peer: Rank, address: &Address, error: io::Error, health: &Health) -> Result<()> {
+    let Address { host, socket } = address;
+    let unreachable = || format!("rank {peer} ({host}) could not be reached at {socket}");
+    if no_more_files(&error).is_some() {
+        return Err(no_descriptors(&unreachable(), error));
+    }
+    if is_local_shortage(&error) {
+        return Err(Error::io(unreachable(), error));
+    }
+    // Another program may have the port of a rank that has left.
+    if error.kind() == io::ErrorKind::InvalidData && !health.has_left(peer) {
+        let remedy = Refusal::remedy(&error).unwrap_or("has its process ended, and another taken its port?");
+        return Err(Error::io(unreachable(), error).with_peer(peer).with_remedy(remedy));
+    }
+    tracing::debug!(%peer, %error, "a call has failed, and is made again");
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "on_demand_tests.rs"]
+mod tests;
