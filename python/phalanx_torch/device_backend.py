@@ -108,7 +108,7 @@ class Watched(DeviceBackend):
 
 
 def takes_backends_in_python() -> bool:
-    """Does this PyTorch let Python write the part of a group that is for one device? 2.15 is the first."""
+    """Does this PyTorch let Python write the part of a group that is for one device? 2.14 does, 2.9 does not."""
     try:
         C10DBackend(0, 1)
     except TypeError:

@@ -3,7 +3,7 @@ check for NaN, and hooks on completion.
 
 PyTorch tells most of these in its dispatcher, on the way to a backend, and a group that is written in Python is called past it. So while
 anybody watches, a call takes that way: to PyTorch's operation, and from there to a backend (:class:`device_backend.Watched`), which brings it
-back to the group. PyTorch before 2.15 has no backends in Python: there only the profiler and the hooks on completion see the calls.
+back to the group. With PyTorch before 2.15, which has not all of that in Python, only the profiler and the hooks on completion see the calls.
 
 An event of the profiler must not be called ``record_param_comms``: for that name it reads data that only C++ can leave, and crashes without.
 """
@@ -115,6 +115,9 @@ _KINDS = {
     ),
     "allgather": _Kind("allgather_", _of_two, _moved, "all_gather", "ALLGATHER", 1),
     "all_gather_single": _Kind("_allgather_base_", _of_two, _moved, "_allgather_base", "_ALLGATHER_BASE", 1),
+    "allgather_coalesced": _Kind(
+        "allgather_coalesced_", _of_two, lambda *given: _how(given[-1])[:1], "all_gather", "ALLGATHER_COALESCED", 1
+    ),
     "gather": _Kind("gather_", _of_two, _rooted, "gather", "GATHER", 1),
     "scatter": _Kind("scatter_", _of_two, _rooted, "scatter", "SCATTER", 1),
     "reduce_scatter": _Kind("reduce_scatter_", _of_two, _reduced, "reduce_scatter", "REDUCE_SCATTER", 1),
@@ -135,6 +138,13 @@ _KINDS = {
         "recv_any_source_", lambda tensors, *_: (tensors,), lambda _, tag: (tag,), "recvAnySource", "RECVANYSOURCE", 0
     ),
 }
+
+
+def can_dispatch() -> bool:
+    """Whether a call can be made by PyTorch's operation: 2.15 is the first that lets Python write backends and hand over a ``ReduceOp``."""
+    from phalanx_torch import device_backend
+
+    return device_backend.takes_backends_in_python() and hasattr(dist.ReduceOp, "boxed")
 
 
 def is_watched(group: "ProcessGroup") -> bool:

@@ -376,9 +376,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _watched_backend(self) -> Any:
         """What PyTorch's dispatcher passes calls to, if it can, and has not told of them already."""
-        if self._is_part or not device_backend.takes_backends_in_python():
+        if self._is_part:
             return None
         if self._backend is None:
+            if not observed.can_dispatch():
+                return None
             self._backend = device_backend.Watched(self)
             self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         return self._backend
@@ -677,6 +679,9 @@ class ProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        if is_watched(self):
+            return observed.call(self, "allgather_coalesced", output_lists, input_list, opts)
         if any(len(outputs) != len(input_list) for outputs in output_lists):
             raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from conftest import free_port
 
 import phalanx_torch
-from phalanx_torch import device_backend
+from phalanx_torch import observed
 
 needs_dispatcher = pytest.mark.skipif(
-    not device_backend.takes_backends_in_python(), reason="this PyTorch has no backends in Python, and its dispatcher passes calls only to backends"
+    not observed.can_dispatch(), reason="this PyTorch's dispatcher cannot pass calls to groups in Python"
 )
 
 
@@ -69,7 +69,7 @@ def _profiled(rank):
     assert events[-2].input_shapes == [[3, 5]]
     # PyTorch's operations are there, too, as over gloo.
     operations = [event.name for event in profiled.events() if event.name.startswith("c10d::")]
-    assert not device_backend.takes_backends_in_python() or operations.count("c10d::allreduce_") == 2, operations
+    assert not observed.can_dispatch() or operations.count("c10d::allreduce_") == 2, operations
 
 
 def test_the_profiler_sees_every_call(ranks):
