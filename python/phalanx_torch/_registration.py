@@ -19,7 +19,10 @@ def register() -> None:
 
     if not dist.is_available():
         return
-    if "PHALANX" not in dist.Backend._plugins:
+    taken = dist.Backend._plugins.get("PHALANX")
+    if taken is not None:
+        _check_ours(taken)
+    else:
         dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
         # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
@@ -32,6 +35,16 @@ def register() -> None:
         from phalanx_torch._horovod import install_later
 
         install_later()
+
+
+def _check_ours(plugin: Any) -> None:
+    """An error if another package's group would be made where ours is asked for."""
+    home = getattr(plugin.creator_fn, "__module__", None) or repr(plugin.creator_fn)
+    if home != __name__:
+        raise RuntimeError(
+            f"phalanx_torch: another package has registered a backend of the name phalanx: {home}. In one environment a name has one backend: "
+            "uninstall one of the two; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0, so that PyTorch imports neither, and import one of them"
+        )
 
 
 def _is_wanted(variable: str, name: str) -> bool:

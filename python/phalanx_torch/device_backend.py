@@ -1,5 +1,6 @@
 """The part of a group that has another backend for other devices: ``"cpu:phalanx,cuda:nccl"``."""
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10DBackend
 from torch._C._distributed_c10d import _DistributedBackendOptions
+
+from phalanx_torch import observed
 
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
@@ -52,6 +55,8 @@ class DeviceBackend(C10DBackend):
     def __init__(self, group: "ProcessGroup") -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        # PyTorch's dispatcher tells of each call before it comes here.
+        group._is_part = True
 
     def getBackendName(self) -> str:
         return "phalanx"
@@ -76,7 +81,7 @@ class DeviceBackend(C10DBackend):
 
 def _passed_on(name: str) -> Callable[..., Any]:
     def call(self: DeviceBackend, *arguments: Any) -> Any:
-        return getattr(self._group, name)(*arguments)
+        return observed.from_backend(self._group, name, arguments)
 
     call.__name__ = name
     return call
@@ -86,8 +91,24 @@ for _name in _SAME:
     setattr(DeviceBackend, _name, _passed_on(_name))
 
 
+class Watched(DeviceBackend):
+    """Brings the calls of a group back to it when PyTorch's dispatcher has told of them (:mod:`phalanx_torch.observed`)."""
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        C10DBackend.__init__(self, group.rank(), group.size())
+        # The group has this backend, and would have itself.
+        self._reference = weakref.ref(group)
+
+    @property
+    def _group(self) -> "ProcessGroup":
+        group = self._reference()
+        if group is None:
+            raise RuntimeError("phalanx: this process group is gone")
+        return group
+
+
 def takes_backends_in_python() -> bool:
-    """Does this PyTorch let Python write the part of a group that is for one device? 2.15 is the first."""
+    """Does this PyTorch let Python write the part of a group that is for one device? 2.14 does, 2.9 does not."""
     try:
         C10DBackend(0, 1)
     except TypeError:

@@ -21,9 +21,10 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _exit, _native, _uncompiled, device_backend, sparse
+from phalanx_torch import _exit, _native, _uncompiled, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
+from phalanx_torch.observed import is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
 
@@ -280,6 +281,14 @@ def _release_store_with_the_next() -> None:
     module._update_default_pg = updated
 
 
+def _call_hooks_of_all() -> None:
+    for group in list(_groups):
+        _call_hooks(group)
+
+
+_exit.when_left.append(_call_hooks_of_all)
+
+
 @atexit.register
 def _warn_at_exit() -> None:
     if _exit.cause_of_end() is None:
@@ -305,6 +314,12 @@ class ProcessGroup(dist.ProcessGroup):
         self._watcher: threading.Thread | None = None
         # The native part of whose failure the hooks know.
         self._told: object = None
+        # Whether hooks or the check for NaN see each call; whether it is the part of another group for one device.
+        self._is_observed = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+        self._is_part = False
+        self._backend: Any = None
+        self._completion_hook: Callable[[Any], object] | None = None
+        self._completions = observed.Completions()
         self._native = self._first(store, rank, size)
         _groups.add(self)
 
@@ -359,11 +374,39 @@ class ProcessGroup(dist.ProcessGroup):
     def perform_nocolor_split(self, device: Any = None) -> None:
         """Nothing: ranks that are not in a new group have no part in making it."""
 
+    def _watched_backend(self) -> Any:
+        """What PyTorch's dispatcher passes calls to, if it can, and has not told of them already."""
+        if self._is_part:
+            return None
+        if self._backend is None:
+            if not observed.can_dispatch():
+                return None
+            self._backend = device_backend.Watched(self)
+            self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
+        return self._backend
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+        """Calls ``hook`` with PyTorch's ``PreHookArgs`` before each call of the group."""
+        self._is_observed = True
+        super().register_pre_hook(hook_id, hook)  # type: ignore[misc]
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+        """Calls ``hook`` with PyTorch's ``PostHookArgs`` when a call of the group has been made."""
+        self._is_observed = True
+        super().register_post_hook(hook_id, hook)  # type: ignore[misc]
+
+    def _register_on_completion_hook(self, hook: Callable[[Any], object]) -> None:
+        """Calls ``hook`` with a :class:`phalanx_torch.observed.WorkInfo` when a call of the group has ended well."""
+        if self._completion_hook is not None:
+            raise Error("phalanx: this group has a hook on completion already; a group has one")
+        self._is_observed = True
+        self._completion_hook = hook
+
     def _has_hooks(self) -> bool:
-        return False
+        return self._completion_hook is not None
 
     def _wait_for_pending_works(self) -> None:
-        pass
+        self._completions.wait(self._timeout.total_seconds())
 
     def get_group_store(self) -> c10d.Store:
         return self._store
@@ -421,7 +464,12 @@ class ProcessGroup(dist.ProcessGroup):
         _keep_store(self)
         # The watcher may not have looked since it failed, and cannot when it is closed.
         _call_hooks(self)
-        self._native.close()
+        try:
+            self._native.close()
+        finally:
+            # What had not ended may have failed, and so may the leaving.
+            _call_hooks(self)
+            self._completions.wait(_exit.GRACE)
 
     def abort(self) -> None:
         """Ends the group on every rank: what waits fails, and names this rank."""
@@ -501,7 +549,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
         # The most frequent call of all: what is below costs more than the native part takes for a few bytes.
-        if self._coalesced is None:
+        if self._coalesced is None and not (self._is_observed or profiler._is_profiler_enabled or modes()):
             self._sequence += 1
             sequence = self._sequence
             if self._native.all_reduce_as_it_is(tensors, opts):
@@ -509,6 +557,8 @@ class ProcessGroup(dist.ProcessGroup):
             # Nothing was done yet; no other thread can have run.
             self._sequence -= 1
         tensors, opts = _overload(tensors, opts, timeout, op, c10d.AllreduceOptions)
+        if is_watched(self):
+            return observed.call(self, "allreduce", tensors, opts)
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
             return all_reduce_sparse(self, tensor, _op(opts), _how(opts))
@@ -531,6 +581,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
+        if is_watched(self):
+            return observed.call(self, "allreduce_coalesced", tensors, opts)
         op, how = _op(opts), _how(opts)
         if len({tensor.dtype for tensor in tensors}) != 1 or any(
             tensor.layout is not torch.strided for tensor in tensors
@@ -556,7 +608,10 @@ class ProcessGroup(dist.ProcessGroup):
             _set(opts, op, timeout)
         else:
             _only_options("reduce", root=root, op=op, timeout=timeout)
-        tensor, opts = self._one("reduce", tensors), opts or c10d.ReduceOptions()
+        opts = opts or c10d.ReduceOptions()
+        if is_watched(self):
+            return observed.call(self, "reduce", tensors, opts)
+        tensor = self._one("reduce", tensors)
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
 
     def broadcast(
@@ -568,7 +623,10 @@ class ProcessGroup(dist.ProcessGroup):
             _set(opts, None, timeout)
         else:
             _only_options("broadcast", root=root, timeout=timeout)
-        tensor, opts = self._one("broadcast", tensors), opts or c10d.BroadcastOptions()
+        opts = opts or c10d.BroadcastOptions()
+        if is_watched(self):
+            return observed.call(self, "broadcast", tensors, opts)
+        tensor = self._one("broadcast", tensors)
         staged = _Staged()
         lent = staged.lend(tensor)
         return self._call(
@@ -584,6 +642,8 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("all_gather", timeout=timeout)
         opts = opts or c10d.AllgatherOptions()
+        if is_watched(self):
+            return observed.call(self, "allgather", output_tensors, input_tensors, opts)
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
@@ -597,6 +657,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
+        if is_watched(self):
+            return observed.call(self, "all_gather_single", output, input, opts)
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
         return self._call(
@@ -617,6 +679,9 @@ class ProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        if is_watched(self):
+            return observed.call(self, "allgather_coalesced", output_lists, input_list, opts)
         if any(len(outputs) != len(input_list) for outputs in output_lists):
             raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
@@ -633,6 +698,9 @@ class ProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors] if output_tensors else [], [input_tensors]
         else:
             _only_options("gather", root=root, timeout=timeout)
+        opts = opts or c10d.GatherOptions()
+        if is_watched(self):
+            return observed.call(self, "gather", output_tensors, input_tensors, opts)
         input = self._one("gather", input_tensors)
         is_root = self.rank() == opts.rootRank
         if len(output_tensors) != int(is_root):
@@ -666,6 +734,9 @@ class ProcessGroup(dist.ProcessGroup):
             output_tensors, input_tensors = [output_tensors], [input_tensors] if input_tensors else []
         else:
             _only_options("scatter", root=root, timeout=timeout)
+        opts = opts or c10d.ScatterOptions()
+        if is_watched(self):
+            return observed.call(self, "scatter", output_tensors, input_tensors, opts)
         output = self._one("scatter", output_tensors)
         is_root = self.rank() == opts.rootRank
         if len(input_tensors) != int(is_root):
@@ -691,6 +762,8 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("reduce_scatter", op=op, timeout=timeout)
         opts = opts or c10d.ReduceScatterOptions()
+        if is_watched(self):
+            return observed.call(self, "reduce_scatter", output_tensors, input_tensors, opts)
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
         op, staged = _op(opts), _Staged()
@@ -707,6 +780,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
+        if is_watched(self):
+            return observed.call(self, "reduce_scatter_single", output, input, opts)
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
@@ -735,6 +810,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
         opts = opts or c10d.AllToAllOptions()
+        if is_watched(self):
+            return observed.call(self, "all_to_all_single", output, input, output_split_sizes, input_split_sizes, opts)
         staged = _Staged()
         received = _counts("output", output, output_split_sizes, self.size())
         sent = _counts("input", input, input_split_sizes, self.size())
@@ -758,6 +835,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         opts = _timeout(c10d.AllToAllOptions(), timeout or opts) if _is_time(timeout or opts) else opts
         opts = opts or c10d.AllToAllOptions()
+        if is_watched(self):
+            return observed.call(self, "alltoall", output_tensors, input_tensors, opts)
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
         return self._call(
@@ -772,6 +851,8 @@ class ProcessGroup(dist.ProcessGroup):
         if _is_time(opts):
             opts, timeout = None, opts
         opts = _timeout(opts or c10d.BarrierOptions(), timeout)
+        if is_watched(self):
+            return observed.call(self, "barrier", opts)
         self._barriers += 1
         return self._call("barrier", _how(opts), [], self._native.barrier)
 
@@ -810,16 +891,22 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:
+        if is_watched(self):
+            return observed.call(self, "send", tensors, dstRank, tag)
         return self._message(
             tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
         )
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:
+        if is_watched(self):
+            return observed.call(self, "recv", tensors, srcRank, tag)
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        if is_watched(self):
+            return observed.call(self, "recv_anysource", tensors, tag)
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, None, tag, (None, False))
         )

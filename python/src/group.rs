@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use phalanx::rendezvous::{self, Rendezvous};
 use phalanx::store::SharedStore;
 use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
@@ -26,6 +26,8 @@ pub struct Group(Arc<Inner>);
 struct Inner {
     /// None when it has been left.
     group: RwLock<Option<ProcessGroup>>,
+    /// Why it had failed when it was left, or could not be left well.
+    left_with: Mutex<Option<Error>>,
     collectives: Lane,
     messages: Messages,
     timeout: RwLock<Duration>,
@@ -84,6 +86,7 @@ impl Group {
             process: std::process::id(),
             meeting: number.map(|number| format!("{:032x}", u128::from_le_bytes(number))),
             group: RwLock::new(Some(group)),
+            left_with: Mutex::new(None),
         })))
     }
 
@@ -172,7 +175,17 @@ impl Inner {
 
     /// Waits for what has been called, and leaves the group. An error if ranks have made different calls, which no call has returned.
     fn leave(&self) -> Result<(), Error> {
-        self.take().map_or(Ok(()), ProcessGroup::leave)
+        self.end(ProcessGroup::leave).unwrap_or(Ok(()))
+    }
+
+    /// Waits for what has been called, and ends the group by `leave`; keeps why it has failed. None if it has been taken.
+    fn end<T>(&self, leave: impl FnOnce(ProcessGroup) -> T) -> Option<T> {
+        let group = self.take()?;
+        // Its own handle to the failure would keep what the group leaves behind.
+        let failure = group.watch();
+        let left = leave(group);
+        *self.left_with.lock() = failure();
+        Some(left)
     }
 
     /// Waits for what has been called. The group is the caller's then, to be dropped; None if it has been taken.
@@ -184,7 +197,11 @@ impl Inner {
                 self.abort(Error::aborted(cause));
             }
             self.messages.close();
-            return self.group.write().take();
+            let mut group = self.group.write();
+            if let Some(group) = &*group {
+                *self.left_with.lock() = group.watched_failure();
+            }
+            return group.take();
         }
         None
     }
@@ -285,9 +302,13 @@ impl Group {
         self.0.meeting.as_deref()
     }
 
-    /// The cause of the group's failure, if it has failed.
+    /// The cause of the group's failure, if it has failed, also when it has been left.
     fn failure<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        let error = self.0.group.read().as_ref()?.failure()?;
+        // Not a handle of its own, which would keep a group that is being left.
+        let error = match &*self.0.group.read() {
+            Some(group) => group.failure(),
+            None => self.0.left_with.lock().clone(),
+        }?;
         Some(raised(py, &error).into_value(py).into_bound(py).into_any())
     }
 
@@ -316,7 +337,7 @@ impl Group {
             let done = left.clone();
             let leave = move || {
                 // Standard error and the launcher get what there is to say.
-                drop(inner.take());
+                inner.end(drop);
                 done.complete(Ok(None));
             };
             // Without a thread there is no time to wait.

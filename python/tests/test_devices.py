@@ -44,7 +44,8 @@ def test_without_a_gpu_the_group_is_ours_alone(tmp_path):
 
 def test_this_pytorch_takes_backends_in_python_since_2_15():
     # What the next test needs: if a later PyTorch has it in another form, this one says so.
-    assert takes_backends_in_python() == SINCE_2_15
+    # 2.14 has it already, 2.9 has not.
+    assert takes_backends_in_python() or not SINCE_2_15
 
 
 def trained():

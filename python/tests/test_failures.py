@@ -1,11 +1,13 @@
 """What every survivor learns when something goes wrong, and how programs end."""
 
+import contextlib
 import datetime
 import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -69,6 +71,70 @@ def hooks_at_the_end(rank, end):
 @pytest.mark.parametrize("end", ["abort", "destroy", "well"])
 def test_hooks_are_called_when_the_group_is_left_at_once(ranks, end):
     ranks(2, hooks_at_the_end, end)
+
+
+def hooks_while_closing(rank, path):
+    group = dist.group.WORLD
+    blind_watcher(group)
+    group.register_abort_hook(1, lambda: open(f"{path}/{rank}", "a").write(f"{group.failure().kind}\n"))
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    # Nobody waits for this call but the end of the group.
+    dist.all_reduce(torch.ones(2), async_op=True)
+    dist.destroy_process_group()
+    assert group.failure().kind == "peer_failed" and group.get_error() == c10d.ErrorType.REMOTE_ERROR
+
+
+def test_hooks_are_called_for_what_is_found_while_the_group_closes(ranks, tmp_path):
+    ranks(2, hooks_while_closing, tmp_path, dies=(1,))
+    assert (tmp_path / "0").read_text() == "peer_failed\n"
+
+
+def hooks_while_leaving(rank):
+    group, told = dist.group.WORLD, []
+    blind_watcher(group)
+    group.register_abort_hook(1, lambda: told.append(group.failure().kind))
+    dist.barrier()
+    if rank == 0:
+        dist.all_reduce(torch.ones(2), async_op=True)
+    try:
+        dist.destroy_process_group()
+    except Error as error:
+        # Who has left without the call learns of it if the other rank was quicker.
+        assert rank == 1 and told == [error.kind] == ["mismatch"]
+    return told
+
+
+def test_hooks_are_called_for_calls_that_a_rank_has_not_made(ranks):
+    first, second = ranks(2, hooks_while_leaving)
+    assert first == ["peer_left"] and second in ([], ["mismatch"])
+
+
+@pytest.mark.parametrize("how", ["pending", "exception"])
+def test_hooks_are_called_at_exit(tmp_path, how):
+    program = f"""
+        import os, sys
+        import torch, torch.distributed as dist
+        import phalanx_torch
+        from phalanx_torch import process_group
+        process_group._WATCH_INTERVAL = 3600.0
+        rank = int(sys.argv[1])
+        dist.init_process_group("phalanx", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+        group = dist.group.WORLD
+        group.register_abort_hook(1, lambda: print("hook", group.failure().kind))
+        dist.barrier()
+        if rank == 1:
+            os._exit(3)
+        if "{how}" == "exception":
+            raise ValueError("of the program")
+        dist.all_reduce(torch.ones(2), async_op=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    started = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    said = [process.communicate(timeout=90)[0] for process in started]
+    # In the second case the other rank's end may be known already.
+    assert said[0] in (["hook peer_failed\n"] if how == "pending" else ["hook peer_failed\n", "hook aborted\n"])
 
 
 def averages_and_sums(rank, dtype, call):

@@ -328,6 +328,13 @@ impl ProcessGroup {
         self.inner.health.cause()
     }
 
+    /// As [`watched_failure`](Self::watched_failure), also when the group has been left: then it may be the error of leaving, too.
+    #[doc(hidden)]
+    pub fn watch(&self) -> impl Fn() -> Option<Error> + Send + 'static {
+        let health = self.inner.health.clone();
+        move || health.cause().or_else(|| health.parting())
+    }
+
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
         self.inner.aborted.store(true, Ordering::Relaxed);

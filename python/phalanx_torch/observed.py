@@ -1,0 +1,260 @@
+"""Lets PyTorch's tools see the calls of a group: the profiler, dispatch modes such as ``CommDebugMode``, hooks before and after each call, the
+check for NaN, and hooks on completion.
+
+PyTorch tells most of these in its dispatcher, on the way to a backend, and a group that is written in Python is called past it. So while
+anybody watches, a call takes that way: to PyTorch's operation, and from there to a backend (:class:`device_backend.Watched`), which brings it
+back to the group. With PyTorch before 2.15, which has not all of that in Python, only the profiler and the hooks on completion see the calls.
+
+An event of the profiler must not be called ``record_param_comms``: for that name it reads data that only C++ can leave, and crashes without.
+"""
+
+import datetime
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.autograd import profiler
+
+from phalanx_torch import work as works
+
+if TYPE_CHECKING:
+    from phalanx_torch.process_group import ProcessGroup
+
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_enter: Any = torch._C._autograd._record_function_with_args_enter  # type: ignore[attr-defined]
+_exit: Any = torch._C._autograd._record_function_with_args_exit  # type: ignore[attr-defined]
+
+
+class _Place(threading.local):
+    """Where a watched call of this thread is: not yet in PyTorch's dispatcher, back from it, or recorded and to be carried out."""
+
+    depth = 0
+    work: Any = None
+    error: BaseException | None = None
+
+
+_CALLED, _DISPATCHED, _RECORDED = 0, 1, 2
+_place = _Place()
+
+
+class WorkInfo(NamedTuple):
+    """What a hook on completion gets; the names are those of PyTorch's own ``WorkInfo``, which Python cannot make."""
+
+    op_type: Any
+    seq: int
+    time_started: datetime.datetime
+    time_finished: datetime.datetime
+    active_duration: datetime.timedelta
+
+
+class _Kind(NamedTuple):
+    """A call of a group: PyTorch's operation, and what it takes before and after the group; its name in the profiler; its ``OpType``;
+    which of its arguments are sent."""
+
+    operation: str
+    before: Callable[..., tuple[Any, ...]]
+    after: Callable[..., tuple[Any, ...]]
+    title: str
+    type: str
+    sent: int
+
+
+def _milliseconds(options: Any) -> int:
+    return round(options.timeout / datetime.timedelta(milliseconds=1))
+
+
+def _how(options: Any) -> tuple[bool, int]:
+    return getattr(options, "asyncOp", True), _milliseconds(options)
+
+
+def _of_one(tensors: Any, options: Any) -> tuple[Any, ...]:
+    return (tensors,)
+
+
+def _of_two(output: Any, input: Any, options: Any) -> tuple[Any, ...]:
+    return output, input
+
+
+def _splits(given: Any) -> list[int]:
+    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
+    return [] if given is None else [int(split) for split in given]
+
+
+def _reduced(*arguments: Any) -> tuple[Any, ...]:
+    return arguments[-1].reduceOp.boxed(), *_how(arguments[-1])
+
+
+def _moved(*arguments: Any) -> tuple[Any, ...]:
+    return _how(arguments[-1])
+
+
+def _rooted(*arguments: Any) -> tuple[Any, ...]:
+    return arguments[-1].rootRank, *_how(arguments[-1])
+
+
+_KINDS = {
+    "allreduce": _Kind(
+        "allreduce_", _of_one, lambda _, opts: (opts.reduceOp.boxed(), None, *_how(opts)), "all_reduce", "ALLREDUCE", 0
+    ),
+    "allreduce_coalesced": _Kind("allreduce_coalesced_", _of_one, _reduced, "all_reduce", "ALLREDUCE_COALESCED", 0),
+    "reduce": _Kind(
+        "reduce_",
+        _of_one,
+        lambda _, opts: (opts.reduceOp.boxed(), opts.rootRank, opts.rootTensor, *_how(opts)),
+        "reduce",
+        "REDUCE",
+        0,
+    ),
+    "broadcast": _Kind(
+        "broadcast_", _of_one, lambda _, opts: (opts.rootRank, opts.rootTensor, *_how(opts)), "broadcast", "BROADCAST", 0
+    ),
+    "allgather": _Kind("allgather_", _of_two, _moved, "all_gather", "ALLGATHER", 1),
+    "all_gather_single": _Kind("_allgather_base_", _of_two, _moved, "_allgather_base", "_ALLGATHER_BASE", 1),
+    "allgather_coalesced": _Kind(
+        "allgather_coalesced_", _of_two, lambda *given: _how(given[-1])[:1], "all_gather", "ALLGATHER_COALESCED", 1
+    ),
+    "gather": _Kind("gather_", _of_two, _rooted, "gather", "GATHER", 1),
+    "scatter": _Kind("scatter_", _of_two, _rooted, "scatter", "SCATTER", 1),
+    "reduce_scatter": _Kind("reduce_scatter_", _of_two, _reduced, "reduce_scatter", "REDUCE_SCATTER", 1),
+    "reduce_scatter_single": _Kind("_reduce_scatter_base_", _of_two, _reduced, "_reduce_scatter_base", "_REDUCE_SCATTER_BASE", 1),
+    "alltoall": _Kind("alltoall_", _of_two, _moved, "all_to_all", "ALLTOALL", 1),
+    "all_to_all_single": _Kind(
+        "alltoall_base_",
+        lambda output, input, received, sent, opts: (output, input),
+        lambda output, input, received, sent, opts: (_splits(received), _splits(sent), *_how(opts)),
+        "all_to_all",
+        "ALLTOALL_BASE",
+        1,
+    ),
+    "barrier": _Kind("barrier", lambda opts: (torch.empty(0),), lambda opts: (list(opts.device_ids), *_how(opts)), "barrier", "BARRIER", 0),
+    "send": _Kind("send", lambda tensors, *_: (tensors,), lambda _, peer, tag: (peer, tag), "send", "SEND", 0),
+    "recv": _Kind("recv_", lambda tensors, *_: (tensors,), lambda _, peer, tag: (peer, tag), "recv", "RECV", 0),
+    "recv_anysource": _Kind(
+        "recv_any_source_", lambda tensors, *_: (tensors,), lambda _, tag: (tag,), "recvAnySource", "RECVANYSOURCE", 0
+    ),
+}
+
+
+def can_dispatch() -> bool:
+    """Whether a call can be made by PyTorch's operation: 2.15 is the first that lets Python write backends and hand over a ``ReduceOp``."""
+    from phalanx_torch import device_backend
+
+    return device_backend.takes_backends_in_python() and hasattr(dist.ReduceOp, "boxed")
+
+
+def is_watched(group: "ProcessGroup") -> bool:
+    """Whether a call goes to :func:`call` first: somebody watches, and has not been told of it yet."""
+    return bool(group._is_observed or profiler._is_profiler_enabled or modes()) and _place.depth < _RECORDED
+
+
+def call(group: "ProcessGroup", name: str, *arguments: Any) -> Any:
+    """Makes the group's call ``name``, and lets those who watch see it."""
+    if _place.depth == _CALLED and group._watched_backend() is not None:
+        return _dispatched(group, _KINDS[name], arguments)
+    return _recorded(group, name, arguments)
+
+
+def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> Any:
+    """The group's call ``name``, of which PyTorch's dispatcher has told already."""
+    before, _place.depth = _place.depth, max(_place.depth, _DISPATCHED)
+    try:
+        work = getattr(group, name)(*arguments)
+        _place.work = work
+        return work
+    except BaseException as error:
+        _place.error = error
+        raise
+    finally:
+        _place.depth = before
+
+
+def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) -> Any:
+    operation = getattr(torch.ops.c10d, kind.operation).default
+    # A hook may call a group, too.
+    outer, _place.work, _place.error = (_place.work, _place.error), None, None
+    try:
+        made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))  # type: ignore[attr-defined]
+        # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
+        return _place.work or dist.Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made)
+    except RuntimeError:
+        if _place.error is not None:
+            raise _place.error from None
+        raise
+    finally:
+        _place.work, _place.error = outer
+
+
+def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> Any:
+    kind, before = _KINDS[name], _place.depth
+    sent = kind.before(*arguments)
+    record = None
+    if profiler._is_profiler_enabled:
+        record = _enter(f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
+    started, clock = datetime.datetime.now(), time.perf_counter()
+    _place.depth = _RECORDED
+    work = None
+    try:
+        work = getattr(group, name)(*arguments)
+    finally:
+        _place.depth = before
+        if record is not None and (work is None or not _when_done(work, lambda: _exit(record))):
+            _exit(record)
+    hook = group._completion_hook
+    if hook is not None:
+        group._completions.expect(work, hook, (getattr(c10d.OpType, kind.type), group._sequence, started, clock))
+    return work
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [tensor for part in given for tensor in _tensors(part)]
+
+
+def _when_done(work: Any, function: Callable[[], object]) -> bool:
+    """Lets ``function`` be called on a thread at the end of ``work``; returns False if that has ended."""
+    if isinstance(work, works.Works):
+        # In the order of the calls, so that the last one ends last.
+        return bool(work._works) and _when_done(work._works[-1], function)
+    native = getattr(work, "_native", None)
+    return native is not None and native.when_done(function)
+
+
+class Completions:
+    """Calls that have not ended, of a group that has a hook on completion."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._awaited = 0
+
+    def expect(self, work: Any, hook: Callable[[WorkInfo], object], begin: tuple[Any, int, datetime.datetime, float]) -> None:
+        """Calls ``hook`` once if ``work`` ends well: now if it has ended, or on a thread."""
+        type, sequence, started, clock = begin
+
+        def tell() -> None:
+            try:
+                if work.exception() is None:
+                    lasted = datetime.timedelta(seconds=time.perf_counter() - clock)
+                    hook(WorkInfo(type, sequence, started, started + lasted, lasted))
+            except Exception as error:
+                message = f"phalanx: a hook on completion has failed: {error.__class__.__name__}: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+            finally:
+                with self._changed:
+                    self._awaited -= 1
+                    self._changed.notify_all()
+
+        with self._changed:
+            self._awaited += 1
+        if not _when_done(work, tell):
+            tell()
+
+    def wait(self, timeout: float) -> None:
+        """Waits until the hook has been called for each call that has ended, at most ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._awaited == 0, timeout)

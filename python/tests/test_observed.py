@@ -1,0 +1,242 @@
+"""What PyTorch's tools see of a group's calls."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import free_port
+
+import phalanx_torch
+from phalanx_torch import observed
+
+needs_dispatcher = pytest.mark.skipif(
+    not observed.can_dispatch(), reason="this PyTorch's dispatcher cannot pass calls to groups in Python"
+)
+
+
+def _every_call(rank):
+    """Makes each call once, checks what it gives, and returns their names in the profiler."""
+    one, two = torch.ones(2), [torch.empty(2), torch.empty(2)]
+    mine, both = torch.full((2,), float(rank)), torch.arange(4.0)
+    dist.all_reduce(one)
+    assert one.tolist() == [2, 2]
+    dist.broadcast(mine, 1)
+    assert mine.tolist() == [1, 1]
+    dist.reduce(torch.ones(2), 0)
+    dist.all_gather(two, mine)
+    assert [each.tolist() for each in two] == [[1, 1], [1, 1]]
+    dist.all_gather_into_tensor(torch.empty(4), mine)
+    dist.gather(mine, two if rank == 0 else None, 0)
+    dist.scatter(torch.empty(2), two if rank == 0 else None, 0)
+    dist.reduce_scatter(torch.empty(2), two)
+    dist.reduce_scatter_tensor(mine, both)
+    assert mine.tolist() == [[0, 2], [4, 6]][rank]
+    dist.all_to_all(two, [mine, mine])
+    assert [each.tolist() for each in two] == [[0, 2], [4, 6]]
+    dist.all_to_all_single(torch.empty(4), both)
+    if rank == 0:
+        dist.send(mine, 1)
+    else:
+        dist.recv(mine, 0)
+        assert mine.tolist() == [0, 2]
+    if rank == 0:
+        assert dist.recv(mine) == 1 and mine.tolist() == [5, 5]
+    else:
+        dist.send(torch.full((2,), 5.0), 0)
+    dist.barrier()
+    return [
+        "all_reduce", "broadcast", "reduce", "all_gather", "_allgather_base", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+        "all_to_all", "all_to_all", *(["send", "recvAnySource"] if rank == 0 else ["recv", "send"]), "barrier",
+    ]  # fmt: skip
+
+
+def _profiled(rank):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        names = _every_call(rank)
+        work = dist.all_reduce(torch.ones(3, 5), async_op=True)
+        work.wait()
+        dist.barrier()
+    events = [event for event in profiled.events() if event.name.startswith("phalanx:")]
+    assert [event.name for event in events] == [f"phalanx:{name}" for name in [*names, "all_reduce", "barrier"]]
+    assert events[0].input_shapes == [[2]] and not events[0].is_async
+    assert events[-2].input_shapes == [[3, 5]]
+    # PyTorch's operations are there, too, as over gloo.
+    operations = [event.name for event in profiled.events() if event.name.startswith("c10d::")]
+    assert not observed.can_dispatch() or operations.count("c10d::allreduce_") == 2, operations
+
+
+def test_the_profiler_sees_every_call(ranks):
+    ranks(2, _profiled)
+
+
+def _in_backward(rank):
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.manual_seed(0)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        ddp(torch.ones(1, 3)).sum().backward()
+    assert sum(event.name == "phalanx:all_reduce" for event in profiled.events()) == 1
+    return [parameter.grad.tolist() for parameter in ddp.parameters()]
+
+
+def test_the_profiler_sees_what_ddp_sends(ranks):
+    first, second = ranks(2, _in_backward)
+    assert first == second
+
+
+def _counted(rank):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    ops = torch.ops.c10d
+    with CommDebugMode() as mode:
+        names = _every_call(rank)
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))(torch.ones(1, 3)).sum().backward()
+    counts = mode.get_comm_counts()
+    # DDP's one bucket is one more, and so is what it compares and broadcasts at first.
+    assert counts[ops.allreduce_] == 2 and counts[ops.broadcast_] >= 2, counts
+    for operation in ("_allgather_base_", "reduce_", "gather_", "scatter_", "reduce_scatter_", "_reduce_scatter_base_", "alltoall_"):
+        if getattr(ops, operation) in type(mode)().comm_registry or counts.get(getattr(ops, operation)):
+            assert counts[getattr(ops, operation)] == 1, (operation, counts)
+    assert len(names) == 14
+    # Nobody watches any more.
+    before = dict(counts)
+    dist.all_reduce(torch.ones(1))
+    assert dict(mode.get_comm_counts()) == before
+
+
+@needs_dispatcher
+def test_comm_debug_mode_counts_calls(ranks):
+    ranks(2, _counted)
+
+
+def _seen_by_a_mode(rank):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        seen: list = []
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.seen.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    with Mode() as outer, Mode():
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert type(work).__module__ == "phalanx_torch.work"
+        work.wait()
+        assert work.is_completed()
+        _every_call(rank)
+        # Our own errors, as they are.
+        with pytest.raises(ValueError, match="all_to_all_single: the input split sizes"):
+            dist.all_to_all_single(torch.empty(4), torch.empty(4), [2, 2], [1, 1])
+    assert outer.seen.count("c10d.allreduce_.default") == 4
+    assert outer.seen.count("c10d.recv_any_source_.default") == (2 if rank == 0 else 0)
+
+
+@needs_dispatcher
+def test_dispatch_modes_see_each_call_and_leave_works_and_errors_as_they_are(ranks):
+    ranks(2, _seen_by_a_mode)
+
+
+def _fails_under_a_mode(rank):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode(), pytest.raises(phalanx_torch.Error) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.zeros(3))
+            dist.barrier()
+        else:
+            dist.broadcast(torch.zeros(4), 0)
+            dist.barrier()
+    assert caught.value.kind == "mismatch"
+
+
+def test_failures_have_their_kind_under_a_mode(ranks):
+    ranks(2, _fails_under_a_mode)
+
+
+def _hooked(rank):
+    group, called = dist.group.WORLD, []
+    group.register_pre_hook(1, lambda given: called.append(("before", given.name.name, given.root)))
+    group.register_post_hook(2, lambda given: called.append(("after", given.name.name, given.work is not None)))
+    dist.broadcast(torch.ones(2), 1)
+    assert called == [("before", "BROADCAST", 1), ("after", "BROADCAST", True)]
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(2)
+    dist.barrier()
+    assert len(called) == 2
+
+
+@needs_dispatcher
+def test_hooks_before_and_after_a_call(ranks):
+    ranks(2, _hooked)
+
+
+def _completed(rank):
+    group, told, here = dist.group.WORLD, [], threading.Event()
+
+    def hook(info):
+        told.append((info.op_type.name, info.seq))
+        assert info.active_duration.total_seconds() >= 0 and info.time_finished >= info.time_started
+        if len(told) == 2:
+            here.set()
+
+    group._register_on_completion_hook(hook)
+    assert group._has_hooks()
+    with pytest.raises(phalanx_torch.Error, match="has a hook on completion already"):
+        group._register_on_completion_hook(hook)
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    assert here.wait(60.0)
+    # Of what nobody waits for, before the group is left.
+    dist.broadcast(torch.ones(1), 0, async_op=True)
+    dist.destroy_process_group()
+    assert [name for name, _ in told] == ["ALLREDUCE", "ALLREDUCE", "BROADCAST"]
+    first = told[0][1]
+    assert [number for _, number in told] == [first, first + 1, first + 2]
+
+
+def test_hooks_on_completion(ranks):
+    ranks(2, _completed)
+
+
+def _finds_nan(rank):
+    dist.all_reduce(torch.ones(2))
+    with pytest.raises(RuntimeError, match="NaN"):
+        dist.all_reduce(torch.tensor([1.0, float("nan")]))
+
+
+@needs_dispatcher
+def test_the_check_for_nan(ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    ranks(2, _finds_nan)
+
+
+def test_a_group_that_was_watched_is_let_go(tmp_path):
+    # In a process of its own, whose only group it is.
+    program = f"""
+        import gc, weakref
+        import torch, torch.distributed as dist
+        # Its functions have the world's group for default, if they are defined when there is one.
+        import torch.distributed.nn
+        from torch.profiler import profile
+        dist.init_process_group("phalanx", init_method="tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+        with profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            dist.all_reduce(torch.ones(1))
+        reference = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        gc.collect()
+        assert reference() is None
+        print("gone")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "import phalanx_torch\n" + textwrap.dedent(program)], capture_output=True, text=True, timeout=90, env=dict(os.environ)
+    )
+    assert done.stdout == "gone\n", done.stderr
