@@ -100,7 +100,7 @@ class Watched(DeviceBackend):
         self._reference = weakref.ref(group)
 
     @property
-    def _group(self) -> "ProcessGroup":
+    def _group(self) -> "ProcessGroup":  # type: ignore[override]  # pyright: ignore[reportIncompatibleVariableOverride]
         group = self._reference()
         if group is None:
             raise RuntimeError("phalanx: this process group is gone")

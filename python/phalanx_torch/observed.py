@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.autograd import profiler
+from torch.autograd import profiler as profiler
 
 from phalanx_torch import work as works
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
 
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_enter: Any = torch._C._autograd._record_function_with_args_enter  # type: ignore[attr-defined]
-_exit: Any = torch._C._autograd._record_function_with_args_exit  # type: ignore[attr-defined]
+_enter: Any = torch._C._autograd._record_function_with_args_enter
+_exit: Any = torch._C._autograd._record_function_with_args_exit
+_types: Any = vars(c10d)["OpType"]
 
 
 class _Place(threading.local):
@@ -65,7 +66,8 @@ class _Kind(NamedTuple):
 
 
 def _milliseconds(options: Any) -> int:
-    return round(options.timeout / datetime.timedelta(milliseconds=1))
+    timeout: datetime.timedelta = options.timeout
+    return round(timeout / datetime.timedelta(milliseconds=1))
 
 
 def _how(options: Any) -> tuple[bool, int]:
@@ -152,7 +154,7 @@ def is_watched(group: "ProcessGroup") -> bool:
     return bool(group._is_observed or profiler._is_profiler_enabled or modes()) and _place.depth < _RECORDED
 
 
-def call(group: "ProcessGroup", name: str, *arguments: Any) -> Any:
+def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     if _place.depth == _CALLED and group._watched_backend() is not None:
         return _dispatched(group, _KINDS[name], arguments)
@@ -173,14 +175,15 @@ def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -
         _place.depth = before
 
 
-def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) -> Any:
+def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) -> dist.Work:
     operation = getattr(torch.ops.c10d, kind.operation).default
     # A hook may call a group, too.
     outer, _place.work, _place.error = (_place.work, _place.error), None, None
     try:
-        made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))  # type: ignore[attr-defined]
+        made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))
         # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
-        return _place.work or dist.Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made)
+        work: dist.Work = _place.work or dist.Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made)
+        return work
     except RuntimeError:
         if _place.error is not None:
             raise _place.error from None
@@ -189,7 +192,7 @@ def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) 
         _place.work, _place.error = outer
 
 
-def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> Any:
+def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> dist.Work:
     kind, before = _KINDS[name], _place.depth
     sent = kind.before(*arguments)
     record = None
@@ -197,7 +200,7 @@ def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> A
         record = _enter(f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
     started, clock = datetime.datetime.now(), time.perf_counter()
     _place.depth = _RECORDED
-    work = None
+    work: dist.Work | None = None
     try:
         work = getattr(group, name)(*arguments)
     finally:
@@ -206,7 +209,8 @@ def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> A
             _exit(record)
     hook = group._completion_hook
     if hook is not None:
-        group._completions.expect(work, hook, (getattr(c10d.OpType, kind.type), group._sequence, started, clock))
+        group._completions.expect(work, hook, (getattr(_types, kind.type), group._sequence, started, clock))
+    assert work is not None
     return work
 
 

@@ -388,12 +388,14 @@ class ProcessGroup(dist.ProcessGroup):
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with PyTorch's ``PreHookArgs`` before each call of the group."""
         self._is_observed = True
-        super().register_pre_hook(hook_id, hook)  # type: ignore[misc]
+        register: Any = super().register_pre_hook
+        register(hook_id, hook)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with PyTorch's ``PostHookArgs`` when a call of the group has been made."""
         self._is_observed = True
-        super().register_post_hook(hook_id, hook)  # type: ignore[misc]
+        register: Any = super().register_post_hook
+        register(hook_id, hook)
 
     def _register_on_completion_hook(self, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with a :class:`phalanx_torch.observed.WorkInfo` when a call of the group has ended well."""

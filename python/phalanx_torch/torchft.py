@@ -10,7 +10,7 @@ import datetime
 import sys
 from typing import Any
 
-from torchft.process_group import ProcessGroupWrapper  # pyright: ignore[reportMissingImports]
+from torchft.process_group import ProcessGroupWrapper  # type: ignore[import-untyped, import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
 
 from phalanx_torch import _uncompiled
 from phalanx_torch.process_group import ProcessGroup
