@@ -22,6 +22,8 @@ use crate::wire::store::{
 
 /// How long a client may leave a part of its answer unread.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a client that is sent away may take to close its connection.
+const FAREWELL_TIMEOUT: Duration = Duration::from_secs(1);
 /// The most bytes of what a client has set at its end.
 const MAX_AT_END: usize = 1024;
 /// The buffer of a validated client.
@@ -128,10 +130,27 @@ impl Connection {
                 Answer::Values(values) => self.write_values(Vec::new(), values).await?,
                 Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
                 Answer::Wait(parked) => self.wait(parked).await?,
-                Answer::Farewell => return self.write(&OWN_FAREWELL.to_le_bytes()).await,
+                Answer::Farewell => return self.bid_farewell().await,
             }
         }
         Ok(())
+    }
+
+    /// Tells a new client that this store is about to end. A connection that is closed with unread data is reset, and the client might
+    /// lose the message; so what the client has sent meanwhile is read.
+    async fn bid_farewell(&mut self) -> io::Result<()> {
+        self.write(&OWN_FAREWELL.to_le_bytes()).await?;
+        timeout(FAREWELL_TIMEOUT, async {
+            self.stream.shutdown().await?;
+            loop {
+                let unread = self.stream.fill_buf().await?.len();
+                if unread == 0 {
+                    return Ok(());
+                }
+                self.stream.consume(unread);
+            }
+        })
+        .await?
     }
 
     /// The next request; `None` if the client closed its end between two.

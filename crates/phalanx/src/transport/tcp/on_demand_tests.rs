@@ -195,7 +195,7 @@ fn only_one_has_to_ask() {
     are_the_same(low.await_one(Channel::Messages), high.await_one(Channel::Messages));
     // Asking again changes nothing.
     let before = low.await_one(Channel::Data).socket().local_addr().unwrap();
-    [&low, &high].map(|end| end.ask(Channel::Data));
+    [&low, &high].into_iter().for_each(|end| end.ask(Channel::Data));
     assert_eq!(low.await_one(Channel::Data).socket().local_addr().unwrap(), before);
 }
 
@@ -205,7 +205,7 @@ fn two_that_ask_at_once_get_one_connection() {
         let ends = pair();
         std::thread::scope(|scope| {
             for end in &ends {
-                scope.spawn(|| Channel::ALL.map(|channel| end.ask(channel)));
+                scope.spawn(|| Channel::ALL.into_iter().for_each(|channel| end.ask(channel)));
             }
         });
         for channel in [Channel::Data, Channel::Messages] {
@@ -220,7 +220,7 @@ fn two_that_ask_at_once_get_one_connection() {
 fn they_are_encrypted_as_those_of_the_start() {
     let credentials = Credentials { tls: Some(crate::tls::tests::good()), ..Credentials::default() };
     let ends = pair_of([[7; 16]; 2], &credentials);
-    ends.each_ref().map(|end| end.ask(Channel::Data));
+    ends.iter().for_each(|end| end.ask(Channel::Data));
     let [low, high] = ends.each_ref().map(|end| end.await_one(Channel::Data));
     are_the_same(low, high);
     assert!(low.is_encrypted() && high.is_encrypted());
