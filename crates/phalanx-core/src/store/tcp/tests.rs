@@ -384,6 +384,8 @@ fn a_draining_store_with_a_key_says_so_in_the_first_call() {
     let (address, connect) =
         (server.local_addr(), |address| TcpStore::connect_with_key(address, &key, soon()));
     let inside = connect(address).unwrap();
+    // A client with a key is admitted by the server when it has read its proof.
+    works(&inside);
     thread::scope(|scope| {
         let draining = scope.spawn(move || server.drain(soon()));
         let refused = loop {

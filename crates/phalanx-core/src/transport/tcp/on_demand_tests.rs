@@ -205,7 +205,7 @@ fn two_that_ask_at_once_get_one_connection() {
         let ends = pair();
         std::thread::scope(|scope| {
             for end in &ends {
-                scope.spawn(|| Channel::ALL.map(|channel| end.ask(channel)));
+                scope.spawn(|| Channel::ALL.into_iter().for_each(|channel| end.ask(channel)));
             }
         });
         for channel in [Channel::Data, Channel::Messages] {
