@@ -501,28 +501,26 @@ fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
 fn a_peer_that_ends_between_its_flag_and_its_reading_is_waited_for_by_name() {
     run(2, |control_block, _| {
         let (me, dies) = (control_block.me(), control_block.me() == 1);
-        let watch = &mut |missing: usize| {
-            go_on(missing)?;
-            Err(format!("member {missing} is dead"))
+        let is_dead = Cell::new(false);
+        let watch = |missing: usize| match is_dead.get() {
+            true => Err(format!("member {missing} is dead")),
+            false => go_on(missing),
         };
-        let patient: Watch<'_, String> = &mut go_on;
         let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
         let memory = (Division { owners: 2, ..WINDOWS }, Unregistered::InWindow(&first));
-        let outcome = control_block.in_place(CALL, &mut [0; 8], memory, patient, |operation| {
+        let outcome = control_block.in_place(CALL, &mut [0; 8], memory, &mut &watch, |operation| {
             if dies {
                 return Err("killed".to_owned());
             }
-            operation.watch = watch;
+            is_dead.set(true);
             combine_windows(operation, 1)
         });
         assert_eq!(outcome, Err(if dies { "killed" } else { "member 1 is dead" }.to_owned()));
-        if dies {
-            return;
+        if !dies {
+            // Nor does the peer make the next call.
+            let next = control_block.small(CALL, &[1; 600], &mut &watch).map(|_| ());
+            assert_eq!(next, Err("member 1 is dead".to_owned()));
         }
-        // What was in the slots is there for the next call, which the peer does not make.
-        let bytes = [1; 600];
-        let next = control_block.small(CALL, &bytes, watch).map(|_| ());
-        assert_eq!(next, Err("member 1 is dead".to_owned()));
     });
 }
 

@@ -6,9 +6,9 @@
 //!
 //! While all ranks keep pace, two buffers take turns, which stay in a cache. A peer that is late, because it has no
 //! processor, need not stop this rank: it fills further buffers meanwhile, and the peer finds them filled. So each
-//! window is in the usual buffer that is free, and in the first of the others if none is. Its owner publishes which one that is beside `staged`.
-//! Of the two the one is taken in which the last window is not: its cache lines are fetched while the others work on the
-//! last.
+//! window is in the usual buffer in which the last one is not, or in the first free one if that is in use. Its owner
+//! publishes which one that is beside `staged`. While the others work on a small window, its owner fetches the lines of the
+//! other usual buffer, which they have in their caches.
 
 use std::ops::Range;
 
