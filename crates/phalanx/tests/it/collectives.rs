@@ -112,8 +112,8 @@ fn all_reduce_of_every_type_operation_and_length() {
 /// An `all_reduce` of every length in bytes at which shared memory begins to do it otherwise, in two groups in turn.
 fn around_each_limit<T: Sample>(groups: [&ProcessGroup; 2]) {
     let (rank, world) = (groups[0].rank().index(), groups[0].world_size().count());
-    // The rest of the header's line; small in any memory; small between two; small at all; a window's block; and what is prefetched.
-    let limits = [24, 512, 2048, 4096, 16 << 10, 32 << 10, 64 << 10, 128 << 10];
+    // What the header's line holds; small in any memory; small between two; in a slot at all; and what is fetched ahead.
+    let limits = [24, 512, 4096, 16 << 10, 32 << 10];
     let elements = limits.map(|bytes| bytes / size_of::<T>());
     for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
         for length in elements.into_iter().flat_map(|count| [count - 1, count, count + 1]) {
