@@ -47,7 +47,7 @@ mod tests {
 
     #[test]
     fn copies_of_every_length_and_place_are_whole_and_write_nothing_else() {
-        let source: Vec<u8> = (0..20_000u32).map(|index| (index * 31 >> 3) as u8).collect();
+        let source: Vec<u8> = (0..20_000u32).map(|index| ((index * 31) >> 3) as u8).collect();
         for length in [0, 1, 127, 128, 511, 512, 513, 639, 640, 4096, 16_383, 16_384, 16_385] {
             for (from, to) in [(0, 0), (1, 0), (0, 3), (16, 40), (63, 64)] {
                 let mut target = vec![7; 20_000];
