@@ -211,11 +211,13 @@ impl Mapping {
     }
 
     /// The claim of the control block to which this memory belongs.
+    #[inline]
     pub(crate) fn claim(&self) -> &AtomicU64 {
         self.word(CLAIM)
     }
 
     /// The address of `bytes` at `offset`.
+    #[inline]
     pub(crate) fn at(&self, offset: usize, bytes: usize) -> NonNull<u8> {
         assert!(self.has(offset, bytes), "beyond the arena");
         // SAFETY: inside the mapping, as just checked.
@@ -227,6 +229,7 @@ impl Mapping {
     /// # Safety
     ///
     /// While they are borrowed, these bytes are not written through any mapping.
+    #[inline]
     pub(crate) unsafe fn lend(&self, offset: usize, bytes: usize) -> &[u8] {
         // SAFETY: inside the mapping, as `at` checks; the caller guarantees that there are no writes.
         unsafe { slice::from_raw_parts(self.at(offset, bytes).as_ptr(), bytes) }
@@ -237,6 +240,7 @@ impl Mapping {
     /// # Safety
     ///
     /// While they are borrowed, these bytes are not read or written by others, through any mapping.
+    #[inline]
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
         // SAFETY: inside the mapping, as `at` checks; the caller guarantees exclusive access.
@@ -244,6 +248,7 @@ impl Mapping {
     }
 
     /// Prefetches the `bytes` at `offset` into this processor's cache for writing. This is only a hint.
+    #[inline]
     pub(crate) fn fetch_to_write(&self, offset: usize, bytes: usize) {
         let start = self.at(offset, bytes).as_ptr();
         for line in (0..bytes).step_by(64) {
@@ -267,10 +272,12 @@ impl Mapping {
         offset >= RESERVED && self.has(offset, bytes)
     }
 
+    #[inline]
     fn has(&self, offset: usize, bytes: usize) -> bool {
         offset.checked_add(bytes).is_some_and(|end| end <= self.bytes)
     }
 
+    #[inline]
     pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= RESERVED);
         // SAFETY: inside the mapping and aligned, as just checked. Every process accesses this place only as an atomic,
@@ -278,6 +285,7 @@ impl Mapping {
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
+    #[inline]
     pub(crate) fn half_word(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= RESERVED);
         // SAFETY: as in `word`.

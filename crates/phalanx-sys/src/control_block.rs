@@ -9,7 +9,8 @@
 //!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
 //!   staged     windows that this rank has filled; beside it, in which staging buffer each of the last ones is
 //!   taken      windows of all ranks that this rank has worked on
-//!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data
+//!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data: behind
+//!              the header if both end with its cache line, and otherwise from the next line on
 //!   slot 1     the same; calls with even numbers use slot 0, calls with odd numbers slot 1
 //!   staging    buffers, each for one window
 //! ```
@@ -30,6 +31,7 @@
 //! passes through the staging buffers, one window at a time ([`SharedOperation::pass`]). The slot header says what each
 //! rank gives, and how it would divide the work, so all ranks choose the same protocol and the same shares.
 
+mod copy;
 mod division;
 mod operation;
 mod wait;
@@ -40,7 +42,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use self::division::Division;
-pub use self::operation::{Protocol, SharedOperation, share};
+pub use self::operation::{Protocol, SharedOperation, share, with_all};
 use self::wait::{Patience, Processor, Waits};
 use self::windows::{Staging, Windows};
 pub use self::windows::{TakeBack, block_start};
@@ -52,6 +54,9 @@ use crate::sync::{Ordering, fence};
 const LINE: usize = 128;
 /// Bytes of a slot header. It is so small that the smallest calls need one cache line.
 const HEAD: usize = 40;
+/// What is longer than the rest of the header's cache line begins at the next one. Then no line is read for some bytes
+/// only, and copies are aligned.
+const BODY: usize = 64;
 /// The most bytes that fit behind a slot header, including the note.
 pub const SMALL: usize = 16 << 10;
 /// The most bytes of the next slot that are prefetched.
@@ -274,17 +279,16 @@ impl ControlBlock {
     ) {
         self.sequence += 1;
         self.publish_processor();
+        let bytes = small.filter(|_| region.is_none()).map(|part| &memory[part]);
         self.note = note.len();
-        self.in_own_slot = note.len();
+        self.in_own_slot = note.len() + bytes.map_or(0, <[u8]>::len);
         self.put(0, note);
-        match (region, small) {
+        match (region, bytes) {
             (Some((kind, offset)), _) => self.publish(header, kind, offset, memory.len()),
-            (None, Some(part)) => {
-                let bytes = &memory[part];
+            (None, Some(bytes)) => {
                 self.put(note.len(), bytes);
-                self.in_own_slot += bytes.len();
                 self.publish(header, MemoryKind::InSlot, 0, bytes.len());
-                self.own_data.0[note.len()..self.in_own_slot].copy_from_slice(bytes);
+                copy::copy(bytes, &mut self.own_data.0[note.len()..self.in_own_slot]);
             }
             (None, None) => self.publish(header, MemoryKind::Unregistered, 0, memory.len()),
         }
@@ -292,12 +296,12 @@ impl ControlBlock {
         self.own_data.0[..note.len()].copy_from_slice(note);
     }
 
-    /// Copies `bytes` into the slot of a call that is not published yet.
+    /// Copies `bytes` into the slot of a call that is not published yet. `in_own_slot` says how many there will be in all.
     fn put(&mut self, start: usize, bytes: &[u8]) {
-        assert!(start + bytes.len() <= SMALL, "too many bytes for a slot");
-        let place = self.slot() + HEAD + start;
+        assert!(self.in_own_slot <= SMALL, "too many bytes for a slot");
+        let place = self.slot() + data_start(self.in_own_slot) + start;
         // SAFETY: in this rank's own slot. No peer reads it now, because all have seen a later call; see the module.
-        unsafe { self.own.mapping().lend_mut(place, bytes.len()) }.copy_from_slice(bytes);
+        copy::copy(bytes, unsafe { self.own.mapping().lend_mut(place, bytes.len()) });
     }
 
     /// The offset of this call's slot in each part of the control block.
@@ -316,11 +320,11 @@ impl ControlBlock {
 
     fn publish(&mut self, header: Announcement, kind: MemoryKind, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
-        let (first, second) = header.call.split_at(8);
+        let call = u128::from_le_bytes(header.call);
         let memory = offset as u64 | header.division | kind as u64;
         // The longest address of a processor has 57 bits, and the longest region is shorter than `LENGTH`.
         let length = (bytes as u64).min(LENGTH) | header.first << LENGTH.count_ones();
-        self.own_header = [number(first), number(second), memory, length];
+        self.own_header = [call as u64, (call >> 64) as u64, memory, length];
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
@@ -369,7 +373,7 @@ impl ControlBlock {
     fn ready_next_slot(&self) {
         let next = SLOTS + ((self.sequence + 1) % 2) as usize * SLOT;
         let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
-        self.own.mapping().fetch_to_write(next, HEAD + self.in_own_slot.min(ready));
+        self.own.mapping().fetch_to_write(next, data_start(self.in_own_slot) + self.in_own_slot.min(ready));
     }
 
     /// Publishes that this rank's `counter` has reached `value`, and wakes sleeping ranks.
@@ -431,16 +435,17 @@ impl ControlBlock {
         if member == self.me {
             return &self.own_data.0[start..start + bytes];
         }
+        let in_all = match self.memory_kind(member) == MemoryKind::InSlot as u64 {
+            true => self.note.saturating_add(self.length(member)),
+            false => self.note,
+        };
         // SAFETY: in the member's slot. These bytes were published with the sequence number that this rank has seen.
         // They stay until this rank publishes the next call, which needs this borrow of the control block to end.
-        unsafe { self.members[member].lend(self.slot() + HEAD + start, bytes) }
+        unsafe { self.members[member].lend(self.slot() + data_start(in_all) + start, bytes) }
     }
 
     fn call_of(&self, member: usize) -> Call {
-        let mut call = [0; 16];
-        call[..8].copy_from_slice(&self.field(member, 0).to_le_bytes());
-        call[8..].copy_from_slice(&self.field(member, 1).to_le_bytes());
-        call
+        (u128::from(self.field(member, 1)) << 64 | u128::from(self.field(member, 0))).to_le_bytes()
     }
 }
 
@@ -476,6 +481,11 @@ impl<'a> Slots<'a> {
     }
 }
 
+/// Where the data of a slot begins, if there are so many bytes of it, including the note.
+fn data_start(bytes: usize) -> usize {
+    if bytes <= BODY - HEAD { HEAD } else { BODY }
+}
+
 /// The processor on which a member began its last call.
 fn processor_of(member: &Mapping) -> Processor {
     member.half_word(PROCESSOR).load(Ordering::Relaxed)
@@ -494,10 +504,6 @@ fn claim(identities: &[u64], index: usize) -> u64 {
         hash ^ hash >> 29
     });
     mixed.max(1)
-}
-
-fn number(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 #[cfg(loom)]

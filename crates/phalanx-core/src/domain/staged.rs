@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share};
+use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share, with_all};
 
 use super::routes::Routes;
 use super::{Block, InPlace, Job, LINE, direct};
@@ -179,11 +179,14 @@ fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<(
         Ok(())
     };
     let work = |operation: &mut Staging<'_, '_>, number| {
-        operation.combine_staged(layout.bytes, |blocks, memory| {
-            let own = layout.piece(me, number);
-            let mut chunks: Vec<_> = blocks.iter_mut().map(|block| &mut block[..own.len()]).collect();
-            chunks.insert(me, &mut memory[own]);
-            if for_all { job.fold().apply(&mut chunks) } else { direct::reduce(job, &mut chunks, job.root) }
+        let own = layout.piece(me, number);
+        operation.combine_staged(own.len(), |blocks, memory| {
+            let (mut blocks, mut own) = (blocks.iter_mut(), Some(&mut memory[own]));
+            let next = |index| if index == me { own.take() } else { blocks.next().map(|block| &mut **block) };
+            with_all((0..job.ranks).filter_map(next), |chunks| match for_all {
+                true => job.fold().apply(chunks),
+                false => direct::reduce(job, chunks, job.root),
+            })
         })
     };
     let has_result = for_all || me == job.root;

@@ -14,14 +14,13 @@ const NO_ROOT: u32 = u32::MAX;
 
 /// The call as bytes.
 pub fn encode(call: &Call) -> EncodedCall {
-    let mut bytes = [0; 16];
-    bytes[0] = call.operation as u8;
-    bytes[1] = call.dtype as u8;
-    bytes[2] = call.reduce.map_or(0, ReduceOp::code);
-    bytes[3] = call.caller.map_or(0, |caller| caller as u8);
-    bytes[4..8].copy_from_slice(&call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
-    bytes[8..].copy_from_slice(&call.elements.to_le_bytes());
-    bytes
+    // As one number: a processor waits where it loads at once what was stored in parts.
+    let reduce = call.reduce.map_or(0, ReduceOp::code);
+    let caller = call.caller.map_or(0, |caller| caller as u8);
+    let kinds = u32::from_le_bytes([call.operation as u8, call.dtype as u8, reduce, caller]);
+    let root = call.root.map_or(NO_ROOT, Rank::get);
+    let number = u128::from(call.elements) << 64 | u128::from(root) << 32 | u128::from(kinds);
+    number.to_le_bytes()
 }
 
 /// The call that these bytes are, without `tuning`.

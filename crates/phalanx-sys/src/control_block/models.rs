@@ -13,6 +13,8 @@ use super::*;
 const CALL: Call = *b"sixteen letters.";
 /// Bytes of data in a slot, and bytes of each rank's share of a region.
 const FEW: usize = 8;
+/// Bytes of data in a slot that begin at the next cache line.
+const MORE: usize = 32;
 const SHARE: usize = 64;
 /// Bytes of each rank's block of a window.
 const BLOCK: usize = WINDOW / 2;
@@ -26,7 +28,9 @@ fn arena(ranks: usize) -> Arc<Arena> {
     let blocks = BUFFERS * WINDOW / BLOCK;
     let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
     let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
-    let parts = slots().map(|slot| slot + HEAD..slot + HEAD + FEW).chain(windows).chain(shares);
+    let few = slots().map(|slot| slot + HEAD..slot + HEAD + FEW);
+    let more = slots().map(|slot| slot + BODY..slot + BODY + MORE);
+    let parts = few.chain(more).chain(windows).chain(shares);
     Arena::modelled(
         words,
         [START, START + LINE].into_iter().chain(noted),
@@ -79,6 +83,23 @@ fn small_calls(mut control_block: ControlBlock) {
 #[test]
 fn loom_slots_hold_their_bytes_until_all_have_read_them() {
     model(2, Some(3), small_calls);
+}
+
+/// Calls whose data is behind the header, and from the next cache line on. Each rank has its own length.
+fn calls_of_two_lengths(mut control_block: ControlBlock) {
+    for call in 0..4 {
+        let length = |member: usize| if (call + member).is_multiple_of(3) { FEW } else { MORE };
+        let bytes = vec![(call * 16 + control_block.me()) as u8; length(control_block.me())];
+        let slots = control_block.small(CALL, &bytes, &mut go_on).unwrap();
+        for member in 0..2 {
+            assert_eq!(slots.bytes(member), vec![(call * 16 + member) as u8; length(member)]);
+        }
+    }
+}
+
+#[test]
+fn loom_slots_hold_bytes_of_either_place_until_all_have_read_them() {
+    model(2, Some(2), calls_of_two_lengths);
 }
 
 #[test]
@@ -195,6 +216,43 @@ fn combine_windows(mut control_block: ControlBlock) {
         |operation| operation.pass(BUFFERS + 1, fill(me), combine, Some(take_back)),
     );
     assert_eq!(outcome, Ok(()));
+}
+
+/// Calls of one window each, which take the usual buffers in turn.
+fn single_windows(mut control_block: ControlBlock) {
+    let (me, other) = (control_block.me(), 1 - control_block.me());
+    for call in 0..3 {
+        let first = |memory: &[u8], window: &mut [u8]| fill(me)(call, memory, window);
+        let combine = |operation: &mut SharedOperation<'_, '_, Infallible>, _| {
+            operation.combine_staged(BLOCK, |blocks, _| {
+                assert_eq!(usize::from(blocks[0][0]), 16 * call + other);
+                blocks[0].fill((16 * call + other + 2) as u8);
+                Ok(())
+            })
+        };
+        let take_back: TakeBack<'_, Infallible> = &mut |_, window, _| {
+            let block = &window[other * BLOCK..][..BLOCK];
+            assert!(block.iter().all(|byte| usize::from(*byte) == 16 * call + me + 2));
+            Ok(())
+        };
+        let combined = Division { combines_windows: true, ..divided(2) };
+        let outcome = control_block.in_place(
+            CALL,
+            &mut [0],
+            (combined, Unregistered::InWindow(&first)),
+            &mut go_on,
+            |operation| {
+                assert_eq!(operation.control_block.staging.buffers[call], call % USUAL);
+                operation.pass(1, fill(me), combine, Some(take_back))
+            },
+        );
+        assert_eq!(outcome, Ok(()));
+    }
+}
+
+#[test]
+fn loom_calls_of_one_window_take_turns_with_the_buffers() {
+    model(2, Some(2), single_windows);
 }
 
 #[test]

@@ -203,22 +203,18 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         // All regions have this length, and all members this division; otherwise the protocol would not be Direct.
         let share = share(own.len(), division.unit, division.owners, control_block.me);
         let mut own = Some(&mut own[share.clone()]);
-        let mut shares: Vec<&mut [u8]> = (0..control_block.members())
-            .filter_map(|member| {
-                if member == control_block.me {
-                    return own.take();
-                }
-                let region = control_block.region(member, MemoryKind::Lent).unwrap_or(0..0);
-                // SAFETY: every member has lent this region and waits until this rank is done. Each rank accesses only
-                // its own share, and shares of one length and division do not overlap, because all members have
-                // different indices. The regions of different members are in different arenas. Both is what the claims
-                // to the arenas ensure.
-                Some(unsafe {
-                    control_block.members[member].lend_mut(region.start + share.start, share.len())
-                })
-            })
-            .collect();
-        work(&mut shares)
+        let shares = (0..control_block.members()).filter_map(|member| {
+            if member == control_block.me {
+                return own.take();
+            }
+            let region = control_block.region(member, MemoryKind::Lent).unwrap_or(0..0);
+            // SAFETY: every member has lent this region and waits until this rank is done. Each rank accesses only
+            // its own share, and shares of one length and division do not overlap, because all members have
+            // different indices. The regions of different members are in different arenas. Both is what the claims
+            // to the arenas ensure.
+            Some(unsafe { control_block.members[member].lend_mut(region.start + share.start, share.len()) })
+        });
+        with_all(shares, work)
     }
 
     /// Lends every member's whole memory, in the order of the members, for reading.
@@ -274,6 +270,23 @@ impl ControlBlock {
         (self.memory_kind(member) == wanted as u64 && self.members[member].holds(offset, bytes))
             .then(|| offset..offset + bytes)
     }
+}
+
+/// Calls `work` with these slices. If they are few it does not allocate, which would take as long as a small call.
+pub fn with_all<'a, R>(
+    mut slices: impl Iterator<Item = &'a mut [u8]>,
+    work: impl FnOnce(&mut [&'a mut [u8]]) -> R,
+) -> R {
+    let (mut few, mut count): ([&mut [u8]; 8], _) = (Default::default(), 0);
+    while let Some(slice) = slices.next() {
+        if count == few.len() {
+            let more = few.into_iter().chain([slice]).chain(slices);
+            return work(&mut more.collect::<Vec<_>>());
+        }
+        few[count] = slice;
+        count += 1;
+    }
+    work(&mut few[..count])
 }
 
 /// The share of owner `index` when `bytes` are divided among `owners` in multiples of `unit`. The last owner gets the

@@ -73,6 +73,42 @@ fn few_bytes_travel_in_the_slots() {
 }
 
 #[test]
+fn data_of_every_length_is_whole_in_either_slot_beside_a_note() {
+    run(2, |control_block, _| {
+        let lengths = [0, 1, 7, 8, 23, 24, 25, 31, 32, 64, 88, 511, 512, 513, 2112, 4096, 4097, SMALL - 16];
+        for (round, length) in lengths.into_iter().cycle().take(4 * lengths.len()).enumerate() {
+            for note in [0, 5, 16] {
+                // The second rank brings one byte less, which another place may suit.
+                let bytes = |member: usize| vec![(round * 2 + member) as u8; length.saturating_sub(member)];
+                let noted = |member: usize| vec![(note + member) as u8; note];
+                let (memory, own_note) = (bytes(control_block.me()), noted(control_block.me()));
+                let small = Some(0..memory.len());
+                let outcome =
+                    control_block.out_of_place(CALL, &own_note, &memory, small, &mut go_on, |operation| {
+                        for member in 0..2 {
+                            assert_eq!(operation.note(member), noted(member));
+                            operation.slots(|slots, _| assert_eq!(slots.bytes(member), bytes(member)));
+                        }
+                        Ok(())
+                    });
+                assert_eq!(outcome, Ok(()));
+            }
+        }
+    });
+}
+
+#[test]
+fn slices_of_few_and_many_members_are_lent_in_order() {
+    for members in [0, 1, 2, 7, 8, 9, 20] {
+        let mut memory: Vec<u8> = (0..members).collect();
+        let seen = with_all(memory.chunks_mut(1), |slices| {
+            slices.iter_mut().map(|slice| slice[0]).collect::<Vec<_>>()
+        });
+        assert_eq!(seen, (0..members).collect::<Vec<_>>());
+    }
+}
+
+#[test]
 fn regions_are_combined_where_they_are() {
     run(3, |control_block, arena| {
         for bytes in [1, 64, 5000, 100_000] {
@@ -402,6 +438,16 @@ fn ranks_that_keep_pace_use_two_buffers() {
         staging.staged += 1;
         staging.free = staging.staged.saturating_sub(1);
     }
+    // In calls of one window, which every rank has taken back before the next.
+    for number in 20..40 {
+        staging.free = staging.staged;
+        assert_eq!(staging.free_buffer(), number as usize % USUAL);
+        staging.buffers[number as usize % BUFFERS] = staging.free_buffer();
+        staging.staged += 1;
+    }
+    // After a peer was late, from a further buffer back to the usual ones.
+    staging.buffers[39 % BUFFERS] = 5;
+    assert_eq!(staging.free_buffer(), 0);
 }
 
 /// One rank has given up between two windows, and numbers its windows otherwise than the other from then on.
@@ -448,6 +494,34 @@ fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
     let (mut control_block, _) = blocks(3).swap_remove(1);
     let mut give_up = |missing: usize| if missing == 0 { Err("enough") } else { Ok(()) };
     assert_eq!(control_block.small(CALL, &[], &mut give_up).map(|_| ()), Err("enough"));
+}
+
+/// The peer has published its header, and its window with it, and dies before it reads this rank's.
+#[test]
+fn a_peer_that_ends_between_its_flag_and_its_reading_is_waited_for_by_name() {
+    run(2, |control_block, _| {
+        let (me, dies) = (control_block.me(), control_block.me() == 1);
+        let is_dead = Cell::new(false);
+        let watch = |missing: usize| match is_dead.get() {
+            true => Err(format!("member {missing} is dead")),
+            false => go_on(missing),
+        };
+        let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
+        let memory = (Division { owners: 2, ..WINDOWS }, Unregistered::InWindow(&first));
+        let outcome = control_block.in_place(CALL, &mut [0; 8], memory, &mut &watch, |operation| {
+            if dies {
+                return Err("killed".to_owned());
+            }
+            is_dead.set(true);
+            combine_windows(operation, 1)
+        });
+        assert_eq!(outcome, Err(if dies { "killed" } else { "member 1 is dead" }.to_owned()));
+        if !dies {
+            // Nor does the peer make the next call.
+            let next = control_block.small(CALL, &[1; 600], &mut &watch).map(|_| ());
+            assert_eq!(next, Err("member 1 is dead".to_owned()));
+        }
+    });
 }
 
 #[test]

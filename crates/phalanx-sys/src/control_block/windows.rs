@@ -6,17 +6,22 @@
 //!
 //! While all ranks keep pace, two buffers take turns, which stay in a cache. A peer that is late, because it has no
 //! processor, need not stop this rank: it fills further buffers meanwhile, and the peer finds them filled. So each
-//! window is in the first buffer that is free. Its owner publishes which one that is beside `staged`.
+//! window is in the usual buffer in which the last one is not, or in the first free one if that is in use. Its owner
+//! publishes which one that is beside `staged`. While the others work on a small window, its owner fetches the lines of the
+//! other usual buffer, which they have in their caches.
 
 use std::ops::Range;
 
-use super::operation::{Memory, Protocol, SharedOperation};
+use super::operation::{Memory, Protocol, SharedOperation, with_all};
 use super::wait::Patience;
 use super::{BUFFERS, ControlBlock, STAGED, STAGING, TAKEN, USUAL, WINDOW, Watch};
 use crate::sync::Ordering;
 
 /// Blocks of a window begin at cache lines, so that no two ranks write the same line.
 const BLOCK_ALIGNMENT: usize = if cfg!(loom) { 32 } else { 64 };
+
+/// The most bytes of the next window that are prefetched: they stay in the first-level cache meanwhile.
+const READY_WINDOW: usize = 16 << 10;
 
 /// How far a rank is with its windows, and where they are.
 #[derive(Default)]
@@ -62,12 +67,22 @@ impl Staging {
         self.buffers[slot(number)]
     }
 
-    /// The first buffer that is free.
+    /// The usual buffer in which the last window is not, if it is free, and otherwise the first that is.
     pub(super) fn free_buffer(&self) -> usize {
         let in_use = (self.free..self.staged).fold(0u32, |in_use, number| in_use | 1 << self.buffer(number));
+        let other = self.other_buffer();
+        if in_use & 1 << other == 0 {
+            return other;
+        }
         let buffer = (!in_use).trailing_zeros() as usize;
         assert!(buffer < BUFFERS, "more is staged than there are buffers");
         buffer
+    }
+
+    /// The usual buffer in which the last window is not.
+    fn other_buffer(&self) -> usize {
+        let last = self.staged.checked_sub(1).map(|number| self.buffers[slot(number)]);
+        usize::from(last == Some(0))
     }
 }
 
@@ -184,18 +199,17 @@ impl<E> SharedOperation<'_, '_, E> {
         self.await_staged()?;
         let (control_block, number) = (&*self.control_block, self.control_block.staging.taken);
         let block = block_start(control_block.members(), control_block.me);
-        let mut blocks: Vec<&mut [u8]> = control_block
-            .others()
-            .map(|(index, member)| {
-                let window = control_block.window(index, number);
-                // SAFETY: the member has staged the window, and does not touch it until this rank has published it as
-                // taken, which needs this borrow to end. Every other rank accesses only its own block, because all have
-                // given a division that combines windows, and blocks do not overlap.
-                unsafe { member.lend_mut(window.start + block, bytes) }
-            })
-            .collect();
-        work(&mut blocks, self.memory.as_mut_slice().unwrap_or_default())?;
+        let blocks = control_block.others().map(|(index, member)| {
+            let window = control_block.window(index, number);
+            // SAFETY: the member has staged the window, and does not touch it until this rank has published it as
+            // taken, which needs this borrow to end. Every other rank accesses only its own block, because all have
+            // given a division that combines windows, and blocks do not overlap.
+            unsafe { member.lend_mut(window.start + block, bytes) }
+        });
+        let memory = &mut self.memory;
+        with_all(blocks, |blocks| work(blocks, memory.as_mut_slice().unwrap_or_default()))?;
         self.show_taken();
+        self.control_block.ready_next_window(bytes);
         Ok(())
     }
 
@@ -289,6 +303,18 @@ impl ControlBlock {
     pub(super) fn free_windows_before(&mut self, first: u64) {
         if self.counts_windows_alike() {
             self.staging.free = self.staging.free.max(first);
+        }
+    }
+
+    /// Prefetches the window that this rank will probably fill next, for writing, while it waits for those that combine
+    /// into this one. Of each other member's block it prefetches `bytes`, if they are few.
+    fn ready_next_window(&self, bytes: usize) {
+        if bytes * (self.members() - 1) <= READY_WINDOW {
+            let buffer = in_buffer(self.staging.other_buffer());
+            for (index, _) in self.others() {
+                let block = buffer.start + block_start(self.members(), index);
+                self.own.mapping().fetch_to_write(block, bytes);
+            }
         }
     }
 

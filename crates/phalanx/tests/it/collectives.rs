@@ -109,6 +109,48 @@ fn all_reduce_of_every_type_operation_and_length() {
     }
 }
 
+/// An `all_reduce` of every length in bytes at which shared memory begins to do it otherwise, in two groups in turn.
+fn around_each_limit<T: Sample>(groups: [&ProcessGroup; 2]) {
+    let (rank, world) = (groups[0].rank().index(), groups[0].world_size().count());
+    // What the header's line holds; small in any memory; small between two; in a slot at all; and what is fetched ahead.
+    let limits = [24, 512, 4096, 16 << 10, 32 << 10];
+    let elements = limits.map(|bytes| bytes / size_of::<T>());
+    for op in ReduceOp::ALL.into_iter().filter(|op| op.supports(T::DTYPE)) {
+        for length in elements.into_iter().flat_map(|count| [count - 1, count, count + 1]) {
+            for group in groups {
+                let mut data = input::<T>(rank, length);
+                group.all_reduce(&mut data, op).unwrap();
+                let right = |(index, element): (usize, &T)| {
+                    !exact::<T>(op, world, index) || *element == T::sample(reference(op, world, index))
+                };
+                assert!(data.iter().enumerate().all(right), "{op} of {length} x {} in {world}", T::DTYPE);
+                let mut buffer = registered(group, &input::<T>(rank, length));
+                group.all_reduce(buffer.as_mut_slice::<T>().unwrap(), op).unwrap();
+                assert!(buffer.as_slice::<T>().unwrap() == data);
+            }
+        }
+    }
+}
+
+#[test]
+fn all_reduce_around_each_limit_of_shared_memory_in_two_groups_in_turn() {
+    for world in [2, 3] {
+        run(world, Fabric::SharedMemory, |group| {
+            let all: Vec<_> = (0..world).map(Rank::new).collect();
+            let second = group.new_group(&all).unwrap().unwrap();
+            let groups = [&group, &second];
+            around_each_limit::<f32>(groups);
+            around_each_limit::<f64>(groups);
+            around_each_limit::<f16>(groups);
+            around_each_limit::<bf16>(groups);
+            around_each_limit::<i32>(groups);
+            around_each_limit::<i64>(groups);
+            around_each_limit::<u8>(groups);
+            around_each_limit::<i8>(groups);
+        });
+    }
+}
+
 #[test]
 fn all_reduce_of_the_groups_memory_on_one_rank_and_ordinary_memory_on_the_others() {
     for fabric in Fabric::ALL {
@@ -213,10 +255,12 @@ fn over_tls_every_type_and_operation_gives_the_bits_that_it_gives_without() {
 
 #[test]
 fn the_size_does_not_change_the_bits_in_shared_memory() {
-    for world in [3, 4, 7] {
+    for world in [2, 3, 4, 7] {
         let results = run(world, Fabric::SharedMemory, |group| {
             let large = bits(&group, 1 << 18).concat();
-            [1, 100, 3000, 30_000].into_iter().all(|length| large.starts_with(&bits(&group, length)[0]))
+            [1, 6, 7, 100, 1000, 1024, 1025, 3000, 8000, 30_000]
+                .into_iter()
+                .all(|length| large.starts_with(&bits(&group, length)[0]))
         });
         assert_eq!(results, vec![true; world as usize]);
     }
