@@ -53,7 +53,7 @@ pub(super) enum Called {
 
 impl Call {
     /// Calls the rank to which `own` is addressed.
-    pub(super) fn begin(address: SocketAddr, own: Hello, secret: GroupSecret) -> io::Result<Self> {
+    pub(super) fn begin(address: SocketAddr, own: Hello, secret: GroupSecret) -> io::Result<Box<Self>> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
             SocketAddr::V6(_) => AddressFamily::INET6,
@@ -65,7 +65,8 @@ impl Call {
             Err(error) => return Err(error.into()),
         }
         let stream = Connection::new(TcpStream::from(socket));
-        Ok(Self { stream, stage: Stage::Connecting(own), secret, deadline: Instant::now() + CONNECT_TIMEOUT })
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        Ok(Box::new(Self { stream, stage: Stage::Connecting(own), secret, deadline }))
     }
 
     /// What to poll it for.
@@ -83,7 +84,7 @@ impl Call {
     }
 
     /// Goes as far as it can without waiting. `peer` must answer.
-    pub(super) fn advance(mut self, peer: Rank, tls: Option<&Tls>) -> io::Result<Called> {
+    pub(super) fn advance(mut self: Box<Self>, peer: Rank, tls: Option<&Tls>) -> io::Result<Called> {
         loop {
             self.stage = match self.stage {
                 Stage::Connecting(own) => {

@@ -102,7 +102,7 @@ pub(crate) struct Caller {
 struct OwnCall {
     channel: Channel,
     peer: Rank,
-    call: Option<Call>,
+    call: Option<Box<Call>>,
     /// When it is made anew, and the pause after that.
     again: (Instant, Duration),
 }
