@@ -94,7 +94,7 @@ impl Call {
                             return Err(ErrorKind::TimedOut.into());
                         }
                         self.stage = Stage::Connecting(own);
-                        return Ok(Called::Waiting(Box::new(self)));
+                        return Ok(Called::Waiting(self));
                     }
                     sockopt::socket_error(self.stream.socket())?.map_err(io::Error::from)?;
                     self.stream.socket().set_nodelay(true)?;
@@ -116,7 +116,7 @@ impl Call {
                     Ok(false) => Stage::Tls(own),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => {
                         self.stage = Stage::Tls(own);
-                        return Ok(Called::Waiting(Box::new(self)));
+                        return Ok(Called::Waiting(self));
                     }
                     Err(error) => return Err(error),
                 },
@@ -126,7 +126,7 @@ impl Call {
                     understand(&answer[..filled], self.stream.is_encrypted())?;
                     if !received? {
                         self.stage = Stage::Answer(initiator, answer, filled);
-                        return Ok(Called::Waiting(Box::new(self)));
+                        return Ok(Called::Waiting(self));
                     }
                     let answered = initiator.answered(&self.secret, *answer).map_err(invalid)?;
                     if !send_whole(&self.stream, answered.proof()) {
@@ -137,7 +137,7 @@ impl Call {
                 Stage::Welcome(answered, mut welcome, mut filled) => {
                     if !fill(&self.stream, &mut welcome, &mut filled)? {
                         self.stage = Stage::Welcome(answered, welcome, filled);
-                        return Ok(Called::Waiting(Box::new(self)));
+                        return Ok(Called::Waiting(self));
                     }
                     let hello = answered.welcomed(&self.secret, &welcome).map_err(invalid)?;
                     if hello.rank != peer {

@@ -244,7 +244,7 @@ impl Caller {
                     has_ended = true;
                 }
                 Ok(Called::Waiting(call)) => {
-                    own.call = Some(*call);
+                    own.call = Some(call);
                     open.push(own);
                 }
                 Err(error) => {
