@@ -168,7 +168,9 @@ impl Ddp {
     fn with_one_more(&self, weight: Option<f64>) -> Result<StepWeight> {
         let with = || {
             let (parameters, before) = (&self.inventory.parameters, &self.accumulated);
-            let step = before.weight.with(weight, self.group.rank(), &Inventory::specs(parameters))?;
+            // Types matter to weights alone.
+            let specs = weight.map(|_| Inventory::specs(parameters)).unwrap_or_default();
+            let step = before.weight.with(weight, self.group.rank(), &specs)?;
             match (before.weight, weight) {
                 (StepWeight::Nothing, Some(_)) => check_zero(parameters)?,
                 (StepWeight::Weighted(_), Some(_)) => check_unchanged(parameters, &before.versions)?,

@@ -250,6 +250,7 @@ fn shown(checksum: u64) -> String {
 
 /// Reads a manifest, for the fuzz target.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
+#[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let Ok(manifest) = Manifest::decode(bytes, &Unseeded::default()) else { return false };
     assert_eq!(manifest.encode().ok().as_deref(), Some(bytes));

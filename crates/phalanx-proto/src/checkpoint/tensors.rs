@@ -115,6 +115,7 @@ fn decode(code: Dtype) -> Option<DType> {
 
 /// Reads a file of tensors, for the fuzz target.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
+#[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let Ok(index) = index(bytes) else { return false };
     for layout in index.values() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::table::{MAX_BYTES, Refusal, Table};
 use super::waiters::Waiters;
 use crate::wire::store::{
-    CHECK_NOT_READY, CHECK_READY, OWN_ECHO, OWN_PING, OWN_PING_AGAIN, Op, Request, WAIT_CANCELLED, WAIT_DONE,
+    CHECK_NOT_READY, CHECK_READY, OWN_ECHO, OWN_PING, Op, Request, WAIT_CANCELLED, WAIT_DONE,
 };
 
 /// What a server holds for all its clients.
@@ -17,8 +17,6 @@ pub struct StoreServer {
     queued_bytes: usize,
     waiters: Waiters,
     barriers: Waiters,
-    /// Only clients that are here already are still served, until they have gone.
-    is_ending: bool,
     /// Waits that are over, and not yet taken.
     over: Vec<WaitId>,
 }
@@ -41,8 +39,6 @@ pub enum Answer {
     Values(Vec<Arc<[u8]>>),
     /// That a wait is over, and the values that it was for.
     Waited(Vec<Arc<[u8]>>),
-    /// [`OWN_FAREWELL`](crate::wire::store::OWN_FAREWELL), and the connection is closed.
-    Farewell,
     /// None before the wait is over; then [`WAIT_DONE`], and the [values](StoreServer::values) of `wanted`.
     Wait {
         /// Which wait.
@@ -91,10 +87,7 @@ impl StoreServer {
             (Op::Delete, [key]) => integer(i64::from(self.table.delete(key))),
             (Op::NumKeys, _) => integer(count(self.table.len())),
             (Op::ListKeys, _) => self.list_keys(),
-            (Op::Ping, _) if int == i64::from(OWN_PING) && self.is_ending => Answer::Farewell,
-            (Op::Ping, _) if [OWN_PING, OWN_PING_AGAIN].map(i64::from).contains(&int) => {
-                Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec())
-            }
+            (Op::Ping, _) if int == i64::from(OWN_PING) => Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec()),
             (Op::Ping, _) => Answer::Bytes(int.to_le_bytes()[..4].to_vec()),
             (Op::CancelWait, _) => Answer::Bytes(vec![WAIT_CANCELLED]),
             (Op::Check, keys) => {
@@ -151,11 +144,6 @@ impl StoreServer {
         self.table.set(key, value)?;
         self.was_set(key);
         Ok(())
-    }
-
-    /// New clients, which greet with [`OWN_PING`], are told from now on that the store is about to end.
-    pub fn end(&mut self) {
-        self.is_ending = true;
     }
 
     /// The waits that are over since the last call.
@@ -291,19 +279,6 @@ mod tests {
         assert!(server.take_over().is_empty());
         assert_eq!(ask(&mut server, Op::Barrier, &["b"], 3), Answer::Bytes(vec![WAIT_DONE]));
         assert_eq!(server.take_over(), [first, second]);
-    }
-
-    #[test]
-    fn a_store_that_is_about_to_end_greets_only_those_who_were_here() {
-        let mut server = StoreServer::default();
-        let ping = |server: &mut StoreServer, number: u32| ask(server, Op::Ping, &[], i64::from(number));
-        let echo = || Answer::Bytes(OWN_ECHO.to_le_bytes().to_vec());
-        assert_eq!([OWN_PING, OWN_PING_AGAIN].map(|number| ping(&mut server, number)), [echo(), echo()]);
-        server.end();
-        assert_eq!(ping(&mut server, OWN_PING), Answer::Farewell);
-        assert_eq!(ping(&mut server, OWN_PING_AGAIN), echo());
-        // PyTorch's clients, whose protocol has no words for it.
-        assert_eq!(ping(&mut server, 7), Answer::Bytes(vec![7, 0, 0, 0]));
     }
 
     #[test]

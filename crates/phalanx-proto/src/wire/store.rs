@@ -19,12 +19,8 @@ pub const MAX_REQUEST: usize = 64 * 1024 * 1024;
 /// A client of ours sends this number in the ping of its greeting. PyTorch's server returns it, a server of ours returns
 /// [`OWN_ECHO`]. PyTorch's clients send their process id, which is smaller.
 pub const OWN_PING: u32 = 0x5048_4C59;
-/// The same of a client that has been admitted before, and makes another connection.
-pub const OWN_PING_AGAIN: u32 = OWN_PING + 1;
 /// The answer of a server of ours, which knows [`Op::WaitGet`] and [`Op::SetAtEnd`].
 pub const OWN_ECHO: u32 = !OWN_PING;
-/// The answer of a server of ours that is about to end, to a client that comes for the first time. It closes the connection.
-pub const OWN_FAREWELL: u32 = OWN_ECHO - 1;
 
 /// The answer to [`Op::Wait`], [`Op::WaitGet`] and [`Op::Barrier`] when the wait is over.
 pub const WAIT_DONE: u8 = 0;

@@ -20,9 +20,7 @@ use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Refusal, Session, Tls};
 use crate::wire::auth::{TAG, Tag};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
-use crate::wire::store::{
-    Frame, MAGIC, OWN_ECHO, OWN_FAREWELL, OWN_PING, OWN_PING_AGAIN, Op, WAIT_CANCELLED, WAIT_DONE,
-};
+use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
 use crate::wire::tls;
 
 /// How long one address may take to accept.
@@ -117,12 +115,7 @@ enum ConnectError {
     NoAddress(io::Error),
     /// This process has no descriptor, or no thread, left.
     OutOfResources(Error),
-    /// It is about to end, and takes no new clients.
-    Ending,
 }
-
-/// Said of a store that is about to end.
-const ENDING: &str = "the store there is about to end, because its job is over; it takes no new clients";
 
 /// How long a client waits for a store, beside its deadline.
 pub struct Patience<'a> {
@@ -181,7 +174,7 @@ impl Link {
         let mut silent_since: Option<Instant> = None;
         loop {
             let began = Instant::now();
-            let attempt = Self::attempt(address, credentials, OWN_PING, deadline);
+            let attempt = Self::attempt(address, credentials, deadline);
             if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
                 no_address_since = None;
             }
@@ -225,11 +218,6 @@ impl Link {
                     report(&error);
                     Some(error)
                 }
-                // The next job's may follow at the same address.
-                Err(ConnectError::Ending) => {
-                    report(&ENDING);
-                    Some(io::Error::other(ENDING))
-                }
             };
             if !(patience.goes_on)() {
                 return Err(Error::aborted(format!("the store at {address} is no longer needed")));
@@ -247,9 +235,8 @@ impl Link {
     pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
         loop {
-            match Self::attempt(address, credentials, OWN_PING_AGAIN, deadline) {
+            match Self::attempt(address, credentials, deadline) {
                 Ok(link) => return Ok(link),
-                Err(ConnectError::Ending) => return Err(io::Error::other(ENDING)),
                 Err(ConnectError::NotAStore(what)) => return Err(io::Error::new(InvalidData, what)),
                 Err(ConnectError::WrongKey) => {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
@@ -290,7 +277,6 @@ impl Link {
     fn attempt(
         address: &str,
         credentials: &ClientCredentials,
-        number: u32,
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
@@ -307,7 +293,7 @@ impl Link {
             match TcpStream::connect_timeout(&target, limit) {
                 // A connection to a free port of this host may by chance be a connection to itself.
                 Ok(stream) if stream.local_addr().ok() == Some(target) => {}
-                Ok(stream) => return Self::greet(stream, credentials, number, deadline),
+                Ok(stream) => return Self::greet(stream, credentials, deadline),
                 Err(error) if no_more_files(&error).is_some() => {
                     return Err(ConnectError::OutOfResources(Error::io(
                         format!("cannot connect to the store at {address}"),
@@ -328,11 +314,9 @@ impl Link {
         Err(failure)
     }
 
-    /// Greets with a ping of this `number`.
     fn greet(
         stream: TcpStream,
         credentials: &ClientCredentials,
-        number: u32,
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
@@ -347,7 +331,7 @@ impl Link {
             }
             link.tls = Some(session);
         }
-        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(number).into_bytes()].concat();
+        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(OWN_PING).into_bytes()].concat();
         if let Some(secret) = &secret {
             // Only a server of ours knows the key, and it will admit this client, which knows it too.
             let proof = link.authenticate(secret)?;
@@ -357,9 +341,6 @@ impl Link {
         } else {
             // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
             let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
-            if u32::from_le_bytes(echo) == OWN_FAREWELL {
-                return Err(ConnectError::Ending);
-            }
             link.is_own = is_own(echo).ok_or_else(|| unexpected_answer(&echo))?;
         }
         if let Some(session) = &mut link.tls {
@@ -465,7 +446,6 @@ impl Link {
                         Some(false) => {
                             "it is served by an earlier build; run the same version of Phalanx in all processes of a job"
                         }
-                        None if u32::from_le_bytes(echo) == OWN_FAREWELL => ENDING,
                         None => "a ping came back changed",
                     };
                     return Err(io::Error::new(io::ErrorKind::InvalidData, wrong));
@@ -626,7 +606,7 @@ impl Link {
 fn is_own(echo: [u8; 4]) -> Option<bool> {
     match u32::from_le_bytes(echo) {
         OWN_ECHO => Some(true),
-        OWN_PING | OWN_PING_AGAIN => Some(false),
+        OWN_PING => Some(false),
         _ => None,
     }
 }

@@ -160,8 +160,7 @@ impl TcpStoreServer {
         address
     }
 
-    /// Continues to serve until every admitted client has closed its connections, or until `deadline`; then stops. New clients are told
-    /// that the store is about to end; PyTorch's, whose protocol has no words for it, are served until then.
+    /// Continues to serve until every admitted client has closed its connections, or until `deadline`; then stops.
     pub fn drain(mut self, deadline: Deadline) {
         self.finish(Order::Drain(deadline.instant()));
     }
@@ -282,10 +281,7 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
-                Some(Order::Drain(until)) => {
-                    draining = Some(until.into());
-                    shared.borrow_mut().server.end();
-                }
+                Some(Order::Drain(until)) => draining = Some(until.into()),
                 Some(Order::Stop) | None => return,
             },
             () = at(draining) => return,

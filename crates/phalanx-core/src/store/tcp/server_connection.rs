@@ -14,12 +14,10 @@ use tokio::time::timeout;
 
 use super::access::Admission;
 use super::server_stream::Stream;
-use crate::wire::store::{Decoder, OWN_FAREWELL, Op, Request, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::store::{Decoder, Op, Request, WAIT_CANCELLED, WAIT_DONE};
 
 /// How long a client may leave a part of its answer unread.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a client that is sent away may take to close its connection.
-const FAREWELL_TIMEOUT: Duration = Duration::from_secs(1);
 /// The most bytes of what a client has set at its end.
 const MAX_AT_END: usize = 1024;
 /// The buffer of a validated client.
@@ -28,7 +26,7 @@ const BUFFER: usize = 4096;
 /// What all connections share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
-    pub server: StoreServer,
+    server: StoreServer,
     /// Who waits on its connection.
     parked: BTreeMap<WaitId, oneshot::Sender<()>>,
 }
@@ -134,28 +132,10 @@ impl Connection {
                 Answer::Bytes(bytes) => self.write(&bytes).await?,
                 Answer::Values(values) => self.write_values(Vec::new(), values).await?,
                 Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
-                Answer::Farewell => return self.bid_farewell().await,
                 Answer::Wait { id, wanted } => self.wait(Parked::new(&self.shared, id, wanted)).await?,
             }
         }
         Ok(())
-    }
-
-    /// Tells a new client that this store is about to end. A connection that is closed with unread data is reset, and the client might
-    /// lose the message; so what the client has sent meanwhile is read.
-    async fn bid_farewell(&mut self) -> io::Result<()> {
-        self.write(&OWN_FAREWELL.to_le_bytes()).await?;
-        timeout(FAREWELL_TIMEOUT, async {
-            self.stream.shutdown().await?;
-            loop {
-                let unread = self.stream.fill_buf().await?.len();
-                if unread == 0 {
-                    return Ok(());
-                }
-                self.stream.consume(unread);
-            }
-        })
-        .await?
     }
 
     /// The next request; `None` if the client closed its end between two.

@@ -350,56 +350,6 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     server.drain(Deadline::after(Duration::from_millis(50)));
 }
 
-#[test]
-fn a_store_that_drains_takes_no_new_client_and_says_so() {
-    let server = serve();
-    let (address, inside) = (server.local_addr(), client(&server));
-    thread::scope(|scope| {
-        let draining = scope.spawn(move || server.drain(soon()));
-        // Until the order has come, clients are still admitted.
-        let limit = soon();
-        let refused = loop {
-            match TcpStore::connect(address, Deadline::after(Duration::from_millis(200))) {
-                Ok(early) => drop(early),
-                Err(error) => break error,
-            }
-            assert!(!limit.has_passed());
-        };
-        assert!(refused.to_string().contains("is about to end"), "{refused}");
-        assert!(!draining.is_finished());
-        // One that was there before may make more connections.
-        let waiting = scope.spawn(|| inside.get("late", soon()));
-        works(&inside);
-        inside.set("late", b"came", soon()).unwrap();
-        assert_eq!(waiting.join().unwrap().unwrap(), b"came");
-        inside.close_idle();
-        draining.join().unwrap();
-    });
-}
-
-#[test]
-fn a_draining_store_with_a_key_says_so_in_the_first_call() {
-    let key = JobKey::generate().unwrap();
-    let server = TcpStoreServer::bind_with_key("127.0.0.1:0".parse().unwrap(), key.clone()).unwrap();
-    let (address, connect) =
-        (server.local_addr(), |address| TcpStore::connect_with_key(address, &key, soon()));
-    let inside = connect(address).unwrap();
-    // A client with a key is admitted by the server when it has read its proof.
-    works(&inside);
-    thread::scope(|scope| {
-        let draining = scope.spawn(move || server.drain(soon()));
-        let refused = loop {
-            if let Err(error) = connect(address).unwrap().num_keys(soon()) {
-                break error;
-            }
-        };
-        assert!(refused.to_string().contains("is about to end"), "{refused}");
-        works(&inside);
-        inside.close_idle();
-        draining.join().unwrap();
-    });
-}
-
 /// Raises the limit for this many connections, both sides in this process; `false` if the system does not allow it.
 fn may_open(connections: u64) -> bool {
     use rustix::process::{Resource, getrlimit, setrlimit};

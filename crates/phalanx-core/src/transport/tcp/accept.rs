@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::MeshConfig;
 use super::connect::no_descriptors;
 use super::connection::Connection;
-use super::on_demand::at_start;
+use super::on_demand::{at_start, is_on_demand};
 use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use super::start_failure::{self, POLL_INTERVAL};
 use crate::deadline::Deadline;
@@ -22,10 +22,11 @@ use crate::tls::Tls;
 use crate::wire::auth::Tag;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello};
+use crate::world_size::WorldSize;
 
 /// The most connections in the handshake at once, unless more ranks may call. For a new one, the oldest of those with the least progress
 /// is dropped.
-const MAX_PENDING: usize = 256;
+pub(super) const MAX_PENDING: usize = 256;
 /// The most connections that are accepted before those in the handshake go on: a flood of silent ones must neither delay nor displace
 /// a rank.
 const MAX_ARRIVALS: usize = 16;
@@ -53,13 +54,15 @@ pub(super) struct Accepted {
 }
 
 impl Pair {
-    fn is_complete(&self, channels: &[Channel]) -> bool {
+    /// Whether all connections stand that a pair makes at the start in this world.
+    fn is_complete(&self, world: WorldSize) -> bool {
         let stands = |channel: &Channel| match channel {
             Channel::Data => self.data.is_some(),
             Channel::Control => self.control.is_some(),
             Channel::Messages => self.messages.is_some(),
         };
-        channels.iter().all(stands)
+        let Some(control) = &self.control else { return false };
+        at_start(world, control.is_within_host()).iter().all(stands)
     }
 
     fn connection(&mut self, channel: Channel) -> &mut Option<Connection> {
@@ -84,14 +87,13 @@ pub(super) fn accept(
     deadline: Deadline,
 ) -> Result<Accepted> {
     let first = config.rank.index() + 1;
-    let channels = at_start(config.world);
     // Of connections on demand, any rank may make them.
-    let lowest = if channels.len() < Channel::ALL.len() { 0 } else { first };
+    let lowest = if is_on_demand(config.world) { 0 } else { first };
     let (mut pending, mut early): (Vec<Pending>, Vec<Early>) = (Vec::new(), Vec::new());
     let mut full = false;
     let mut looked = Instant::now();
     loop {
-        let missing = pairs.iter().position(|pair| !pair.is_complete(channels));
+        let missing = pairs.iter().position(|pair| !pair.is_complete(config.world));
         let Some(missing) = missing else { return Ok(Accepted { early, pending }) };
         waits_for.store(first + missing, Ordering::Relaxed);
         if deadline.has_passed() {
@@ -103,8 +105,8 @@ pub(super) fn accept(
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
             Woken::Connection => {
-                let (tls, world) = (config.credentials.tls.as_ref(), config.world.count());
-                full = take_arrivals(listener, tls, world, secret, &mut pending)?;
+                let most = MAX_PENDING.max(Channel::ALL.len() * config.world.count());
+                full = take_arrivals(listener, config.credentials.tls.as_ref(), most, secret, &mut pending)?;
             }
             Woken::Other => {}
         }
@@ -130,7 +132,8 @@ pub(super) fn accept(
                     let _ = connection.stream.send(&[IoSlice::new(answer)]);
                     connection.stream.discard();
                 }
-                Progress::Proven(hello, welcome) if !channels.contains(&hello.channel) => {
+                // A lower rank, whose start is over, calls on demand.
+                Progress::Proven(hello, welcome) if hello.rank.index() < first => {
                     let (channel, peer) = (hello.channel, hello.rank);
                     let is_new = |one: &Early| (one.channel, one.peer) != (channel, peer);
                     let mut kept = None;
@@ -153,12 +156,12 @@ pub(super) fn accept(
     }
 }
 
-/// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`], in a world of so many ranks. True if there was no descriptor for the last of them, which can
-/// only be accepted when another connection has been closed.
+/// Accepts connections in the listener's queue, at most [`MAX_ARRIVALS`], so that `most` are pending. True if there was no descriptor for
+/// the last of them, which can only be accepted when another connection has been closed.
 pub(super) fn take_arrivals(
     listener: &TcpListener,
     tls: Option<&Tls>,
-    world: usize,
+    most: usize,
     secret: &GroupSecret,
     pending: &mut Vec<Pending>,
 ) -> Result<bool> {
@@ -168,7 +171,7 @@ pub(super) fn take_arrivals(
             Ok((stream, _))
                 if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() =>
             {
-                make_room(pending, MAX_PENDING.max(Channel::ALL.len() * world));
+                make_room(pending, most);
                 pending.push(Pending::new(Connection::new(stream), tls, secret));
             }
             Ok(_) => {}

@@ -13,7 +13,7 @@ use super::accept::{Accepted, Early, Pair, accept};
 use super::connection::Connection;
 use super::connections::{Connections, Requests};
 use super::dial::{Attempt, attempt_together, dial};
-use super::on_demand::{Caller, at_start};
+use super::on_demand::{Caller, at_start, is_on_demand};
 use super::{MeshConfig, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
@@ -139,8 +139,10 @@ fn build(
     })?;
     let hosts = addresses.iter().map(|address| address.host.clone()).collect();
     let Accepted { early, pending } = accepted;
-    let is_complete = at_start(config.world).len() == Channel::ALL.len();
-    let on_demand = (!is_complete)
+    let is_near = |address: &Address| address.socket.ip() == config.interface;
+    // Its own address is among them.
+    let has_near = addresses.iter().filter(|address| is_near(address)).count() > 1;
+    let on_demand = (is_on_demand(config.world) && has_near)
         .then(|| Caller::new(listener, addresses, (own, secret), config.credentials.tls.clone(), pending));
     Ok(Built { hosts, early, on_demand: on_demand.transpose()? })
 }
@@ -162,11 +164,11 @@ fn dial_all(
     below: &mut [Pair],
     deadline: Deadline,
 ) -> Result<()> {
-    let channels = at_start(config.world);
     let is_near = |address: &Address| address.socket.ip() == config.interface;
     let (mut near, mut far) = (Vec::new(), Vec::new());
     let lower: Vec<_> = config.world.ranks().zip(addresses).zip(below).collect();
     for ((peer, address), pair) in lower.into_iter().rev() {
+        let channels = at_start(config.world, is_near(address));
         let to = if is_near(address) { &mut near } else { &mut far };
         let into = [
             (Channel::Data, &mut pair.data),
@@ -184,7 +186,8 @@ fn dial_all(
         made.map(|connection| *into = Some(connection))
     };
     // A TLS handshake is work of both sides: there is nothing to gain.
-    let at_once = if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * channels.len() };
+    let at_once =
+        if config.credentials.tls.is_some() { 1 } else { CALLS_AT_ONCE * at_start(config.world, true).len() };
     let dial_near = |mut near: Vec<To<'_>>| -> Result<()> {
         while !near.is_empty() {
             let rest = near.split_off(near.len().min(at_once));
@@ -287,8 +290,9 @@ pub(super) fn key(rank: Rank) -> String {
 }
 
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {
-    Error::io(what, error)
-        .with_remedy("each group needs three open files for every other rank: raise the limit (`ulimit -n`)")
+    Error::io(what, error).with_remedy(
+        "each group needs up to three open files for every other rank: raise the limit (`ulimit -n`)",
+    )
 }
 
 /// For `phalanx::fuzzing`: decodes where a rank listens.

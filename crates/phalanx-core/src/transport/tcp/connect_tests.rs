@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::MeshConfig;
-use super::accept::take_arrivals;
+use super::accept::{MAX_PENDING, take_arrivals};
 use super::connect::{Address, key, listen, mesh};
 use super::dial::{ANSWER_TIMEOUT, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
@@ -93,7 +93,7 @@ fn a_silent_flood_does_not_displace_a_rank_that_has_said_who_it_is() {
     let mut pending = Vec::new();
     let is_rank = |one: &Pending| one.stream.socket().peer_addr().unwrap() == rank.local_addr().unwrap();
     for _ in 0..300 {
-        take_arrivals(&listener, None, 2, &secret, &mut pending).unwrap();
+        take_arrivals(&listener, None, MAX_PENDING, &secret, &mut pending).unwrap();
         let mut limit = HandshakeLimit::among(&pending);
         for one in &mut pending {
             let is_waiting = matches!(one.advance(own, 1, &mut limit), Progress::Waiting);

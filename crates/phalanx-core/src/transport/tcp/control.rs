@@ -168,7 +168,8 @@ impl Monitor {
         };
         let thread = std::thread::Builder::new().name(format!("phalanx-call-{rank}")).spawn(run);
         let failed = |error| Error::not_started("the thread that calls ranks could not be started", error);
-        self.caller = Some(thread.map_err(failed)?);
+        // Without the failure this rank would say goodbye when it is dropped.
+        self.caller = Some(thread.map_err(|error| self.health.fail(failed(error)))?);
         Ok(self)
     }
 }

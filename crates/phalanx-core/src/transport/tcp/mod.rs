@@ -192,16 +192,20 @@ impl Transport for Tcp {
             let into = receiving.as_ref().and_then(|(_, stream, _)| *stream);
             health.waits.sleep(waits_for);
             let unconnected = |peer: &Rank, stream: &Option<&Connection>| stream.is_none().then_some(*peer);
-            let missing = receiving.as_ref().and_then(|(from, stream, _)| unconnected(from, stream));
-            let missing = missing.or(sending.as_ref().and_then(|(to, stream, _)| unconnected(to, stream)));
-            let is_in_time = match missing {
+            let missing = [
+                receiving.as_ref().and_then(|(from, stream, _)| unconnected(from, stream)),
+                sending.as_ref().and_then(|(to, stream, _)| unconnected(to, stream)),
+            ];
+            let is_in_time = match missing.into_iter().flatten().next() {
                 None => wait(out, into, deadline)?,
                 Some(peer) => {
                     interrupt::check()?;
-                    // In this order: what a peer has sent before it left comes on a connection that stands by then.
-                    let is_over = health.has_failed() || health.has_left(peer);
-                    if is_over && (health.has_failed() || !connections.may_come(Channel::Data, peer)) {
-                        return Err(health.peer_failed(peer, "it is not connected with this rank"));
+                    for peer in missing.into_iter().flatten() {
+                        // In this order: what a peer has sent before it left comes on a connection that stands by then.
+                        let is_over = health.has_failed() || health.has_left(peer);
+                        if is_over && (health.has_failed() || !connections.may_come(Channel::Data, peer)) {
+                            return Err(health.peer_failed(peer, "it is not connected with this rank"));
+                        }
                     }
                     let timeout = interrupt::at_most(deadline.remaining());
                     match (out, into) {
@@ -216,7 +220,9 @@ impl Transport for Tcp {
                 }
             };
             if !is_in_time {
-                return Err(late(waits_for, health.host(waits_for)));
+                // Who is not connected has not come at all.
+                let late_one = missing.into_iter().flatten().next().unwrap_or(waits_for);
+                return Err(late(late_one, health.host(late_one)));
             }
             if let Some((to, out @ None, _)) = &mut sending {
                 *out = stream(*to);

@@ -1,4 +1,4 @@
-//! Connections for data and messages that are made at their first use, in groups of many ranks.
+//! Connections for data and messages between ranks of one host that are made at their first use, in groups of many ranks.
 //!
 //! Each pair of ranks has three connections, so their number grows with the square of the ranks, and with it the time of a start; but in
 //! a large group most pairs never exchange anything: a ring has two neighbours, a tree a few. Only the control connections are
@@ -13,7 +13,8 @@
 //! A peer that has died or left is named by its control connection, which ends the wait; one that does not answer is waited for until the
 //! deadline of the operation, or until its heartbeats stop. What a peer has sent before it left still counts: a connection is
 //! there for all threads before anything that was said after it (`Requests::settle`, `Connections::may_come`). Small groups connect all pairs at the start: there a first collective
-//! that is quick is worth more.
+//! that is quick is worth more. So do pairs on different hosts: what keeps them from meeting, such as a firewall, is told at the start, and
+//! nobody from outside reaches a rank that listens later.
 
 use std::io;
 use std::net::TcpListener;
@@ -21,7 +22,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::process::{Resource, getrlimit};
 
 use super::accept::take_arrivals;
 use super::call::{Call, Called};
@@ -31,7 +33,6 @@ use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, is_local_shortage, no_more_files};
 use crate::health::Health;
-use crate::notice::warn;
 use crate::poll::poll;
 use crate::random;
 use crate::rank::Rank;
@@ -46,10 +47,26 @@ const EAGER_WORLD: u32 = 16;
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 /// The pause in accepting when there is no descriptor for another connection.
 const FULL_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a rank goes on without a descriptor for its own calls, or for those of others. Whatever takes them may give some back.
+const SHORTAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a call may go on to a peer that has said goodbye: what that has answered before is on its way.
+const LEFT_GRACE: Duration = Duration::from_secs(2);
+/// How often to look whether a peer that is called has left.
+const LEFT_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// After so long a time without an answer the user is told.
+const REMINDER_DELAY: Duration = Duration::from_secs(5);
+/// The most calls of others whose ranks are not known yet, and the share of this process's descriptors that they may take in one group.
+const MAX_UNPROVEN: usize = 256;
+const DESCRIPTORS_SHARE: u64 = 16;
 
-/// Which connections a group of this size makes at the start.
-pub(super) fn at_start(world: WorldSize) -> &'static [Channel] {
-    if world.get() > EAGER_WORLD { &[Channel::Control] } else { &Channel::ALL }
+/// Which connections a pair of ranks makes at the start of a group of this size. The two are on one host if they have the same address.
+pub(super) fn at_start(world: WorldSize, is_within_host: bool) -> &'static [Channel] {
+    if is_on_demand(world) && is_within_host { &[Channel::Control] } else { &Channel::ALL }
+}
+
+/// Whether pairs on one host make some of their connections later.
+pub(super) fn is_on_demand(world: WorldSize) -> bool {
+    world.get() > EAGER_WORLD
 }
 
 /// What becomes of a peer's call.
@@ -95,7 +112,10 @@ pub(crate) struct Caller {
     woken: Arc<OwnedFd>,
     /// When to accept again: there was no descriptor for another connection.
     full_until: Option<Instant>,
-    has_warned: bool,
+    /// Since when there is none, although no call is under way that could give one back.
+    short_since: Option<Instant>,
+    /// Given up for a rank's call when there is no other descriptor.
+    spare: Option<OwnedFd>,
 }
 
 /// A call of this rank, or the pause before it.
@@ -105,6 +125,10 @@ struct OwnCall {
     call: Option<Box<Call>>,
     /// When it is made anew, and the pause after that.
     again: (Instant, Duration),
+    began: Instant,
+    has_reminded: bool,
+    /// When the peer was first seen to have left.
+    left: Option<Instant>,
 }
 
 impl Caller {
@@ -117,22 +141,20 @@ impl Caller {
         pending: Vec<Pending>,
     ) -> Result<(Self, Requests)> {
         let (requests, woken) = Requests::new()?;
-        let calls = Vec::new();
-        Ok((
-            Self {
-                listener,
-                addresses,
-                own,
-                secret,
-                tls,
-                pending,
-                calls,
-                woken,
-                full_until: None,
-                has_warned: false,
-            },
-            requests,
-        ))
+        let caller = Self {
+            listener,
+            addresses,
+            own,
+            secret,
+            tls,
+            pending,
+            calls: Vec::new(),
+            woken,
+            full_until: None,
+            short_since: None,
+            spare: spare(),
+        };
+        Ok((caller, requests))
     }
 
     /// Answers and calls until the group ends or fails.
@@ -146,15 +168,24 @@ impl Caller {
         loop {
             let Some(new) = requests.take().filter(|_| !health.has_failed()) else { return Ok(()) };
             for (channel, peer) in new {
-                let again = (Instant::now(), PAUSES.0);
-                self.calls.push(OwnCall { channel, peer, call: None, again });
+                let began = Instant::now();
+                let again = (began, PAUSES.0);
+                self.calls.push(OwnCall {
+                    channel,
+                    peer,
+                    call: None,
+                    again,
+                    began,
+                    has_reminded: false,
+                    left: None,
+                });
             }
             if self.call(connections, requests, health)? {
                 requests.tell();
             }
             let has_arrived = self.wait()?;
             if has_arrived {
-                self.accept();
+                self.accept()?;
             }
             if self.answer(connections, requests, health) {
                 requests.tell();
@@ -162,16 +193,30 @@ impl Caller {
         }
     }
 
-    /// Accepts what is in the listener's queue. A stranger may have come when there was no descriptor, so that is no failure; a rank
-    /// that cannot come says itself for whom it waits.
-    fn accept(&mut self) {
-        let (world, tls) = (self.addresses.len(), self.tls.as_ref());
-        let is_full = take_arrivals(&self.listener, tls, world, &self.secret, &mut self.pending);
-        self.full_until = (!matches!(is_full, Ok(false))).then(|| Instant::now() + FULL_INTERVAL);
-        if let Err(error) = is_full
-            && !std::mem::replace(&mut self.has_warned, true)
-        {
-            warn(&error);
+    /// Accepts what is in the listener's queue, from this host. If there is no descriptor left, it is a rank or a stranger who came: the
+    /// spare one is for a look who it is. A stranger gives it back; a rank keeps it, and if there is none for the next, the group fails.
+    fn accept(&mut self) -> Result<()> {
+        let most = most_unproven();
+        let mut take = || {
+            let full =
+                take_arrivals(&self.listener, self.tls.as_ref(), most, &self.secret, &mut self.pending);
+            self.pending.retain(|connection| connection.stream.is_within_host());
+            full
+        };
+        let mut full = take();
+        if full.is_err() && self.spare.take().is_some() {
+            full = take();
+        }
+        self.full_until = (!matches!(full, Ok(false))).then(|| Instant::now() + FULL_INTERVAL);
+        match full {
+            Ok(_) => {
+                self.short_since = None;
+                Ok(())
+            }
+            Err(error) => {
+                let since = *self.short_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < SHORTAGE_TIMEOUT { Ok(()) } else { Err(error) }
+            }
         }
     }
 
@@ -195,6 +240,7 @@ impl Caller {
                     let (fd, flags) = call.awaited();
                     fds.push(PollFd::from_borrowed_fd(fd, flags));
                     call.deadline().into_iter().for_each(&mut until);
+                    until(Instant::now() + LEFT_POLL_INTERVAL);
                 }
                 None => until(own.again.0),
             }
@@ -221,13 +267,16 @@ impl Caller {
                 continue;
             }
             let Some(address) = self.addresses.get(peer.index()) else { continue };
-            let call = match own.call.take() {
+            if health.has_left(peer) {
+                let since = *own.left.get_or_insert_with(Instant::now);
                 // It answers no more; but what it has answered may still be on its way.
-                None if health.has_left(peer) => {
+                if own.call.is_none() || since.elapsed() >= LEFT_GRACE {
                     requests.give_up(channel, peer);
                     has_ended = true;
                     continue;
                 }
+            }
+            let call = match own.call.take() {
                 None if Instant::now() < own.again.0 => {
                     open.push(own);
                     continue;
@@ -248,7 +297,13 @@ impl Caller {
                     open.push(own);
                 }
                 Err(error) => {
-                    hopeless(peer, address, error, health)?;
+                    let is_short = no_more_files(&error).is_some() || is_local_shortage(&error);
+                    if is_short && own.began.elapsed() < SHORTAGE_TIMEOUT {
+                        // Strangers may have what is lacking.
+                        self.pending.clear();
+                    } else {
+                        hopeless(&mut own, address, error, health)?;
+                    }
                     let pause = own.again.1;
                     own.again = (Instant::now() + pause, (pause * 3 / 2).min(PAUSES.1));
                     open.push(own);
@@ -270,10 +325,13 @@ impl Caller {
                 Progress::Waiting => open.push(connection),
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
-                    tracing::warn!(%error, "a connection was turned away");
+                    // Whoever is on this host may come as often as it likes.
+                    tracing::debug!(%error, "a connection was turned away");
                     let _ = connection.stream.send(&[io::IoSlice::new(answer)]);
                     connection.stream.discard();
                 }
+                // Those for control are made at the start, which is over.
+                Progress::Proven(Hello { channel: Channel::Control, .. }, _) => {}
                 Progress::Proven(hello, welcome) => {
                     let (channel, peer) = (hello.channel, hello.rank);
                     let is_own = |own: &OwnCall| (own.channel, own.peer) == (channel, peer);
@@ -285,19 +343,19 @@ impl Caller {
                         }
                         None => Known::Nothing,
                     };
-                    match verdict(self.own.rank, peer, known) {
-                        Verdict::Refuse => {
-                            tracing::debug!(%peer, ?channel, ?known, "a call was refused");
-                            continue;
-                        }
-                        Verdict::Keep => {}
-                        Verdict::KeepInstead => self.calls.retain(|own| !is_own(own)),
+                    let verdict = verdict(self.own.rank, peer, known);
+                    if verdict == Verdict::Refuse {
+                        tracing::debug!(%peer, ?channel, ?known, "a call was refused");
+                        continue;
                     }
                     requests.settle(|| {
                         if send_whole(&connection.stream, &welcome) {
                             connection.stream.admit();
                             connections.keep(channel, peer, connection.stream, health);
                             has_kept = true;
+                            if verdict == Verdict::KeepInstead {
+                                self.calls.retain(|own| !is_own(own));
+                            }
                         }
                     });
                 }
@@ -306,15 +364,27 @@ impl Caller {
         // A descriptor may be free again.
         if open.len() < before {
             self.full_until = None;
+            self.spare = self.spare.take().or_else(spare);
         }
         self.pending = open;
         has_kept
     }
 }
 
+/// A descriptor that can be given up; none if there is none.
+fn spare() -> Option<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC).ok()
+}
+
+/// How many calls of others may be under way.
+fn most_unproven() -> usize {
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(descriptors / DESCRIPTORS_SHARE).unwrap_or(MAX_UNPROVEN).clamp(1, MAX_UNPROVEN)
+}
+
 /// An error if another call cannot succeed either.
-fn hopeless(peer: Rank, address: &Address, error: io::Error, health: &Health) -> Result<()> {
-    let Address { host, socket } = address;
+fn hopeless(own: &mut OwnCall, address: &Address, error: io::Error, health: &Health) -> Result<()> {
+    let (Address { host, socket }, peer) = (address, own.peer);
     let unreachable = || format!("rank {peer} ({host}) could not be reached at {socket}");
     if no_more_files(&error).is_some() {
         return Err(no_descriptors(&unreachable(), error));
@@ -328,6 +398,9 @@ fn hopeless(peer: Rank, address: &Address, error: io::Error, health: &Health) ->
         return Err(Error::io(unreachable(), error).with_peer(peer).with_remedy(remedy));
     }
     tracing::debug!(%peer, %error, "a call has failed, and is made again");
+    if own.began.elapsed() >= REMINDER_DELAY && !std::mem::replace(&mut own.has_reminded, true) {
+        health.warn_aside(format!("{} yet, and is called again: {error}", unreachable()));
+    }
     Ok(())
 }
 
