@@ -479,3 +479,29 @@ fn truth_values_are_combined_as_such() {
         });
     }
 }
+
+/// Within a host they connect at first use, between hosts at the start.
+#[test]
+fn more_ranks_than_connect_to_all_at_the_start() {
+    const WORLD: i32 = 18;
+    for fabric in Fabric::ALL {
+        let sums = run(WORLD as u32, fabric, |group| {
+            let rank = group.rank().get() as i32;
+            let input: Vec<i32> = (0..WORLD).map(|to| rank * 100 + to).collect();
+            let mut output = vec![0; input.len()];
+            group.all_to_all(&input, &mut output).unwrap();
+            assert_eq!(output, (0..WORLD).map(|from| from * 100 + rank).collect::<Vec<_>>(), "{fabric:?}");
+            // Far apart, in both directions.
+            let peer = Rank::new((WORLD - 1 - rank) as u32);
+            let mut heard = [0i32];
+            let sent = group.isend(Buffer::from_slice(&[rank]), peer).unwrap();
+            group.recv(&mut heard, peer).unwrap();
+            sent.wait().unwrap();
+            assert_eq!(heard, [WORLD - 1 - rank], "{fabric:?}");
+            let mut sum = [rank];
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            sum[0]
+        });
+        assert_eq!(sums, vec![WORLD * (WORLD - 1) / 2; WORLD as usize], "{fabric:?}");
+    }
+}

@@ -65,7 +65,7 @@ impl Pair {
         at_start(world, control.is_within_host()).iter().all(stands)
     }
 
-    fn connection(&mut self, channel: Channel) -> &mut Option<Connection> {
+    pub fn connection(&mut self, channel: Channel) -> &mut Option<Connection> {
         match channel {
             Channel::Data => &mut self.data,
             Channel::Control => &mut self.control,

@@ -139,10 +139,8 @@ fn build(
     })?;
     let hosts = addresses.iter().map(|address| address.host.clone()).collect();
     let Accepted { early, pending } = accepted;
-    let is_near = |address: &Address| address.socket.ip() == config.interface;
-    // Its own address is among them.
-    let has_near = addresses.iter().filter(|address| is_near(address)).count() > 1;
-    let on_demand = (is_on_demand(config.world) && has_near)
+    // Also without a peer on its host: one that listens at another address of this host is near for this rank alone.
+    let on_demand = is_on_demand(config.world)
         .then(|| Caller::new(listener, addresses, (own, secret), config.credentials.tls.clone(), pending));
     Ok(Built { hosts, early, on_demand: on_demand.transpose()? })
 }
@@ -166,7 +164,7 @@ fn dial_all(
 ) -> Result<()> {
     let is_near = |address: &Address| address.socket.ip() == config.interface;
     let (mut near, mut far) = (Vec::new(), Vec::new());
-    let lower: Vec<_> = config.world.ranks().zip(addresses).zip(below).collect();
+    let lower: Vec<_> = config.world.ranks().zip(addresses).zip(&mut *below).collect();
     for ((peer, address), pair) in lower.into_iter().rev() {
         let channels = at_start(config.world, is_near(address));
         let to = if is_near(address) { &mut near } else { &mut far };
@@ -240,7 +238,17 @@ fn dial_all(
             };
         }
         outcome
-    })
+    })?;
+    // Both ends see by the connection whether they are on one host. The peer's address may say so where the connection does not.
+    for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
+        let is_within_host = pair.control.as_ref().is_some_and(Connection::is_within_host);
+        let made = at_start(config.world, is_near(address));
+        for channel in at_start(config.world, is_within_host).iter().filter(|channel| !made.contains(channel))
+        {
+            dial((peer, address, *channel, pair.connection(*channel)), None)?;
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
