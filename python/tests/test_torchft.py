@@ -26,10 +26,14 @@ def _sum(group, value):
     return tensor.tolist()
 
 
-def _in_a_job_of_its_own(rank, address):
-    # A number of its own for each job, with which its other groups meet.
-    dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
-    group = _configured(rank, address)
+def _in_a_job_of_its_own(process, address):
+    # Two replicas of two ranks. Each is a job, with a number with which its other groups meet.
+    rank, local = divmod(process, 2)
+    host, port = address.split(":")
+    store = dist.PrefixStore(f"job/{rank}", dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("phalanx", store=store, rank=local, world_size=2)
+    assert dist.group.WORLD._native.meeting is not None
+    group = _configured(rank, f"{address}/{local}")
     assert _sum(group, rank + 1.0) == [3, 3]
     part = group.parent.split_group([0, 1], group_name="both")
     tensor = torch.ones(1)
@@ -49,7 +53,7 @@ def address():
 
 
 def test_replicas_that_are_jobs_of_their_own_meet(address):
-    processes(2, _in_a_job_of_its_own, address)
+    processes(4, _in_a_job_of_its_own, address)
 
 
 def _aborts(rank, address):
