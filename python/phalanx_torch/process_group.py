@@ -941,15 +941,17 @@ class ProcessGroup(dist.ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         store = c10d.PrefixStore(f"{group_name}/", self._store)
-        group = ProcessGroup(
-            store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name
-        )
+        group = self._part(store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name)
         group.take_name(self._backend_name)
         if group_desc is not None:
             group.setGroupDesc(group_desc)
         return group
 
     splitGroup = split_group
+
+    def _part(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: object) -> "ProcessGroup":
+        """A group of some of the ranks."""
+        return ProcessGroup(store, rank, size, timeout, name)
 
 
 # This group is its own backend. What PyTorch asks of backends, and this one has not, it does not support, in later versions, too.
