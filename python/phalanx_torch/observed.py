@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _enter: Any = torch._C._autograd._record_function_with_args_enter
 _exit: Any = torch._C._autograd._record_function_with_args_exit
+_exit_with: Any = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
 _types: Any = vars(c10d)["OpType"]
 
 
@@ -35,6 +36,9 @@ class _Place(threading.local):
     """Where a watched call of this thread is: not yet in PyTorch's dispatcher, back from it, or recorded and to be carried out."""
 
     depth = 0
+    # The group whose call is with PyTorch's dispatcher, and its options; what the call gave, when it has come back.
+    group: "ProcessGroup | None" = None
+    options: Any = None
     work: Any = None
     error: BaseException | None = None
 
@@ -164,12 +168,19 @@ def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
 def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> Any:
     """The group's call ``name``, of which PyTorch's dispatcher has told already."""
     before, _place.depth = _place.depth, max(_place.depth, _DISPATCHED)
+    # Else the call is PyTorch's own, and nobody asks for its work.
+    is_awaited = _place.group is group
+    if is_awaited and name == "allgather_coalesced":
+        # PyTorch's operation takes no limit.
+        arguments = (*arguments[:-1], _place.options)
     try:
         work = getattr(group, name)(*arguments)
-        _place.work = work
+        if is_awaited:
+            _place.work = work
         return work
     except BaseException as error:
-        _place.error = error
+        if is_awaited:
+            _place.error = error
         raise
     finally:
         _place.depth = before
@@ -178,7 +189,8 @@ def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -
 def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) -> dist.Work:
     operation = getattr(torch.ops.c10d, kind.operation).default
     # A hook may call a group, too.
-    outer, _place.work, _place.error = (_place.work, _place.error), None, None
+    outer = _place.group, _place.options, _place.work, _place.error
+    _place.group, _place.options, _place.work, _place.error = group, arguments[-1], None, None
     try:
         made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))
         # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
@@ -189,7 +201,7 @@ def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) 
             raise _place.error from None
         raise
     finally:
-        _place.work, _place.error = outer
+        _place.group, _place.options, _place.work, _place.error = outer
 
 
 def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> dist.Work:
@@ -205,8 +217,8 @@ def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> d
         work = getattr(group, name)(*arguments)
     finally:
         _place.depth = before
-        if record is not None and (work is None or not _when_done(work, lambda: _exit(record))):
-            _exit(record)
+        if record is not None:
+            _end(record, work)
     hook = group._completion_hook
     if hook is not None:
         group._completions.expect(work, hook, (getattr(_types, kind.type), group._sequence, started, clock))
@@ -220,13 +232,42 @@ def _tensors(given: Any) -> list[torch.Tensor]:
     return [tensor for part in given for tensor in _tensors(part)]
 
 
+def _end(record: Any, work: Any) -> None:
+    """Ends the profiler's record of a call when ``work`` ends."""
+    last = _last(work)
+    if last is None:
+        _exit(record)
+        return
+    future: torch.futures.Future[None] = torch.futures.Future()
+    # The profiler takes an end only with the state of this thread, which PyTorch's future keeps for the thread that completes it.
+    with torch._C._DisableTorchDispatch():
+        _exit_with(record, future)
+    told = threading.Event()
+
+    def end() -> None:
+        # What was recorded is gone when the profiler has ended.
+        if profiler._is_profiler_enabled:
+            future.set_result(None)
+        told.set()
+
+    # Who has waited has seen the end, and may end the profiler.
+    last._told = told
+    if not last._native.when_done(end):
+        end()
+
+
+def _last(work: Any) -> Any:
+    """That of our works with which ``work`` ends, or None if it has ended."""
+    while isinstance(work, works.Works):
+        # In the order of the calls, so that the last one ends last.
+        work = work._works[-1] if work._works else None
+    return None if getattr(work, "_native", None) is None else work
+
+
 def _when_done(work: Any, function: Callable[[], object]) -> bool:
     """Lets ``function`` be called on a thread at the end of ``work``; returns False if that has ended."""
-    if isinstance(work, works.Works):
-        # In the order of the calls, so that the last one ends last.
-        return bool(work._works) and _when_done(work._works[-1], function)
-    native = getattr(work, "_native", None)
-    return native is not None and native.when_done(function)
+    last = _last(work)
+    return last is not None and last._native.when_done(function)
 
 
 class Completions:

@@ -204,6 +204,21 @@ def _warn_if_unused(group: "ProcessGroup") -> None:
         )
 
 
+def _is_to_find_nan() -> bool:
+    """Whether PyTorch checks each call for NaN, in its dispatcher."""
+    if os.environ.get("TORCH_DIST_NAN_CHECK", "0") != "1":
+        return False
+    if not observed.can_dispatch():
+        warnings.warn(
+            f"phalanx: TORCH_DIST_NAN_CHECK=1 checks nothing here: PyTorch {torch.__version__} does not see the calls of a group in Python; "
+            "2.15 is the first that does",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
 _watch_lock = threading.Lock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
@@ -315,9 +330,11 @@ class ProcessGroup(dist.ProcessGroup):
         # The native part of whose failure the hooks know.
         self._told: object = None
         # Whether hooks or the check for NaN see each call; whether it is the part of another group for one device.
-        self._is_observed = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
+        self._finds_nan = _is_to_find_nan()
+        self._is_observed = self._finds_nan
         self._is_part = False
         self._backend: Any = None
+        self._hooks_of_calls: set[tuple[str, int]] = set()
         self._completion_hook: Callable[[Any], object] | None = None
         self._completions = observed.Completions()
         self._native = self._first(store, rank, size)
@@ -387,22 +404,53 @@ class ProcessGroup(dist.ProcessGroup):
 
     def register_pre_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with PyTorch's ``PreHookArgs`` before each call of the group."""
-        self._is_observed = True
+        self._refuse_hooks_without_dispatcher("register_pre_hook")
         register: Any = super().register_pre_hook
         register(hook_id, hook)
+        self._hooks_of_calls.add(("pre", hook_id))
+        self._look_for_hooks()
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Forgets the hook."""
+        self._refuse_hooks_without_dispatcher("unregister_pre_hook")
+        unregister: Any = super().unregister_pre_hook
+        unregister(hook_id)
+        self._hooks_of_calls.discard(("pre", hook_id))
+        self._look_for_hooks()
 
     def register_post_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with PyTorch's ``PostHookArgs`` when a call of the group has been made."""
-        self._is_observed = True
+        self._refuse_hooks_without_dispatcher("register_post_hook")
         register: Any = super().register_post_hook
         register(hook_id, hook)
+        self._hooks_of_calls.add(("post", hook_id))
+        self._look_for_hooks()
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Forgets the hook."""
+        self._refuse_hooks_without_dispatcher("unregister_post_hook")
+        unregister: Any = super().unregister_post_hook
+        unregister(hook_id)
+        self._hooks_of_calls.discard(("post", hook_id))
+        self._look_for_hooks()
+
+    def _look_for_hooks(self) -> None:
+        """Lets calls go past PyTorch's dispatcher again when the last hook is gone."""
+        self._is_observed = self._finds_nan or bool(self._hooks_of_calls) or self._completion_hook is not None
+
+    @staticmethod
+    def _refuse_hooks_without_dispatcher(name: str) -> None:
+        if not observed.can_dispatch():
+            raise Error(
+                f"phalanx: {name}: PyTorch {torch.__version__} would not call the hooks of a group in Python; 2.15 is the first that does"
+            )
 
     def _register_on_completion_hook(self, hook: Callable[[Any], object]) -> None:
         """Calls ``hook`` with a :class:`phalanx_torch.observed.WorkInfo` when a call of the group has ended well."""
         if self._completion_hook is not None:
             raise Error("phalanx: this group has a hook on completion already; a group has one")
-        self._is_observed = True
         self._completion_hook = hook
+        self._look_for_hooks()
 
     def _has_hooks(self) -> bool:
         return self._completion_hook is not None

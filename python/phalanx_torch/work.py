@@ -76,6 +76,9 @@ def ended(tensors: Any, sequence: int) -> Ended:
 class Work(dist.Work):
     """One operation; ``finish`` is called once on its end, before anybody learns of it."""
 
+    # Set when the profiler knows of the end, if it is to know.
+    _told: threading.Event | None = None
+
     def __init__(
         self,
         native: _native.Work | None,
@@ -121,6 +124,9 @@ class Work(dist.Work):
                 raise RuntimeError(
                     f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
                 )
+            if self._told is not None:
+                # Soon, but not where the thread that tells it waits here itself.
+                self._told.wait(0.2)
         self._settle()
         return True
 

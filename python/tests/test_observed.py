@@ -1,15 +1,19 @@
 """What PyTorch's tools see of a group's calls."""
 
+import datetime
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import free_port
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.tensor.debug import CommDebugMode
 
 import phalanx_torch
 from phalanx_torch import observed
@@ -76,6 +80,45 @@ def test_the_profiler_sees_every_call(ranks):
     ranks(2, _profiled)
 
 
+def _profiled_while_it_runs(rank):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        # Rank 1 comes later.
+        if rank == 1:
+            time.sleep(0.3)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        between = torch.ones(5) + 1
+        work.wait()
+        after = between * 2
+        # Of many, none may lack its end, though the last one ends just before the profiler.
+        for _ in range(50):
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+    assert after.tolist() == [4] * 5
+    events = [event for event in profiled.events() if event.name == "phalanx:all_reduce"]
+    assert len(events) == 51
+    if rank == 0:
+        assert events[0].is_async and 100_000 < events[0].time_range.elapsed_us() < 30_000_000
+    end = max(event.time_range.end for event in profiled.events())
+    # An event without an end lasts as long as the profile, or has none.
+    assert all(0 < event.time_range.elapsed_us() < end - events[0].time_range.start for event in events[1:])
+    for event in profiled.events():
+        if event.name in ("aten::add", "aten::mul"):
+            assert event.cpu_parent is None, (event.name, event.cpu_parent.name)
+    # One that ends after the profiler does no harm.
+    with profile(activities=[ProfilerActivity.CPU]):
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+    if rank == 1:
+        time.sleep(0.1)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()
+
+
+def test_the_profiler_sees_when_a_call_has_ended_for_which_nobody_waits(ranks):
+    ranks(2, _profiled_while_it_runs)
+
+
 def _in_backward(rank):
     from torch.profiler import ProfilerActivity, profile
 
@@ -93,8 +136,6 @@ def test_the_profiler_sees_what_ddp_sends(ranks):
 
 
 def _counted(rank):
-    from torch.distributed.tensor.debug import CommDebugMode
-
     ops = torch.ops.c10d
     with CommDebugMode() as mode:
         names = _every_call(rank)
@@ -146,8 +187,6 @@ def test_dispatch_modes_see_each_call_and_leave_works_and_errors_as_they_are(ran
 
 
 def _fails_under_a_mode(rank):
-    from torch.distributed.tensor.debug import CommDebugMode
-
     with CommDebugMode(), pytest.raises(phalanx_torch.Error) as caught:
         if rank == 0:
             dist.all_reduce(torch.zeros(3))
@@ -172,11 +211,78 @@ def _hooked(rank):
     group.unregister_post_hook(2)
     dist.barrier()
     assert len(called) == 2
+    # Calls take the short way again.
+    assert not observed.is_watched(group)
+    group.register_pre_hook(3, called.append)
+    group.register_post_hook(3, called.append)
+    group.unregister_pre_hook(3)
+    assert observed.is_watched(group)
+    group.unregister_post_hook(3)
+    assert not observed.is_watched(group)
 
 
 @needs_dispatcher
 def test_hooks_before_and_after_a_call(ranks):
     ranks(2, _hooked)
+
+
+def _refuses_hooks(rank):
+    group = dist.group.WORLD
+    for register in (group.register_pre_hook, group.register_post_hook):
+        with pytest.raises(phalanx_torch.Error, match="^phalanx: register_(pre|post)_hook: PyTorch .* would not call the hooks"):
+            register(1, print)
+    assert not observed.is_watched(group)
+    os.environ["TORCH_DIST_NAN_CHECK"] = "1"
+    with pytest.warns(RuntimeWarning, match="TORCH_DIST_NAN_CHECK=1 checks nothing here: PyTorch"):
+        assert not observed.is_watched(type(group)(dist.HashStore(), 0, 1, datetime.timedelta(seconds=60)))
+
+
+def test_hooks_that_would_not_be_called_are_refused(ranks, monkeypatch):
+    monkeypatch.setattr(observed, "can_dispatch", lambda: False)
+    ranks(1, _refuses_hooks)
+
+
+def _leaves_nothing(rank):
+    group = dist.group.WORLD
+    assert group._watched_backend() is not None
+    tensor = torch.ones(2)
+    # As PyTorch's C++ calls the part of a group that is for one device.
+    torch.ops.c10d.allreduce_([tensor], group.boxed(), dist.ReduceOp(dist.ReduceOp.SUM).boxed(), None, True, -1)[1].wait()
+    assert tensor.tolist() == [2, 2]
+    with pytest.raises(ValueError, match="all_to_all_single: the input split sizes"):
+        torch.ops.c10d.alltoall_base_(torch.empty(4), torch.empty(4), group.boxed(), [2, 2], [1, 1], True, -1)
+    with CommDebugMode():
+        dist.all_reduce(tensor)
+    place = observed._place
+    assert (place.group, place.options, place.work, place.error) == (None, None, None, None)
+
+
+@needs_dispatcher
+def test_a_call_leaves_nothing_behind(ranks):
+    ranks(2, _leaves_nothing)
+
+
+def _limited(rank):
+    group, limits = dist.group.WORLD, []
+    gather = group.allgather
+
+    def spied(outputs, inputs, options):
+        limits.append(options.timeout.total_seconds())
+        return gather(outputs, inputs, options)
+
+    group.allgather = spied
+    options = c10d.AllgatherOptions()
+    options.timeout = datetime.timedelta(seconds=17)
+    outputs = [[torch.empty(2)], [torch.empty(2)]]
+    with CommDebugMode():
+        group.allgather_coalesced(outputs, [torch.full((2,), float(rank))], options).wait()
+    assert limits == [17.0]
+    assert [tensor.tolist() for tensor, in outputs] == [[0, 0], [1, 1]]
+
+
+@needs_dispatcher
+def test_a_watched_call_has_its_own_limit(ranks):
+    ranks(2, _limited)
 
 
 def _completed(rank):

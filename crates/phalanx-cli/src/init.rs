@@ -104,14 +104,26 @@ fn make(place: &Path, options: &Init) -> Result<(), String> {
         Some(library) => {
             check_name(&options.name)?;
             let requirement = requirement(library, path)?;
-            let (program, whose) = match library {
-                Library::Torch => {
-                    (include_str!("../templates/init/python/torch.py"), "PyTorch's `DistributedDataParallel`")
-                }
-                Library::Numpy => (include_str!("../templates/init/python/numpy.py"), "NumPy"),
+            // PyTorch's `init_process_group` knows the variables of torchrun alone.
+            let (program, whose, launchers) = match library {
+                Library::Torch => (
+                    include_str!("../templates/init/python/torch.py"),
+                    "PyTorch's `DistributedDataParallel`",
+                    "torchrun starts",
+                ),
+                Library::Numpy => (
+                    include_str!("../templates/init/python/numpy.py"),
+                    "NumPy",
+                    "torchrun, mpirun and srun start",
+                ),
             };
             let files = [&[("train.py", program)], &PYTHON[..]].concat();
-            write(place, &options.name, &files, &[("{{requirement}}", &requirement), ("{{library}}", whose)])
+            let filled = [
+                ("{{requirement}}", requirement.as_str()),
+                ("{{library}}", whose),
+                ("{{launchers}}", launchers),
+            ];
+            write(place, &options.name, &files, &filled)
         }
     }
 }
@@ -313,6 +325,9 @@ mod tests {
             assert!(
                 read("README.md").starts_with(&format!("# {name}\n")) && read(".gitignore").contains(".venv")
             );
+            // The program with PyTorch ends by itself under mpirun and srun.
+            assert!(read("README.md").contains("torchrun"));
+            assert_eq!(read("README.md").contains("mpirun and srun"), library == Library::Numpy);
             for file in ["train.py", "test_train.py", "README.md"] {
                 assert!(!read(file).contains("{{"), "{file}: {}", read(file));
             }
