@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_proto::rendezvous as roll_call;
 use phalanx_proto::rendezvous::{
-    ArrivalError, Entry, Identity, Missing, OK, OVER, Place, number_in, other_world, place, read_outcome,
+    ArrivalError, Entry, Identity, Missing, OK, OVER, Place, number_in, other_world, place,
 };
 
 use super::RankConfig;
@@ -335,7 +335,7 @@ impl Arrived {
 /// For `phalanx::fuzzing`: a rank's entry, or an outcome.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    assert_eq!(read_outcome(bytes).operation(), Some("rendezvous"));
+    assert_eq!(phalanx_proto::rendezvous::read_outcome(bytes).operation(), Some("rendezvous"));
     let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<ArrivalError>(bytes).is_ok() };
     assert_eq!(Entry::parse(entry.to_text().as_bytes()).ok(), Some(entry));
     true
@@ -344,7 +344,7 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use phalanx_proto::rendezvous::VERSION;
+    use phalanx_proto::rendezvous::{VERSION, read_outcome};
 
     use crate::rank::Rank;
     use crate::store::MemoryStore;
