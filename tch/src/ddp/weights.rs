@@ -174,7 +174,9 @@ impl Ddp {
             match (before.weight, weight) {
                 (StepWeight::Nothing, Some(_)) => check_zero(parameters)?,
                 (StepWeight::Weighted(_), Some(_)) => check_unchanged(parameters, &before.versions)?,
-                _ => {}
+                (StepWeight::Nothing | StepWeight::Unweighted, None) => {}
+                // Refused above.
+                (StepWeight::Unweighted, Some(_)) | (StepWeight::Weighted(_), None) => {}
             }
             Ok(step)
         };

@@ -127,6 +127,8 @@ struct OwnCall {
     again: (Instant, Duration),
     began: Instant,
     has_reminded: bool,
+    /// Since when this rank lacks a descriptor, or memory, for it.
+    short_since: Option<Instant>,
     /// When the peer was first seen to have left.
     left: Option<Instant>,
 }
@@ -177,15 +179,18 @@ impl Caller {
                     again,
                     began,
                     has_reminded: false,
+                    short_since: None,
                     left: None,
                 });
             }
             if self.call(connections, requests, health)? {
                 requests.tell();
             }
-            let has_arrived = self.wait()?;
-            if has_arrived {
-                self.accept()?;
+            match self.wait()? {
+                Some(true) => self.accept()?,
+                // Whoever came without a descriptor for it has gone.
+                Some(false) => self.short_since = None,
+                None => {}
             }
             if self.answer(connections, requests, health) {
                 requests.tell();
@@ -220,8 +225,8 @@ impl Caller {
         }
     }
 
-    /// Waits until something can be done. Returns whether a connection is in the listener's queue.
-    fn wait(&self) -> Result<bool> {
+    /// Waits until something can be done. Returns whether a connection is in the listener's queue; none if nobody has looked.
+    fn wait(&self) -> Result<Option<bool>> {
         // A listener whose queue cannot be emptied would be ready again and again.
         let full_until = self.full_until.filter(|until| Instant::now() < *until);
         let at_listener = if full_until.is_some() { PollFlags::empty() } else { PollFlags::IN };
@@ -254,7 +259,7 @@ impl Caller {
         // It is empty if something else woke this thread.
         let _ = rustix::io::read(&*self.woken, &mut [0; 8]);
         let arrived = fds.get(1).is_some_and(|listener| !listener.revents().is_empty());
-        Ok(arrived)
+        Ok(full_until.is_none().then_some(arrived))
     }
 
     /// Goes on with this rank's calls. Returns whether one has come to an end.
@@ -293,12 +298,15 @@ impl Caller {
                     has_ended = true;
                 }
                 Ok(Called::Waiting(call)) => {
+                    own.short_since = None;
                     own.call = Some(call);
                     open.push(own);
                 }
                 Err(error) => {
                     let is_short = no_more_files(&error).is_some() || is_local_shortage(&error);
-                    if is_short && own.began.elapsed() < SHORTAGE_TIMEOUT {
+                    let since = is_short.then(|| own.short_since.unwrap_or_else(Instant::now));
+                    own.short_since = since;
+                    if since.is_some_and(|since| since.elapsed() < SHORTAGE_TIMEOUT) {
                         // Strangers may have what is lacking.
                         self.pending.clear();
                     } else {
