@@ -315,7 +315,7 @@ class ProcessGroup(dist.ProcessGroup):
     """The ranks of a group; ``torch.distributed`` makes it and calls it."""
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: object = "") -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+        super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]  # pyright: ignore[reportCallIssue]
         self._store = store
         self._name = str(name)
         self._description = "undefined"
