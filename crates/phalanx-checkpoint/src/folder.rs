@@ -1,4 +1,5 @@
-//! The folder of checkpoints: names, writing a checkpoint, removing old ones.
+//! The folder of checkpoints: writing a checkpoint, removing old ones. [`names`] has their names, [`writes`](super::writes) the order in
+//! which a checkpoint is written.
 //!
 //! ```text
 //! runs/digits/
@@ -44,21 +45,11 @@ use rustix::fs::OFlags;
 
 use super::disk::Disk;
 use super::manifest::{Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, PART, TENSORS, Unreadable};
+use super::names::{self, Leftover};
 use super::owner::Owner;
 use super::snapshot::Snapshot;
+use super::writes::{Operation, Outcome, Role, WriteOrder};
 use crate::deadline::Deadline;
-
-/// The prefix of a checkpoint that is being written.
-const WRITING: &str = ".writing-";
-/// The prefix of a checkpoint that is being removed.
-const REMOVING: &str = ".removing-";
-/// Between the number of the checkpoint and the number of the claim that works on it.
-const BY: &str = "-by-";
-/// Between number and step.
-const STEP: &str = "-step-";
-
-/// The largest number; no job writes so many checkpoints.
-const MAX_NUMBER: u64 = u64::MAX / 2;
 
 /// Elements are written in pieces of this size, each read once for disk and checksum.
 const PIECE: usize = 1 << 20;
@@ -75,63 +66,43 @@ pub(super) struct Folder {
 impl Folder {
     /// Writes `snapshot` as number `number`. When it returns `Ok`, the checkpoint survives a loss of power.
     pub fn write(&self, number: u64, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
-        let begun = self.begin(number)?;
-        let files = self.write_files(&begun, TENSORS, snapshot);
-        self.end(&begun, number, files.map(|files| Manifest::new(step, world_size, files)))
+        let mut part = Part::new(number, (step, world_size), TENSORS.to_owned(), snapshot);
+        carry_out(WriteOrder::new(Role::Alone, part.count()), |operation, _| {
+            self.operate(&mut part, operation).map_err(|error| (Outcome::Failed, error))
+        })
     }
 
-    /// Makes the folder in which checkpoint `number` is written. First removes the remains of an earlier write, if that
-    /// is possible.
-    pub fn begin(&self, number: u64) -> io::Result<PathBuf> {
-        let _ = self.sweep();
-        let begun = self.path.join(format!("{WRITING}{number:08}{BY}{:08}", self.check()?));
-        match self.disk.create_folder(&begun) {
-            Ok(()) => Ok(begun),
-            Err(error) => {
-                self.give_up(&begun);
-                Err(error)
+    /// Does what the owner of the folder does by itself; nothing, if this takes other ranks.
+    pub fn operate(&self, part: &mut Part<'_>, operation: Operation) -> io::Result<()> {
+        if operation == Operation::MakeFolder {
+            // First the remains of an earlier write, if that is possible.
+            let _ = self.sweep();
+        }
+        if operation.is_owners() {
+            let claim = self.check()?;
+            if operation == Operation::MakeFolder {
+                part.begun = self.path.join(names::writing(part.number, claim));
             }
         }
-    }
-
-    /// Writes this process's part of a checkpoint.
-    pub fn write_files(
-        &self,
-        begun: &Path,
-        tensors: &str,
-        snapshot: &Snapshot,
-    ) -> io::Result<Vec<FileEntry>> {
-        write_files(&*self.disk, begun, tensors, snapshot, || self.check().map(drop))
-    }
-
-    /// Writes the manifest for the files that are there, and renames the checkpoint to its final name; or gives up.
-    /// When it returns `Ok`, the checkpoint survives a loss of power.
-    pub fn end(&self, begun: &Path, number: u64, manifest: io::Result<Manifest>) -> io::Result<()> {
-        let ended = manifest.and_then(|manifest| {
-            let bytes = manifest.encode()?;
-            if bytes.len() as u64 > MAX_MANIFEST {
-                let length = bytes.len();
-                return Err(io::Error::other(format!(
-                    "the manifest would take {length} bytes, and may take {MAX_MANIFEST}: cut fewer tensors into slices"
-                )));
+        match operation {
+            Operation::MakeFolder => self.disk.create_folder(&part.begun),
+            Operation::WriteFile(number) => part.write(&*self.disk, number),
+            Operation::WriteManifest => part.write_manifest(&*self.disk),
+            Operation::SyncFolder => self.disk.sync_folder(&part.begun),
+            Operation::Rename => {
+                self.disk.rename(&part.begun, &self.path.join(names::complete(part.number, part.step)))
             }
-            self.check()?;
-            write_file(&*self.disk, begun, MANIFEST.to_owned(), std::iter::once(bytes.as_slice()))?;
-            self.disk.sync_folder(begun)?;
-            self.check()?;
-            self.disk.rename(begun, &self.path.join(format!("{number:08}{STEP}{}", manifest.step)))
-        });
-        if let Err(error) = ended {
-            self.give_up(begun);
-            return Err(error);
+            Operation::SyncParent => self.disk.sync_folder(&self.path),
+            // On a full disk its space is needed. What cannot be removed now, or what another rank still adds to it, is
+            // removed when the next checkpoint is begun, or the folder is opened.
+            Operation::GiveUp if part.is_begun() => self.remove_tree(&part.begun),
+            Operation::GiveUp
+            | Operation::Announce
+            | Operation::FindFolder
+            | Operation::Gather
+            | Operation::SeeFiles
+            | Operation::Conclude => Ok(()),
         }
-        self.disk.sync_folder(&self.path)
-    }
-
-    /// Removes an incomplete checkpoint: on a full disk its space is needed. What cannot be removed now, or what
-    /// another rank still adds to it, is removed when the next checkpoint is begun, or the folder is opened.
-    pub fn give_up(&self, begun: &Path) {
-        let _ = self.remove_tree(begun);
     }
 
     /// The number of this process's claim, unless another process has made a later one.
@@ -156,7 +127,7 @@ impl Folder {
     fn remove(&self, entry: &Entry) -> io::Result<()> {
         let by = self.check()?;
         // Renamed first, so that no reader finds a part of it.
-        let removing = self.path.join(format!("{REMOVING}{:08}{BY}{by:08}", entry.number));
+        let removing = self.path.join(names::removing(entry.number, by));
         self.disk.rename(&entry.path, &removing)?;
         self.remove_tree(&removing)
     }
@@ -168,16 +139,14 @@ impl Folder {
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
-            let name = name.to_string_lossy();
-            let left = match (name.strip_prefix(WRITING), name.strip_prefix(REMOVING)) {
-                // Renamed first: its writer, if it goes on, can add no further file.
-                (Some(what), _) if claimed_by(what).is_some_and(|claim| claim <= by) => {
-                    let aside = self.path.join(format!("{REMOVING}{what}{BY}{by:08}"));
+            let left = match name.to_str().and_then(|name| names::leftover(name, by)) {
+                Some(Leftover::MoveAside(aside)) => {
+                    let aside = self.path.join(aside);
                     gone(self.disk.rename(&entry.path(), &aside))?;
                     aside
                 }
-                (_, Some(what)) if claimed_by(what).is_some_and(|claim| claim <= by) => entry.path(),
-                _ => continue,
+                Some(Leftover::Remove) => entry.path(),
+                None => continue,
             };
             self.remove_tree(&left)?;
         }
@@ -197,29 +166,97 @@ impl Folder {
     }
 }
 
-/// Writes a part of a checkpoint into the folder `begun`: first the tensors, to the file of that name, then each part
-/// to its own file. `check` may return an error before each file.
-pub(super) fn write_files(
-    disk: &dyn Disk,
-    begun: &Path,
-    tensors: &str,
-    snapshot: &Snapshot,
-    check: impl Fn() -> io::Result<()>,
-) -> io::Result<Vec<FileEntry>> {
-    let header = snapshot.header().map_err(io::Error::other)?;
-    let sorted = snapshot.in_order();
-    let elements = sorted.iter().map(|(_, tensor)| (*tensor.bytes).as_ref());
-    check()?;
-    let tensors =
-        write_file(disk, begun, tensors.to_owned(), std::iter::once(header.as_slice()).chain(elements))?;
-    let parts = snapshot.parts.iter().map(|(name, bytes)| {
-        check()?;
-        write_file(disk, begun, format!("{name}{PART}"), std::iter::once(bytes.as_slice()))
-    });
-    // With the suffix, the order of the names may differ.
-    let mut parts = parts.collect::<io::Result<Vec<_>>>()?;
-    parts.sort_by(|left, right| left.name.cmp(&right.name));
-    Ok(std::iter::once(tensors).chain(parts).collect())
+/// What one rank writes of a checkpoint: first its tensors, then each part in a file of its own.
+pub(super) struct Part<'a> {
+    number: u64,
+    pub step: u64,
+    world_size: u32,
+    /// The folder in which it is written; empty until there is one.
+    pub begun: PathBuf,
+    tensors: String,
+    snapshot: &'a Snapshot,
+    parts: Vec<(&'a str, &'a [u8])>,
+    /// What has been written.
+    pub files: Vec<FileEntry>,
+    /// That of all ranks; this rank's own if there is no other.
+    pub manifest: Option<Manifest>,
+}
+
+impl<'a> Part<'a> {
+    /// `tensors` is the name of the file for them.
+    pub fn new(number: u64, (step, world_size): (u64, u32), tensors: String, snapshot: &'a Snapshot) -> Self {
+        let parts = snapshot.parts.iter().map(|(name, bytes)| (name.as_str(), bytes.as_slice())).collect();
+        let (begun, files) = (PathBuf::new(), Vec::new());
+        Self { number, step, world_size, begun, tensors, snapshot, parts, files, manifest: None }
+    }
+
+    /// How many files it has.
+    pub fn count(&self) -> usize {
+        1 + self.parts.len()
+    }
+
+    fn is_begun(&self) -> bool {
+        !self.begun.as_os_str().is_empty()
+    }
+
+    /// The files that were written, the parts by name: with their suffix, the order of the names may differ.
+    pub fn entries(&self) -> Vec<FileEntry> {
+        let mut entries = self.files.clone();
+        if let Some(parts) = entries.get_mut(1..) {
+            parts.sort_by(|left, right| left.name.cmp(&right.name));
+        }
+        entries
+    }
+
+    /// Writes the file of this number.
+    pub fn write(&mut self, disk: &dyn Disk, number: usize) -> io::Result<()> {
+        let written = match number.checked_sub(1).and_then(|part| self.parts.get(part)) {
+            Some((name, bytes)) => {
+                write_file(disk, &self.begun, format!("{name}{PART}"), std::iter::once(*bytes))?
+            }
+            None => {
+                let header = self.snapshot.header().map_err(io::Error::other)?;
+                let sorted = self.snapshot.in_order();
+                let elements = sorted.iter().map(|(_, tensor)| (*tensor.bytes).as_ref());
+                let contents = std::iter::once(header.as_slice()).chain(elements);
+                write_file(disk, &self.begun, self.tensors.clone(), contents)?
+            }
+        };
+        self.files.push(written);
+        Ok(())
+    }
+
+    fn write_manifest(&mut self, disk: &dyn Disk) -> io::Result<()> {
+        let of_all = self.manifest.take();
+        let own = || Manifest::new(self.step, self.world_size, self.entries());
+        let bytes = of_all.unwrap_or_else(own).encode()?;
+        if bytes.len() as u64 > MAX_MANIFEST {
+            let length = bytes.len();
+            return Err(io::Error::other(format!(
+                "the manifest would take {length} bytes, and may take {MAX_MANIFEST}: cut fewer tensors into slices"
+            )));
+        }
+        write_file(disk, &self.begun, MANIFEST.to_owned(), std::iter::once(bytes.as_slice())).map(drop)
+    }
+}
+
+/// Does one operation after another, and returns the first error. `operate` gets the failure so far.
+pub(super) fn carry_out<E>(
+    mut write: WriteOrder,
+    mut operate: impl FnMut(Operation, Option<&E>) -> Result<(), (Outcome, E)>,
+) -> Result<(), E> {
+    let mut failure = None;
+    while let Some(operation) = write.next() {
+        let outcome = match operate(operation, failure.as_ref()) {
+            Ok(()) => Outcome::Done,
+            Err((outcome, error)) => {
+                failure.get_or_insert(error);
+                outcome
+            }
+        };
+        write.done(outcome);
+    }
+    failure.map_or(Ok(()), Err)
 }
 
 fn write_file<'a>(
@@ -247,12 +284,6 @@ fn gone(outcome: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// The number of the claim that last worked on a folder of ours with this name, if the name has one.
-fn claimed_by(what: &str) -> Option<u64> {
-    let (_, claim) = what.rsplit_once(BY)?;
-    what.split(BY).all(|number| number.parse::<u64>().is_ok()).then(|| claim.parse().ok())?
-}
-
 /// A folder with the name of a checkpoint.
 #[derive(Debug)]
 pub(super) struct Entry {
@@ -265,7 +296,7 @@ pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        if let Some(number) = entry.file_name().to_str().and_then(number) {
+        if let Some(number) = entry.file_name().to_str().and_then(names::checkpoint_number) {
             entries.push(Entry { number, path: entry.path() });
         }
     }
@@ -276,15 +307,6 @@ pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
 /// The number of the next checkpoint.
 pub(super) fn next_number(folder: &Path) -> io::Result<u64> {
     Ok(list(folder)?.first().map_or(1, |newest| newest.number + 1))
-}
-
-fn number(name: &str) -> Option<u64> {
-    let (number, step) = name.split_once(STEP)?;
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    if !is_number(number) || !is_number(step) {
-        return None;
-    }
-    number.parse().ok().filter(|number| *number <= MAX_NUMBER)
 }
 
 /// Why a checkpoint cannot be read.
@@ -438,9 +460,9 @@ fn room(name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
 mod tests {
     use std::time::Duration;
 
+    use super::super::claims::Claimant;
     use super::super::disk::SystemDisk;
     use super::super::manifest::checksum;
-    use super::super::owner::Claimant;
     use super::*;
 
     #[test]
@@ -456,21 +478,28 @@ mod tests {
             let entries = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().file_name());
             entries.filter(|name| !name.to_string_lossy().starts_with(".owner")).collect::<Vec<_>>()
         };
-        let begun = folder.begin(1).unwrap();
-        folder.give_up(&begun);
+        let nothing = Snapshot::default();
+        let begin = |number| {
+            let mut part = Part::new(number, (10 * number, 1), TENSORS.to_owned(), &nothing);
+            folder.operate(&mut part, Operation::MakeFolder).unwrap();
+            part
+        };
+        let mut part = begin(1);
+        folder.operate(&mut part, Operation::GiveUp).unwrap();
+        let begun = part.begun;
         // A rank that is slow adds its part after rank 0 has given up, or while it does.
         fs::create_dir(&begun).unwrap();
         fs::write(begun.join("rank-00001-of-00002.safetensors"), "late").unwrap();
         folder.write(2, 20, 1, &Snapshot::default()).unwrap();
         assert_eq!(left(), ["00000002-step-20"]);
         // The same process opens the folder anew in between.
-        folder.begin(3).unwrap();
+        begin(3);
         let before = folder.owner.lock().number();
         *folder.owner.lock() = claim(Some(before));
-        folder.begin(4).unwrap();
+        begin(4);
         assert_eq!(left().len(), 2, "{:?}", left());
         // A checkpoint that a later claim has begun is not touched.
-        let later = root.path().join(format!("{WRITING}00000009{BY}{:08}", folder.owner.lock().number() + 1));
+        let later = root.path().join(names::writing(9, folder.owner.lock().number() + 1));
         fs::create_dir(&later).unwrap();
         folder.write(5, 50, 1, &Snapshot::default()).unwrap();
         assert!(later.is_dir() && left().len() == 3, "{:?}", left());
@@ -486,28 +515,6 @@ mod tests {
         match read(Deadline::now()) {
             Err(Unfit::Unread(cause, None)) => assert!(cause.contains("with_timeout"), "{cause}"),
             other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn names_of_checkpoints_are_known_from_others() {
-        assert_eq!(claimed_by("00000012-by-00000003"), Some(3));
-        assert_eq!(claimed_by("00000012-by-00000003-by-00000004"), Some(4));
-        for name in ["00000012", "a-by-00000003", "00000012-by-", "00000012-by-3-by-x"] {
-            assert_eq!(claimed_by(name), None, "{name}");
-        }
-        assert_eq!(number("00000012-step-1200"), Some(12));
-        assert_eq!(number("123456789-step-0"), Some(123_456_789));
-        for name in [
-            ".writing-00000012",
-            "12",
-            "-step-1",
-            "12-step-",
-            "+1-step-1",
-            "1-step-1x",
-            "99999999999999999999-step-1",
-        ] {
-            assert_eq!(number(name), None, "{name}");
         }
     }
 }

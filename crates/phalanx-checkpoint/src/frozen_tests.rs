@@ -13,9 +13,10 @@ use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, waitpid};
 
 use super::TIMEOUT;
+use super::claims::Claimant;
 use super::disk::Disk;
 use super::folder::{self, Folder};
-use super::owner::{Claimant, Owner};
+use super::owner::Owner;
 use super::tests::{TestDisk, assert_found, before, snapshot};
 use crate::deadline::Deadline;
 

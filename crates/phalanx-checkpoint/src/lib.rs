@@ -63,13 +63,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx_core::{deadline, elastic, group, host, notice};
-use phalanx_proto::checkpoint::{layout, manifest, region, tensors};
+use phalanx_proto::checkpoint::claims::Claimant;
+use phalanx_proto::checkpoint::{claims, layout, manifest, names, region, tensors, writes};
 use phalanx_proto::{caller, collective, dtype, error, rank};
 
 use self::disk::{Disk, SystemDisk};
 use self::newest::Search;
 pub use self::newest::Skipped;
-use self::owner::Claimant;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::owner::fuzz as fuzz_claim;
 pub use self::saved::{Saved, SavedTensor};

@@ -1,17 +1,14 @@
 //! Ensures that one process writes to a folder of checkpoints: the one whose claim has the highest number.
 //!
 //! A claim is a file, `.owner-00000007`, that says which process made it. That process holds a lock on it as long as it
-//! lives. A process that wants to write makes the next claim. It may do so if the last claim was given back, or its
-//! process has died, or it belongs to an earlier round of the same elastic job: that round's process may be frozen, and
-//! was declared dead. A file of each name is made once (`O_EXCL`), so of two processes that follow the same claim one
-//! has to try again.
+//! lives. A process that wants to write makes the next claim when [`claims`] says that it may. A file of each name is made
+//! once (`O_EXCL`), so of two processes that follow the same claim one has to try again.
 //!
 //! The previous owner notices by looking for a higher number, before each step that changes what a reader sees.
 //! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step.
 //!
 //! The lock alone does not say who writes: a frozen process holds its lock for ever.
 
-use std::cmp::Ordering;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -22,34 +19,18 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
+use super::claims::{self, Claimant, Newest, Step};
+use super::names;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::notice::warn;
 
-/// The prefix of the number of a claim.
-const NAME: &str = ".owner-";
 /// A process that has just been killed may hold its lock for another moment.
 const TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
-
-/// The process that wants to write.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Claimant {
-    /// The elastic job, whose later rounds take over from its earlier ones; none if the job is not elastic.
-    pub job: Option<String>,
-    /// Its round.
-    pub round: u64,
-}
-
-impl Claimant {
-    /// Whether it is from an earlier round of the same job.
-    fn is_before(&self, other: &Self) -> bool {
-        self.job.is_some() && self.job == other.job && self.round < other.round
-    }
-}
 
 /// The contents of a claim's file.
 #[derive(Debug, Serialize, Deserialize)]
@@ -71,14 +52,13 @@ pub(super) struct Owner {
     _file: File,
 }
 
-/// Why a claim cannot be followed yet.
-enum Obstacle {
-    /// The claim is gone, or a later one has followed it.
+/// What was seen of the newest claim.
+enum Seen {
+    None,
+    Own,
     Changed,
-    /// It is empty and not locked: its process is about to write it, or has died.
-    Unfinished,
-    /// It is held.
-    Held(Option<Claim>),
+    /// Whether no process holds it, and its contents, if they are whole.
+    Other(bool, Option<Claim>),
 }
 
 impl Owner {
@@ -91,23 +71,29 @@ impl Owner {
         let deadline = Deadline::after(TIMEOUT);
         loop {
             let newest = newest(folder).map_err(unusable)?;
-            let free = match newest {
-                0 => Ok(()),
-                number if own == Some(number) => Ok(()),
-                number => follow(folder, number, by).map_err(unusable)?,
+            let seen = match newest {
+                0 => Seen::None,
+                number if own == Some(number) => Seen::Own,
+                number => look(folder, number).map_err(unusable)?,
             };
-            match free {
-                Ok(()) => {}
-                Err(Obstacle::Changed) => continue,
-                Err(Obstacle::Held(Some(claim))) if by.is_before(&claim.by) => {
-                    return Err(taken_over(folder, &claim));
+            let claim = match &seen {
+                Seen::None => Newest::None,
+                Seen::Own => Newest::Own,
+                Seen::Changed => Newest::Changed,
+                Seen::Other(free, claim) => {
+                    Newest::Other { free: *free, by: claim.as_ref().map(|claim| &claim.by) }
                 }
-                Err(Obstacle::Held(claim)) if deadline.has_passed() => return Err(held(folder, claim)),
-                Err(Obstacle::Unfinished) if deadline.has_passed() => {}
-                Err(Obstacle::Unfinished | Obstacle::Held(_)) => {
+            };
+            match (claims::step(by, claim, deadline.has_passed()), seen) {
+                (Step::Make, _) => {}
+                (Step::Look, _) => continue,
+                (Step::Pause, _) => {
                     std::thread::sleep(RETRY_DELAY);
                     continue;
                 }
+                (Step::TakenOver, Seen::Other(_, Some(claim))) => return Err(taken_over(folder, &claim)),
+                (Step::TakenOver | Step::Held, Seen::Other(_, claim)) => return Err(held(folder, claim)),
+                (Step::TakenOver | Step::Held, _) => return Err(held(folder, None)),
             }
             if let Some(owner) = Self::make(folder, newest, by, deadline).map_err(unusable)? {
                 return Ok(owner);
@@ -174,33 +160,21 @@ impl Owner {
 
     /// Checks that this process is still the owner.
     pub fn check(&self) -> io::Result<()> {
-        match newest(&self.folder)?.cmp(&self.number) {
-            Ordering::Greater => Err(io::Error::other(
-                "another process has taken over, in a later round of the job, since this one was given up",
-            )),
-            Ordering::Less => Err(io::Error::other("this process's claim to the folder has been removed")),
-            Ordering::Equal => Ok(()),
-        }
+        claims::check(self.number, newest(&self.folder)?).map_err(io::Error::other)
     }
 }
 
 fn file(folder: &Path, number: u64) -> PathBuf {
-    folder.join(format!("{NAME}{number:08}"))
+    folder.join(names::owner(number))
 }
 
 /// The numbers of all claims.
 fn claims(folder: &Path) -> io::Result<Vec<u64>> {
     let mut numbers = Vec::new();
     for entry in fs::read_dir(folder)? {
-        numbers.extend(entry?.file_name().to_str().and_then(number));
+        numbers.extend(entry?.file_name().to_str().and_then(names::claim_number));
     }
     Ok(numbers)
-}
-
-/// That of the claim of this name.
-fn number(name: &str) -> Option<u64> {
-    let digits = name.strip_prefix(NAME).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
-    digits.parse().ok().filter(|number| *number < u64::MAX / 2)
 }
 
 /// The highest; 0 if there is none.
@@ -208,22 +182,17 @@ fn newest(folder: &Path) -> io::Result<u64> {
     Ok(claims(folder)?.into_iter().max().unwrap_or(0))
 }
 
-/// Checks that a claim may follow the one of this number.
-fn follow(folder: &Path, number: u64, by: &Claimant) -> io::Result<Result<(), Obstacle>> {
+/// The claim of this number, of another process.
+fn look(folder: &Path, number: u64) -> io::Result<Seen> {
     let path = file(folder, number);
     let file = match File::open(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Err(Obstacle::Changed)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Seen::Changed),
         opened => opened?,
     };
     let free = lock(&path, &file, FlockOperation::NonBlockingLockShared)?;
     let mut bytes = Vec::new();
     (&file).take(LONGEST).read_to_end(&mut bytes)?;
-    let claim: Option<Claim> = serde_json::from_slice(&bytes).ok();
-    Ok(match claim {
-        Some(claim) if free || claim.by.is_before(by) => Ok(()),
-        None if free => Err(Obstacle::Unfinished),
-        claim => Err(Obstacle::Held(claim)),
-    })
+    Ok(Seen::Other(free, serde_json::from_slice(&bytes).ok()))
 }
 
 /// Takes a lock, unless another process holds it.
@@ -265,7 +234,7 @@ fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let (name, said) = bytes.split_at(bytes.iter().position(|byte| *byte == b'\n').unwrap_or(bytes.len()));
-    let number = str::from_utf8(name).ok().and_then(number);
+    let number = str::from_utf8(name).ok().and_then(names::claim_number);
     let claim: Option<Claim> = serde_json::from_slice(said).ok();
     let (Some(number), Some(claim)) = (number, claim) else { return false };
     // There is always a next one.

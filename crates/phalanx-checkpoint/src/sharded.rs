@@ -2,8 +2,7 @@
 //!
 //! In the user's call, the ranks compare what they have, by collectives of the user's group: who has which slices, and
 //! how the previous write ended. The writing threads then agree through their own group, so that they do not interfere
-//! with the program's calls. Rank 0 makes the folder. Each rank adds its files, and syncs them. When all have reported,
-//! rank 0 writes the manifest and renames the folder to its final name. Then it tells all ranks the result.
+//! with the program's calls. [`writes`](super::writes) has the order of what they do.
 //!
 //! Gaps and overlaps are errors of the call that makes them, on all ranks. The threads need a group of their own
 //! because the order of the user's collectives is the program's. In it a rank's death is a failure of the group, and a
@@ -22,11 +21,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::disk::{Disk, SystemDisk};
-use super::folder::{self, Folder, Unfit};
+use super::folder::{self, Folder, Part, Unfit, carry_out};
 use super::layout::{self, Proposed, TensorEntry};
 use super::manifest::{FileEntry, Manifest, max_parts, shard};
 use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
+use super::writes::{Operation, Outcome, Role, WriteOrder};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
 use crate::group::{ProcessGroup, RemoteError};
@@ -164,62 +164,73 @@ fn merged(step: u64, all: Vec<Proposal>) -> Result<Vec<TensorEntry>, Refusal> {
 pub(super) fn lead(folder: &Folder, number: u64, job: &Job, together: &Together) -> Result<()> {
     let threads = Threads::of(together);
     let failed = |error| unwritten(job.step, &folder.path, Rank::MAIN, error);
-    let begun = folder.begin(number).map_err(failed);
-    let name = begun.as_ref().map(|begun| name(begun)).map_err(Error::clone);
-    let told = threads.tell(Some(name));
-    let begun = begun?;
-    if let Err(error) = told {
-        folder.give_up(&begun);
-        return Err(error);
-    }
-    let own = folder.write_files(&begun, &shard(0, job.world_size), &job.snapshot).map_err(failed);
-    let gathered = match threads.gather(own) {
-        Ok(gathered) => gathered,
-        Err(error) => {
-            folder.give_up(&begun);
-            return Err(error);
+    let about = (job.step, job.world_size);
+    let mut part = Part::new(number, about, shard(0, job.world_size), &job.snapshot);
+    let mut gathered = Vec::new();
+    carry_out(WriteOrder::new(Role::Leader, part.count()), |operation, failure: Option<&Error>| {
+        match operation {
+            Operation::Announce => {
+                let name = failure.map_or_else(|| Ok(name(&part.begun)), |error| Err(error.clone()));
+                threads.tell(Some(name)).map(drop)
+            }
+            Operation::Gather => {
+                let own = failure.map_or_else(|| Ok(part.entries()), |error| Err(error.clone()));
+                threads.gather(own).map(|files| gathered = files)
+            }
+            Operation::SeeFiles => {
+                let manifest = manifest(about, &together.tensors, std::mem::take(&mut gathered))
+                    .map_err(|cause| alone(failed(io::Error::other(cause))))?;
+                let deadline = threads.visible();
+                let mut files = manifest.files.iter();
+                files
+                    .try_for_each(|file| threads.see(&part.begun, file, deadline))
+                    .map_err(|unseen| alone(unseen.at(Rank::MAIN, host::name())))?;
+                part.manifest = Some(manifest);
+                Ok(())
+            }
+            Operation::Conclude => threads.tell(Some(failure.map_or(Ok(()), |error| Err(error.clone())))),
+            own => folder.operate(&mut part, own).map_err(|error| alone(failed(error))),
         }
-    };
-    let manifest = gathered.and_then(|files| {
-        let manifest = manifest((job.step, job.world_size), &together.tensors, files)
-            .map_err(|cause| failed(io::Error::other(cause)))?;
-        let deadline = threads.visible();
-        manifest
-            .files
-            .iter()
-            .try_for_each(|file| threads.see(&begun, file, deadline))
-            .map_err(|unseen| unseen.at(Rank::MAIN, host::name()))?;
-        Ok(manifest)
-    });
-    let ended = match manifest {
-        Ok(manifest) => folder.end(&begun, number, Ok(manifest)).map_err(failed),
-        Err(error) => {
-            folder.give_up(&begun);
-            Err(error)
-        }
-    };
-    threads.tell(Some(ended))
+    })
 }
 
 /// Writes this rank's part of the checkpoint that rank 0 writes at the same time. The folder is at `path` for this
-/// rank.
+/// rank. Only rank 0 changes the folder itself, since it checks that it still owns it.
 pub(super) fn follow(path: &Path, job: &Job, together: &Together) -> Result<()> {
     let threads = Threads::of(together);
     let rank = together.threads.rank();
-    let name: String = threads.tell(None)?;
-    let written = threads.begun(path, &name).and_then(|begun| {
-        let file = shard(rank.get(), job.world_size);
-        // Only rank 0 changes the folder itself, since it checks that it still owns it.
-        let written = folder::write_files(&SystemDisk, &begun, &file, &job.snapshot, || Ok(()));
-        // Rank 0 syncs what its own host has made: names that another host has made may have to be synced there.
-        let written = written.and_then(|files| SystemDisk.sync_folder(&begun).map(|()| files));
-        written.map_err(|error| unwritten(job.step, path, rank, error))
-    });
-    // Rank 0 knows the results of all, and sends the final one.
-    let _ = threads.gather(written.clone())?;
-    let ended = threads.tell(None);
-    // Its own error says more than the one that it gets.
-    written.and(ended)
+    let failed = |error| alone(unwritten(job.step, path, rank, error));
+    let about = (job.step, job.world_size);
+    let mut part = Part::new(0, about, shard(rank.get(), job.world_size), &job.snapshot);
+    let mut name = String::new();
+    carry_out(WriteOrder::new(Role::Member, part.count()), |operation, failure: Option<&Error>| {
+        match operation {
+            Operation::Announce => threads.tell(None).map(|told| name = told),
+            Operation::FindFolder => {
+                threads.begun(path, &name).map(|begun| part.begun = begun).map_err(alone)
+            }
+            Operation::WriteFile(number) => part.write(&SystemDisk, number).map_err(failed),
+            // Rank 0 syncs what its own host has made: names that another host has made may have to be synced there.
+            Operation::SyncFolder => SystemDisk.sync_folder(&part.begun).map_err(failed),
+            Operation::Gather => {
+                let own = failure.map_or_else(|| Ok(part.entries()), |error| Err(error.clone()));
+                threads.gather(own).map(drop)
+            }
+            // Rank 0 knows the results of all, and sends the final one.
+            Operation::Conclude => threads.tell(None),
+            Operation::MakeFolder
+            | Operation::SeeFiles
+            | Operation::WriteManifest
+            | Operation::Rename
+            | Operation::SyncParent
+            | Operation::GiveUp => Ok(()),
+        }
+    })
+}
+
+/// A failure of this rank in what it does by itself.
+fn alone(error: Error) -> (Outcome, Error) {
+    (Outcome::Failed, error)
 }
 
 fn name(begun: &Path) -> String {
@@ -310,25 +321,31 @@ impl<'a> Threads<'a> {
     }
 
     /// Gives every rank rank 0's result; the others pass `None`.
-    fn tell<T: Serialize + DeserializeOwned>(&self, outcome: Option<Result<T>>) -> Result<T> {
+    fn tell<T: Serialize + DeserializeOwned>(
+        &self,
+        outcome: Option<Result<T>>,
+    ) -> Result<T, (Outcome, Error)> {
         let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
         let told = outcome.map(|outcome| outcome.map_err(|error| RemoteError::of(&error, self.0.rank())));
         let told: Result<T, RemoteError> = self.heard(self.0.broadcast_object(told.as_ref(), Rank::MAIN))?;
-        told.map_err(|told| own.unwrap_or_else(|| told.error()))
+        told.map_err(|told| alone(own.unwrap_or_else(|| told.error())))
     }
 
     /// Gives rank 0 what each rank has written, or the first error; the others get nothing.
-    fn gather(&self, own: Result<Vec<FileEntry>>) -> Result<Result<Vec<Vec<FileEntry>>>> {
+    fn gather(&self, own: Result<Vec<FileEntry>>) -> Result<Vec<Vec<FileEntry>>, (Outcome, Error)> {
         let told = own.as_ref().map_err(|error| RemoteError::of(error, self.0.rank()));
         let told: Result<Vec<FileEntry>, RemoteError> = told.cloned();
         let all = self.heard(self.0.gather_object(&told, Rank::MAIN))?.unwrap_or_default();
         let all: Result<Vec<_>, RemoteError> = all.into_iter().collect();
-        Ok(all.map_err(|told| own.err().unwrap_or_else(|| told.error())))
+        all.map_err(|told| alone(own.err().unwrap_or_else(|| told.error())))
     }
 
     /// An error of this rank alone ends the group, so that no rank waits for a message that will not come.
-    fn heard<T>(&self, outcome: Result<T>) -> Result<T> {
-        outcome.inspect_err(|error| self.0.abort(error.clone()))
+    fn heard<T>(&self, outcome: Result<T>) -> Result<T, (Outcome, Error)> {
+        outcome.map_err(|error| {
+            self.0.abort(error.clone());
+            (Outcome::Lost, error)
+        })
     }
 }
 

@@ -14,13 +14,15 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
+use super::claims::Claimant;
 use super::disk::{Disk, SystemDisk};
-use super::folder::{self, Folder};
+use super::folder::{self, Folder, Part, carry_out};
 use super::manifest::shard;
 use super::newest::{self, Found, Search};
-use super::owner::{Claimant, Owner};
+use super::owner::Owner;
 use super::saved::Contents;
 use super::snapshot::Snapshot;
+use super::writes::{Operation, Outcome, Role, WriteOrder};
 use super::{Checkpoints, layout, sharded};
 use crate::deadline::Deadline;
 use crate::error::Error;
@@ -141,13 +143,25 @@ impl Save {
                 let ranks = [half(step, 0), half(step, 1)];
                 let proposed = (0..).zip(&ranks).map(|(rank, half)| (rank, half.propose().unwrap()));
                 let tensors = layout::merged(proposed, &RandomState::new()).unwrap();
-                let begun = folder.begin(number)?;
-                let files = folder.write_files(&begun, &shard(0, 2), &ranks[0]).and_then(|own| {
-                    let other = folder::write_files(disk, &begun, &shard(1, 2), &ranks[1], || Ok(()))?;
-                    Ok(vec![own, other])
-                });
-                let manifest = files.map(|files| sharded::manifest((step, 2), &tensors, files).unwrap());
-                folder.end(&begun, number, manifest)
+                let mut parts =
+                    [0, 1].map(|rank| Part::new(number, (step, 2), shard(rank, 2), &ranks[rank as usize]));
+                carry_out(WriteOrder::new(Role::Leader, parts[0].count()), |operation, _| {
+                    let [own, other] = &mut parts;
+                    let outcome = match operation {
+                        Operation::Announce => {
+                            other.begun = own.begun.clone();
+                            Ok(())
+                        }
+                        Operation::Gather => (0..other.count()).try_for_each(|file| other.write(disk, file)),
+                        Operation::SeeFiles => {
+                            let files = vec![own.entries(), other.entries()];
+                            own.manifest = Some(sharded::manifest((step, 2), &tensors, files).unwrap());
+                            Ok(())
+                        }
+                        own_operation => folder.operate(own, own_operation),
+                    };
+                    outcome.map_err(|error| (Outcome::Failed, error))
+                })
             }
         }
     }

@@ -15,9 +15,10 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::claims::Claimant;
 use super::disk::SystemDisk;
 use super::folder::{self, Folder};
-use super::owner::{Claimant, Owner};
+use super::owner::Owner;
 use super::sharded::{self, Together};
 use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
