@@ -3,6 +3,7 @@
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
 //! - [`control_block`]: where the ranks of one host synchronise a collective and reach each other's memory.
 //! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
+//! - [`inherited`]: descriptors that a parent process has left open for this one.
 //! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions restored afterwards.
@@ -29,6 +30,8 @@ pub mod control_block;
 pub mod fuzzing;
 #[cfg(target_os = "linux")]
 pub mod guard;
+#[cfg(all(target_os = "linux", not(loom)))]
+pub mod inherited;
 #[cfg(all(target_os = "linux", not(loom)))]
 mod memfd;
 #[cfg(all(target_os = "linux", not(loom)))]

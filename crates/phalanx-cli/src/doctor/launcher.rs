@@ -74,6 +74,12 @@ pub(super) fn look(report: &mut Report, place: &Place) {
             let rendezvous = match &env.rendezvous {
                 RendezvousEndpoint::Master { address, port } => format!("at {address}, port {port}"),
                 RendezvousEndpoint::Url(url) => format!("at {url}"),
+                RendezvousEndpoint::Pmi { .. } => {
+                    "at an address that rank 0 tells through mpirun (PMI_FD)".to_owned()
+                }
+                RendezvousEndpoint::HostOfMpirun { address, port } => {
+                    format!("at the host of mpirun, {address}, port {port}")
+                }
                 _ => "none, a world of one".to_owned(),
             };
             report.good("init", format!("rank {} of {}; rendezvous: {rendezvous}", env.rank, env.world_size));

@@ -1,9 +1,9 @@
 //! Ranks from the variables of launchers other than torchrun: pure.
 
+use phalanx_proto::launch::open_mpi::MpirunHost;
 use phalanx_proto::launch::slurm::{self, StepMeeting};
 
-use super::Variables;
-use super::malformed;
+use super::{RendezvousEndpoint, Variables, malformed};
 use crate::error::{Error, Result};
 
 /// The variable names of one launcher; of several for one value, the first that is set counts.
@@ -188,6 +188,30 @@ pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
     let is_open_mpi = place.rank.0.starts_with("OMPI_");
     let folder = variables.text("PMIX_SERVER_TMPDIR")?;
     (one_host && is_open_mpi && folder.starts_with('/')).then(|| format!("file://{folder}/phalanx"))
+}
+
+/// The connection to Hydra, over which rank 0 tells its address, if `place` is Hydra's.
+pub(super) fn pmi<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    place: &ForeignRank,
+    port: Option<u16>,
+) -> Result<Option<RendezvousEndpoint>> {
+    if place.rank.0 != PMI_RANK {
+        return Ok(None);
+    }
+    let Some(descriptor) = variables.parse_optional("PMI_FD")? else { return Ok(None) };
+    // MPICH 5, and MPICH 4 and Intel MPI.
+    let host = variables.text("PMI_HOSTNAME").or_else(|| variables.text("MPIR_CVAR_CH3_INTERFACE_HOSTNAME"));
+    Ok(Some(RendezvousEndpoint::Pmi { descriptor, host, port: port.unwrap_or(0) }))
+}
+
+/// The host of Open MPI's mpirun, if `place` is Open MPI's and its variables name the host.
+pub(super) fn mpirun<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    place: &ForeignRank,
+) -> Option<MpirunHost> {
+    let is_open_mpi = place.rank.0.starts_with("OMPI_");
+    is_open_mpi.then(|| MpirunHost::read(|name| variables.text(name))).flatten()
 }
 
 /// Where the tasks of the step meet that Slurm's `place` is in.

@@ -20,9 +20,15 @@
 //! A rank without a number of ranks, such as `PMIX_RANK` alone, is an error. A world of one warns if a variable looks like the rank of a
 //! launcher that is not in the table.
 //!
-//! srun's variables also say where ranks meet: at the step's first node, at a port that follows from the numbers of job and step. The
-//! others' do not: set `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` to
-//! `file:///a/shared/path` or `tcp://host:port`, which go before srun's. With Open MPI on one host neither is needed.
+//! Some also say where ranks meet:
+//!
+//! * srun: at the step's first node, at a port that follows from the numbers of job and step.
+//! * MPICH and Intel MPI: rank 0 tells the others its address through the launcher (`PMI_FD`).
+//! * Open MPI: on one host in a file of the job's folder (`PMIX_SERVER_TMPDIR`); on several at the host on which mpirun runs, which
+//!   `PMIX_NAMESPACE` (version 5) or `OMPI_MCA_orte_hnp_uri` (version 4) name. Rank 0 has to be there, and says so if it is not.
+//!
+//! `MASTER_ADDR` and `MASTER_PORT`, or `PHALANX_RENDEZVOUS` with `file:///a/shared/path` or `tcp://host:port`, go before these. Under
+//! the others they have to be set.
 //!
 //! The job's key, if there is one, is in the file that `PHALANX_JOB_KEY_FILE` names: see [`JobKey`](crate::JobKey). Its
 //! certificates, if there are any, are in the files that `PHALANX_TLS_CA`, `PHALANX_TLS_CERT` and `PHALANX_TLS_KEY`
@@ -96,6 +102,22 @@ pub enum RendezvousEndpoint {
     },
     /// At the URL in `PHALANX_RENDEZVOUS`: `tcp://host:port` or `file:///path`.
     Url(String),
+    /// At an address that rank 0 tells the others through its launcher, the mpirun of MPICH or Intel MPI.
+    Pmi {
+        /// `PMI_FD`: the descriptor of the connection to the launcher.
+        descriptor: i32,
+        /// The launcher's name for this host.
+        host: Option<String>,
+        /// `MASTER_PORT`, or 0 for a free port.
+        port: u16,
+    },
+    /// At the host on which Open MPI's mpirun runs: rank 0 has to be there.
+    HostOfMpirun {
+        /// That host.
+        address: String,
+        /// The port there: `MASTER_PORT`, or one that follows from the job's name.
+        port: u16,
+    },
     /// There is only one rank.
     NotNeeded,
 }
@@ -159,10 +181,16 @@ impl LaunchEnv {
                 let file = foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url);
                 let port = variables.parse_optional("MASTER_PORT")?;
                 let step = foreign::slurm_step(&variables, place)?;
-                file.or(step.map(|step| RendezvousEndpoint::Master {
+                let step = step.map(|step| RendezvousEndpoint::Master {
                     address: step.address,
                     port: port.unwrap_or(step.port),
-                }))
+                });
+                let mpirun =
+                    foreign::mpirun(&variables, place).map(|mpirun| RendezvousEndpoint::HostOfMpirun {
+                        address: mpirun.address,
+                        port: port.unwrap_or(mpirun.port),
+                    });
+                file.or(step).or(foreign::pmi(&variables, place, port)?).or(mpirun)
             }
             _ => None,
         };
@@ -183,7 +211,8 @@ impl LaunchEnv {
         let run_id = variables.text("TORCHELASTIC_RUN_ID").or_else(|| {
             let step = place.as_ref().map(|place| foreign::slurm_step(&variables, place));
             // What cannot be understood and is not needed is no error.
-            Some(step?.ok()??.id)
+            let step = step.and_then(|step| Some(step.ok()??.id));
+            step.or_else(|| Some(foreign::mpirun(&variables, place.as_ref()?)?.id))
         });
         let place = match place {
             Some(place) => place,
@@ -705,6 +734,47 @@ mod tests {
         let env = parse(&job("2")).unwrap().unwrap();
         assert_eq!(env.rendezvous, RendezvousEndpoint::Url("file:///run/ompi.7/phalanx".into()));
         assert!(parse(&job("1")).is_err());
+    }
+
+    #[test]
+    fn mpirun_on_several_hosts_says_where_ranks_meet() {
+        let hydra = [
+            ("PMI_RANK", "3"),
+            ("PMI_SIZE", "5"),
+            ("MPI_LOCALRANKID", "1"),
+            ("MPI_LOCALNRANKS", "2"),
+            ("PMI_FD", "11"),
+            ("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "node2"),
+        ];
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "5"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+            ("PMIX_SERVER_TMPDIR", "/tmp/prted.7"),
+            ("PMIX_NAMESPACE", "prterun-login-28@1"),
+        ];
+        let met = |pairs: &[(&str, &str)], more: &[(&str, &str)]| {
+            let env = parse(&[pairs, more].concat()).unwrap().unwrap();
+            (env.rendezvous, env.run_id)
+        };
+        let pmi = |port| (RendezvousEndpoint::Pmi { descriptor: 11, host: Some("node2".into()), port }, None);
+        assert_eq!(met(&hydra, &[]), pmi(0));
+        assert_eq!(met(&hydra, &[("MASTER_PORT", "7")]), pmi(7));
+        assert!(parse(&[&hydra[..], &[("PMI_FD", "none")]].concat()).is_err());
+        let (RendezvousEndpoint::HostOfMpirun { address, port }, id) = met(&open_mpi, &[]) else {
+            panic!("not at mpirun's host")
+        };
+        assert_eq!((address.as_str(), id.as_deref()), ("login", Some("mpirun-prterun-login-28@1")));
+        assert!(port >= 20_000);
+        let (rendezvous, _) = met(&open_mpi, &[("MASTER_PORT", "7")]);
+        assert_eq!(rendezvous, RendezvousEndpoint::HostOfMpirun { address, port: 7 });
+        // What is said goes before both.
+        for pairs in [&hydra[..], &open_mpi] {
+            let (rendezvous, _) = met(pairs, &[("MASTER_ADDR", "ib1"), ("MASTER_PORT", "7")]);
+            assert_eq!(rendezvous, RendezvousEndpoint::Master { address: "ib1".into(), port: 7 });
+            let (rendezvous, _) = met(pairs, &[("PHALANX_RENDEZVOUS", "file:///x")]);
+            assert_eq!(rendezvous, RendezvousEndpoint::Url("file:///x".into()));
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use phalanx_proto::rendezvous::Identity;
 
-use super::{RankConfig, Rendezvous, Url, file, tcp};
+use super::{RankConfig, Rendezvous, Url, file, mpirun, pmi, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, RendezvousEndpoint};
@@ -42,6 +42,14 @@ pub(super) fn join(
             Url::Env => Err(Error::environment("PHALANX_RENDEZVOUS=env:// names no end point")
                 .with_remedy("use tcp://host:port or file:///path")),
         },
+        RendezvousEndpoint::Pmi { descriptor, host: name, port } => {
+            let address = pmi::address(*descriptor, name.as_deref(), *port, env.bind, &config, deadline)?;
+            tcp::join(&address, host, &config, me, deadline)
+        }
+        RendezvousEndpoint::HostOfMpirun { address, port } => {
+            mpirun::check(address, &config, deadline)?;
+            tcp::join(&host_port(address, *port), host, &config, me, deadline)
+        }
         RendezvousEndpoint::NotNeeded => Ok(config.alone()),
     }
 }

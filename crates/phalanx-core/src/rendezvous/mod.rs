@@ -14,6 +14,8 @@ mod arrival;
 mod env;
 mod file;
 mod hosts;
+mod mpirun;
+mod pmi;
 mod store;
 mod tcp;
 

@@ -3,6 +3,8 @@
 pub mod exit;
 pub mod host_manager;
 pub mod membership;
+pub mod open_mpi;
+pub mod pmi;
 pub mod policy;
 mod root_cause;
 pub mod slot;
