@@ -22,7 +22,7 @@
 //! | [`health`] | which peers have been silent for too long |
 //! | [`reducer`] | which gradients share a bucket, and when a bucket is launched |
 //! | [`checkpoint`] | what a checkpoint has, which part of a tensor is where, who may write it, and in which order |
-//! | [`elastic`] | which workers are in the next round, and whether the step that a failure cut off counts |
+//! | [`elastic`] | which workers are in the next round, whose commit all go on from, and whether the step that a failure cut off counts |
 //! | [`launch`] | which nodes and hosts take part, which process gets which signal, and whose failure was the first |
 //! | [`log`] | which processes that share a log are silent, and whether an entry is a member's |
 //! | [`horovod`] | which names are ready on all ranks, and which tensors travel together |

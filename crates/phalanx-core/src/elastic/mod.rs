@@ -62,7 +62,7 @@ pub use options::{Drift, Options};
 #[doc(hidden)]
 pub use options::{RESET_LIMIT, WORKERS, is_elastic, job_name};
 pub use parts::Parts;
-use phalanx_proto::elastic::{members, retry};
+use phalanx_proto::elastic::{commits, members, retry, waiting, worlds};
 #[doc(hidden)]
 pub use publisher::Publisher;
 pub use run::{run, run_with};

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+pub use super::commits::Drift;
 use super::members::Settings;
 use crate::env::LaunchEnv;
 pub use crate::env::{ELASTIC as WORKERS, is_elastic};
@@ -12,19 +13,6 @@ use crate::wire::auth::Secret;
 
 /// How often its workers may form a new group.
 pub const RESET_LIMIT: &str = "PHALANX_RESET_LIMIT";
-
-/// What to do about replicas that have drifted apart.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Drift {
-    /// An error on every rank, which names the part and the ranks.
-    #[default]
-    Fail,
-    /// All take the state that most ranks have; if two are equally frequent, that of the lowest rank.
-    Repair,
-    /// Drift is not looked for: a [commit](super::Context::commit) computes no hashes.
-    Ignore,
-}
 
 /// How [`run_with`](super::run_with) behaves.
 #[derive(Clone, Debug)]

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
+use super::commits::Summary;
 use crate::error::{Error, Result};
 
 /// A state as bytes, in named parts: what a [`State`](super::State) is saved to and loaded from.
@@ -24,14 +25,6 @@ pub struct Parts {
 pub(super) struct Part {
     pub(super) name: String,
     pub(super) bytes: Vec<u8>,
-}
-
-/// What identifies a part without its bytes: name, length and hash.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Summary {
-    pub(super) name: String,
-    pub(super) length: u64,
-    pub(super) hash: u64,
 }
 
 impl Parts {

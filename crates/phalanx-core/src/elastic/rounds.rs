@@ -6,6 +6,7 @@ use super::members::{ElasticEnd, WorkerId};
 use super::options::{ElasticEnv, Options};
 use super::retry::{Decision, NUMBERS, Plan, Position, decide};
 use super::session::{NextRound, Round, Session};
+use super::worlds::Worlds;
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,8 +34,7 @@ pub(super) struct Rounds {
     current: Option<Current>,
     /// The last round that this worker has left.
     left: u64,
-    /// The members of the rounds since the last return to a commit, by rank.
-    worlds: Vec<(u64, Vec<WorkerId>)>,
+    worlds: Worlds,
     /// Why there will be no other round.
     lost: Option<Error>,
 }
@@ -50,7 +50,7 @@ impl Rounds {
     pub(super) fn start(env: &ElasticEnv, options: &Options) -> Result<Self> {
         let session = Session::start(env, options)?;
         let reset_limit = env.settings.reset_limit;
-        let (options, worlds) = (options.clone(), Vec::new());
+        let (options, worlds) = (options.clone(), Worlds::default());
         Ok(Self { session, options, reset_limit, current: None, left: 0, worlds, lost: None })
     }
 
@@ -91,13 +91,7 @@ impl Rounds {
             match exchange(&group, position) {
                 Ok(positions) => {
                     let decision = decide(&positions);
-                    // No rank has data that were distributed in earlier worlds.
-                    let oldest = match (decision, position) {
-                        (Decision::GoOn(_), Some(position)) => position.data_round,
-                        _ => number,
-                    };
-                    self.worlds.retain(|(round, _)| *round >= oldest);
-                    self.worlds.push((number, members));
+                    self.worlds.decided(number, members, decision, position);
                     return Ok(match decision {
                         Decision::GoBack => Next::FromCommit,
                         Decision::GoOn(plan) => Next::Resume(plan),
@@ -106,8 +100,7 @@ impl Rounds {
                 Err(error) => match failure_of(&group).filter(|cause| cause.is_a_peers(rank)) {
                     Some(cause) => {
                         tracing::warn!(round = number, %cause, "the new group has failed; all workers form another");
-                        // This worker was a member of the round, which matters if others got further in it.
-                        self.worlds.push((number, members));
+                        self.worlds.failed(number, members);
                         self.leave(Some(&cause))?;
                     }
                     None => return Err(error),
@@ -150,30 +143,13 @@ impl Rounds {
 
     /// This worker's rank in the world of `round`.
     pub(super) fn rank_in(&self, round: u64) -> Result<(Rank, WorldSize)> {
-        let members = self.members(round)?;
-        let me = self.session.id();
-        let rank = members.iter().position(|member| *member == me).ok_or_else(|| unknown(round))?;
-        let world = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
-        Ok((world.rank(u32::try_from(rank).unwrap_or(u32::MAX))?, world))
+        self.worlds.rank_in(round, self.session.id())
     }
 
     /// The ranks of the world of `round` that are not members of `group`, a later round.
     pub(super) fn missing(&self, round: u64, group: u64) -> Result<Vec<Rank>> {
-        let (members, there) = (self.members(round)?, self.members(group)?);
-        let missing = members.iter().zip(0..).filter(|(member, _)| !there.contains(member));
-        Ok(missing.map(|(_, rank)| Rank::new(rank)).collect())
+        self.worlds.missing(round, group)
     }
-
-    fn members(&self, round: u64) -> Result<&[WorkerId]> {
-        let world = self.worlds.iter().find(|(number, _)| *number == round);
-        world.map(|(_, members)| members.as_slice()).ok_or_else(|| unknown(round))
-    }
-}
-
-fn unknown(round: u64) -> Error {
-    Error::protocol(format!(
-        "other workers are in the middle of a step of round {round}, which this one does not know"
-    ))
 }
 
 fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {

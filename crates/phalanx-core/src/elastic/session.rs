@@ -1,4 +1,4 @@
-//! This process's part in the rounds of an elastic job: the I/O around [`MembersState`] and [`Clock`].
+//! This process's part in the rounds of an elastic job: the I/O around [`MembersState`] and [`Waiting`].
 //!
 //! Two threads of a [`Participant`] run beside the one that trains. The reader wakes the training thread when the log
 //! changes, and ends the group if a member is gone.
@@ -9,17 +9,18 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::members::{Clock, Departure, ElasticEnd, Entry, MembersState, Settings, Step, Worker, WorkerId};
+use super::members::{Clock, Departure, ElasticEnd, Entry, MembersState, Settings, Worker, WorkerId};
 use super::options::{ElasticEnv, Options};
 use super::round_store::{self, RoundStore};
+use super::waiting::{Next, Waiting, too_few, waits_for, why_broken};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::RendezvousEndpoint;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::log::{Heartbeats, Log, Mac, Participant, Replica};
 use crate::notice::{Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
@@ -142,85 +143,56 @@ impl Session {
     /// Waits for the next round. It begins when all members of this one have left it, or at once if all survivors can
     /// replay a step.
     pub(super) fn wait_for_round(&mut self, left: u64, can_replay: bool) -> Result<NextRound> {
-        let mut clock =
-            Clock::new(self.options.first_call, self.options.last_call, self.options.join_timeout);
-        let (mut left, mut can_replay) = (left, can_replay);
-        let before = self.id();
-        self.ready(left, can_replay)?;
+        let Options { first_call, last_call, join_timeout, .. } = self.options;
+        let clock = Clock::new(first_call, last_call, join_timeout);
+        let mut waiting = Waiting::new(self.me.id, left, can_replay, clock);
+        let ready = waiting.ready(&self.replica().view().state);
+        ready.map_or(Ok(()), |ready| self.append(&ready))?;
         let mut reminders = Reminders::new();
         loop {
             let mut view = self.participant.replica().view();
             if let Some(error) = &view.lost {
                 return Err(error.clone());
             }
-            if let Some(job_end) = view.state.job_end() {
-                return Ok(NextRound::Over(job_end));
-            }
-            if let Some(why) = &view.refusal {
+            if let Some(why) = view.refusal.as_ref().filter(|_| view.state.job_end().is_none()) {
                 return Err(Error::mismatch(format!("this worker cannot take part: {why}"))
                     .with_remedy("start all workers of a job with the same options"));
             }
-            let (me, round) = (self.me.id, view.state.round());
-            if view.is_given_up() {
-                // It joins again under a new number.
-                drop(view);
-                warn("the other workers have gone on without this one; it joins them again");
-                can_replay = false;
-                self.join()?;
-                continue;
-            }
-            if round > left
-                && let Some(rank) = view.state.rank(me)
-            {
-                if !view.state.is_gathering() {
-                    return self
-                        .round(&view.state, rank, me != before)
-                        .map(|round| NextRound::Round(Box::new(round)));
+            let (is_given_up, now) = (view.is_given_up(), Instant::now());
+            match waiting.look(&view.state, is_given_up, now) {
+                Next::Over(job_end) => return Ok(NextRound::Over(job_end)),
+                Next::Rejoin => {
+                    drop(view);
+                    warn("the other workers have gone on without this one; it joins them again");
+                    self.join()?;
+                    waiting.rejoined(self.me.id);
                 }
-                // A member has left it before its group was connected.
-                left = round;
-                drop(view);
-                self.ready(left, can_replay)?;
-                continue;
-            }
-            let now = Instant::now();
-            match clock.look(&view.state, now) {
-                Step::Wait(until) => {
-                    reminders.remind(|| {
-                        let needed = view.state.settings().map_or(1, |settings| settings.min);
-                        let (there, held) = (view.state.waiting().count(), view.state.outstanding().count());
-                        match held {
-                            0 => format!(
-                                "this worker waits for others: {there} of at least {needed} have come"
-                            ),
-                            _ => format!("this worker waits for {held} others to leave the last group"),
-                        }
-                    });
+                Next::Leave(ready) => {
+                    drop(view);
+                    self.append(&ready)?;
+                }
+                Next::Enter { rank, rejoined, .. } => {
+                    let round = self.round(&view.state, rank, rejoined)?;
+                    return Ok(NextRound::Round(Box::new(round)));
+                }
+                Next::Wait(until) => {
+                    reminders.remind(|| waits_for(&view.state));
                     self.replica().wait_until(&mut view, until.min(now + Duration::from_secs(1)));
                 }
-                Step::LastCall => {
+                Next::LastCall(round) => {
                     drop(view);
-                    self.append(&Entry::LastCall { round: round + 1, nonce: random::number()? })?;
+                    self.append(&Entry::LastCall { round, nonce: random::number()? })?;
                     self.wait_for_news();
                 }
-                Step::GiveUp(late, after) => {
+                Next::GiveUp(late, after) => {
                     drop(view);
+                    let by = self.me.id;
                     for worker in late {
-                        self.append(&Entry::Gone { worker, by: me, why: Departure::Late(after) })?;
+                        self.append(&Entry::Gone { worker, by, why: Departure::Late(after) })?;
                     }
                     self.wait_for_news();
                 }
-                Step::TooFew { there, needed, after } => {
-                    return Err(Error::timeout(format!(
-                        "{there} of at least {needed} workers have come within {:.1} s",
-                        after.as_secs_f64()
-                    ))
-                    .in_operation("rendezvous of the workers", None)
-                    .with_remedy(
-                        "see the launcher's output for why the others ended; with --max-restarts it replaces \
-                         them, and --min-np says with how few to go on",
-                    ));
-                }
+                Next::TooFew { there, needed, after } => return Err(too_few(there, needed, after)),
             }
         }
     }
@@ -253,16 +225,6 @@ impl Session {
     /// The job is over, and no entry needs to be appended.
     pub(super) fn over(mut self) {
         self.ended = true;
-    }
-
-    /// Appends that the group of round `left` has been left, if it was this worker's.
-    fn ready(&self, left: u64, can_replay: bool) -> Result<()> {
-        let worker = self.me.id;
-        let is_member = {
-            let view = self.replica().view();
-            view.state.round() == left && view.state.rank(worker).is_some()
-        };
-        if is_member { self.append(&Entry::Ready { round: left, worker, can_replay }) } else { Ok(()) }
     }
 
     /// Asks to take part, under a new number.
@@ -343,7 +305,11 @@ impl CurrentRound {
             Phase::Joining { round, rank } => (*round, *rank),
             Phase::Inside { round, group } => (*round, group.rank()),
         };
-        let Some(error) = self.why_broken(&replica.view(), round, rank) else { return };
+        let error = {
+            let view = replica.view();
+            why_broken(&view.state, round, rank, view.id(), &self.host)
+        };
+        let Some(error) = error else { return };
         let group = match &*self.phase.lock() {
             Phase::Joining { round: now, .. } if *now == round => None,
             Phase::Inside { round: now, group } if *now == round => Some(group.clone()),
@@ -354,21 +320,6 @@ impl CurrentRound {
             Some(group) => group.fail(error),
             None => transport::fail_start(&*self.store_of(round), &error.at(rank, self.host.clone())),
         }
-    }
-
-    /// Why `round`, in which this worker has the rank `own`, can no longer be used.
-    fn why_broken(&self, view: &View<MembersState>, round: u64, own: Rank) -> Option<Error> {
-        let lost = |rank: Rank, host: &str, what: String| {
-            Error::new(Kind::PeerFailed, format!("rank {rank} ({host}) {what}")).with_peer(rank)
-        };
-        if round < view.state.round() {
-            let what = "was given up by the others, who are in a later group".to_owned();
-            return Some(lost(own, &self.host, what));
-        }
-        let (rank, worker, why) = view.state.gone().next()?;
-        let what = if Some(worker.id) == view.id() { "was given up by the others" } else { "died" };
-        let rank = Rank::new(u32::try_from(rank).unwrap_or(u32::MAX));
-        Some(lost(rank, &worker.host, format!("{what}: {why}")))
     }
 }
 

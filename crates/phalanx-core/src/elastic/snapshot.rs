@@ -1,6 +1,7 @@
 //! The last commit, in memory.
 
-use super::parts::{Parts, Summary, digest};
+use super::commits::Summary;
+use super::parts::{Parts, digest};
 use super::{Drift, State};
 use crate::error::{Error, Result};
 

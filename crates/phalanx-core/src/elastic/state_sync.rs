@@ -5,7 +5,8 @@
 //! beside the snapshot, so a root that dies in the middle does no harm.
 
 use super::Drift;
-use super::parts::{Part, Summary};
+use super::commits::{self, Agreement, CommitReport, Summary};
+use super::parts::Part;
 use super::snapshot::Snapshot;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
@@ -13,32 +14,10 @@ use crate::group::ProcessGroup;
 use crate::notice::warn;
 use crate::rank::Rank;
 
-/// How many parts and ranks an error names.
-const NAMED: usize = 8;
-
-/// What a rank reports before a commit or a synchronization: whether a worker waits to join, its number of commits, the
-/// round of the last commit, and the digest of its snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct CommitReport {
-    workers_wait: bool,
-    commits: u64,
-    round: u64,
-    digest: u64,
-}
-
-const NUMBERS: usize = 4;
-
-impl CommitReport {
-    fn of(snapshot: &mut Snapshot, workers_wait: bool, drift: Drift) -> Self {
-        let (commits, round) = (snapshot.commits, snapshot.round);
-        Self { workers_wait, commits, round, digest: snapshot.digest(drift) }
-    }
-
-    /// The order of commits: the later one is greater. If two ranks have the same number of commits, the commit of the
-    /// later round is greater. Only that one may have returned: the group of the earlier round failed before all its
-    /// ranks had theirs.
-    fn commit(&self) -> (u64, u64) {
-        (self.commits, self.round)
+impl Snapshot {
+    fn report(&mut self, workers_wait: bool, drift: Drift) -> CommitReport {
+        let (commits, round) = (self.commits, self.round);
+        CommitReport { workers_wait, commits, round, digest: self.digest(drift) }
     }
 }
 
@@ -58,61 +37,57 @@ pub(super) fn commit(
     workers_wait: bool,
     drift: Drift,
 ) -> Result<Committed> {
-    let own = CommitReport::of(snapshot, workers_wait, drift);
+    let own = snapshot.report(workers_wait, drift);
     let reports = exchange(group, own)?;
     let workers_wait = reports.iter().any(|report| report.workers_wait);
-    if reports.iter().any(|report| report.commits != own.commits) {
-        let commits: Vec<u64> = reports.iter().map(|report| report.commits).collect();
-        return Err(Error::mismatch(format!("ranks are at different commits: {commits:?}"))
-            .with_remedy("every rank must call commit equally often"));
-    }
-    if reports.iter().all(|report| report.digest == reports[0].digest) {
-        return Ok(Committed { workers_wait, repaired: false });
-    }
-    if drift == Drift::Repair {
-        let all: Vec<usize> = (0..reports.len()).collect();
-        let root = most_common(&reports, &all);
-        if group.rank().is_main() {
-            let commit = own.commits;
-            warn(format_args!(
-                "at commit {commit} replicas have drifted apart; all take the state of rank {root}"
-            ));
+    match commits::commit(own, &reports, drift)? {
+        Agreement::Equal => Ok(Committed { workers_wait, repaired: false }),
+        Agreement::Drifted(ranks) => Err(drifted_apart(group, snapshot, &ranks, own.commits)?),
+        Agreement::Take { root, commits, .. } => {
+            if group.rank().is_main() {
+                warn(format_args!(
+                    "at commit {commits} replicas have drifted apart; all take the state of rank {root}"
+                ));
+            }
+            let repaired = take_from(group, snapshot, rank(root))?;
+            // A commit that has returned is on every rank: no rank returns before all snapshots are repaired. Otherwise,
+            // after a failure now, only the ranks of the majority would have it.
+            group.barrier()?;
+            Ok(Committed { workers_wait, repaired })
         }
-        let repaired = take_from(group, snapshot, rank(root))?;
-        // A commit that has returned is on every rank: no rank returns before all snapshots are repaired. Otherwise,
-        // after a failure now, only the ranks of the majority would have it.
-        group.barrier()?;
-        return Ok(Committed { workers_wait, repaired });
     }
-    let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
-    Err(drifted(summaries.into_iter().enumerate().collect(), own.commits))
 }
 
 /// Gives every rank the snapshot of the latest commit. Returns true if this rank's snapshot has changed.
 pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) -> Result<bool> {
     // Also if drift is ignored: the hashes decide what is sent.
-    let own = CommitReport::of(snapshot, false, Drift::Fail);
+    let own = snapshot.report(false, Drift::Fail);
     let reports = exchange(group, own)?;
-    let holders = furthest(&reports);
-    let lowest = holders.first().copied().unwrap_or(0);
-    // If all are equal, nothing is sent.
-    if reports.iter().all(|report| *report == reports[lowest]) {
-        return Ok(false);
+    match commits::sync(&reports, drift) {
+        Agreement::Equal => Ok(false),
+        Agreement::Drifted(ranks) => {
+            let commits =
+                ranks.first().and_then(|rank| reports.get(*rank)).map_or(0, |report| report.commits);
+            Err(drifted_apart(group, snapshot, &ranks, commits)?)
+        }
+        Agreement::Take { root, commits, round } => {
+            let changed = take_from(group, snapshot, rank(root))?;
+            (snapshot.commits, snapshot.round) = (commits, round);
+            Ok(changed)
+        }
     }
-    // The failure may have come before the ranks compared this commit. Before the first commit there is nothing to
-    // compare: workers may begin with different states.
-    let drifted_apart = reports[lowest].commits > 0
-        && drift != Drift::Ignore
-        && holders.iter().any(|holder| reports[*holder].digest != reports[lowest].digest);
-    if drifted_apart && drift == Drift::Fail {
-        let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
-        let held = summaries.into_iter().enumerate().filter(|(rank, _)| holders.contains(rank));
-        return Err(drifted(held.collect(), reports[lowest].commits));
-    }
-    let root = if drifted_apart { most_common(&reports, &holders) } else { lowest };
-    let changed = take_from(group, snapshot, rank(root))?;
-    (snapshot.commits, snapshot.round) = reports[root].commit();
-    Ok(changed)
+}
+
+/// The error of the ranks that have made this commit, and differ.
+fn drifted_apart(
+    group: &ProcessGroup,
+    snapshot: &mut Snapshot,
+    ranks: &[usize],
+    commit: u64,
+) -> Result<Error> {
+    let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
+    let held = summaries.into_iter().enumerate().filter(|(rank, _)| ranks.contains(rank));
+    Ok(commits::drifted(held.collect(), commit))
 }
 
 /// Gives every rank the parts of the root's snapshot that differ from its own. Returns true if any did.
@@ -143,77 +118,14 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
 }
 
 fn exchange(group: &ProcessGroup, report: CommitReport) -> Result<Vec<CommitReport>> {
-    let numbers = [report.commits, report.round, report.digest].map(u64::cast_signed);
-    let sent = [i64::from(report.workers_wait), numbers[0], numbers[1], numbers[2]];
-    let mut received = vec![0_i64; NUMBERS * group.world_size().count()];
-    group.all_gather(&sent, &mut received)?;
-    let decode = |numbers: &[i64]| CommitReport {
-        workers_wait: numbers[0] != 0,
-        commits: numbers[1].cast_unsigned(),
-        round: numbers[2].cast_unsigned(),
-        digest: numbers[3].cast_unsigned(),
-    };
-    Ok(received.chunks_exact(NUMBERS).map(decode).collect())
+    let mut received = vec![0_i64; CommitReport::NUMBERS * group.world_size().count()];
+    group.all_gather(&report.encode(), &mut received)?;
+    let numbers = received.as_chunks::<{ CommitReport::NUMBERS }>().0;
+    Ok(numbers.iter().map(|numbers| CommitReport::decode(*numbers)).collect())
 }
 
 fn rank(index: usize) -> Rank {
     Rank::new(u32::try_from(index).unwrap_or(u32::MAX))
-}
-
-/// The ranks that have the latest commit.
-fn furthest(reports: &[CommitReport]) -> Vec<usize> {
-    let latest = reports.iter().map(CommitReport::commit).max();
-    (0..reports.len()).filter(|rank| Some(reports[*rank].commit()) == latest).collect()
-}
-
-/// The lowest of those `ranks` whose digest is the most frequent.
-fn most_common(reports: &[CommitReport], ranks: &[usize]) -> usize {
-    let count = |of: usize| ranks.iter().filter(|rank| reports[**rank].digest == reports[of].digest).count();
-    let most = ranks.iter().map(|rank| count(*rank)).max();
-    ranks.iter().copied().find(|rank| Some(count(*rank)) == most).unwrap_or(0)
-}
-
-/// The error that names the parts that differ and the ranks. Each part is compared with the most frequent one.
-fn drifted(held: Vec<(usize, Vec<Summary>)>, commit: u64) -> Error {
-    let (ranks, summaries): (Vec<usize>, Vec<Vec<Summary>>) = held.into_iter().unzip();
-    let mut parts: Vec<String> = Vec::new();
-    let mut names: Vec<&str> = Vec::new();
-    for part in summaries.iter().flatten() {
-        if !names.contains(&part.name.as_str()) {
-            names.push(&part.name);
-        }
-    }
-    for name in names {
-        let of = |rank: &Vec<Summary>| rank.iter().find(|part| part.name == name).cloned();
-        let versions: Vec<Option<Summary>> = summaries.iter().map(of).collect();
-        let count = |version: &Option<Summary>| versions.iter().filter(|other| *other == version).count();
-        let most = versions.iter().map(count).max();
-        let usual = versions.iter().find(|version| Some(count(version)) == most);
-        let others: Vec<String> = ranks
-            .iter()
-            .zip(&versions)
-            .filter(|(_, version)| Some(*version) != usual)
-            .map(|(rank, _)| rank.to_string())
-            .collect();
-        if !others.is_empty() {
-            let more = if others.len() > NAMED { " and more" } else { "" };
-            let ranks = others[..others.len().min(NAMED)].join(", ");
-            let s = if others.len() > 1 { "s" } else { "" };
-            parts.push(format!("{name:?} differs on rank{s} {ranks}{more}"));
-        }
-    }
-    let more = parts.len().saturating_sub(NAMED);
-    parts.truncate(NAMED);
-    if parts.is_empty() {
-        parts.push("the parts come in different orders".to_owned());
-    }
-    if more > 0 {
-        parts.push(format!("{more} more parts differ"));
-    }
-    Error::mismatch(format!("replicas have drifted apart at commit {commit}: {}", parts.join("; "))).with_remedy(
-        "does each rank start from the same state, average all gradients, and step alike? Drift::Repair goes on with \
-         what most ranks have",
-    )
 }
 
 #[cfg(test)]
@@ -371,7 +283,7 @@ mod tests {
                 return commit(group, snapshot, false, Drift::Repair).map(|committed| committed.repaired);
             }
             // It dies when the others have sent all that it lacks.
-            let own = CommitReport::of(snapshot, false, Drift::Repair);
+            let own = snapshot.report(false, Drift::Repair);
             exchange(group, own)?;
             take_from(group, snapshot, Rank::new(1))?;
             group.abort(Error::aborted("it died"));
