@@ -240,7 +240,8 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Does one operation after another, and returns the first error. `operate` gets the failure so far.
+/// Does one operation after another. `operate` gets the failure so far. Returns the first error; or why an exchange was lost: that is
+/// the group's failure, of which an own one may be a consequence.
 pub(super) fn carry_out<E>(
     mut write: WriteOrder,
     mut operate: impl FnMut(Operation, Option<&E>) -> Result<(), (Outcome, E)>,
@@ -249,6 +250,10 @@ pub(super) fn carry_out<E>(
     while let Some(operation) = write.next() {
         let outcome = match operate(operation, failure.as_ref()) {
             Ok(()) => Outcome::Done,
+            Err((Outcome::Lost, error)) => {
+                failure = Some(error);
+                Outcome::Lost
+            }
             Err((outcome, error)) => {
                 failure.get_or_insert(error);
                 outcome
