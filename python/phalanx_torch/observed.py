@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
 
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_enter: Any = torch._C._autograd._record_function_with_args_enter
-_exit: Any = torch._C._autograd._record_function_with_args_exit
+_autograd: Any = vars(torch._C)["_autograd"]
+_enter: Any = _autograd._record_function_with_args_enter
+_exit: Any = _autograd._record_function_with_args_exit
 _exit_with: Any = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
 _types: Any = vars(c10d)["OpType"]
 

@@ -8,7 +8,7 @@
 
 import datetime
 import sys
-from typing import Any
+from typing import Any, cast
 
 from torchft.process_group import ProcessGroupWrapper  # type: ignore[import-untyped, import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
 
@@ -42,7 +42,7 @@ class ProcessGroupPhalanx(ProcessGroupWrapper):  # type: ignore[misc]
 
     def abort(self, errored: bool = True) -> None:
         """Ends the group on every replica. With ``errored``, :meth:`errored` has the failure until the next ``configure``."""
-        group = self._pg
+        group = cast("_Quorum | None", self._pg)
         if errored and group is not None:
             # Known before the group is gone, for whoever asks meanwhile.
             group.abort()
@@ -51,7 +51,7 @@ class ProcessGroupPhalanx(ProcessGroupWrapper):  # type: ignore[misc]
 
     def errored(self) -> Exception | None:
         """Why the group refuses work, or None: torchft asks before a step is committed."""
-        group = self._pg
+        group = cast("_Quorum | None", self._pg)
         return self._aborted if group is None else group.failure()
 
     def getBackendName(self) -> str:
