@@ -246,6 +246,13 @@ class Cluster:
     def count(self, line):
         return sum(pod.said().count(line) for pod in [*self.ended, *self.pods])
 
+    def others(self, index):
+        return [pod for pod in self.pods if pod.plan.index != index]
+
+    def has_kept(self, kept):
+        if not all(pod in self.pods and pod.process.poll() is None for pod in kept):
+            raise SystemExit("FAILED: another pod than the lost one was replaced")
+
     def comes(self, line, times):
         seconds = wait(f'"{line}" {times} times', lambda: self.count(line) >= times, meanwhile=self.control)
         print(f"ok: {line}, for the {times}. time ({seconds:.1f} s)", flush=True)
@@ -280,7 +287,7 @@ def replay(dns, name, plans, is_elastic):
         if not dns.asked_in_vain:
             raise SystemExit("FAILED: no name was asked for before it was known")
         # A pod is lost without a word. The others go on: as three at once, where the manifest lets them, or as four when it is back.
-        kept = [pod for pod in cluster.pods if pod.plan.index != 2]
+        kept = cluster.others(2)
         cluster.pods[2].lose()
         if is_elastic:
             lost, cluster.control = cluster.control, lambda: None
@@ -288,15 +295,21 @@ def replay(dns, name, plans, is_elastic):
             cluster.control = lost
             print(f"ok: three go on without it ({seconds:.1f} s)", flush=True)
         cluster.comes(four, 2)
-        if not all(pod in cluster.pods and pod.process.poll() is None for pod in kept):
-            raise SystemExit("FAILED: another pod than the lost one was replaced")
+        cluster.has_kept(kept)
         print("ok: only the lost pod was replaced", flush=True)
         # A pod is told to end, as when its node is drained.
+        kept = cluster.others(3)
         os.kill(cluster.pods[3].first(), signal.SIGTERM)
         cluster.comes(four, 3)
+        cluster.has_kept(kept)
+        print("ok: only the pod that was told to end was replaced", flush=True)
         # The one that serves the store. Its name leads to the old address for a while.
+        before = cluster.others(0)
         cluster.pods[0].lose()
         cluster.comes(four, 4)
+        if any(pod in cluster.pods for pod in before):
+            raise SystemExit("FAILED: a pod lived on without the one that serves the store")
+        print("ok: all were replaced with the one that serves the store", flush=True)
         cluster.finish()
     except BaseException:
         cluster.show()

@@ -240,8 +240,8 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Does one operation after another. `operate` gets the failure so far. Returns the first error; or why an exchange was lost: that is
-/// the group's failure, of which an own one may be a consequence.
+/// Does one operation after another. `operate` gets the failure so far. Returns the first error; or why the ranks could not gather
+/// what they have written: an own failure may be a consequence, since the leader removes the folder then.
 pub(super) fn carry_out<E>(
     mut write: WriteOrder,
     mut operate: impl FnMut(Operation, Option<&E>) -> Result<(), (Outcome, E)>,
@@ -250,7 +250,7 @@ pub(super) fn carry_out<E>(
     while let Some(operation) = write.next() {
         let outcome = match operate(operation, failure.as_ref()) {
             Ok(()) => Outcome::Done,
-            Err((Outcome::Lost, error)) => {
+            Err((Outcome::Lost, error)) if operation == Operation::Gather => {
                 failure = Some(error);
                 Outcome::Lost
             }
@@ -508,6 +508,29 @@ mod tests {
         fs::create_dir(&later).unwrap();
         folder.write(5, 50, 1, &Snapshot::default()).unwrap();
         assert!(later.is_dir() && left().len() == 3, "{:?}", left());
+    }
+
+    #[test]
+    fn the_error_is_a_rank_s_own_unless_it_may_follow_from_the_group_s() {
+        for role in [Role::Leader, Role::Member] {
+            for (lost, said) in [
+                (Operation::Announce, if role == Role::Leader { "own" } else { "lost" }),
+                (Operation::Gather, "lost"),
+                (Operation::Conclude, "own"),
+            ] {
+                // The folder cannot be made, or is not to be seen, or a file cannot be written.
+                let own = match (role, lost) {
+                    (Role::Leader, Operation::Announce) => Operation::MakeFolder,
+                    _ => Operation::WriteFile(0),
+                };
+                let outcome = carry_out(WriteOrder::new(role, 1), |operation, _| match operation {
+                    now if now == lost => Err((Outcome::Lost, "lost")),
+                    now if now == own => Err((Outcome::Failed, "own")),
+                    _ => Ok(()),
+                });
+                assert_eq!(outcome, Err(said), "{role:?} {lost:?}");
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Descriptors that a parent process has left open for this one, and named by their numbers.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 /// A second descriptor of the stream socket `number`, which is closed on exec. The first one stays open, and both are one connection:
@@ -25,10 +25,30 @@ pub fn stream(number: RawFd) -> io::Result<UnixStream> {
     Ok(copy.into())
 }
 
+/// The process that has made the other end of `stream`, as this process's namespace numbers it: 0 if it is outside of it.
+///
+/// # Errors
+/// The system's.
+pub fn peer(stream: &UnixStream) -> io::Result<libc::pid_t> {
+    // rustix takes 0 for no process number, which this is not.
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes, which `peer` has.
+    let outcome = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut length,
+        )
+    };
+    if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(peer.pid) }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
-    use std::os::fd::AsRawFd;
 
     use super::*;
 
@@ -42,6 +62,12 @@ mod tests {
         let mut found = [0; 2];
         far.read_exact(&mut found).unwrap();
         assert_eq!(&found, b"ab");
+    }
+
+    #[test]
+    fn a_socket_pair_has_this_process_at_both_ends() {
+        let (near, _far) = UnixStream::pair().unwrap();
+        assert_eq!(u32::try_from(peer(&near).unwrap()).unwrap(), std::process::id());
     }
 
     #[test]

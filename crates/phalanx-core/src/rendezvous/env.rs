@@ -29,7 +29,7 @@ pub(super) fn join(
         false => tcp::Host::Rank0 { bind: env.bind },
     };
     match &env.rendezvous {
-        RendezvousEndpoint::Master { port: 0, .. } => {
+        RendezvousEndpoint::Master { port: 0, .. } | RendezvousEndpoint::HostOfMpirun { port: 0, .. } => {
             Err(Error::environment("MASTER_PORT=0: the other ranks cannot know which port that becomes")
                 .with_remedy("set MASTER_PORT to the same free port for every rank"))
         }

@@ -27,6 +27,8 @@ use crate::store::{host_port, resolve};
 
 /// How long the launcher may take to answer what does not wait for other ranks.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long it may take to answer the last request of a process that gives up.
+const LAST_ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the look-up of the host's name may take.
 const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a rank that waits looks whether a reminder is due.
@@ -44,7 +46,11 @@ struct Agreed {
     _port: Option<Socket>,
 }
 
-static AGREED: Mutex<Option<Agreed>> = Mutex::new(None);
+/// What has come of the conversation, if there was one: there is no other.
+static AGREED: Mutex<Option<Result<Agreed>>> = Mutex::new(None);
+
+/// What rank 0 tells in place of an address if it has none.
+const NO_ADDRESS: &str = "none";
 
 /// The address at which the ranks meet. `descriptor` is that of the connection to the launcher, `host` the launcher's name for this
 /// host, and `port` a port that the user names.
@@ -56,30 +62,45 @@ pub(super) fn address(
     config: &RankConfig,
     deadline: Deadline,
 ) -> Result<String> {
-    let mut agreed = AGREED.lock();
+    let Some(mut agreed) = AGREED.try_lock_for(deadline.remaining()) else {
+        return Err(Error::timeout(
+            "another thread of this process has waited for the other ranks all the time",
+        )
+        .in_operation("rendezvous", None));
+    };
     if let Some(agreed) = &*agreed {
-        return Ok(agreed.address.clone());
+        return agreed.as_ref().map(|agreed| agreed.address.clone()).map_err(Error::clone);
     }
     let with_remedy = |error: Error| error.in_operation("rendezvous", None).with_remedy_if_none(REMEDY);
     let connection = connection(descriptor).map_err(with_remedy)?;
-    let (own, socket) = match config.rank.is_main() {
-        true => {
-            let (address, socket) = own_address(host, port, bind, config).map_err(with_remedy)?;
-            (Some(address), Some(socket))
-        }
-        false => (None, None),
-    };
-    let address = exchange(connection, own, deadline).map_err(with_remedy)?.to_string();
-    *agreed = Some(Agreed { address: address.clone(), _port: socket });
-    Ok(address)
+    let is_one_host = config.local.is_some_and(|(_, size)| size == config.world_size.get());
+    let own = config.rank.is_main().then(|| own_address(host, port, bind, is_one_host));
+    let found = agree(connection, own, deadline).map_err(with_remedy);
+    let address = found.as_ref().map(|found| found.address.clone()).map_err(Error::clone);
+    *agreed = Some(found);
+    address
+}
+
+/// `own` is rank 0's address; its failure is told to the others, who wait for it.
+fn agree(
+    connection: UnixStream,
+    own: Option<Result<(SocketAddr, Socket)>>,
+    deadline: Deadline,
+) -> Result<Agreed> {
+    let told = own
+        .as_ref()
+        .map(|own| own.as_ref().map_or_else(|_| NO_ADDRESS.to_owned(), |(address, _)| address.to_string()));
+    let found = exchange(connection, told, deadline);
+    let port = own.transpose()?.map(|(_, port)| port);
+    Ok(Agreed { address: found?.to_string(), _port: port })
 }
 
 /// The connection to the launcher.
 fn connection(descriptor: i32) -> Result<UnixStream> {
     if let Some(library) = mpi_library() {
         return Err(Error::environment(format!(
-            "this process uses MPI itself ({library}), which needs PMI_FD, the connection to mpirun over which the ranks would find each \
-             other"
+            "this process has loaded MPI's library ({library}), which needs PMI_FD, the connection to mpirun over which the ranks would \
+             find each other"
         )));
     }
     let lost = |error: std::io::Error| {
@@ -89,9 +110,9 @@ fn connection(descriptor: i32) -> Result<UnixStream> {
         Error::environment(format!("{cause} ({error})"))
     };
     let connection = phalanx_sys::inherited::stream(descriptor).map_err(lost)?;
-    let peer = rustix::net::sockopt::socket_peercred(&connection).map_err(|error| lost(error.into()))?;
+    let peer = phalanx_sys::inherited::peer(&connection).map_err(lost)?;
     // The number may be that of something else by now.
-    if peer.pid == rustix::process::getpid() {
+    if u32::try_from(peer) == Ok(std::process::id()) {
         return Err(lost(std::io::Error::other("it is a socket of this process")));
     }
     Ok(connection)
@@ -110,11 +131,17 @@ fn own_address(
     host: Option<&str>,
     port: u16,
     bind: Option<IpAddr>,
-    config: &RankConfig,
+    is_one_host: bool,
 ) -> Result<(SocketAddr, Socket)> {
-    let ip = match config.local {
-        Some((_, size)) if size == config.world_size.get() => Ipv4Addr::LOCALHOST.into(),
-        _ => {
+    let ip = match bind.filter(|bind| !bind.is_unspecified()) {
+        Some(bind) if !is_one_host && is_every_hosts(bind) => {
+            return Err(Error::environment(format!(
+                "other hosts cannot reach rank 0, which PHALANX_BIND lets listen at {bind}"
+            )));
+        }
+        Some(bind) => bind,
+        None if is_one_host => Ipv4Addr::LOCALHOST.into(),
+        None => {
             let look_up = |host: &str| resolve(&host_port(host, 0), Deadline::after(LOOK_UP_TIMEOUT));
             let named = host.and_then(|host| look_up(host).ok()).unwrap_or_default();
             let ip = outward(env::interface(), named.into_iter().map(|address| address.ip()).collect())?;
@@ -138,26 +165,35 @@ fn own_address(
     Ok((SocketAddr::new(ip, port), socket))
 }
 
-/// Tells the others `own`, rank 0's address, and learns it from the launcher.
-fn exchange(mut connection: UnixStream, own: Option<SocketAddr>, deadline: Deadline) -> Result<SocketAddr> {
+/// Tells the others `own`, rank 0's address or [`NO_ADDRESS`], and learns it from the launcher.
+fn exchange(mut connection: UnixStream, own: Option<String>, deadline: Deadline) -> Result<SocketAddr> {
+    connection
+        .set_write_timeout(Some(ANSWER_TIMEOUT))
+        .map_err(|error| Error::io("the connection to mpirun (PMI_FD) is lost", error))?;
     let found = converse(&mut connection, own, deadline);
     // Without it the launcher would take this process's end for a crash. A wait for others that has failed has no other answer.
-    let ended = ask(&mut connection, &Request::Finalize, Deadline::after(ANSWER_TIMEOUT), None);
+    let patience = if found.is_ok() { ANSWER_TIMEOUT } else { LAST_ANSWER_TIMEOUT };
+    let ended = ask(&mut connection, &Request::Finalize, Deadline::after(patience), None);
     let found = found?;
     ended?;
+    if found == NO_ADDRESS {
+        return Err(Error::environment(
+            "rank 0 has no address at which the others can reach it: its own error says why",
+        ));
+    }
     found
         .parse()
         .map_err(|_| Error::protocol(format!("{found:?}, which rank 0 has told by PMI, is no address")))
 }
 
-fn converse(connection: &mut UnixStream, own: Option<SocketAddr>, deadline: Deadline) -> Result<String> {
+fn converse(connection: &mut UnixStream, own: Option<String>, deadline: Deadline) -> Result<String> {
     let soon = |connection: &mut UnixStream, request: &Request| {
         ask(connection, request, deadline.at_most(ANSWER_TIMEOUT), None)
     };
     soon(connection, &Request::Init)?;
     let space = soon(connection, &Request::SpaceName)?;
     if let Some(own) = own {
-        soon(connection, &Request::Put(space.clone(), own.to_string()))?;
+        soon(connection, &Request::Put(space.clone(), own))?;
     }
     ask(connection, &Request::Barrier, deadline, Some(&mut Reminders::new()))?;
     soon(connection, &Request::Get(space))
@@ -260,7 +296,7 @@ mod tests {
                     let (near, far) = UnixStream::pair().unwrap();
                     let (space, barrier) = (&space, &barrier);
                     scope.spawn(move || serve(far, space, barrier));
-                    let own = (rank == 0).then_some(own);
+                    let own = (rank == 0).then(|| own.to_string());
                     scope.spawn(move || exchange(near, own, Deadline::after(Duration::from_secs(20))))
                 })
                 .collect();
@@ -268,6 +304,32 @@ mod tests {
                 assert_eq!(rank.join().unwrap().unwrap(), own);
             }
         });
+    }
+
+    #[test]
+    fn the_others_hear_that_rank_0_has_no_address() {
+        let (space, barrier) = (Mutex::new(String::new()), Barrier::new(2));
+        scope(|scope| {
+            let ranks = [0, 1].map(|rank| {
+                let (near, far) = UnixStream::pair().unwrap();
+                let (space, barrier) = (&space, &barrier);
+                scope.spawn(move || serve(far, space, barrier));
+                let own = (rank == 0).then(|| Err(Error::environment("its port is in use")));
+                scope.spawn(move || agree(near, own, Deadline::after(Duration::from_secs(20))).map(|_| ()))
+            });
+            let [first, second] = ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string());
+            assert!(first.contains("its port is in use"), "{first}");
+            assert!(second.contains("rank 0 has no address"), "{second}");
+        });
+    }
+
+    #[test]
+    fn rank_0_tells_the_address_at_which_it_listens() {
+        let told = |bind: &str, is_one_host| own_address(None, 0, Some(bind.parse().unwrap()), is_one_host);
+        assert_eq!(told("127.0.0.2", true).unwrap().0.ip().to_string(), "127.0.0.2");
+        assert_eq!(told("0.0.0.0", true).unwrap().0.ip().to_string(), "127.0.0.1");
+        let error = told("127.0.0.1", false).unwrap_err();
+        assert!(error.to_string().contains("PHALANX_BIND"), "{error}");
     }
 
     #[test]
