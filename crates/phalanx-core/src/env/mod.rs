@@ -122,6 +122,20 @@ pub enum RendezvousEndpoint {
     NotNeeded,
 }
 
+/// The store of our launcher, whose restarts are counted for all its nodes. It names the store, because a worker of ours may start torchrun.
+const NUMBERED_STARTS: &str = "PHALANX_LAUNCHER_STORE";
+
+/// Whether the restart count names the start in the store at `place`: all ranks of one start have the same. It is not so under torchrun,
+/// whose agents count each for itself.
+pub(crate) fn has_numbered_starts(place: &RendezvousEndpoint) -> bool {
+    let RendezvousEndpoint::Master { address, port } = place else { return false };
+    variable(NUMBERED_STARTS).is_some_and(|named| named == store_name(address, *port))
+}
+
+fn store_name(address: &str, port: u16) -> String {
+    format!("{address} {port}")
+}
+
 /// The interface whose address this process tells to others, if the user names one. As GLOO's, so that what is set for PyTorch holds.
 #[doc(hidden)]
 pub fn interface() -> Option<String> {
@@ -365,6 +379,9 @@ impl WorkerEnv {
             ("TORCHELASTIC_RUN_ID", self.run_id.clone()),
             ("TORCHELASTIC_USE_AGENT_STORE", agent_store.to_owned()),
         ];
+        if self.agent_store {
+            variables.push((NUMBERED_STARTS, store_name(&self.master_addr, self.master_port)));
+        }
         if is_set(HOROVODRUN) {
             variables.extend([
                 ("HOROVOD_RANK", self.rank.to_string()),
@@ -808,7 +825,8 @@ mod tests {
             agent_store: true,
         };
         let variables = worker.variables_given(|name| name == "OMP_NUM_THREADS");
-        assert_eq!(variables.len(), 17);
+        assert_eq!(variables.len(), 18);
+        assert!(variables.contains(&(NUMBERED_STARTS, "10.0.0.1 29500".to_owned())));
         let with_horovod = worker.variables_given(|name| name == HOROVODRUN);
         let value = |name| with_horovod.iter().find(|(key, _)| *key == name).map(|(_, value)| value.as_str());
         let names = ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"];

@@ -5,7 +5,7 @@ use phalanx_proto::rendezvous::Identity;
 use super::{RankConfig, Rendezvous, Url, file, mpirun, pmi, tcp};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::env::{LaunchEnv, RendezvousEndpoint};
+use crate::env::{LaunchEnv, RendezvousEndpoint, has_numbered_starts};
 use crate::error::{Error, Result};
 use crate::store::host_port;
 
@@ -15,17 +15,23 @@ pub(super) fn join(
     me: &Identity,
     deadline: Deadline,
 ) -> Result<Rendezvous> {
+    let run_id = env.run_id.as_deref().unwrap_or("none");
+    let is_torchruns = env.agent_store && !has_numbered_starts(&env.rendezvous);
     let config = RankConfig {
         rank: env.rank,
         world_size: env.world_size,
         local: env.local_rank.zip(env.local_world_size),
         generation: env.restart_count,
         // A launcher's store may hold keys of earlier generations, and of earlier jobs.
-        scope: format!("phalanx/{}/{}", env.run_id.as_deref().unwrap_or("none"), env.restart_count.0),
+        scope: match is_torchruns {
+            true => format!("phalanx/{run_id}"),
+            false => format!("phalanx/{run_id}/{}", env.restart_count.0),
+        },
         credentials,
     };
     let host = match env.agent_store {
-        true => tcp::Host::Elsewhere,
+        true if is_torchruns => tcp::Host::Agent,
+        true => tcp::Host::Launcher,
         false => tcp::Host::Rank0 { bind: env.bind },
     };
     match &env.rendezvous {

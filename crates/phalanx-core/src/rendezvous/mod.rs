@@ -16,6 +16,7 @@ mod file;
 mod hosts;
 mod mpirun;
 mod pmi;
+mod start;
 mod store;
 mod tcp;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use phalanx_proto::rendezvous::Identity;
 
 use super::arrival::{Arrival, arrive, refuse_another};
-use super::{Held, KeepAlive, RankConfig, Rendezvous};
+use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::{
@@ -19,8 +19,10 @@ use crate::store::{
 pub(super) enum Host {
     /// Rank 0, at the address at which the others reach it, or at another one of its host.
     Rank0 { bind: Option<IpAddr> },
-    /// The launcher.
-    Elsewhere,
+    /// The launcher, for this start alone or for one of a number that all ranks know.
+    Launcher,
+    /// The launcher, for several starts, which the ranks have to tell apart: torchrun's agent.
+    Agent,
 }
 
 /// How long a rank that finds rank 0's last store waits before it looks for the next one.
@@ -91,6 +93,11 @@ fn join_once(
         None => Held::Client(client),
     };
     let mut keep_alive = KeepAlive(held);
+    let agreed = match host {
+        Host::Agent => Some(start::agree(&store, config, deadline)?),
+        Host::Rank0 { .. } | Host::Launcher => None,
+    };
+    let config = agreed.as_ref().unwrap_or(config);
     let mut arrived = match arrive(&store, Some(found), config, me, deadline)? {
         Arrival::Met(arrived) => arrived,
         Arrival::Over => return Ok(None),
@@ -123,7 +130,7 @@ fn serve(
         Host::Rank0 { bind: Some(ip) } if config.rank.is_main() => {
             TcpStoreServer::bind_anywhere(SocketAddr::new(ip, port(address)), access).map(Some)
         }
-        Host::Rank0 { .. } | Host::Elsewhere => Ok(None),
+        Host::Rank0 { .. } | Host::Launcher | Host::Agent => Ok(None),
     }
 }
 

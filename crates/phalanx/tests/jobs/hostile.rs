@@ -118,6 +118,7 @@ impl Job {
         let (file, stop) = (self.file(), self.folder.path().join("stop"));
         let (rank, world, port) =
             (self.ranks.len().to_string(), RANKS.to_string(), address.port().to_string());
+        let store = format!("127.0.0.1 {port}");
         self.ranks.push(Process::start(&[
             (ROLE, "hostile::rank".as_ref()),
             (STOP, stop.as_os_str()),
@@ -128,6 +129,7 @@ impl Job {
             ("MASTER_ADDR", "127.0.0.1".as_ref()),
             ("MASTER_PORT", port.as_ref()),
             ("TORCHELASTIC_USE_AGENT_STORE", "True".as_ref()),
+            ("PHALANX_LAUNCHER_STORE", store.as_ref()),
         ]));
     }
 

@@ -58,6 +58,8 @@ impl Place<'_> {
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
         command.env("MASTER_ADDR", self.address).env("MASTER_PORT", self.port.to_string());
         command.env("TORCHELASTIC_USE_AGENT_STORE", if self.served_by_rank_0 { "False" } else { "True" });
+        // The test is a launcher such as ours: it counts the restarts for all ranks.
+        command.env("PHALANX_LAUNCHER_STORE", format!("{} {}", self.address, self.port));
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 }
