@@ -834,7 +834,7 @@ mod tests {
         assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("0"), Some("1")]);
         let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
         assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")) && pairs.contains(&("PYTHONUNBUFFERED", "1")));
-        assert_eq!(worker.variables_given(|name| name == "PYTHONUNBUFFERED").len(), 17);
+        assert_eq!(worker.variables_given(|name| name == "PYTHONUNBUFFERED").len(), 18);
         let env = parse(&pairs).unwrap().unwrap();
         assert_eq!(
             (env.rank, env.world_size, env.restart_count),
