@@ -4,37 +4,8 @@
 # limit and requeue. It needs root, and touches nothing of a Slurm that is configured here.
 export PATH=$PATH:/usr/sbin:/sbin
 source "$(dirname "$0")/common.sh"
-needs munged slurmctld slurmd srun sbatch salloc scancel scontrol sinfo squeue ip unshare nsenter pgrep
-[ "$(id -u)" = 0 ] || { echo "Slurm's daemons need root" >&2; exit 1; }
-
-# All that is started here, also what Slurm starts, is in one process namespace, and ends with it.
-if [ "${1:-}" != inside ]; then
-    code=0
-    unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" inside || code=$?
-    exit $code
-fi
-
-declare -A holder
-for node in 1 2; do
-    unshare --net --uts sleep infinity & holder[$node]=$! started+=($!)
-done
-on() { nsenter --target "${holder[$1]}" --net --uts "${@:2}"; }
-hostname login
-printf '127.0.0.1 localhost\n10.77.0.254 login\n10.77.0.1 node1\n10.77.0.2 node2\n' > "$scratch/hosts"
-mount --bind "$scratch/hosts" /etc/hosts
-ip link set lo up
-ip link add nodes type bridge
-ip addr add 10.77.0.254/24 dev nodes
-ip link set nodes up
-for node in 1 2; do
-    until [ "$(readlink "/proc/${holder[$node]}/ns/net")" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.02; done
-    ip link add "to$node" type veth peer name eth0 netns "${holder[$node]}"
-    ip link set "to$node" master nodes up
-    on $node hostname "node$node"
-    on $node ip link set lo up
-    on $node ip addr add "10.77.0.$node/24" dev eth0
-    on $node ip link set eth0 up
-done
+needs munged slurmctld slurmd srun sbatch salloc scancel scontrol sinfo squeue pgrep
+source "$(dirname "$0")/hosts.sh"
 
 # munged wants folders that nobody else writes to, and everybody may pass through.
 chmod 755 "$scratch"
