@@ -3,13 +3,17 @@
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use phalanx_sys::tcp;
 
+use super::connect_error::{
+    ConnectError, closes, no_address, no_answer, not_a_store, not_listening, tls_failed, unexpected_answer,
+    wrong_key,
+};
+use super::resolve::{PAUSES, naming, resolve};
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
@@ -17,11 +21,10 @@ use crate::network::Network;
 use crate::notice::while_waiting;
 use crate::random;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
-use crate::tls::{Refusal, Session, Tls};
+use crate::tls::{Session, Tls};
 use crate::wire::auth::{TAG, Tag};
 use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
 use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
-use crate::wire::tls;
 
 /// How long one address may take to accept.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -29,10 +32,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
 const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
-/// How long to try again when a name has no address: the resolver may just be starting.
-const RESOLVE_RETRY_LIMIT: Duration = Duration::from_secs(10);
-/// The pause between two attempts grows from the first to the second.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 /// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
 /// that of the next request.
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
@@ -84,8 +83,8 @@ pub(super) enum WaitOutcome {
 /// How a client is admitted.
 #[derive(Clone, Debug)]
 pub(super) struct ClientCredentials {
-    secret: Option<StoreSecret>,
-    tls: Option<Tls>,
+    pub secret: Option<StoreSecret>,
+    pub tls: Option<Tls>,
 }
 
 impl ClientCredentials {
@@ -95,26 +94,6 @@ impl ClientCredentials {
             tls: credentials.tls.clone(),
         }
     }
-}
-
-/// Why an attempt to connect failed.
-enum ConnectError {
-    /// Nothing listens there, or not yet.
-    NotListening(io::Error),
-    /// It closed the connection.
-    Closed,
-    /// It accepts connections but sends nothing.
-    NoAnswer,
-    /// It is not a store.
-    NotAStore(String),
-    /// It is a store, but does not know the key.
-    WrongKey,
-    /// TLS failed.
-    Tls(io::Error),
-    /// The name has no address, or its address is not known yet.
-    NoAddress(io::Error),
-    /// This process has no descriptor, or no thread, left.
-    OutOfResources(Error),
 }
 
 /// How long a client waits for a store, beside its deadline.
@@ -621,161 +600,12 @@ fn unexpected_wait(answer: u8) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("a wait was answered {answer}"))
 }
 
-/// The error for an answer to the greeting that is not a store's.
-fn unexpected_answer(answer: &[u8]) -> ConnectError {
-    if tls::is_alert(answer) {
-        return ConnectError::Tls(Refusal::wanted());
-    }
-    ConnectError::NotAStore(format!("it answers {:?}", answer.escape_ascii().to_string()))
-}
-
-fn no_answer(error: io::Error) -> ConnectError {
-    match error.kind() {
-        io::ErrorKind::TimedOut => ConnectError::NoAnswer,
-        _ if Refusal::remedy(&error).is_some() => ConnectError::Tls(error),
-        _ => ConnectError::Closed,
-    }
-}
-
 /// Ignores errors after which the caller checks the deadline again.
 fn retry(error: io::Error) -> io::Result<()> {
     match error.kind() {
         io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Ok(()),
         _ => Err(error),
     }
-}
-
-/// `host:port`, with brackets around an IPv6 address, whether or not it has them already.
-pub fn host_port(host: &str, port: u16) -> String {
-    let host = host.trim_matches(['[', ']']);
-    if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
-}
-
-/// The addresses of `host:port`, as [`resolve`] finds them. A name without an address may get one soon, so it is tried again for as
-/// long as a client tries: a host's own name comes as late as another's.
-pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
-    let what = || {
-        format!("this process waits for an address of the name in {address}, where it is to serve the store")
-    };
-    let until = deadline.at_most(naming());
-    while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
-}
-
-/// Looks up again until there is an address, or `deadline` has passed.
-fn repeat_look_up(
-    deadline: Deadline,
-    mut look_up: impl FnMut() -> io::Result<Vec<SocketAddr>>,
-) -> io::Result<Vec<SocketAddr>> {
-    let mut backoff = Backoff::new(PAUSES, deadline);
-    loop {
-        match look_up() {
-            Err(error)
-                if !backoff.is_last()
-                    && no_more_processes(&error).is_none()
-                    && no_more_files(&error).is_none() =>
-            {
-                backoff.pause();
-            }
-            outcome => return outcome,
-        }
-    }
-}
-
-/// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
-pub fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
-    if let Ok(address) = address.parse() {
-        return Ok(vec![address]);
-    }
-    let (name, deadline) = (address.to_owned(), deadline.at_most(RESOLVE_RETRY_LIMIT));
-    let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
-    targets.sort_by_key(SocketAddr::is_ipv6);
-    targets.dedup();
-    Ok(targets)
-}
-
-/// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only
-/// until the deadline.
-fn within<T: Send + 'static>(
-    deadline: Deadline,
-    look_up: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    // Names in /etc/hosts are found even when the deadline has just passed.
-    const MIN_RESOLVE_TIMEOUT: Duration = Duration::from_millis(20);
-    let (answer, answered) = mpsc::channel();
-    let run = move || drop(answer.send(look_up()));
-    std::thread::Builder::new().name("phalanx-resolve".into()).spawn(run)?;
-    answered
-        .recv_timeout(deadline.remaining().max(MIN_RESOLVE_TIMEOUT))
-        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
-}
-
-/// How long to try again when a name has no address. In Kubernetes a pod's name gets one when the pod has been
-/// scheduled.
-fn naming() -> Duration {
-    match std::env::var_os("KUBERNETES_SERVICE_HOST") {
-        Some(_) => Duration::MAX,
-        None => RESOLVE_RETRY_LIMIT,
-    }
-}
-
-/// The remedy for an address whose name cannot be resolved.
-pub(super) const NO_ADDRESS_REMEDY: &str = "is MASTER_ADDR (or the launcher's --rdzv-endpoint) spelled right, and does `getent hosts` \
-                                  know it on this host? An IP address needs no look-up";
-
-fn no_address(address: &str, error: io::Error) -> Error {
-    Error::environment(format!("the name in {address} has no address"))
-        .with_source(error)
-        .in_operation("store connect", None)
-        .with_remedy(NO_ADDRESS_REMEDY)
-}
-
-fn not_listening(address: &str, waited: Duration, error: io::Error) -> Error {
-    let cause = format!("no store at {address} after {:.1} s: {error}", waited.as_secs_f64());
-    Error::timeout(cause).in_operation("store connect", None).with_remedy(
-        "does rank 0, or the launcher, run, and are MASTER_ADDR and MASTER_PORT those of its host? A firewall between \
-         the hosts has the same effect",
-    )
-}
-
-fn not_a_store(address: &str, what: &str) -> Error {
-    Error::protocol(format!("what listens on {address} is not a store: {what}"))
-        .in_operation("store connect", None)
-        .with_remedy("another program has this port: set MASTER_PORT to a free one for every rank")
-}
-
-fn tls_failed(address: &str, error: io::Error) -> Error {
-    let remedy = Refusal::remedy(&error).unwrap_or("does this host have /dev/urandom?");
-    Error::protocol(format!("cannot log in to the store at {address}: {error}"))
-        .in_operation("store connect", None)
-        .with_remedy(remedy)
-}
-
-fn closes(address: &str, credentials: &ClientCredentials) -> Error {
-    let error = not_a_store(address, "it closes the connection during the greeting");
-    error.with_remedy(match (&credentials.tls, &credentials.secret) {
-        (Some(_), _) => {
-            "if it is a store, it does not use TLS, as PyTorch's does not: unset PHALANX_TLS_CA, PHALANX_TLS_CERT and \
-             PHALANX_TLS_KEY under torchrun. Otherwise another program has this port"
-        }
-        (None, Some(_)) => {
-            "if it is a store, it has no job key: give its launcher the same one (--job-key-file), or unset \
-             PHALANX_JOB_KEY_FILE under torchrun. Otherwise another program has this port"
-        }
-        (None, None) => {
-            "if it is the store of a job with a key, name the key's file with PHALANX_JOB_KEY_FILE or --job-key-file, or \
-             let its launcher admit every client with --open-store. Otherwise another program has this port: set \
-             MASTER_PORT to a free one for every rank"
-        }
-    })
-}
-
-fn wrong_key(address: &str) -> Error {
-    Error::protocol(format!("the store at {address} does not know this job's key"))
-        .in_operation("store connect", None)
-        .with_remedy(
-            "give every launcher the same --job-key-file, or every rank the same PHALANX_JOB_KEY_FILE; if they have, \
-             this is the store of another job",
-        )
 }
 
 /// For `phalanx::fuzzing`: a store's answers, to calls that the first bytes name.
@@ -816,43 +646,5 @@ mod tests {
             [0, 1, 80, 400].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
             [200, 200, 200, 1000]
         );
-    }
-
-    #[test]
-    fn a_resolver_that_hangs_costs_no_more_than_the_deadline() {
-        let (never, answered) = mpsc::channel::<()>();
-        let started = Instant::now();
-        let hang = move || answered.recv().map_err(io::Error::other);
-        let error = within(Deadline::after(Duration::from_millis(50)), hang).unwrap_err();
-        assert!(error.kind() == io::ErrorKind::TimedOut && started.elapsed() < Duration::from_secs(5));
-        drop(never);
-        assert_eq!(within(Deadline::after(Duration::from_secs(20)), || Ok(7)).unwrap(), 7);
-        // An address that needs no lookup needs no time.
-        let past = Deadline::after(Duration::ZERO);
-        assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
-    }
-
-    #[test]
-    fn a_name_that_gets_its_address_late_is_looked_up_again() {
-        let (address, soon) = ("10.0.0.1:29400".parse().unwrap(), Deadline::after(Duration::from_secs(20)));
-        let unknown = || io::Error::other("Name or service not known");
-        let mut looked = 0;
-        let found = repeat_look_up(soon, || {
-            looked += 1;
-            if looked < 4 { Err(unknown()) } else { Ok(vec![address]) }
-        });
-        assert_eq!((found.unwrap(), looked), (vec![address], 4));
-        let error =
-            repeat_look_up(Deadline::after(Duration::from_millis(20)), || Err(unknown())).unwrap_err();
-        assert_eq!(error.to_string(), unknown().to_string());
-        // Waiting gives this process no descriptors.
-        let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(24));
-    }
-
-    #[test]
-    fn an_ipv6_address_is_put_in_brackets_once() {
-        let written = ["host", "::1", "[::1]"].map(|host| host_port(host, 7));
-        assert_eq!(written, ["host:7", "[::1]:7", "[::1]:7"]);
     }
 }

@@ -5,17 +5,20 @@
 mod access;
 mod client;
 mod client_connection;
+mod connect_error;
 mod handshake_permits;
 mod peer_user;
+mod resolve;
 mod server;
 mod server_connection;
 mod server_stream;
 
 pub use access::{Access, KeylessClients, Refusals};
 pub use client::TcpStore;
+pub use client_connection::Patience;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use client_connection::fuzz;
-pub use client_connection::{Patience, host_port, resolve};
+pub use resolve::{host_port, resolve};
 pub use server::TcpStoreServer;
 pub use server::{addresses_to_serve, listen, warn_of_own_name};
 

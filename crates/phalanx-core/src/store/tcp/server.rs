@@ -20,7 +20,8 @@ use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::{ACKNOWLEDGEMENT_TIMEOUT, NO_ADDRESS_REMEDY, resolve_patiently};
+use super::client_connection::ACKNOWLEDGEMENT_TIMEOUT;
+use super::resolve::{NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
