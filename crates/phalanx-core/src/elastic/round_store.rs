@@ -116,6 +116,18 @@ impl Store for RoundStore {
         pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
         self.round.set_and_get(pairs, keys, deadline, go_on)
     }
+
+    fn compare_set_and_get(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        changes.iter().try_for_each(|(key, ..)| self.note(key, deadline))?;
+        self.round.compare_set_and_get(changes, keys, deadline, found, go_on)
+    }
 }
 
 /// Removes the keys of the rounds before `now`: no worker uses them.

@@ -9,7 +9,7 @@
 //! verdict    the outcome: "ok" with the number of the first group, "over", or what went wrong; written once, read by all
 //! ```
 //!
-//! A rank writes the first two in one request and waits for the third in the next: two round trips, however far away the store is.
+//! A rank writes the first two, and waits for the third, in one request: one round trip, however far away the store is.
 //!
 //! A process may meet its world again in a store that still has the first meeting. Then it finds its own entry at
 //! `rank/<r>`, and goes on to the next round.
@@ -112,27 +112,32 @@ pub(super) fn arrive(
 ) -> Result<Arrival> {
     let started = Instant::now();
     let entry = Entry::new(nonce()?, config.world_size, me.clone(), found);
-    let Some((roll_call, round, expected)) = sign_in(store, config, &entry, deadline)? else {
+    // Published here, so that ranks that get further can see if this one is stopped while it waits.
+    let (name, process) = transport::process_record(config.rank)?;
+    let process = (&*format!("group/{name}"), &*process);
+    // Some time is kept to find out which ranks are missing, and to tell the others.
+    let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
+    let wait = |roll_call: &PrefixStore, changes: &[Change<'_>], signed_in: &mut SignedInCheck<'_>| {
+        let awaited = || awaited(roll_call, config, started, waiting.at_most(ANSWER_TIMEOUT));
+        while_waiting(awaited, || match config.rank.is_main() {
+            true => judge(roll_call, config, changes, signed_in, waiting),
+            false => {
+                let outcome =
+                    roll_call.compare_set_and_get(changes, &["verdict"], waiting, signed_in, &mut || Ok(()));
+                outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
+            }
+        })
+    };
+    let Some(SignedIn { roll_call, round, expected, outcome }) =
+        sign_in(store, config, &entry, Some(process), deadline, wait)?
+    else {
         return Ok(Arrival::Over);
     };
-    let group: SharedStore =
-        Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
     if let Some(error) = other_world(config.rank, &entry, &expected) {
         return Err(fail(&roll_call, error, deadline));
     }
-    // Published here, so that ranks that get further can see if this one is stopped while it waits.
-    let (name, process) = transport::process_record(config.rank)?;
-    let process = [(&*format!("group/{name}"), &*process)];
-    // Some time is kept to find out which ranks are missing, and to tell the others.
-    let waiting = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    let awaited = || awaited(&roll_call, config, started, waiting.at_most(ANSWER_TIMEOUT));
-    let outcome = while_waiting(awaited, || match config.rank.is_main() {
-        true => judge(&roll_call, config, &process, waiting),
-        false => {
-            let outcome = roll_call.set_and_get(&process, &["verdict"], waiting, &mut || Ok(()));
-            outcome.map(|outcome| outcome.into_iter().next().unwrap_or_default())
-        }
-    });
+    let group: SharedStore =
+        Arc::new(PrefixStore::new(format!("{}/{round}/group", config.scope), Arc::clone(store)));
     let group_number = match outcome {
         Ok(outcome) if outcome == OVER => return Ok(Arrival::Over),
         Ok(outcome) => number_in(&outcome),
@@ -183,8 +188,12 @@ pub(super) fn refuse_another(
         return Ok(None);
     }
     let entry = Entry::new(nonce()?, config.world_size, me.clone(), None);
-    let signed_in = sign_in(store, config, &entry, deadline)?;
-    Ok(signed_in.map(|(roll_call, ..)| {
+    let only_sign_in =
+        |roll_call: &PrefixStore, changes: &[Change<'_>], signed_in: &mut SignedInCheck<'_>| {
+            signed_in(&roll_call.multi_compare_set(changes, deadline)?)
+        };
+    let signed_in = sign_in(store, config, &entry, None, deadline, only_sign_in)?;
+    Ok(signed_in.map(|SignedIn { roll_call, .. }| {
         let cause = format!(
             "process {} on {} is rank {} of another group already, whose store it serves at this address",
             me.process, me.host, config.rank
@@ -194,11 +203,12 @@ pub(super) fn refuse_another(
     }))
 }
 
-/// Rank 0: waits until all have come, and writes the outcome, unless there is one before.
+/// Rank 0: signs in, waits until all have come, and writes the outcome, unless there is one before.
 fn judge(
     roll_call: &PrefixStore,
     config: &RankConfig,
-    process: &[(&str, &[u8])],
+    changes: &[Change<'_>],
+    signed_in: &mut SignedInCheck<'_>,
     deadline: Deadline,
 ) -> Result<Vec<u8>> {
     let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
@@ -208,7 +218,7 @@ fn judge(
         is_decided = roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
         if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
     };
-    match roll_call.set_and_get(process, &keys, deadline, &mut go_on) {
+    match roll_call.compare_set_and_get(changes, &keys, deadline, signed_in, &mut go_on) {
         Err(_) if is_decided => roll_call.get("verdict", deadline.max(Deadline::after(ANSWER_TIMEOUT))),
         Err(error) => Err(error),
         Ok(entries) => {
@@ -231,26 +241,58 @@ pub(super) fn nonce() -> Result<String> {
     Ok(format!("{:032x}", u128::from_le_bytes(random::bytes()?)))
 }
 
-/// Writes the entry into the first round in which this process has no entry yet. Returns also the number of the round, and the world size
-/// that the first to come expects there. None if rank 0 has ended that round.
-fn sign_in(
+/// A change of the store: a key, the value that is expected there, and the new one.
+type Change<'a> = (&'a str, &'a [u8], &'a [u8]);
+
+/// Gets what the store has after the changes of a sign-in. An error means that this rank does not wait in that round.
+type SignedInCheck<'a> = dyn FnMut(&[Vec<u8>]) -> Result<()> + 'a;
+
+/// The round in which a rank has signed in.
+struct SignedIn<T> {
+    roll_call: PrefixStore,
+    round: u64,
+    /// The world size that the first to come expects.
+    expected: Vec<u8>,
+    /// What came after the sign-in.
+    outcome: Result<T>,
+}
+
+/// Writes the entry, and the record of this `process` if there is one, into the first round in which this process has no entry yet. `then`
+/// makes these changes, and what follows in the same request. None if rank 0 has ended that round.
+fn sign_in<T>(
     store: &SharedStore,
     config: &RankConfig,
     entry: &Entry,
+    process: Option<(&str, &[u8])>,
     deadline: Deadline,
-) -> Result<Option<(PrefixStore, u64, Vec<u8>)>> {
+    then: impl Fn(&PrefixStore, &[Change<'_>], &mut SignedInCheck<'_>) -> Result<T>,
+) -> Result<Option<SignedIn<T>>> {
     let mine = entry.to_text().into_bytes();
     let name = format!("rank/{}", config.rank);
+    let mut changes: Vec<Change<'_>> = vec![(&name, b"", &mine), ("world", b"", entry.world.as_bytes())];
+    changes.extend(process.map(|(key, record)| (key, &b""[..], record)));
     for round in 0.. {
         let roll_call = PrefixStore::new(format!("{}/{round}", config.scope), Arc::clone(store));
-        let changes = [(name.as_str(), &b""[..], mine.as_slice()), ("world", b"", entry.world.as_bytes())];
-        let found = roll_call.multi_compare_set(&changes, deadline)?;
-        let [there, expected] = <[_; 2]>::try_from(found)
-            .map_err(|_| Error::protocol("the store has not answered both parts of a request"))?;
-        match place(config.rank, entry, &there) {
-            Place::Taken => return Ok(Some((roll_call, round, expected))),
-            Place::Met => {}
-            Place::Refused(error) => return Err(fail(&roll_call, error, deadline)),
+        let mut found = None;
+        let outcome = then(&roll_call, &changes, &mut |values| {
+            let [there, expected, ..] = values else {
+                return Err(Error::protocol("the store has not answered all parts of a request"));
+            };
+            let place = place(config.rank, entry, there);
+            let waits = matches!(place, Place::Taken) && other_world(config.rank, entry, expected).is_none();
+            found = Some((place, expected.clone()));
+            if waits { Ok(()) } else { Err(Error::aborted("this rank does not wait in this round")) }
+        });
+        match found {
+            None => {
+                let lost = || Error::protocol("the store has not answered the sign-in");
+                return Err(outcome.err().unwrap_or_else(lost));
+            }
+            Some((Place::Taken, expected)) => {
+                return Ok(Some(SignedIn { roll_call, round, expected, outcome }));
+            }
+            Some((Place::Met, _)) => {}
+            Some((Place::Refused(error), _)) => return Err(fail(&roll_call, error, deadline)),
         }
         // The first round of a store has been met, or this process has left it with an error.
         if round > 0

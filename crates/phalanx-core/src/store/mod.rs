@@ -121,6 +121,23 @@ pub trait Store: Send + Sync {
             .map(|(key, expected, desired)| self.compare_set(key, expected, desired, deadline))
             .collect()
     }
+
+    /// Makes the `changes`, as [`multi_compare_set`](Self::multi_compare_set) does, gives the values to `found`, and then returns the values
+    /// of all `keys`, as [`set_and_get`](Self::set_and_get) does. An error of `found` ends the call before it waits, and is returned; what
+    /// was changed stays changed.
+    ///
+    /// A store at the end of a network does both in one round trip.
+    fn compare_set_and_get(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        found(&self.multi_compare_set(changes, deadline)?)?;
+        self.set_and_get(&[], keys, deadline, go_on)
+    }
 }
 
 /// A store that a group and others share.

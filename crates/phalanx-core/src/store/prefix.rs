@@ -34,6 +34,20 @@ impl PrefixStore {
         let keys: Vec<String> = keys.iter().map(|key| self.key(key)).collect();
         then(&keys.iter().map(String::as_str).collect::<Vec<_>>())
     }
+
+    fn with_changes<T>(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        then: impl FnOnce(&[(&str, &[u8], &[u8])]) -> T,
+    ) -> T {
+        let keys: Vec<String> = changes.iter().map(|(key, ..)| self.key(key)).collect();
+        let changes: Vec<(&str, &[u8], &[u8])> = keys
+            .iter()
+            .zip(changes)
+            .map(|(key, (_, expected, desired))| (key.as_str(), *expected, *desired))
+            .collect();
+        then(&changes)
+    }
 }
 
 impl std::fmt::Debug for PrefixStore {
@@ -108,12 +122,19 @@ impl Store for PrefixStore {
         changes: &[(&str, &[u8], &[u8])],
         deadline: Deadline,
     ) -> Result<Vec<Vec<u8>>> {
-        let keys: Vec<String> = changes.iter().map(|(key, ..)| self.key(key)).collect();
-        let changes: Vec<(&str, &[u8], &[u8])> = keys
-            .iter()
-            .zip(changes)
-            .map(|(key, (_, expected, desired))| (key.as_str(), *expected, *desired))
-            .collect();
-        self.store.multi_compare_set(&changes, deadline)
+        self.with_changes(changes, |changes| self.store.multi_compare_set(changes, deadline))
+    }
+
+    fn compare_set_and_get(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        self.with_changes(changes, |changes| {
+            self.with_keys(keys, |keys| self.store.compare_set_and_get(changes, keys, deadline, found, go_on))
+        })
     }
 }

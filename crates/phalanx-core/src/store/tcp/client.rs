@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::slice::from_ref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
@@ -16,7 +16,9 @@ use super::client_connection::{ClientCredentials, Link, Patience, WaitOutcome};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::key::JobKey;
+use crate::notice::while_waiting;
 use crate::store::Store;
 use crate::store::call::Call;
 use crate::store::table::decimal;
@@ -26,6 +28,8 @@ use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 const IDLE: usize = 8;
 /// How long an answer may take, even after the deadline, that is asked for when a wait has ended.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often a client that waits for the first of several connections looks whether the store is still needed.
+const PATIENCE_INTERVAL: Duration = Duration::from_millis(50);
 /// Requests of so many bytes together are sent before their answers are read; a longer one alone. The server reads the next request
 /// only when the last answer has gone out, so that more could leave both sides writing.
 const PIPELINED: usize = 16 << 10;
@@ -43,7 +47,7 @@ pub struct TcpStore {
     local: IpAddr,
     idle: Mutex<Vec<Link>>,
     /// Connections that are still being made.
-    coming: Mutex<Receiver<Link>>,
+    coming: Mutex<Receiver<Result<Link>>>,
     /// How many threads are in the `go_on` of a [`set_and_get`](Store::set_and_get), in which they ask the store something else.
     in_go_on: AtomicUsize,
 }
@@ -86,26 +90,10 @@ impl TcpStore {
     ) -> Result<Self> {
         let address = address.to_string();
         let credentials = ClientCredentials::new(credentials);
-        // Each takes round trips, so they are made at the same time. Only the first is waited for.
-        let is_decided = Arc::new(AtomicBool::new(false));
-        let (made, coming) = mpsc::channel();
-        for _ in 1..patience.connections {
-            let (address, credentials, made) = (address.clone(), credentials.clone(), made.clone());
-            let (is_decided, silence) = (Arc::clone(&is_decided), patience.silence);
-            let another = move || {
-                let goes_on = || !is_decided.load(Ordering::Relaxed);
-                let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
-                if let Ok(link) = Link::connect_silently(&address, &credentials, deadline, &patience) {
-                    // If the store is no longer used, the connection is closed here.
-                    drop(made.send(link));
-                }
-            };
-            // Without it, the call that needs a connection makes it.
-            let _ = thread::Builder::new().name("phalanx-store-dial".into()).spawn(another);
-        }
-        let link = Link::connect(&address, &credentials, deadline, patience);
-        is_decided.store(true, Ordering::Relaxed);
-        let link = link?;
+        let (link, coming) = match patience.connections {
+            0 | 1 => (Link::connect(&address, &credentials, deadline, patience)?, mpsc::channel().1),
+            _ => first_of_several(&address, &credentials, deadline, patience)?,
+        };
         let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
@@ -194,6 +182,18 @@ impl TcpStore {
         let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         let request = [first, Frame::new(op).keys(keys).into_bytes()].concat();
         let waited = link.wait(&request, values, go_on).map_err(|error| call.failed(error))?;
+        self.waited(call, link, waited, values)
+    }
+
+    /// The outcome of a wait for the call's keys, whose answer has so many values.
+    fn waited(
+        &self,
+        call: &Call<'_>,
+        mut link: Link,
+        waited: WaitOutcome,
+        values: usize,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys = call.keys;
         let outcome = match waited {
             WaitOutcome::Values(came) if values == keys.len() => Ok(came),
             WaitOutcome::Values(_) => {
@@ -210,8 +210,16 @@ impl TcpStore {
         outcome
     }
 
+    /// Calls `go_on` as one of the threads that may ask the store something else meanwhile.
+    fn counted(&self, go_on: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.in_go_on.fetch_add(1, Ordering::Relaxed);
+        let outcome = go_on();
+        self.in_go_on.fetch_sub(1, Ordering::Relaxed);
+        outcome
+    }
+
     fn link(&self, call: &Call<'_>) -> Result<Link> {
-        let idle = self.idle.lock().pop().or_else(|| self.coming.lock().try_recv().ok());
+        let idle = self.idle.lock().pop().or_else(|| self.coming.lock().try_iter().find_map(Result::ok));
         let mut link = match idle {
             Some(link) => link,
             None => Link::reconnect(&self.found.to_string(), &self.credentials, call.deadline)
@@ -333,13 +341,7 @@ impl Store for TcpStore {
             _ => multi_set(&setting, pairs)?.into_bytes(),
         };
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        let mut counted = || {
-            self.in_go_on.fetch_add(1, Ordering::Relaxed);
-            let outcome = go_on();
-            self.in_go_on.fetch_sub(1, Ordering::Relaxed);
-            outcome
-        };
-        self.wait_for_values(&call, first, Some(&mut counted))
+        self.wait_for_values(&call, first, Some(&mut || self.counted(go_on)))
     }
 
     fn multi_compare_set(
@@ -349,12 +351,7 @@ impl Store for TcpStore {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
         let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
-        changes
-            .iter()
-            .try_for_each(|(_, expected, desired)| call.value(expected).and(call.value(desired)))?;
-        let bytes =
-            changes.iter().map(|(key, expected, desired)| key.len() + expected.len() + desired.len() + 1);
-        check_size(&call, changes.len(), bytes.sum())?;
+        check_changes(&call, changes)?;
         let mut link = self.link(&call)?;
         let mut answers = Vec::with_capacity(changes.len());
         let (mut requests, mut sent) = (Vec::new(), 0);
@@ -364,7 +361,7 @@ impl Store for TcpStore {
             (0..count).try_for_each(|_| link.value().map(|value| answers.push(value)))
         };
         for (index, (key, expected, desired)) in changes.iter().enumerate() {
-            let request = Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes();
+            let request = compare_set(key, expected, desired);
             if requests.len() + request.len() > PIPELINED {
                 send(&mut link, &mut requests, index - sent).map_err(|error| call.failed(error))?;
                 sent = index;
@@ -375,6 +372,109 @@ impl Store for TcpStore {
         self.put_back(link);
         Ok(answers)
     }
+
+    fn compare_set_and_get(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let changed: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
+        let changing = Call::new(&self.name, "compare_set", &changed, deadline)?;
+        check_changes(&changing, changes)?;
+        let call = Call::new(&self.name, "multi_get", keys, deadline)?;
+        let wait = Frame::new(Op::WaitGet).keys(keys);
+        check_size(&call, keys.len(), wait.len())?;
+        let mut request: Vec<u8> =
+            changes.iter().flat_map(|(key, expected, desired)| compare_set(key, expected, desired)).collect();
+        let mut link = self.link(&call)?;
+        if !link.is_own || request.len() > PIPELINED {
+            self.put_back(link);
+            found(&self.multi_compare_set(changes, deadline)?)?;
+            return self.set_and_get(&[], keys, deadline, go_on);
+        }
+        request.extend(wait.into_bytes());
+        let answers = link.send(&request).and_then(|()| changes.iter().map(|_| link.value()).collect());
+        let answers: Vec<_> = answers.map_err(|error| changing.failed(error))?;
+        if let Err(error) = found(&answers) {
+            link.leave_wait(keys.len()).map_err(|error| call.failed(error))?;
+            self.put_back(link);
+            return Err(error);
+        }
+        let waited = link.wait_for_answer(keys.len(), Some(&mut || self.counted(go_on)));
+        self.waited(&call, link, waited.map_err(|error| call.failed(error))?, keys.len())
+    }
+}
+
+/// Makes the connections that `patience` asks for at the same time, because each takes round trips. Returns the first that stands: on a
+/// network that loses packets any of them may be late. The others come later.
+fn first_of_several(
+    address: &str,
+    credentials: &ClientCredentials,
+    deadline: Deadline,
+    patience: &Patience<'_>,
+) -> Result<(Link, Receiver<Result<Link>>)> {
+    let is_decided = Arc::new(AtomicBool::new(false));
+    let last = Arc::new(Mutex::new(String::new()));
+    let (made, coming) = mpsc::channel();
+    for index in 0..patience.connections {
+        let (address, credentials, made) = (address.to_owned(), credentials.clone(), made.clone());
+        let (is_decided, last, silence) = (Arc::clone(&is_decided), Arc::clone(&last), patience.silence);
+        let dial = move || {
+            let goes_on = || !is_decided.load(Ordering::Relaxed);
+            let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
+            let report =
+                |why: &dyn fmt::Display| *last.lock() = format!(", to which it cannot connect: {why}");
+            let link = Link::retry_until(&address, &credentials, deadline, &patience, report);
+            // All meet the same errors. If the store is no longer used, the connection is closed here.
+            if index == 0 || link.is_ok() {
+                drop(made.send(link));
+            }
+        };
+        match thread::Builder::new().name("phalanx-store-dial".into()).spawn(dial) {
+            Ok(_) => {}
+            Err(error) if index == 0 => {
+                return Err(Error::not_started(
+                    "a thread that connects with the store could not be started",
+                    error,
+                ));
+            }
+            // Without it, the call that needs a connection makes it.
+            Err(_) => break,
+        }
+    }
+    drop(made);
+    let what = || format!("this process waits for the store at {address}{}", last.lock());
+    let first = while_waiting(what, || {
+        loop {
+            match coming.recv_timeout(interrupt::at_most(PATIENCE_INTERVAL)) {
+                Ok(first) => return first,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Error::aborted("a thread that connects with the store panicked"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            interrupt::check()?;
+            if !(patience.goes_on)() {
+                return Err(Error::aborted(format!("the store at {address} is no longer needed")));
+            }
+        }
+    });
+    is_decided.store(true, Ordering::Relaxed);
+    first.map(|link| (link, coming))
+}
+
+fn compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8> {
+    Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes()
+}
+
+/// Checks the caps of changes together, and of each.
+fn check_changes(call: &Call<'_>, changes: &[(&str, &[u8], &[u8])]) -> Result<()> {
+    changes.iter().try_for_each(|(_, expected, desired)| call.value(expected).and(call.value(desired)))?;
+    let bytes = changes.iter().map(|(key, expected, desired)| key.len() + expected.len() + desired.len() + 1);
+    check_size(call, changes.len(), bytes.sum())
 }
 
 /// The request that sets `pairs`, whose size is checked.

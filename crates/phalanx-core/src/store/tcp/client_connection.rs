@@ -100,7 +100,7 @@ impl ClientCredentials {
 pub struct Patience<'a> {
     /// How long a program that listens may be silent. After that it is not a store.
     pub silence: Duration,
-    /// Whether the store is still needed. It is asked after each attempt.
+    /// Whether the store is still needed. It is asked after each attempt, and while several connections are made several times a second.
     pub goes_on: &'a (dyn Fn() -> bool + Sync),
     /// How many connections to make at once, for a client whose threads use several from the start.
     pub connections: usize,
@@ -129,18 +129,8 @@ impl Link {
         })
     }
 
-    /// The same, without reports.
-    pub fn connect_silently(
-        address: &str,
-        credentials: &ClientCredentials,
-        deadline: Deadline,
-        patience: &Patience<'_>,
-    ) -> Result<Self> {
-        Self::retry_until(address, credentials, deadline, patience, |_| {})
-    }
-
     /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
-    fn retry_until(
+    pub fn retry_until(
         address: &str,
         credentials: &ClientCredentials,
         deadline: Deadline,
@@ -489,9 +479,25 @@ impl Link {
         &mut self,
         request: &[u8],
         values: usize,
-        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
+        go_on: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> io::Result<WaitOutcome> {
         self.send(request)?;
+        self.wait_for_answer(values, go_on)
+    }
+
+    /// Ends a wait that has been sent, and whose answer nobody wants.
+    pub fn leave_wait(&mut self, values: usize) -> io::Result<()> {
+        self.send(&[Op::CancelWait as u8])?;
+        self.owed.push_back(Owed::Wait { values });
+        Ok(())
+    }
+
+    /// [`wait`](Self::wait) after the request has been sent, and the answers before that of the wait read.
+    pub fn wait_for_answer(
+        &mut self,
+        values: usize,
+        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
+    ) -> io::Result<WaitOutcome> {
         let end = self.deadline;
         let round_trip = tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip);
         let stopped = loop {
@@ -514,11 +520,10 @@ impl Link {
             }
         };
         self.deadline = Deadline::after(CANCEL_GRACE);
-        self.send(&[Op::CancelWait as u8])?;
         if let Some(error) = stopped {
-            self.owed.push_back(Owed::Wait { values });
-            return Ok(WaitOutcome::Stopped(error));
+            return self.leave_wait(values).map(|()| WaitOutcome::Stopped(error));
         }
+        self.send(&[Op::CancelWait as u8])?;
         match self.take() {
             Ok([WAIT_DONE]) => {
                 // The keys have come at the last moment. The answer to the cancellation comes after the values.
