@@ -42,6 +42,25 @@ pub(super) fn seen_by_others(nodes: &[Known<'_>], is_ours: impl Fn(IpAddr) -> bo
     seen.find(|address| is_usable(*address) && is_ours(*address))
 }
 
+/// What the user should know where the other `nodes` see this machine only as a router or a jump host, behind which they may not reach
+/// the store that it serves; `instead` says what helps besides.
+pub(super) fn warning_of_router(
+    nodes: &[Known<'_>],
+    is_ours: impl Fn(IpAddr) -> bool,
+    instead: &str,
+) -> Option<String> {
+    if seen_by_others(nodes, &is_ours).is_some() {
+        return None;
+    }
+    let others = nodes.iter().filter(|node| !node.is_here);
+    let mut seen = others.filter_map(|node| Some((node.name, node.route?.from.to_canonical())));
+    let (name, address) = seen.find(|(_, address)| is_usable(*address))?;
+    Some(format!(
+        "{name} sees this machine come from {address}, which is none of its addresses but a router's or a jump host's: the hosts may not \
+         reach the store that this machine serves. --master-addr names an address that they reach, or {instead}"
+    ))
+}
+
 /// Whether other hosts reach the same machine by it.
 fn is_usable(address: IpAddr) -> bool {
     let is_local = match address {
@@ -78,6 +97,23 @@ mod tests {
         ];
         for (nodes, expected) in cases {
             assert_eq!(of_node_0(&nodes, ours), expected, "{nodes:?}");
+        }
+    }
+
+    #[test]
+    fn a_router_before_this_machine_is_named() {
+        let ours = |address: IpAddr| address.to_string() == "10.0.0.1";
+        let warning = |from: Option<&str>| {
+            let route = from.map(|from| (from, "10.0.0.2"));
+            warning_of_router(&[node("here", true, None), node("far", false, route)], ours, "do so")
+        };
+        let said = warning(Some("192.0.2.9")).unwrap();
+        assert!(
+            said.starts_with("far sees") && said.contains("192.0.2.9") && said.ends_with("or do so"),
+            "{said}"
+        );
+        for silent in [None, Some("10.0.0.1"), Some("::ffff:10.0.0.1"), Some("127.0.0.1"), Some("fe80::1")] {
+            assert_eq!(warning(silent), None, "{silent:?}");
         }
     }
 }

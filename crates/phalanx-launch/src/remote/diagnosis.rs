@@ -21,11 +21,26 @@ pub(super) struct LostConnection<'a> {
 }
 
 /// Messages of ssh, what they mean, and what to do.
-const SSH_ERRORS: [(&str, &str, &str); 11] = [
+const SSH_ERRORS: [(&str, &str, &str); 14] = [
     (
         "could not resolve hostname",
         "there is no host of this name",
         "is it spelt right, in -H and in ~/.ssh/config?",
+    ),
+    (
+        "connect failed: name or service not known",
+        "its jump host knows no host of this name",
+        "the jump host looks the name up: is it spelt right? HostName in ~/.ssh/config gives an address instead",
+    ),
+    (
+        "connect failed: temporary failure in name resolution",
+        "its jump host finds no address for this name",
+        "the jump host looks the name up: is it spelt right? HostName in ~/.ssh/config gives an address instead",
+    ),
+    (
+        "administratively prohibited",
+        "its jump host connects nobody to other hosts",
+        "ProxyJump needs `AllowTcpForwarding yes` in sshd_config there",
     ),
     (
         "connection refused",
@@ -62,6 +77,11 @@ const SSH_ERRORS: [(&str, &str, &str); 11] = [
         "is the path behind --ssh-identity-file right?",
     ),
 ];
+
+/// What ssh says of its connection where another program, for a jump host another ssh, makes it, and that one has failed.
+const OF_A_PROXY: &str = "unknown port 65535";
+/// How a line begins that tells what a jump host, which was reached, has met.
+const FROM_A_JUMP_HOST: &str = "channel ";
 
 /// Messages of srun, in the same way.
 const SRUN_ERRORS: [(&str, &str, &str); 9] = [
@@ -122,32 +142,39 @@ impl LostConnection<'_> {
         };
         if self.is_here && !self.is_srun {
             return self
-                .error_with_stderr(format!("{host}: the launcher of this machine was ended by {how}"));
+                .error_with_last_line(format!("{host}: the launcher of this machine was ended by {how}"));
         }
-        let said = self.stderr.to_lowercase();
         let table = if self.is_srun { &SRUN_ERRORS[..] } else { &SSH_ERRORS[..] };
-        let known = table.iter().find(|(text, ..)| said.contains(text)).filter(|_| !self.was_up);
-        if let Some((_, meaning, remedy)) = known {
-            return self
-                .error_with_stderr(format!("{host}: {meaning}"))
-                .with_remedy(remedy.replace("HOST", host));
+        let known = table.iter().find_map(|entry| Some((entry, self.line_with(entry.0)?)));
+        if let Some(((_, meaning, remedy), line)) = known.filter(|_| !self.was_up) {
+            let is_jump_host = !self.is_srun
+                && self.line_with(OF_A_PROXY).is_some()
+                && !line.to_lowercase().starts_with(FROM_A_JUMP_HOST);
+            return match is_jump_host {
+                true => self
+                    .error_saying(format!("{host}: its jump host (ProxyJump): {meaning}"), Some(line))
+                    .with_remedy(remedy.replace("HOST", "JUMP_HOST")),
+                false => self
+                    .error_saying(format!("{host}: {meaning}"), Some(line))
+                    .with_remedy(remedy.replace("HOST", host)),
+            };
         }
         match self.code {
             // The shell's exit codes for a program that does not exist, or cannot be executed.
             Some(code @ (126 | 127)) if !self.was_up => {
                 let what = if code == 127 { "there is no phalanx" } else { "phalanx cannot be executed" };
                 let launcher = self.launcher;
-                self.error_with_stderr(format!("{host}: {what}, neither at {launcher} nor in its PATH")).with_remedy(
+                self.error_with_last_line(format!("{host}: {what}, neither at {launcher} nor in its PATH")).with_remedy(
                     "install the same version there; a PATH that is set for terminals alone does not count",
                 )
             }
             _ if self.was_up => self
-                .error_with_stderr(format!(
+                .error_with_last_line(format!(
                     "{host}: the connection to its launcher is lost ({shell} ended with {how})"
                 ))
                 .with_remedy("is the host up, and its network? Was the launcher killed there?"),
             _ => self
-                .error_with_stderr(format!("{host}: {shell} ended with {how} before phalanx answered"))
+                .error_with_last_line(format!("{host}: {shell} ended with {how} before phalanx answered"))
                 .with_remedy(match self.is_srun {
                     true => format!("does `{shell} --overlap --nodes=1 --ntasks=1 --nodelist={host} phalanx --version` work within this job?"),
                     false => format!("does `{shell} {host} phalanx --version` work?"),
@@ -155,12 +182,28 @@ impl LostConnection<'_> {
         }
     }
 
-    /// Adds the last message of ssh or srun.
-    fn error_with_stderr(&self, cause: String) -> Error {
+    /// The lines of ssh or srun.
+    fn lines(&self) -> impl DoubleEndedIterator<Item = &str> {
+        self.stderr.lines().map(str::trim).filter(|line| !line.is_empty())
+    }
+
+    /// The first of them with this text, which is in small letters.
+    fn line_with(&self, text: &str) -> Option<&str> {
+        self.lines().find(|line| line.to_lowercase().contains(text))
+    }
+
+    fn last_line(&self) -> Option<&str> {
+        self.lines().next_back()
+    }
+
+    fn error_with_last_line(&self, cause: String) -> Error {
+        self.error_saying(cause, self.last_line())
+    }
+
+    fn error_saying(&self, cause: String, line: Option<&str>) -> Error {
         let error = Error::new(Kind::Environment, cause);
-        let said: Vec<&str> = self.stderr.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-        match said.last() {
-            Some(last) => error.adding(format!(": {last}")),
+        match line {
+            Some(line) => error.adding(format!(": {line}")),
             None => error,
         }
     }
@@ -205,7 +248,54 @@ mod tests {
         for (code, stderr, remedy) in cases {
             let error = broken(code, stderr, false).error().to_string();
             assert!(error.starts_with("node7: ") && error.contains(remedy), "{error}");
-            assert!(error.contains(stderr.lines().last().unwrap()), "{error}");
+            assert!(stderr.lines().any(|line| error.contains(line)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_jump_host_is_told_from_the_host_behind_it() {
+        // As OpenSSH 9.2 says it.
+        let end = "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535";
+        let cases = [
+            (
+                "ssh: connect to host 192.0.2.9 port 22: Connection refused",
+                "its jump host (ProxyJump): no ssh server",
+                "sshd",
+            ),
+            (
+                "me@192.0.2.9: Permission denied (publickey).",
+                "its jump host (ProxyJump): it accepts none",
+                "ssh-copy-id JUMP_HOST",
+            ),
+            ("Host key verification failed.", "its jump host (ProxyJump): its host key", "`ssh JUMP_HOST`"),
+            (
+                "channel 0: open failed: connect failed: Connection refused\nstdio forwarding failed",
+                "node7: no ssh server",
+                "sshd",
+            ),
+            (
+                "channel 0: open failed: connect failed: No route to host\nstdio forwarding failed",
+                "node7: it cannot be reached",
+                "is it up",
+            ),
+            (
+                "channel 0: open failed: connect failed: Name or service not known\nstdio forwarding failed",
+                "node7: its jump host knows no host of this name",
+                "HostName",
+            ),
+            (
+                "channel 0: open failed: administratively prohibited: open failed\nstdio forwarding failed",
+                "node7: its jump host connects nobody",
+                "AllowTcpForwarding",
+            ),
+        ];
+        for (said, cause, remedy) in cases {
+            let error = broken(255, &format!("{said}\n{end}"), false).error().to_string();
+            assert!(
+                error.starts_with("node7: ") && error.contains(cause) && error.contains(remedy),
+                "{error}"
+            );
+            assert!(error.contains(said.lines().next().unwrap()) && !error.contains("UNKNOWN"), "{error}");
         }
     }
 

@@ -27,6 +27,9 @@ use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
 use crate::key::JobKey;
 
+/// How much longer than the other launchers the one with the store waits for all: those that cannot connect to it know why, and it does not.
+const SERVER_GRACE: Duration = Duration::from_secs(2);
+
 /// What a job does with its launchers; there is one plan for fixed hosts, and one for elastic jobs.
 pub(super) trait Plan {
     /// Does what is due. Called before each wait. An error ends the job.
@@ -221,13 +224,14 @@ impl Launchers<'_> {
         agent: Option<AgentConfig>,
     ) {
         let peer = &mut self.peers[index];
+        let serves = peer.index == 0 && agent.is_none() && nodes > 1;
         let config = LauncherConfig {
             workers: peer.slots,
             node: u32::try_from(peer.index).unwrap_or(u32::MAX),
             nodes,
             host: host.to_owned(),
             port,
-            join_timeout: self.job.start_timeout,
+            join_timeout: self.job.start_timeout + if serves { SERVER_GRACE } else { Duration::ZERO },
             key: SentKey::new(&self.key),
             agent,
         };
@@ -266,7 +270,8 @@ impl Launchers<'_> {
 
     /// Those of `missing` have not answered in time.
     pub(super) fn not_answered(&self, missing: &[&Peer]) -> Error {
-        self.too_late(missing, "has not answered", self.job.shell.remedy_if_silent())
+        let what = if missing.len() == 1 { "has not answered" } else { "have not answered" };
+        self.too_late(missing, what, self.job.shell.remedy_if_silent())
     }
 
     fn wait(&mut self, wake_at: Option<Instant>) {
@@ -339,12 +344,14 @@ pub(super) mod tests {
         };
         driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(Outcome::Succeeded)));
         assert!(!has_limit(&mut driver));
-        let (node, host, why) = (Some(1), "node2".to_owned(), "it is silent".to_owned());
-        let lost = Outcome::NodeFailed(NodeFailure { node, host, why });
-        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(lost.clone())));
+        let lost = |host: &str| {
+            let (host, why) = (host.to_owned(), "it is silent".to_owned());
+            Outcome::NodeFailed(NodeFailure { node: Some(1), host, why })
+        };
+        driver.launchers.peers[0].end = Some(LauncherEnd::Reported(ending(lost("its.own.name"))));
         assert!(has_limit(&mut driver));
-        // The one that was lost is ended, and the report is what the others have said of it.
-        assert_eq!(driver.run().unwrap().outcome, lost);
+        // The one that was lost is ended, and the report is what the others have said of it, under the name that the user knows.
+        assert_eq!(driver.run().unwrap().outcome, lost("node2"));
     }
 
     #[test]

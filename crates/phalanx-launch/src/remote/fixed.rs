@@ -14,6 +14,7 @@ use super::peer::{LauncherEnd, Peer};
 use super::protocol::{RemoteEvent, RemoteReport};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::exit::{Outcome, Report, Signal};
 use crate::host;
 use crate::interfaces;
@@ -121,7 +122,13 @@ impl Plan for FixedHosts {
                     let late = deadline.has_passed().then(|| launchers.not_answered(&missing));
                     return late.map_or(Ok(()), Err);
                 }
-                let host = launchers.job.master_addr.clone().unwrap_or_else(|| node_0_address(launchers));
+                let host = match &launchers.job.master_addr {
+                    Some(address) => address.clone(),
+                    None => {
+                        warn_of_router(launchers);
+                        node_0_address(launchers)
+                    }
+                };
                 launchers.tell_to_start(0, nodes, (&host, launchers.job.master_port), None);
                 let deadline = Deadline::after(launchers.job.start_timeout);
                 self.stage = if nodes > 1 { Stage::Serving(deadline, host) } else { Stage::Running };
@@ -222,6 +229,13 @@ impl Plan for FixedHosts {
                 LauncherEnd::Failed(error) => failed = failed.or(Some(error)),
             }
         }
+        // By the name that the user has given, which need not be its own.
+        if let Outcome::NodeFailed(failure) = &mut report.outcome
+            && let Some(node) = failure.node.and_then(|node| usize::try_from(node).ok())
+            && let Some(host) = launchers.job.hosts.hosts().get(node)
+        {
+            host.name().clone_into(&mut failure.host);
+        }
         let error = match launchers.end {
             Some(DriverEnd::Interrupted(signal)) => {
                 report.outcome = Outcome::Interrupted(signal);
@@ -247,6 +261,20 @@ fn node_0_address(launchers: &Launchers<'_>) -> String {
     // Other hosts would resolve "localhost" to themselves.
     let known = launchers.known(|peer| if peer.is_here { &own } else { peer.host.address() });
     address::of_node_0(&known, interfaces::is_own)
+}
+
+/// Says so, if this machine is node 0 and the others may not reach it.
+fn warn_of_router(launchers: &mut Launchers<'_>) {
+    let known = launchers.known(|peer| peer.host.name());
+    if known.first().is_some_and(|node| node.is_here)
+        && let Some(text) = address::warning_of_router(
+            &known,
+            interfaces::is_own,
+            "name another host first, which they reach",
+        )
+    {
+        launchers.control.tell(Event::Warning { text: &text });
+    }
 }
 
 /// Of the nodes' reports, the one nearest to the cause counts.

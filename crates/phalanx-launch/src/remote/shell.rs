@@ -130,6 +130,11 @@ impl RemoteShell {
         for option in ["BatchMode=yes", &timeout, &interval, &attempts] {
             command.args(["-o", option]);
         }
+        // The ssh that it starts for a jump host is given none of these, and would put its question to the terminal, again and
+        // again because this is no process group of the foreground.
+        if std::env::var_os("SSH_ASKPASS_REQUIRE").is_none() {
+            command.envs([("SSH_ASKPASS_REQUIRE", "force"), ("SSH_ASKPASS", "false")]);
+        }
         if let Some(port) = self.port {
             command.args(["-p", &port.to_string()]);
         }

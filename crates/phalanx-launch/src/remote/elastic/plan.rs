@@ -144,6 +144,12 @@ impl ElasticPlan {
         if self.store.is_none()
             && let Some(address) = self.address(launchers)
         {
+            let known = launchers.known(|peer| peer.host.name());
+            let warning =
+                address::warning_of_router(&known, interfaces::is_own, "start the command on one of them");
+            if let Some(text) = warning {
+                launchers.control.tell(Event::Warning { text: &text });
+            }
             self.serve(launchers, &address)?;
         }
         if let Some(store) = &self.store {
