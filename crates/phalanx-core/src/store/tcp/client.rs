@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::slice::from_ref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
 use std::time::Duration;
 
@@ -30,6 +30,10 @@ const IDLE: usize = 8;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often a client that waits for the first of several connections looks whether the store is still needed.
 const PATIENCE_INTERVAL: Duration = Duration::from_millis(50);
+/// How long a call waits for a connection that is being made already, before it makes its own.
+const COMING_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often it looks.
+const COMING_INTERVAL: Duration = Duration::from_millis(1);
 /// Requests of so many bytes together are sent before their answers are read; a longer one alone. The server reads the next request
 /// only when the last answer has gone out, so that more could leave both sides writing.
 const PIPELINED: usize = 16 << 10;
@@ -219,14 +223,30 @@ impl TcpStore {
     }
 
     fn link(&self, call: &Call<'_>) -> Result<Link> {
-        let idle = self.idle.lock().pop().or_else(|| self.coming.lock().try_iter().find_map(Result::ok));
-        let mut link = match idle {
+        let mut link = match self.idle_link(call.deadline) {
             Some(link) => link,
             None => Link::reconnect(&self.found.to_string(), &self.credentials, call.deadline)
                 .map_err(|error| call.failed(error))?,
         };
         link.deadline = call.deadline;
         Ok(link)
+    }
+
+    /// An idle connection. One that is still being made is waited for: a new one would come later.
+    fn idle_link(&self, deadline: Deadline) -> Option<Link> {
+        let until = deadline.at_most(COMING_TIMEOUT);
+        loop {
+            if let Some(link) = self.idle.lock().pop() {
+                return Some(link);
+            }
+            match self.coming.lock().try_recv() {
+                Ok(Ok(link)) => return Some(link),
+                Ok(Err(_)) => {}
+                Err(TryRecvError::Empty) if !until.has_passed() => {}
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return None,
+            }
+            thread::sleep(COMING_INTERVAL);
+        }
     }
 
     fn put_back(&self, link: Link) {

@@ -3,14 +3,14 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::{Access, KeylessClients, TcpStore, TcpStoreServer};
+use super::{Access, KeylessClients, Patience, TcpStore, TcpStoreServer};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::Error;
@@ -480,6 +480,80 @@ fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
     let changes = [("rank/0", &b""[..], &b"me"[..]), ("world", b"", b"2"), ("rank/0", b"", b"other")];
     assert_eq!(store.multi_compare_set(&changes, soon()).unwrap(), [&b"me"[..], b"2", b"me"]);
     assert_eq!(made.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_change_and_a_wait_are_one_request_that_ends_at_what_is_found() {
+    let server = serve();
+    let (near, (address, made)) = (client(&server), far_away(&server, ROUND_TRIP_DELAY));
+    let store = TcpStore::connect(address, soon()).unwrap();
+    near.set("verdict", b"ok", soon()).unwrap();
+    let changes = [("rank/1", &b""[..], &b"me"[..]), ("world", b"", b"2")];
+    let mut found = Vec::new();
+    let mut look = |values: &[Vec<u8>]| {
+        found = values.to_vec();
+        Ok(())
+    };
+    let came = store.compare_set_and_get(&changes, &["verdict", "rank/1"], soon(), &mut look, &mut || Ok(()));
+    assert_eq!(came.unwrap(), [&b"ok"[..], b"me"]);
+    assert_eq!(found, [&b"me"[..], b"2"]);
+    // Who finds another at its place does not wait, and can use the connection again.
+    let taken = [("rank/1", &b""[..], &b"other"[..])];
+    let mut refuse = |values: &[Vec<u8>]| match values {
+        [there] if there == b"me" => Err(Error::aborted("taken")),
+        _ => Ok(()),
+    };
+    let error =
+        store.compare_set_and_get(&taken, &["never"], soon(), &mut refuse, &mut || Ok(())).unwrap_err();
+    assert!(error.to_string().contains("taken"), "{error}");
+    assert_eq!(store.get("rank/1", soon()).unwrap(), b"me");
+    assert_eq!(made.load(Ordering::Relaxed), 1);
+    // A store on this host, by the trait's own way.
+    let local = crate::store::MemoryStore::new();
+    local.set("verdict", b"ok", soon()).unwrap();
+    let came = local.compare_set_and_get(&changes, &["verdict"], soon(), &mut |_| Ok(()), &mut || Ok(()));
+    assert_eq!(came.unwrap(), [b"ok"]);
+}
+
+#[test]
+fn the_first_of_several_connections_is_used_and_the_others_come_later() {
+    let server = serve();
+    // The first one that it accepts never answers.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let to = server.local_addr();
+    thread::spawn(move || {
+        let silent = listener.accept();
+        for stream in listener.incoming().take(2) {
+            let (client, store) = (stream.unwrap(), TcpStream::connect(to).unwrap());
+            let (mut from, mut into) = (client.try_clone().unwrap(), store.try_clone().unwrap());
+            thread::spawn(move || drop(std::io::copy(&mut from, &mut into)));
+            let (mut from, mut into) = (store, client);
+            thread::spawn(move || drop(std::io::copy(&mut from, &mut into)));
+        }
+        drop(silent);
+    });
+    let patience = Patience { connections: 3, ..Patience::WHOLE };
+    let began = Instant::now();
+    let store = TcpStore::connect_patiently(address, &Credentials::default(), soon(), &patience).unwrap();
+    store.set("key", b"value", soon()).unwrap();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    // A second call at the same time takes the other one.
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| store.get("late", soon()));
+        assert_eq!(store.get("key", soon()).unwrap(), b"value");
+        store.set("late", b"came", soon()).unwrap();
+        assert_eq!(waits.join().unwrap().unwrap(), b"came");
+    });
+    // A store that is no longer needed ends the wait, although none has answered.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (asked, began) = (AtomicU64::new(0), Instant::now());
+    let goes_on = || asked.fetch_add(1, Ordering::Relaxed) < 2;
+    let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 2 };
+    let address = silent.local_addr().unwrap();
+    let error = TcpStore::connect_patiently(address, &Credentials::default(), soon(), &patience).unwrap_err();
+    assert!(error.to_string().contains("no longer needed"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
 }
 
 #[test]

@@ -51,20 +51,32 @@ pub(super) enum Called {
     Made(Connection),
 }
 
+/// Begins a connection that does not block; [`is_connected`] says when it stands.
+pub(super) fn begin_to_connect(address: SocketAddr) -> io::Result<TcpStream> {
+    let family = match address {
+        SocketAddr::V4(_) => AddressFamily::INET,
+        SocketAddr::V6(_) => AddressFamily::INET6,
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    match connect(&socket, &address) {
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(TcpStream::from(socket)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether the connection stands, for which this waits so long.
+pub(super) fn is_connected(stream: &TcpStream, timeout: Duration) -> io::Result<bool> {
+    if poll(&mut [PollFd::new(stream, PollFlags::OUT)], Some(timeout))? == 0 {
+        return Ok(false);
+    }
+    sockopt::socket_error(stream)?.map_err(io::Error::from).map(|()| true)
+}
+
 impl Call {
     /// Calls the rank to which `own` is addressed.
     pub(super) fn begin(address: SocketAddr, own: Hello, secret: GroupSecret) -> io::Result<Box<Self>> {
-        let family = match address {
-            SocketAddr::V4(_) => AddressFamily::INET,
-            SocketAddr::V6(_) => AddressFamily::INET6,
-        };
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-        match connect(&socket, &address) {
-            Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let stream = Connection::new(TcpStream::from(socket));
+        let stream = Connection::new(begin_to_connect(address)?);
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         Ok(Box::new(Self { stream, stage: Stage::Connecting(own), secret, deadline }))
     }
@@ -88,15 +100,13 @@ impl Call {
         loop {
             self.stage = match self.stage {
                 Stage::Connecting(own) => {
-                    let mut fds = [PollFd::new(&self.stream, PollFlags::OUT)];
-                    if poll(&mut fds, Some(Duration::ZERO))? == 0 {
+                    if !is_connected(self.stream.socket(), Duration::ZERO)? {
                         if Instant::now() >= self.deadline {
                             return Err(ErrorKind::TimedOut.into());
                         }
                         self.stage = Stage::Connecting(own);
                         return Ok(Called::Waiting(self));
                     }
-                    sockopt::socket_error(self.stream.socket())?.map_err(io::Error::from)?;
                     self.stream.socket().set_nodelay(true)?;
                     match tls {
                         Some(tls) => {

@@ -2,10 +2,13 @@
 //! side.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::net::{SocketAddr, TcpStream};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
 use std::time::{Duration, Instant};
 
+use super::call::{begin_to_connect, is_connected};
 use super::connect::{Address, no_descriptors};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
@@ -28,6 +31,9 @@ const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 /// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, and for as long as
 /// the network may be silent, it is frozen.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// A host that has not accepted for so long is far away. It is called a second time, beside the first: where packets are lost, each costs a
+/// second, and of two calls one is rarely late.
+const FAR_AWAY: Duration = Duration::from_millis(100);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
@@ -52,7 +58,8 @@ pub(super) fn attempt_together<'a>(
     let called = called.collect::<Result<Vec<_>>>()?;
     let by = || deadline.at_most(answer_timeout(config));
     let proving = by();
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(|call| call.prove(proving))).collect();
+    let prove = |call: Call| call.hear(proving)?.prove();
+    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(prove)).collect();
     let ending = by();
     Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(ending))).collect())
 }
@@ -83,9 +90,8 @@ pub(super) fn dial(
         let attempt = match first.take() {
             Some(attempt) => attempt,
             None => {
-                let by = || deadline.at_most(answering);
-                let called = call(config, address, (own, secret), deadline)?;
-                called.and_then(|call| call.prove(by())).and_then(|proof| proof.end(by()))
+                let heard = call_far(config, address, (own, secret), deadline)?;
+                heard.and_then(Heard::prove).and_then(|proof| proof.end(deadline.at_most(answering)))
             }
         };
         let error = match attempt {
@@ -156,6 +162,13 @@ struct Call {
     is_encrypted: bool,
 }
 
+/// A connection on which the peer has answered. It keeps the one on which this rank then proves itself.
+struct Heard {
+    stream: Connection,
+    answered: Answered,
+    secret: GroupSecret,
+}
+
 /// A connection on which this rank has proven itself, and the peer too.
 struct Proof {
     stream: Connection,
@@ -170,34 +183,119 @@ fn call(
     (own, secret): (Hello, &GroupSecret),
     deadline: Deadline,
 ) -> Result<io::Result<Call>> {
-    let (own, tls) = (own.saying(random::bytes()?), config.credentials.tls.as_ref());
-    Ok(say_hello(address.socket, own, secret, tls, (answer_timeout(config), deadline)))
+    let hello = Greeting::new(config, (own, secret), deadline)?;
+    let connected = begin_to_connect(address.socket).and_then(|stream| hello.until_connected(stream));
+    Ok(connected.and_then(|stream| hello.say(stream)))
 }
 
-fn say_hello(
-    address: SocketAddr,
-    own: Hello,
-    secret: &GroupSecret,
-    tls: Option<&Tls>,
-    (answering, deadline): (Duration, Deadline),
-) -> io::Result<Call> {
-    let timeout = deadline.remaining().max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, timeout.min(CONNECT_TIMEOUT))?;
-    stream.set_nodelay(true)?;
-    stream.set_write_timeout(Some(timeout))?;
-    let mut stream = Connection::new(stream);
-    let secret = match tls {
-        Some(tls) => secure(&mut stream, secret, tls, deadline.at_most(answering))?,
-        None => secret.clone(),
+/// Connects, says hello, and takes the answer; if the host is far away, on the first of two connections on which it comes. The peer keeps
+/// neither before this rank has proven itself, and forgets the other. The outer error concerns this rank alone.
+fn call_far(
+    config: &MeshConfig<'_>,
+    address: &Address,
+    (own, secret): (Hello, &GroupSecret),
+    deadline: Deadline,
+) -> Result<io::Result<Heard>> {
+    let hello = Greeting::new(config, (own, secret), deadline)?;
+    let near = begin_to_connect(address.socket).and_then(|stream| {
+        let is_near = is_connected(&stream, FAR_AWAY.min(deadline.remaining()))?;
+        Ok((stream, is_near))
+    });
+    let first = match near {
+        Err(error) => return Ok(Err(error)),
+        Ok((stream, true)) => {
+            let call = hello.until_connected(stream).and_then(|stream| hello.say(stream));
+            return Ok(call.and_then(|call| call.hear(deadline.at_most(hello.answering))));
+        }
+        Ok((stream, false)) => stream,
     };
-    let initiator = Initiator::new(own);
-    let said = send_all(&stream, initiator.hello());
-    // A peer that refuses this rank's certificate may have closed the connection already, after an alert with the
-    // reason.
-    if tls.is_none() {
-        said?;
+    let (heard, coming) = mpsc::channel();
+    let another = Greeting::new(config, (own, secret), deadline)?;
+    hello.hear_apart(Ok(first), deadline, 0, heard.clone())?;
+    // Without it, the first has to do.
+    let _ = another.hear_apart(begin_to_connect(address.socket), deadline, 1, heard);
+    loop {
+        match coming.recv() {
+            Ok((0, outcome)) | Ok((_, outcome @ Ok(_))) => return Ok(outcome),
+            Ok((_, Err(_))) => {}
+            Err(mpsc::RecvError) => return Err(Error::aborted("a thread that connects ranks panicked")),
+        }
     }
-    Ok(Call { stream, initiator, secret, is_encrypted: tls.is_some() })
+}
+
+/// What a call says.
+struct Greeting {
+    own: Hello,
+    secret: GroupSecret,
+    tls: Option<Tls>,
+    /// How long the peer may take for each answer.
+    answering: Duration,
+    deadline: Deadline,
+}
+
+impl Greeting {
+    fn new(
+        config: &MeshConfig<'_>,
+        (own, secret): (Hello, &GroupSecret),
+        deadline: Deadline,
+    ) -> Result<Self> {
+        Ok(Self {
+            own: own.saying(random::bytes()?),
+            secret: secret.clone(),
+            tls: config.credentials.tls.clone(),
+            answering: answer_timeout(config),
+            deadline,
+        })
+    }
+
+    /// Waits until the connection stands. From then on it blocks.
+    fn until_connected(&self, stream: TcpStream) -> io::Result<TcpStream> {
+        let timeout = self.deadline.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
+        if !is_connected(&stream, timeout)? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        stream.set_nonblocking(false)?;
+        Ok(stream)
+    }
+
+    fn say(&self, stream: TcpStream) -> io::Result<Call> {
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(self.deadline.remaining().max(Duration::from_millis(1))))?;
+        let mut stream = Connection::new(stream);
+        let secret = match &self.tls {
+            Some(tls) => secure(&mut stream, &self.secret, tls, self.deadline.at_most(self.answering))?,
+            None => self.secret.clone(),
+        };
+        let initiator = Initiator::new(self.own);
+        let said = send_all(&stream, initiator.hello());
+        // A peer that refuses this rank's certificate may have closed the connection already, after an alert with the
+        // reason.
+        if self.tls.is_none() {
+            said?;
+        }
+        Ok(Call { stream, initiator, secret, is_encrypted: self.tls.is_some() })
+    }
+
+    /// Waits in a thread of its own until the connection stands, says hello and takes the answer. If it is not wanted by then, the
+    /// connection is closed.
+    fn hear_apart(
+        self,
+        stream: io::Result<TcpStream>,
+        deadline: Deadline,
+        number: usize,
+        heard: Sender<(usize, io::Result<Heard>)>,
+    ) -> Result<()> {
+        let hear = move || {
+            let called = stream.and_then(|stream| self.until_connected(stream));
+            let called = called.and_then(|stream| self.say(stream));
+            let outcome = called.and_then(|call| call.hear(deadline.at_most(self.answering)));
+            drop(heard.send((number, outcome)));
+        };
+        let thread = thread::Builder::new().name("phalanx-call".into()).spawn(hear);
+        thread
+            .map(drop)
+            .map_err(|error| Error::not_started("a thread that connects ranks could not be started", error))
+    }
 }
 
 fn invalid(error: Error) -> io::Error {
@@ -205,8 +303,8 @@ fn invalid(error: Error) -> io::Error {
 }
 
 impl Call {
-    /// Takes the peer's answer, and sends this rank's proof.
-    fn prove(self, by: Deadline) -> io::Result<Proof> {
+    /// Takes the peer's answer.
+    fn hear(self, by: Deadline) -> io::Result<Heard> {
         let Self { stream, initiator, secret, is_encrypted } = self;
         let mut answer = [0; ANSWER];
         let (hello, proof) = answer.split_at_mut(HELLO);
@@ -222,6 +320,14 @@ impl Call {
         }
         receive_all(&stream, proof, by)?;
         let answered = initiator.answered(&secret, answer).map_err(invalid)?;
+        Ok(Heard { stream, answered, secret })
+    }
+}
+
+impl Heard {
+    /// Sends this rank's proof.
+    fn prove(self) -> io::Result<Proof> {
+        let Self { stream, answered, secret } = self;
         send_all(&stream, answered.proof())?;
         Ok(Proof { stream, answered, secret })
     }

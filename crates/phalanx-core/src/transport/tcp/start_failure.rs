@@ -1,13 +1,14 @@
 //! How ranks report a failed start to each other: through the store, because there are no connections yet.
 
 use std::io::ErrorKind;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use super::MeshConfig;
 use super::accept::Pair;
+use super::call::{begin_to_connect, is_connected};
 use super::connect::Address;
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
@@ -179,7 +180,8 @@ pub(super) fn watch(
     finished: &Receiver<()>,
     deadline: Deadline,
 ) -> Result<()> {
-    let (mut refused, mut probe, mut reminders) = ((usize::MAX, 0), StopProbe::new(config), Reminders::new());
+    let (mut listening, mut probe) = (ListenProbe::default(), StopProbe::new(config));
+    let mut reminders = Reminders::new();
     while finished.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
         for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
@@ -194,20 +196,42 @@ pub(super) fn watch(
             format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", config.rank)
         });
         probe.check(Rank::new(peer as u32), until)?;
-        // It listens until it is connected with this rank too. For it, this is a foreign connection that is closed
-        // again.
-        let probe = TcpStream::connect_timeout(&address.socket, POLL_INTERVAL);
-        refused = match probe {
-            Err(error) if error.kind() != ErrorKind::ConnectionRefused => refused,
-            Ok(_) => (peer, 0),
-            Err(_) if refused.0 == peer => (peer, refused.1 + 1),
-            Err(_) => (peer, 1),
-        };
-        if refused.1 == REFUSALS {
+        if listening.is_gone(peer, address.socket) {
             return Err(gone(Rank::new(peer as u32), address));
         }
     }
     Ok(())
+}
+
+/// Looks whether a rank still listens, as it does until it is connected with this one too. For it, a call is a foreign connection that is
+/// closed again. This never waits: the answer of a host that is far away is looked at the next time.
+#[derive(Default)]
+struct ListenProbe {
+    peer: usize,
+    refusals: u32,
+    calling: Option<TcpStream>,
+}
+
+impl ListenProbe {
+    /// Calls `peer` again, unless it has still to answer. Whether it has refused [`REFUSALS`] calls in turn.
+    fn is_gone(&mut self, peer: usize, address: SocketAddr) -> bool {
+        if self.peer != peer {
+            *self = Self { peer, ..Self::default() };
+        }
+        for call in [self.calling.take().map(Ok), Some(begin_to_connect(address))].into_iter().flatten() {
+            let answer = call.and_then(|call| Ok((is_connected(&call, Duration::ZERO)?, call)));
+            match answer {
+                Ok((true, _)) => self.refusals = 0,
+                Ok((false, call)) => {
+                    self.calling = Some(call);
+                    break;
+                }
+                Err(error) if error.kind() == ErrorKind::ConnectionRefused => self.refusals += 1,
+                Err(_) => {}
+            }
+        }
+        self.refusals >= REFUSALS
+    }
 }
 
 /// The error for a rank that no longer listens at its address.
