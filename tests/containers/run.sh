@@ -174,7 +174,39 @@ two() {
 }
 
 programs() {
-    ends 127 20 'cannot start mnist as rank 0' "${strict[@]}" quick
+    # The image's own command trains with a program that this image lacks.
+    ends 127 10 'cannot start mnist as rank 0: .* \(it is in no folder of PATH \(.*\) of this host, or of this container.s image: install it' "${strict[@]}" quick
+    rm -rf given
+    mkdir given
+    podman run --rm --network none quick cat /usr/local/bin/elastic > given/train
+    cp given/train given/foreign
+    printf '\026\000' | dd of=given/foreign bs=1 seek=18 conv=notrunc status=none
+    head -c 1000 given/train > given/short
+    : > given/empty
+    LC_ALL=C sed 's/libgcc_s\.so\.1/libgcc_x.so.1/g' given/train > given/unlinked
+    printf '#!/usr/bin/python3\nprint(1)\n' > given/train.py
+    chmod 755 given/*
+    cp given/train given/private
+    cp given/train given/data
+    chmod 700 given/private
+    chmod 644 given/data
+    local image="this host, or (not )?in this container.s image"
+    refused() { # refused CODE PROGRAM WORDS
+        ends "$1" 10 "$3" "${bare[@]}" -v "$folder/given:/given:ro" quick phalanx run --nproc-per-node 2 -- "$2"
+    }
+    ends 0 60 'done step 2000' "${bare[@]}" -v "$folder/given:/given:ro" quick phalanx run --nproc-per-node 2 -- /given/train
+    trained 2
+    refused 127 /no/such/program "no such file on $image"
+    refused 127 /given/train.py "is missing: /usr/bin/python3, which is not on $image"
+    refused 127 /given/unlinked "^│ remedy +install the library libgcc_x.so.1 on $image"
+    refused 126 /given/foreign 'it is built for s390x, and this processor is'
+    refused 126 /given/short 'the binary is cut off or damaged'
+    refused 126 /given/empty 'the file is empty'
+    refused 126 /given/data 'is it executable\? `chmod \+x /given/data`'
+    refused 126 /given/private 'its mode is 700 and its owner 0, so that this user \(65534\) may not execute it: `chmod a\+rx /given/private`'
+    # A file system without programs: the tmpfs that `--read-only` gives.
+    ends 126 10 'its file system is mounted with noexec' "${strict[@]}" --tmpfs /apart:noexec,mode=1777 quick sh -c \
+        'cp /usr/local/bin/elastic /apart/train && exec phalanx run --nproc-per-node 2 -- /apart/train'
 }
 
 digits() {

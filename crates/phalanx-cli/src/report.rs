@@ -2,7 +2,7 @@
 
 use std::io::{self, IsTerminal};
 
-use phalanx::launch::{Failure, NodeFailure, Report};
+use phalanx::launch::{Exit, Failure, NodeFailure, Report};
 
 /// How many of the last lines of standard error are shown.
 const LINES: usize = 10;
@@ -111,7 +111,47 @@ pub(crate) fn failure(failure: &Failure, report: &Report, look: Look) -> Vec<u8>
     for (number, line) in stderr(failure, message).enumerate() {
         rows.bytes(if number == 0 { "stderr" } else { "" }, line, "");
     }
+    if let Some(remedy) = remedy(failure) {
+        rows.row("remedy", &remedy);
+    }
     rows.end()
+}
+
+/// What to do if the system's loader, a shell or `env` has found something missing: the program itself has not begun.
+fn remedy(failure: &Failure) -> Option<String> {
+    let Exit::Code(code) = failure.exit else { return None };
+    if failure.message.is_some() {
+        return None;
+    }
+    let lines = failure.stderr.iter().map(|line| String::from_utf8_lossy(line));
+    lines.into_iter().find_map(|line| of_the_loader(code, &line)).or_else(|| {
+        let what = match code {
+            126 => "cannot be executed",
+            127 => "is not found",
+            _ => return None,
+        };
+        Some(format!("{code} is a shell's code: a command that it was to start {what} on this host, or in this container's image"))
+    })
+}
+
+/// glibc's loader and musl's name what they lack.
+fn of_the_loader(code: i32, line: &str) -> Option<String> {
+    let glibc = || line.split_once("error while loading shared libraries: ")?.1.split_once(": cannot open");
+    let musl = || line.strip_prefix("Error loading shared library ")?.split_once(": ");
+    if code == 127
+        && let Some((library, _)) = glibc().or_else(musl)
+    {
+        return Some(format!(
+            "install the library {library} on this host, or in this container's image, or name its folder in LD_LIBRARY_PATH; `ldd` lists \
+             all that the program needs"
+        ));
+    }
+    let (_, version) = line.split_once(": version `GLIBC_")?;
+    let (version, _) = version.split_once("' not found")?;
+    Some(format!(
+        "the program needs glibc {version}, and this host, or this container's image, has an earlier one: build it there, or take an image \
+         of the system on which it was built"
+    ))
 }
 
 /// The last lines of standard error that `message` does not repeat.
@@ -206,6 +246,23 @@ mod tests {
         }
         assert!(repeats(b"rank 1: no data left", "no data left"));
         assert!(!repeats(b"anything", ""));
+    }
+
+    #[test]
+    fn what_a_loader_lacks_is_named() {
+        let library = |line: &str| {
+            of_the_loader(127, line).is_some_and(|text| text.contains("the library libgomp.so.1 on"))
+        };
+        assert!(library(
+            "train: error while loading shared libraries: libgomp.so.1: cannot open shared object file: No such file or directory"
+        ));
+        assert!(library(
+            "Error loading shared library libgomp.so.1: No such file or directory (needed by train)"
+        ));
+        let old =
+            "train: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.39' not found (required by train)";
+        assert!(of_the_loader(1, old).is_some_and(|text| text.contains("needs glibc 2.39,")));
+        assert_eq!(of_the_loader(1, "error while loading the data: cannot open x"), None);
     }
 
     #[test]

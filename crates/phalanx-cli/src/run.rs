@@ -9,6 +9,7 @@ use phalanx::launch::{
     Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, RemoteShell, Report, Signal,
 };
 use phalanx::{Error, JobKey, WorldSize};
+use rustix::io::Errno;
 
 use crate::cli::{Keygen, Run, thread_note};
 use crate::processes::Processes;
@@ -245,7 +246,16 @@ fn summary(report: &Report) -> Vec<u8> {
 fn code_of(error: &Error) -> i32 {
     match (error.peer(), error.io_kind()) {
         (Some(_), Some(ErrorKind::NotFound)) => 127,
-        (Some(_), Some(ErrorKind::PermissionDenied)) => 126,
+        (
+            Some(_),
+            Some(
+                ErrorKind::PermissionDenied
+                | ErrorKind::NotADirectory
+                | ErrorKind::ExecutableFileBusy
+                | ErrorKind::ArgumentListTooLong,
+            ),
+        ) => 126,
+        (Some(_), _) if error.errno() == Some(Errno::NOEXEC.raw_os_error()) => 126,
         _ if error.is_invalid_argument() => 2,
         _ => 1,
     }

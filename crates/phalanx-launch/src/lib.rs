@@ -56,6 +56,7 @@ mod logs;
 mod nodes;
 mod own_address;
 mod placement;
+mod program;
 mod refusals;
 mod remote;
 mod replacements;

@@ -20,6 +20,7 @@ use super::job_processes::TAG_VARIABLE;
 use super::lines::Lines;
 use super::logs::{Sink, WorkerLogs};
 use super::placement::Placement;
+use super::program::Program;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
@@ -109,7 +110,12 @@ impl Worker {
             };
             captures.push(capture);
         }
-        let child = guard.spawn(command).map_err(|error| cannot_start(job, rank, error))?;
+        let program = Program::of(&command);
+        let started = match program.doubtful_binary() {
+            Some(path) => guard.spawn_binary(command, path, job.argv0()),
+            None => guard.spawn(command),
+        };
+        let child = started.map_err(|error| cannot_start(job, &program, rank, error))?;
         let pid = Pid::from_child(&child);
         Ok(Self {
             rank,
@@ -334,26 +340,8 @@ fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {
     }
 }
 
-fn cannot_start(job: &Job, rank: Rank, error: io::Error) -> Error {
-    let program = &job.program;
-    let path = Path::new(program);
-    let is_plain_name = path.components().count() == 1 && !program.as_encoded_bytes().contains(&b'/');
-    let remedy = match error.kind() {
-        ErrorKind::NotFound if is_plain_name && path.exists() => {
-            Some(format!("there is one in this folder: write ./{}", path.display()))
-        }
-        ErrorKind::NotFound if is_plain_name => Some("it is in no folder of PATH".to_owned()),
-        ErrorKind::NotFound if path.exists() => {
-            Some("the interpreter that its first line names is missing".to_owned())
-        }
-        ErrorKind::NotFound => Some("is the path right?".to_owned()),
-        ErrorKind::PermissionDenied if path.is_dir() => Some("it is a folder".to_owned()),
-        ErrorKind::PermissionDenied => Some(format!("is it executable? `chmod +x {}`", path.display())),
-        ErrorKind::BrokenPipe => {
-            Some("the process phalanx-guard, which starts workers, was killed".to_owned())
-        }
-        _ => None,
-    };
-    let cause = format!("cannot start {} as rank {rank}", path.display());
+fn cannot_start(job: &Job, program: &Program, rank: Rank, error: io::Error) -> Error {
+    let remedy = program.remedy(&error);
+    let cause = format!("cannot start {} as rank {rank}", Path::new(&job.program).display());
     remedy.into_iter().fold(Error::not_started(cause, error).with_peer(rank), Error::with_remedy)
 }

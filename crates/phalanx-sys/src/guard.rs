@@ -2,13 +2,16 @@
 
 #[cfg(target_os = "linux")]
 use std::ffi::CStr;
+use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command};
 
 use rustix::process::{Pid, WaitOptions, waitpid};
 
+use crate::image::Image;
 use crate::worker::prepare;
 
 /// Orders other than process numbers.
@@ -73,7 +76,19 @@ impl Guard {
     ///
     /// For the kernel, the *thread* that starts the worker is the parent: start it from a thread that lives until the
     /// worker has ended. A set-user-ID program loses the parent-death signal; the guard still kills it.
-    pub fn spawn(&self, mut command: Command) -> io::Result<Child> {
+    pub fn spawn(&self, command: Command) -> io::Result<Child> {
+        self.start_worker(command, None)
+    }
+
+    /// As [`spawn`](Self::spawn), for a program that is a binary: nobody but the kernel may execute the file at `path`, in which `command` finds its
+    /// program. `name` is what the program sees as its own. `spawn` has `/bin/sh` read a binary that the kernel does not take,
+    /// such as one for another processor; here that is an error (`ENOEXEC`).
+    pub fn spawn_binary(&self, command: Command, path: &Path, name: &OsStr) -> io::Result<Child> {
+        let image = Image::new(path, name, &command)?;
+        self.start_worker(command, Some(image))
+    }
+
+    fn start_worker(&self, mut command: Command, image: Option<Image>) -> io::Result<Child> {
         let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let (mut number, note) = io::pipe()?;
         let (orders, noted) = (orders.as_raw_fd(), note.as_raw_fd());
@@ -82,7 +97,12 @@ impl Guard {
         // is no other handle, has been started for the only time.
         unsafe { command.pre_exec(move || put_on_the_list(noted).and_then(|()| put_on_the_list(orders))) };
         // After the closure above, so that it sets the signals last.
-        let spawned = prepare(&mut command).spawn();
+        let command = prepare(&mut command);
+        if let Some(image) = image {
+            // SAFETY: `execute` makes one async-signal-safe call, and builds an error from a plain error number.
+            unsafe { command.pre_exec(move || Err(image.execute())) };
+        }
+        let spawned = command.spawn();
         drop(note);
         if spawned.is_err() {
             // The worker may have put itself on the list. Its number may now be free, or belong to another process.

@@ -30,6 +30,8 @@ pub mod control_block;
 pub mod fuzzing;
 #[cfg(target_os = "linux")]
 pub mod guard;
+#[cfg(target_os = "linux")]
+mod image;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod inherited;
 #[cfg(all(target_os = "linux", not(loom)))]

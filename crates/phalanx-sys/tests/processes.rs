@@ -1,8 +1,11 @@
 //! Real processes: what is started must be ended.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -80,6 +83,31 @@ fn a_missing_program_is_an_error() {
     let guard = Guard::start(1, TAG).unwrap();
     let error = guard.spawn(Command::new("/nonexistent/program")).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+}
+
+#[test]
+fn a_binary_gets_the_environment_and_the_arguments_of_its_command() {
+    let guard = Guard::start(1, TAG).unwrap();
+    let mut command = shell("echo $0 $1 $SET ${PATH:+path} ${HOME-none}; exit 3");
+    command.args(["zero", "one"]).env("SET", "a=b").env_remove("HOME");
+    let mut child = guard.spawn_binary(command, Path::new("/bin/sh"), OsStr::new("name")).unwrap();
+    let mut output = String::new();
+    child.stdout.take().unwrap().read_to_string(&mut output).unwrap();
+    assert_eq!((output.as_str(), child.wait().unwrap().code()), ("zero one a=b path none\n", Some(3)));
+}
+
+/// A shell would execute the first, and do nothing for the second.
+#[test]
+fn no_shell_takes_what_the_kernel_does_not() {
+    let guard = Guard::start(1, TAG).unwrap();
+    for (content, name) in [("exit 0\n", "script"), ("", "empty")] {
+        let path = std::env::temp_dir().join(format!("phalanx-sys-{}-{name}", std::process::id()));
+        std::fs::write(&path, content).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+        let error = guard.spawn_binary(Command::new(&path), &path, path.as_os_str()).unwrap_err();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOEXEC), "{name}");
+    }
 }
 
 /// A worker of `guard` and its child, which is in its group.

@@ -12,6 +12,7 @@ mod hosts;
 mod keys;
 mod manual;
 mod nodes;
+mod programs;
 mod rendezvous;
 mod restarts;
 mod run;

@@ -174,10 +174,11 @@ fn inner_bridge(host: &str, own: IpAddr) -> Error {
 fn not_here(host: &str, endpoint: &[IpAddr]) -> Error {
     refusal(
         format!(
-            "this node is to serve the launchers' store (--node-rank 0, or is_host=true), and {host} is no address of this host: it is {}",
+            "this node is to serve the launchers' store (--node-rank 0, which it is if none is given, or is_host=true), and {host} is no \
+             address of this host: it is {}",
             listed(endpoint)
         ),
-        "is this the right host? If it has that address behind a router, give the address at which to listen with --bind, and the exact \
+        "is this the right host? Each other node has a --node-rank of its own, or all have --rdzv-backend c10d. If it has that address behind a router, give the address at which to listen with --bind, and the exact \
          number of nodes with --nnodes N; with --nnodes MIN:MAX the address must be this host's, or let the store be in etcd",
     )
 }
