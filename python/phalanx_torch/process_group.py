@@ -46,16 +46,14 @@ def create(options: Any, backend_options: object) -> Any:
     """Makes the group that PyTorch asks for."""
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
-    store = _of_this_attempt(options.store, os.environ)
     if getattr(options, "enable_reconfigure", False):
         if device_backend.has_other_backends(options):
             raise ValueError("phalanx: enable_reconfigure=True is for a group of one backend; leave out the other devices'")
         from phalanx_torch.reconfigure import ReconfigurableGroup
 
+        store = _of_this_attempt(options.store, os.environ)
         return ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
-    group = ProcessGroup(
-        store, options.group_rank, options.group_size, options.timeout, options.group_id
-    )
+    group = ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
     # PyTorch takes a `ProcessGroup` for all devices.
     return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
 
@@ -63,23 +61,28 @@ def create(options: Any, backend_options: object) -> Any:
 def _of_this_attempt(store: c10d.Store, variables: Mapping[str, str]) -> c10d.Store:
     """``store``, and when torchrun has restarted the workers, a part of it without the keys of those before, whom it served, too.
 
-    Only torchrun on one node counts the same for all workers: of several, each counts its own failures.
+    Only torchrun on one node counts the same for all workers: of several, each counts its own failures. Other groups let rank 0 name the start.
     """
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    is_torchruns = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and variables.get("GROUP_WORLD_SIZE") == "1"
-    if attempt == "0" or not is_torchruns:
-        return store
-    server = _underlying(store)
-    if not isinstance(server, c10d.TCPStore) or str(server.port) != variables.get("MASTER_PORT"):
+    if attempt == "0" or variables.get("GROUP_WORLD_SIZE") != "1" or not _is_an_agents(store, variables):
         return store
     return c10d.PrefixStore(f"attempt_{attempt}", store)
 
 
-def _of_this_meeting(store: c10d.Store) -> c10d.Store:
-    """``store``, and for a group of some ranks a part of it without the keys of groups of the same name, and perhaps of other ranks, that
-    these processes had before they left their last job. PyTorch counts from the beginning with each job."""
-    meeting = dist.group.WORLD._native.meeting if isinstance(dist.group.WORLD, ProcessGroup) else None
-    return store if meeting is None else c10d.PrefixStore(f"meeting_{meeting}", store)
+def _is_an_agents(store: c10d.Store, variables: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent serves ``store``, and keeps it with its keys when it starts the workers again."""
+    server = _underlying(store)
+    is_given = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_given and isinstance(server, c10d.TCPStore) and str(server.port) == variables.get("MASTER_PORT")
+
+
+def _current_meeting() -> str | None:
+    """The name that the default group has of its own, if it is ours.
+
+    A group of some ranks meets under it, and so without the keys of groups of the same name, and perhaps of other ranks, that these processes, or
+    those of an earlier start, had before. PyTorch counts from the beginning with each job.
+    """
+    return dist.group.WORLD._native.meeting if isinstance(dist.group.WORLD, ProcessGroup) else None
 
 
 def _underlying(store: c10d.Store) -> c10d.Store:
@@ -341,12 +344,17 @@ class ProcessGroup(dist.ProcessGroup):
         _groups.add(self)
 
     def _first(self, store: c10d.Store, rank: int, size: int) -> Any:
-        return self._met(_of_this_meeting(store), rank, size, self._timeout)
+        meeting = _current_meeting()
+        if meeting is not None:
+            return self._met(c10d.PrefixStore(f"meeting_{meeting}", store), rank, size, self._timeout)
+        return self._met(store, rank, size, self._timeout, _is_an_agents(store, os.environ))
 
-    def _met(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta) -> _native.Group:
-        """The native part, when all ranks have met in ``store``."""
+    def _met(
+        self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, is_kept: bool = False
+    ) -> _native.Group:
+        """The native part, when all ranks have met in ``store``, which may have the keys of earlier starts if it ``is_kept``."""
         _exit.check_not_forked()
-        group = _native.Group.in_store(store, rank, size, timeout.total_seconds())
+        group = _native.Group.in_store(store, rank, size, timeout.total_seconds(), is_kept)
         _exit.remember(group)
         return group
 

@@ -231,21 +231,24 @@ impl Inner {
 
 #[pymethods]
 impl Group {
-    /// Meets the other ranks in a `torch.distributed.Store`.
+    /// Meets the other ranks in a `torch.distributed.Store`, which may have the keys of their earlier starts if it `is_kept`.
     #[staticmethod]
+    #[pyo3(signature = (store, rank, world_size, timeout, is_kept = false))]
     fn in_store(
         py: Python<'_>,
         store: Py<PyAny>,
         rank: u32,
         world_size: u32,
         timeout: f64,
+        is_kept: bool,
     ) -> PyResult<Self> {
         let timeout = duration(timeout)?;
         let given_up = GivenUp::default();
         let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
         Self::join(py, timeout, given_up, move || {
             let world = WorldSize::new(world_size)?;
-            rendezvous::from_store(store, world.rank(rank)?, world, timeout)
+            let meet = if is_kept { rendezvous::from_kept_store } else { rendezvous::from_store };
+            meet(store, world.rank(rank)?, world, timeout)
         })
     }
 

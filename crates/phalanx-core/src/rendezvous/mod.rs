@@ -176,7 +176,21 @@ pub fn from_store(
 ) -> Result<Rendezvous> {
     let credentials = Credentials::from_env()?;
     let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &config, &arrival::of_process()?, Deadline::after(timeout))
+    store::join(&store, &config, store::Starts::One, &arrival::of_process()?, Deadline::after(timeout))
+}
+
+/// As [`from_store`], in a store that may have the keys of the same ranks' earlier starts: torchrun's agent keeps its store when it
+/// starts them again. Rank 0 names the start.
+#[doc(hidden)]
+pub fn from_kept_store(
+    store: SharedStore,
+    rank: Rank,
+    world_size: WorldSize,
+    timeout: Duration,
+) -> Result<Rendezvous> {
+    let credentials = Credentials::from_env()?;
+    let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
+    store::join(&store, &config, store::Starts::Several, &arrival::of_process()?, Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.

@@ -34,7 +34,7 @@ const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a rank that waits looks whether a reminder is due.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Parts of the names of MPI's libraries in a list of mapped files.
-const MPI_LIBRARIES: [&str; 2] = ["/libmpi.so", "/libmpich.so"];
+const MPI_LIBRARIES: [&str; 3] = ["/libmpi.so", "/libmpich.so", "/libmpi_abi.so"];
 
 const REMEDY: &str = "give mpirun MASTER_ADDR, an address of the host of rank 0, and MASTER_PORT, a free port there: \
                       mpirun -genv MASTER_ADDR node0 -genv MASTER_PORT 29500 .., or -genv PHALANX_RENDEZVOUS file:///a/shared/path";
