@@ -46,8 +46,14 @@ END
 export SLURM_CONF=$scratch/slurm.conf
 slurmctld -D -f "$SLURM_CONF" > /dev/null 2>&1 & started+=($!)
 declare -A daemon
+# A folder of one name that each node has for itself, as a disk of its own, or an image.
+own=$scratch/own
+mkdir -m 755 "$own" "$own.1" "$own.2"
+cp "$phalanx" "$own.1/phalanx"
+cp "$launched" "$own.1/launched"
 start_daemon() {
-    nsenter --target "${holder[$1]}" --net --uts slurmd -D -N "node$1" -f "$SLURM_CONF" > /dev/null 2>&1 &
+    nsenter --target "${holder[$1]}" --net --uts unshare --mount bash -euc 'mount --bind "$1.$2" "$1"; exec slurmd -D -N "node$2" -f "$3"' \
+        daemon "$own" "$1" "$SLURM_CONF" > /dev/null 2>&1 &
     daemon[$1]=$! started+=($!)
 }
 start_daemon 1
@@ -146,6 +152,40 @@ SECONDS=0
 script_fails "node2: the Slurm job does not have this node any more, which is down.*--exclude=node2" -N 2 --no-kill -- \
     "scontrol update nodename=node2 state=down reason=test; sleep 1; $phalanx run $launched 2"
 [ $SECONDS -lt 20 ] || { echo "FAILED: it took $SECONDS s" >&2; exit 1; }
+scontrol update nodename=node2 state=resume
+all_are idle
+
+# named SECONDS PATTERN OPTIONS.. -- SCRIPT: so it ends within so many seconds, and leaves nothing on any node. `sbatch --wait` looks seldom, so the
+# script itself counts.
+named() {
+    local took
+    script_fails "${@:2:$#-2}" "SECONDS=0; (${*: -1}); code=\$?; echo \"it took \$SECONDS s\"; exit \$code"
+    took=$(sed -n 's/^it took \([0-9]*\) s$/\1/p' "$scratch/out")
+    [ "$took" -le "$1" ] || { echo "FAILED: it took $took s, not $1" >&2; exit 1; }
+    ends_within 5 "after $took s, and no process is left" nothing_runs "phalanx node|$launched|$own/launched"
+    all_are idle
+}
+# A node whose disk or image lacks something, or has another version of it.
+named 5 "node2: there is no phalanx, neither at $own/phalanx nor in its PATH.*install the same version" -N 2 -- "$own/phalanx run $launched 2"
+printf '#!/bin/sh\nprintf "\\nphalanx node 1\\n\\010\\000\\000\\000\\000\\0050.1.9\\000"\nexec cat > /dev/null\n' > "$own.2/phalanx"
+chmod 755 "$own.2/phalanx"
+named 5 "node2 has Phalanx 0.1.9, this machine .*install the same version on all hosts" -N 2 -- "$own/phalanx run $launched 2"
+cp "$phalanx" "$own.2/phalanx.new"
+mv "$own.2/phalanx.new" "$own.2/phalanx"
+named 5 "cannot start $own/launched as rank 1: No such file.*is the path right" -N 2 -- "$own/phalanx run $own/launched 2"
+named 5 "ended with 127" -N 2 -- "$own/phalanx run $own/launched 2; echo ended with \$?; exit 1"
+# srun says so itself, and leaves the other tasks waiting unless it is told to end them.
+named 15 "node2: task 1: Exited with exit code 2|$own/launched: No such file" -N 2 -- "srun --kill-on-bad-exit $own/launched 2"
+cp "$launched" "$own.2/launched"
+script_succeeds "one group of 2, local ranks [0, 0]" -N 2 -- "$own/phalanx run $own/launched 2"
+# One node where two were meant: by the number of workers, and in the program itself.
+script_succeeds "4 workers on its only node, for which it has 2 tasks (SLURM_TASKS_PER_NODE); if more nodes were meant" \
+    -N 1 -n 2 -- "$phalanx run -np 4 $launched 4"
+named 5 "this is a world of 2, and not of 4" -N 1 --ntasks-per-node 2 -- "$phalanx run $launched 4"
+named 5 "this is a world of 1, and not of 2" -N 1 -- "srun $launched 2"
+# A node that is drained works on for the jobs that have it, and takes no others.
+script_succeeds "one group of 2, local ranks [0, 0]" -N 2 -- "scontrol update nodename=node2 state=drain reason=test; sleep 1; $phalanx run $launched 2"
+fails "drained|DRAIN|not available|unavailable" salloc --immediate=3 -N 2 "$phalanx" run "$launched" 2
 scontrol update nodename=node2 state=resume
 all_are idle
 

@@ -26,7 +26,12 @@ pub(crate) fn started(options: &Run, job: &SlurmAllocation) -> Result<(Started, 
     let here = if is_here { options.hosts.here()? } else { None };
     let given = match (options.nproc_per_node, here) {
         (Some(processes), _) => Some(processes),
-        (None, Some(workers)) => return Ok((Started::Here(workers), None)),
+        (None, Some(workers)) => {
+            let tasks = job.hosts().map_err(|error| error.to_string())?.place(None);
+            let tasks = tasks.map_or(0, |placed| placed.hosts().iter().map(Host::slots).sum());
+            let note = more_than_tasks(job.job(), workers.get(), tasks, job.source());
+            return Ok((Started::Here(workers), note));
+        }
         (None, None) => Processes::from_other_variable()?,
     };
     match (is_here, given) {
@@ -71,6 +76,16 @@ pub(crate) fn started(options: &Run, job: &SlurmAllocation) -> Result<(Started, 
         }
         _ => Ok((Started::Hosts(placed, RemoteShell::srun()), Some(note))),
     }
+}
+
+/// What is said where `-np` asks for more workers than the job's only node has tasks: more nodes may have been meant.
+fn more_than_tasks(job: &str, workers: u32, tasks: u32, source: &str) -> Option<String> {
+    (workers > tasks).then(|| {
+        let several = if tasks == 1 { "1 task".to_owned() } else { format!("{tasks} tasks") };
+        format!(
+            "Slurm job {job}: {workers} workers on its only node, for which it has {several} ({source}); if more nodes were meant, submit it with --nodes"
+        )
+    })
 }
 
 /// An error for options that would have no effect on the nodes of a Slurm job.
@@ -147,6 +162,18 @@ mod tests {
             describe("7", &[1], "SLURM_NTASKS_PER_NODE", true),
             "Slurm job 7: 1 worker on this node (SLURM_NTASKS_PER_NODE)"
         );
+    }
+
+    #[test]
+    fn more_workers_than_tasks_on_one_node_are_noted() {
+        let note = more_than_tasks("7", 8, 4, "SLURM_TASKS_PER_NODE").unwrap();
+        assert!(
+            note.contains("8 workers on its only node")
+                && note.contains("4 tasks")
+                && note.ends_with("--nodes"),
+            "{note}"
+        );
+        assert_eq!(more_than_tasks("7", 4, 4, "SLURM_TASKS_PER_NODE"), None);
     }
 
     #[test]
