@@ -181,7 +181,7 @@ programs() {
     podman run --rm --network none quick cat /usr/local/bin/elastic > given/train
     cp given/train given/foreign
     printf '\026\000' | dd of=given/foreign bs=1 seek=18 conv=notrunc status=none
-    head -c 1000 given/train > given/short
+    head -c 100000 given/train > given/short
     : > given/empty
     LC_ALL=C sed 's/libgcc_s\.so\.1/libgcc_x.so.1/g' given/train > given/unlinked
     printf '#!/usr/bin/python3\nprint(1)\n' > given/train.py

@@ -12,9 +12,10 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 
 use binary::{Binary, Fit};
+use phalanx_sys::guard::Guard;
 use rustix::io::Errno;
 use rustix::process::{getegid, geteuid, getgroups};
 
@@ -50,15 +51,24 @@ impl Program {
         Self { name, is_plain, folders, path }
     }
 
-    /// The file, if a shell must not read it where the kernel does not take it: it is empty, or a binary for another processor, or damaged.
-    pub(super) fn doubtful_binary(&self) -> Option<&Path> {
+    /// Starts `command`, which has `name` as its first argument, as a worker of `guard`.
+    pub(super) fn start(&self, command: Command, name: &OsStr, guard: &Guard) -> io::Result<Child> {
+        // No shell must read what the kernel does not take, and what is cut off must not end by a signal.
+        match self.doubtful_binary() {
+            None => guard.spawn(command),
+            Some((_, Fit::Damaged)) => Err(Errno::NOEXEC.into()),
+            Some((path, Fit::Native | Fit::Foreign(_))) => guard.spawn_binary(command, path, name),
+        }
+    }
+
+    /// The file, if it is empty, or a binary that is damaged or for another processor, which the system may emulate.
+    fn doubtful_binary(&self) -> Option<(&Path, Fit)> {
         let path = self.path.as_deref()?;
         let head = Head::read(path).ok()?;
-        let is_doubtful = match head.binary() {
-            Some(binary) => binary.fit() != Fit::Native,
-            None => head.length == 0,
-        };
-        is_doubtful.then_some(path)
+        let is_empty = head.length == 0;
+        let fit =
+            head.binary().map_or(if is_empty { Fit::Damaged } else { Fit::Native }, |binary| binary.fit());
+        (fit != Fit::Native).then_some((path, fit))
     }
 
     /// What to do about `error`, of starting it.

@@ -111,10 +111,7 @@ impl Worker {
             captures.push(capture);
         }
         let program = Program::of(&command);
-        let started = match program.doubtful_binary() {
-            Some(path) => guard.spawn_binary(command, path, job.argv0()),
-            None => guard.spawn(command),
-        };
+        let started = program.start(command, job.argv0(), guard);
         let child = started.map_err(|error| cannot_start(job, &program, rank, error))?;
         let pid = Pid::from_child(&child);
         Ok(Self {

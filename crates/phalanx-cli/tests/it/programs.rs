@@ -143,11 +143,13 @@ fn a_binary_for_another_processor_or_cut_off_is_not_read_as_a_script() {
             "--platform",
         ],
     );
-    folder.file("short", &own[..100], 0o755);
+    for length in [100, 4096, 100_000] {
+        folder.file("short", &own[..length], 0o755);
+        folder.refused("./short", 126, &["the binary is cut off or damaged: copy or build it again"]);
+    }
     // An interrupted copy: a shell would do nothing, and end well.
     folder.file("empty", "", 0o755);
     folder.refused("./empty", 126, &["the file is empty: copy or build it again"]);
-    folder.refused("./short", 126, &["the binary is cut off or damaged: copy or build it again"]);
 }
 
 #[test]

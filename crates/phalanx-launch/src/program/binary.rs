@@ -14,8 +14,9 @@ const MACHINES: [(u16, &str, &str); 9] = [
     (183, "64-bit ARM", "aarch64"),
     (243, "RISC-V", "riscv64"),
 ];
-/// The type of the program header that names the loader.
-const INTERPRETER: u32 = 3;
+/// The types of the program headers that name a part of the file to load, and the loader.
+const LOAD: u64 = 1;
+const INTERPRETER: u64 = 3;
 
 /// An ELF file.
 #[derive(Clone, Copy, Debug)]
@@ -96,23 +97,28 @@ impl<'a> Binary<'a> {
                 .map_or_else(|| format!("another processor ({machine})"), |(_, name, _)| (*name).to_owned());
             return Fit::Foreign(name);
         }
-        match size.checked_mul(count).and_then(|bytes| bytes.checked_add(offset)) {
-            Some(end) if count > 0 && end <= self.length => Fit::Native,
-            _ => Fit::Damaged,
-        }
+        let table = size.checked_mul(count).and_then(|bytes| bytes.checked_add(offset));
+        let is_whole = |end: Option<u64>| end.is_some_and(|end| end <= self.length);
+        // The kernel takes one whose parts are cut off, which then dies of a signal.
+        let parts =
+            self.parts(LOAD).all(|(place, length)| length == 0 || is_whole(place.checked_add(length)));
+        if count > 0 && is_whole(table) && parts { Fit::Native } else { Fit::Damaged }
+    }
+
+    /// Where in the file the parts of this type are, and their lengths, as far as the beginning of the file has the table.
+    fn parts(&self, kind: u64) -> impl Iterator<Item = (u64, u64)> {
+        let (offset, size, count) = self.table().unwrap_or_default();
+        let headers = (0..count)
+            .filter_map(move |index| usize::try_from(offset.checked_add(index.checked_mul(size)?)?).ok());
+        let (place, length, width) = if self.is_wide() { (8, 32, 8) } else { (4, 16, 4) };
+        headers.filter(move |at| self.number(*at, 4) == Some(kind)).filter_map(move |at| {
+            Some((self.number(at.checked_add(place)?, width)?, self.number(at.checked_add(length)?, width)?))
+        })
     }
 
     /// Where in the file the loader's name is, and its length, if it names one.
     pub(super) fn loader(&self) -> Option<(u64, usize)> {
-        let (offset, size, count) = self.table()?;
-        let headers = (0..count)
-            .filter_map(|index| usize::try_from(offset.checked_add(index.checked_mul(size)?)?).ok());
-        let mut named = headers.filter(|at| self.number(*at, 4) == Some(u64::from(INTERPRETER)));
-        let at = named.next()?;
-        let (place, length) = match self.is_wide() {
-            true => (self.number(at.checked_add(8)?, 8)?, self.number(at.checked_add(32)?, 8)?),
-            false => (self.number(at.checked_add(4)?, 4)?, self.number(at.checked_add(16)?, 4)?),
-        };
+        let (place, length) = self.parts(INTERPRETER).next()?;
         Some((place, usize::try_from(length).ok()?))
     }
 }
@@ -150,7 +156,7 @@ mod tests {
     #[test]
     fn a_binary_that_is_cut_off_is_damaged() {
         let (head, _) = own();
-        for length in [4, 5, 17, 20, 63, 64, 100] {
+        for length in [4, 5, 17, 20, 63, 64, 100, 1000, 4096] {
             assert_eq!(fit(&head[..length], length as u64), Fit::Damaged, "{length}");
         }
         assert!(Binary::of(b"#!/bin/sh", 9).is_none() && Binary::of(b"", 0).is_none());
