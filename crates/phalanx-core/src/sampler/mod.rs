@@ -15,17 +15,17 @@
 //!
 //! [`ElasticSampler`] distributes the same order step by step, to worlds whose size changes.
 
-mod elastic;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 
-pub use self::elastic::{ElasticSampler, Tail};
+#[doc(hidden)]
+pub use phalanx_proto::sampler::random_permutation;
+pub use phalanx_proto::sampler::{ElasticSampler, Tail};
+
 use crate::error::Result;
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
-#[doc(hidden)]
-pub use phalanx_proto::sampler::random_permutation;
+use phalanx_proto::sampler::Share;
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
@@ -46,12 +46,9 @@ pub use phalanx_proto::sampler::random_permutation;
 #[doc(alias = "num_replicas")]
 #[derive(Debug)]
 pub struct DistributedSampler {
-    samples: usize,
-    rank: Rank,
-    world_size: WorldSize,
+    share: Share,
     shuffle: bool,
     seed: u64,
-    drop_last: bool,
     epoch: u64,
     reminder: Reminder,
 }
@@ -72,7 +69,8 @@ impl DistributedSampler {
     /// For a rank that belongs to the world.
     pub(crate) fn at(samples: usize, rank: Rank, world_size: WorldSize) -> Self {
         let reminder = Reminder::default();
-        Self { samples, rank, world_size, shuffle: true, seed: 0, drop_last: false, epoch: 0, reminder }
+        let share = Share { samples, rank, world_size, drop_last: false };
+        Self { share, shuffle: true, seed: 0, epoch: 0, reminder }
     }
 
     /// Whether to shuffle in every epoch. True by default.
@@ -90,7 +88,7 @@ impl DistributedSampler {
     /// Whether to drop the last samples that do not divide evenly among the ranks, instead of repeating some. False by
     /// default.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
-        self.drop_last = drop_last;
+        self.share.drop_last = drop_last;
         self
     }
 
@@ -102,17 +100,17 @@ impl DistributedSampler {
 
     /// How many samples the data set has.
     pub fn samples(&self) -> usize {
-        self.samples
+        self.share.samples
     }
 
     /// The rank whose samples it gives.
     pub fn rank(&self) -> Rank {
-        self.rank
+        self.share.rank
     }
 
     /// The number of ranks among which it distributes.
     pub fn world_size(&self) -> WorldSize {
-        self.world_size
+        self.share.world_size
     }
 
     /// The current epoch.
@@ -122,8 +120,7 @@ impl DistributedSampler {
 
     /// How many indices this rank, and every other, gets in an epoch.
     pub fn len(&self) -> usize {
-        let ranks = self.world_size.count();
-        if self.drop_last { self.samples / ranks } else { self.samples.div_ceil(ranks) }
+        self.share.places_per_rank()
     }
 
     /// Whether the number of indices is zero.
@@ -139,14 +136,12 @@ impl DistributedSampler {
         if self.shuffle {
             self.reminder.pass_begins();
         }
-        let (first, ranks) = (self.rank.index(), self.world_size.count());
-        // Places after the last sample start again from the front; with `drop_last` there are none.
-        let samples = (0..self.len()).map(|step| (first + step * ranks) % self.samples.max(1));
+        let places = self.share.places();
         if self.shuffle {
-            let order = random_permutation(self.samples, self.seed.wrapping_add(self.epoch));
-            samples.map(|place| order[place]).collect()
+            let order = random_permutation(self.samples(), self.seed.wrapping_add(self.epoch));
+            places.map(|place| order[place]).collect()
         } else {
-            samples.collect()
+            places.collect()
         }
     }
 
@@ -162,6 +157,19 @@ impl IntoIterator for &DistributedSampler {
 
     fn into_iter(self) -> Self::IntoIter {
         self.iter()
+    }
+}
+
+impl From<&DistributedSampler> for ElasticSampler {
+    /// What gives the same samples to the same ranks in the same steps, and can go on in another world: at the start of the
+    /// sampler's epoch.
+    fn from(sampler: &DistributedSampler) -> Self {
+        let DistributedSampler { share: Share { samples, drop_last, .. }, shuffle, seed, epoch, .. } =
+            *sampler;
+        let tail = if drop_last { Tail::Truncate } else { Tail::Repeat };
+        let mut elastic = Self::new(samples).shuffle(shuffle).seed(seed).tail(tail);
+        elastic.set_epoch(epoch);
+        elastic
     }
 }
 
@@ -283,6 +291,40 @@ mod tests {
             } else {
                 prop_assert!(times.iter().all(|&times| times >= 1));
                 prop_assert_eq!(times.iter().sum::<usize>(), samples.div_ceil(ranks) * ranks);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn in_a_world_that_stays_it_is_the_distributed_sampler(
+            samples in 0..80_usize, world in 1..9_u32, batch in 1..9_usize, epoch in 0..4_u64, shuffle in any::<bool>(),
+            drop_last in any::<bool>(),
+        ) {
+            let size = WorldSize::new(world).unwrap();
+            let distributed = |rank| {
+                let sampler = DistributedSampler::new(samples, rank, size).unwrap();
+                let mut sampler = sampler.seed(42).shuffle(shuffle).drop_last(drop_last);
+                sampler.set_epoch(epoch);
+                sampler
+            };
+            let sampler = ElasticSampler::from(&distributed(Rank::MAIN));
+            let steps = distributed(Rank::MAIN).len().div_ceil(batch);
+            prop_assert_eq!(sampler.steps_left(batch, size), steps);
+            let mut all = vec![Vec::new(); world as usize];
+            let mut full = sampler.full_steps_left(batch, size);
+            let mut samplers: Vec<ElasticSampler> = size.ranks().map(|_| sampler.clone()).collect();
+            loop {
+                let batches: Option<Vec<Vec<usize>>> =
+                    size.ranks().zip(&mut samplers).map(|(rank, own)| own.next_batch(batch, rank, size)).collect();
+                let Some(batches) = batches else { break };
+                prop_assert!(batches.iter().all(|mine| (mine.len() == batch) == (full > 0)));
+                full = samplers[0].full_steps_left(batch, size);
+                all.iter_mut().zip(batches).for_each(|(all, batch)| all.push(batch));
+            }
+            for (rank, all) in size.ranks().zip(all) {
+                let other = distributed(rank).indices();
+                prop_assert_eq!(all, other.chunks(batch).map(<[usize]>::to_vec).collect::<Vec<_>>());
             }
         }
     }

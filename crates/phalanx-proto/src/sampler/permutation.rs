@@ -81,7 +81,7 @@ mod tests {
     #[test]
     fn it_is_that_of_torch_for_long_permutations() {
         let vectors: serde_json::Value =
-            serde_json::from_str(include_str!("../tests/data/permutation_vectors.json")).unwrap();
+            serde_json::from_str(include_str!("../../tests/data/permutation_vectors.json")).unwrap();
         let cases = vectors["randperm"].as_array().unwrap();
         let lengths: Vec<_> = cases.iter().map(|case| case["n"].as_u64().unwrap() as usize).collect();
         assert_eq!(lengths, [WIDE - 1, WIDE]);

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::DistributedSampler;
 use super::random_permutation;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
@@ -23,7 +22,7 @@ pub enum Tail {
     Drop,
     /// As [`Split`](Self::Split), and ranks that got one less repeat a sample from the front of the epoch's order, so that
     /// all batches of a step are equally long. For averages that count every rank alike. In a world that stays as it is,
-    /// every rank gets what a [`DistributedSampler`](super::DistributedSampler) gives it.
+    /// every rank gets what a `DistributedSampler` gives it.
     Repeat,
     /// As [`Split`](Self::Split), and ranks that got one more leave it out: all batches of a step are equally long, and up to
     /// `world - 1` samples are not seen. That is a `DistributedSampler` with `drop_last`.
@@ -33,9 +32,9 @@ pub enum Tail {
 /// Distributes an epoch's samples step by step, to the ranks that there are at each step.
 ///
 /// Its state is the progress in the epoch, and does not depend on rank or world size. So it is the same on every rank,
-/// and can be a part of an elastic [`State`](crate::elastic::State). A step of `w` ranks with batches of `b` takes the
+/// and can be a part of an elastic `State`. A step of `w` ranks with batches of `b` takes the
 /// next `w·b` samples of the epoch's order; rank r has the places r, r + w, r + 2w, ... of them. The order is that of
-/// [`DistributedSampler`](super::DistributedSampler), and torch's.
+/// `DistributedSampler`, and torch's.
 ///
 /// ```
 /// use phalanx::sampler::ElasticSampler;
@@ -67,18 +66,6 @@ pub struct ElasticSampler {
     /// The shuffled order of an epoch, once it was needed; clones share it.
     #[serde(skip)]
     order: Option<(u64, Arc<[usize]>)>,
-}
-
-impl From<&DistributedSampler> for ElasticSampler {
-    /// What gives the same samples to the same ranks in the same steps, and can go on in another world: at the start of the
-    /// sampler's epoch.
-    fn from(sampler: &DistributedSampler) -> Self {
-        let DistributedSampler { samples, shuffle, seed, drop_last, epoch, .. } = *sampler;
-        let tail = if drop_last { Tail::Truncate } else { Tail::Repeat };
-        let mut elastic = Self::new(samples).shuffle(shuffle).seed(seed).tail(tail);
-        elastic.set_epoch(epoch);
-        elastic
-    }
 }
 
 /// The places of one step: those that were put back, and then a part of the order.
@@ -215,7 +202,7 @@ impl ElasticSampler {
 
     /// Distributes the samples that the last [`next_batch`](Self::next_batch) gave to the ranks `missing` again, first,
     /// because they have not counted. Every rank must call it with the same ranks, after the step and before the next
-    /// batch, as [`Step::missing`](crate::elastic::Step::missing) says. With no ranks it does nothing.
+    /// batch, as `Step::missing` says. With no ranks it does nothing.
     ///
     /// ```
     /// # use phalanx::sampler::ElasticSampler;
@@ -323,36 +310,6 @@ mod tests {
                 Tail::Split => prop_assert!(seen.iter().all(|times| *times == 1)),
                 Tail::Repeat => prop_assert!(seen.iter().all(|times| *times >= 1)),
                 Tail::Drop | Tail::Truncate => prop_assert!(seen.iter().all(|times| *times <= 1)),
-            }
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn in_a_world_that_stays_it_is_the_distributed_sampler(
-            samples in 0..80_usize, world in 1..9_u32, batch in 1..9_usize, epoch in 0..4_u64, shuffle in any::<bool>(),
-            drop_last in any::<bool>(),
-        ) {
-            let size = WorldSize::new(world).unwrap();
-            let distributed = |rank| {
-                let sampler = DistributedSampler::new(samples, rank, size).unwrap();
-                let mut sampler = sampler.seed(42).shuffle(shuffle).drop_last(drop_last);
-                sampler.set_epoch(epoch);
-                sampler
-            };
-            let mut sampler = ElasticSampler::from(&distributed(Rank::MAIN));
-            let steps = distributed(Rank::MAIN).len().div_ceil(batch);
-            prop_assert_eq!(sampler.steps_left(batch, size), steps);
-            let mut all = vec![Vec::new(); world as usize];
-            let mut full = sampler.full_steps_left(batch, size);
-            while let Some(batches) = step(&mut sampler, batch, world) {
-                prop_assert!(batches.iter().all(|mine| (mine.len() == batch) == (full > 0)));
-                full = sampler.full_steps_left(batch, size);
-                all.iter_mut().zip(batches).for_each(|(all, batch)| all.push(batch));
-            }
-            for (rank, all) in size.ranks().zip(all) {
-                let other = distributed(rank).indices();
-                prop_assert_eq!(all, other.chunks(batch).map(<[usize]>::to_vec).collect::<Vec<_>>());
             }
         }
     }
