@@ -43,16 +43,25 @@ limits() {
     ends 0 20 '^confined$' "${strict[@]}" quick sh -c '
         set -e
         set -- /proc/[0-9]*
-        [ "$$" = 1 ] && [ "$*" = /proc/1 ]
+        [ "$$" = 1 ]
+        [ "$*" = /proc/1 ]
         [ "$(id -u):$(id -g)" = 65534:65534 ]
         [ "$(df -k /dev/shm | awk "NR == 2 { print \$2 }")" = 65536 ]
-        [ "$(wc -l < /proc/net/route)" = 1 ] && [ "$(cat /proc/net/dev | grep -c :)" = 1 ]
-        ! touch /usr/local/bin/x 2> /dev/null
-        grep -q "^CapBnd:.0*$" /proc/self/status && grep -q "^NoNewPrivs:.1$" /proc/self/status && grep -q "^Seccomp:.2$" /proc/self/status
+        [ "$(wc -l < /proc/net/route)" = 1 ]
+        [ "$(grep -c : /proc/net/dev)" = 1 ]
+        if touch /usr/local/bin/x 2> /dev/null; then exit 1; fi
+        grep -q "^CapBnd:.0*$" /proc/self/status
+        grep -q "^NoNewPrivs:.1$" /proc/self/status
+        grep -q "^Seccomp:.2$" /proc/self/status
         echo confined'
     ends 0 20 '^bare$' "${bare[@]}" quick sh -c '
-        ! touch /tmp/x 2> /dev/null && ! touch /run/x 2> /dev/null && ! touch /var/tmp/x 2> /dev/null && [ ! -e /dev/shm ]
-        grep -q " /proc proc .*hidepid=invisible" /proc/mounts && echo bare'
+        set -e
+        for folder in /tmp /run /var/tmp; do
+            if touch $folder/x 2> /dev/null; then exit 1; fi
+        done
+        [ ! -e /dev/shm ]
+        grep -q " /proc proc .*hidepid=invisible" /proc/mounts
+        echo bare'
     for options in strict bare; do
         local -n these=$options
         for ranks in 2 4; do

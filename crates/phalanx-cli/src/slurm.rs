@@ -27,9 +27,10 @@ pub(crate) fn started(options: &Run, job: &SlurmAllocation) -> Result<(Started, 
     let given = match (options.nproc_per_node, here) {
         (Some(processes), _) => Some(processes),
         (None, Some(workers)) => {
-            let tasks = job.hosts().map_err(|error| error.to_string())?.place(None);
-            let tasks = tasks.map_or(0, |placed| placed.hosts().iter().map(Host::slots).sum());
-            let note = more_than_tasks(job.job(), workers.get(), tasks, job.source());
+            // The job starts without knowing its tasks: what cannot be read of them is no error here.
+            let placed = job.hosts().ok().and_then(|hosts| hosts.place(None).ok());
+            let tasks = placed.map(|placed| placed.hosts().iter().map(Host::slots).sum());
+            let note = tasks.and_then(|tasks| more_than_tasks(job.job(), workers.get(), tasks, job.source()));
             return Ok((Started::Here(workers), note));
         }
         (None, None) => Processes::from_other_variable()?,

@@ -16,6 +16,7 @@ use std::process::{Child, Command};
 
 use binary::{Binary, Fit};
 use phalanx_sys::guard::Guard;
+use rustix::fs::{Access, access};
 use rustix::io::Errno;
 use rustix::process::{getegid, geteuid, getgroups};
 
@@ -40,11 +41,19 @@ impl Program {
     pub(super) fn of(command: &Command) -> Self {
         let set =
             command.get_envs().find(|(name, _)| *name == "PATH").map(|(_, value)| value.map(OsStr::to_owned));
-        let folders = set.unwrap_or_else(|| std::env::var_os("PATH")).unwrap_or_default();
+        let folders = set.unwrap_or_else(|| std::env::var_os("PATH"));
+        // Those of the C library, if there is no PATH.
+        let folders = folders.unwrap_or_else(|| "/bin:/usr/bin".into());
         let name = PathBuf::from(command.get_program());
         let is_plain = !name.as_os_str().as_bytes().contains(&b'/');
         let path = if is_plain {
-            std::env::split_paths(&folders).map(|folder| folder.join(&name)).find(|path| path.is_file())
+            // As the C library does: what this user cannot execute is passed over, unless there is no other.
+            let there: Vec<PathBuf> = std::env::split_paths(&folders)
+                .map(|folder| folder.join(&name))
+                .filter(|path| path.is_file())
+                .collect();
+            let can_start = |path: &&PathBuf| access(path.as_path(), Access::EXEC_OK).is_ok();
+            there.iter().find(can_start).or(there.first()).cloned()
         } else {
             Some(name.clone()).filter(|path| path.exists())
         };
@@ -79,6 +88,10 @@ impl Program {
                 |error| format!("{} cannot be read: {error}", path.display()),
                 |head| head.what_is_missing(),
             )),
+            // The system says so of a name that is nowhere if it could not search a folder of PATH.
+            (ErrorKind::PermissionDenied, None) if self.is_plain => {
+                Some(format!("{}. Some of these folders this user cannot search", self.not_there()))
+            }
             (ErrorKind::PermissionDenied, path) => Some(self.denied(path.as_deref())),
             (ErrorKind::NotADirectory, _) => {
                 Some("a part of its path is a file, and no folder: is the path right?".to_owned())
@@ -192,11 +205,12 @@ struct Head {
 
 impl Head {
     fn read(path: &Path) -> io::Result<Self> {
-        let mut file = File::open(path)?;
-        let status = file.metadata()?;
+        // Before it is opened: to open a pipe would wait for its writer.
+        let status = path.metadata()?;
         if !status.is_file() {
             return Err(io::Error::other("it is no file"));
         }
+        let mut file = File::open(path)?;
         let mut bytes = Vec::new();
         file.by_ref().take(HEAD as u64).read_to_end(&mut bytes)?;
         let mut head = Self { bytes, length: status.len(), loader: None };
@@ -251,12 +265,40 @@ impl Head {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    use rustix::fs::{FileType, Mode};
+
     use super::*;
 
     impl Owned for (u32, u32, u32) {
         fn owned(&self) -> (u32, u32, u32) {
             *self
         }
+    }
+
+    #[test]
+    fn the_first_that_can_be_started_of_the_folders_of_path_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        for (name, mode) in [("plain", 0o644), ("program", 0o755)] {
+            std::fs::create_dir(path(name)).unwrap();
+            std::fs::write(path(name).join("train"), "#!/bin/sh\n").unwrap();
+            std::fs::set_permissions(path(name).join("train"), Permissions::from_mode(mode)).unwrap();
+        }
+        let found = |folders: &[&str]| {
+            let mut command = Command::new("train");
+            command.env("PATH", std::env::join_paths(folders.iter().map(|name| path(name))).unwrap());
+            Program::of(&command).path
+        };
+        assert_eq!(found(&["plain", "program"]), Some(path("program").join("train")));
+        assert_eq!(found(&["none", "plain"]), Some(path("plain").join("train")));
+        assert_eq!(found(&["none"]), None);
+        // To look at a pipe that nobody writes to does not wait for its writer.
+        let pipe = path("pipe");
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert!(Program::of(&Command::new(&pipe)).doubtful_binary().is_none());
     }
 
     #[test]

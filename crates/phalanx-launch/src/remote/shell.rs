@@ -132,7 +132,7 @@ impl RemoteShell {
         }
         // The ssh that it starts for a jump host is given none of these, and would put its question to the terminal, again and
         // again because this is no process group of the foreground.
-        if std::env::var_os("SSH_ASKPASS_REQUIRE").is_none() {
+        if ["SSH_ASKPASS_REQUIRE", "SSH_ASKPASS"].iter().all(|name| std::env::var_os(name).is_none()) {
             command.envs([("SSH_ASKPASS_REQUIRE", "force"), ("SSH_ASKPASS", "false")]);
         }
         if let Some(port) = self.port {

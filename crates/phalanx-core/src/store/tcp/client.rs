@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -28,8 +28,9 @@ use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 const IDLE: usize = 8;
 /// How long an answer may take, even after the deadline, that is asked for when a wait has ended.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often a client that waits for the first of several connections looks whether the store is still needed.
-const PATIENCE_INTERVAL: Duration = Duration::from_millis(50);
+/// How often a client that waits for the first of several connections asks whether the store is still needed. To answer may take a second,
+/// in which a connection may come.
+const PATIENCE_INTERVAL: Duration = Duration::from_secs(2);
 /// How long a call waits for a connection that is being made already, before it makes its own.
 const COMING_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often it looks.
@@ -234,7 +235,7 @@ impl TcpStore {
 
     /// An idle connection. One that is still being made is waited for: a new one would come later.
     fn idle_link(&self, deadline: Deadline) -> Option<Link> {
-        let until = deadline.at_most(COMING_TIMEOUT);
+        let until = Deadline::after(COMING_TIMEOUT.min(deadline.remaining() / 2));
         loop {
             if let Some(link) = self.idle.lock().pop() {
                 return Some(link);
@@ -440,14 +441,14 @@ fn first_of_several(
     let last = Arc::new(Mutex::new(String::new()));
     let (made, coming) = mpsc::channel();
     for index in 0..patience.connections {
-        let (address, credentials, made) = (address.to_owned(), credentials.clone(), made.clone());
+        let (to, with, made) = (address.to_owned(), credentials.clone(), made.clone());
         let (is_decided, last, silence) = (Arc::clone(&is_decided), Arc::clone(&last), patience.silence);
         let dial = move || {
             let goes_on = || !is_decided.load(Ordering::Relaxed);
             let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
             let report =
                 |why: &dyn fmt::Display| *last.lock() = format!(", to which it cannot connect: {why}");
-            let link = Link::retry_until(&address, &credentials, deadline, &patience, report);
+            let link = Link::retry_until(&to, &with, deadline, &patience, report);
             // All meet the same errors. If the store is no longer used, the connection is closed here.
             if index == 0 || link.is_ok() {
                 drop(made.send(link));
@@ -455,11 +456,9 @@ fn first_of_several(
         };
         match thread::Builder::new().name("phalanx-store-dial".into()).spawn(dial) {
             Ok(_) => {}
-            Err(error) if index == 0 => {
-                return Err(Error::not_started(
-                    "a thread that connects with the store could not be started",
-                    error,
-                ));
+            Err(_) if index == 0 => {
+                let link = Link::connect(address, credentials, deadline, patience)?;
+                return Ok((link, mpsc::channel().1));
             }
             // Without it, the call that needs a connection makes it.
             Err(_) => break,
@@ -468,8 +467,10 @@ fn first_of_several(
     drop(made);
     let what = || format!("this process waits for the store at {address}{}", last.lock());
     let first = while_waiting(what, || {
+        let mut asked = Instant::now();
         loop {
-            match coming.recv_timeout(interrupt::at_most(PATIENCE_INTERVAL)) {
+            let left = PATIENCE_INTERVAL.saturating_sub(asked.elapsed());
+            match coming.recv_timeout(interrupt::at_most(left)) {
                 Ok(first) => return first,
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::aborted("a thread that connects with the store panicked"));
@@ -477,6 +478,10 @@ fn first_of_several(
                 Err(RecvTimeoutError::Timeout) => {}
             }
             interrupt::check()?;
+            if asked.elapsed() < PATIENCE_INTERVAL {
+                continue;
+            }
+            asked = Instant::now();
             if !(patience.goes_on)() {
                 return Err(Error::aborted(format!("the store at {address} is no longer needed")));
             }

@@ -35,6 +35,8 @@ const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
 /// that of the next request.
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
+/// The longest time for which a client that waits does not look at something else.
+const WATCH_LIMIT: Duration = Duration::from_secs(2);
 /// How long the rest of an answer may take whose beginning has come.
 const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -611,7 +613,7 @@ fn is_own(echo: [u8; 4]) -> Option<bool> {
 /// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
 /// that has come lies unread; and an answer whose packet was lost comes three round trips later.
 fn watch_interval(round_trip: Duration) -> Duration {
-    WATCH_INTERVAL.max(round_trip * 5)
+    (round_trip * 5).clamp(WATCH_INTERVAL, WATCH_LIMIT)
 }
 
 fn unexpected_wait(answer: u8) -> io::Error {
@@ -661,8 +663,8 @@ mod tests {
     fn nobody_looks_away_from_an_answer_that_is_on_its_way() {
         let milliseconds = Duration::from_millis;
         assert_eq!(
-            [0, 1, 80, 400].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
-            [200, 200, 400, 2000]
+            [0, 1, 80, 400, 3000].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
+            [200, 200, 400, 2000, 2000]
         );
     }
 }

@@ -105,7 +105,8 @@ pub(super) fn accept(
         match wait_for_arrivals(listener, stopped, &pending, full, deadline)? {
             Woken::Stopped => return Err(Error::aborted("accepting was stopped")),
             Woken::Connection => {
-                let most = MAX_PENDING.max(Channel::ALL.len() * config.world.count());
+                // A rank that is far away may call twice for each.
+                let most = MAX_PENDING.max(2 * Channel::ALL.len() * config.world.count());
                 full = take_arrivals(listener, config.credentials.tls.as_ref(), most, secret, &mut pending)?;
             }
             Woken::Other => {}

@@ -3,10 +3,13 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use super::call::{begin_to_connect, is_connected};
 use super::connect::{Address, no_descriptors};
@@ -204,26 +207,39 @@ fn call_far(
     let first = match near {
         Err(error) => return Ok(Err(error)),
         Ok((stream, true)) => {
-            let call = hello.until_connected(stream).and_then(|stream| hello.say(stream));
-            return Ok(call.and_then(|call| call.hear(deadline.at_most(hello.answering))));
+            return Ok(hello.until_connected(stream).and_then(|stream| hello.hear(stream)));
         }
         Ok((stream, false)) => stream,
     };
     let (heard, coming) = mpsc::channel();
+    let is_decided = Arc::new(AtomicBool::new(false));
     let another = Greeting::new(config, (own, secret), deadline)?;
-    hello.hear_apart(Ok(first), deadline, 0, heard.clone())?;
-    // Without it, the first has to do.
-    let _ = another.hear_apart(begin_to_connect(address.socket), deadline, 1, heard);
-    loop {
-        match coming.recv() {
-            Ok((0, outcome)) | Ok((_, outcome @ Ok(_))) => return Ok(outcome),
-            Ok((_, Err(_))) => {}
-            Err(mpsc::RecvError) => return Err(Error::aborted("a thread that connects ranks panicked")),
+    let second = begin_to_connect(address.socket);
+    // Without a thread, the first call has to do.
+    let _ = another.hear_apart(second, Arc::clone(&is_decided), heard.clone());
+    let outcome = match hello.hear_apart(Ok(first), Arc::clone(&is_decided), heard) {
+        Ok(()) => first_answer(&coming),
+        // So it has to do in this one.
+        Err(stream) => stream.and_then(|stream| hello.hear(stream)),
+    };
+    is_decided.store(true, Ordering::Relaxed);
+    Ok(outcome)
+}
+
+/// The first answer to two calls; if none answers, why the last has not. What shows another build, or another key, counts at once.
+fn first_answer(coming: &Receiver<io::Result<Heard>>) -> io::Result<Heard> {
+    let mut failed = None;
+    for outcome in coming {
+        match outcome {
+            Err(error) if error.kind() != io::ErrorKind::InvalidData => failed = Some(error),
+            decisive => return decisive,
         }
     }
+    Err(failed.unwrap_or_else(|| io::Error::other("a thread that connects ranks panicked")))
 }
 
 /// What a call says.
+#[derive(Clone)]
 struct Greeting {
     own: Hello,
     secret: GroupSecret,
@@ -276,25 +292,34 @@ impl Greeting {
         Ok(Call { stream, initiator, secret, is_encrypted: self.tls.is_some() })
     }
 
-    /// Waits in a thread of its own until the connection stands, says hello and takes the answer. If it is not wanted by then, the
-    /// connection is closed.
+    /// Says hello and takes the answer.
+    fn hear(&self, stream: TcpStream) -> io::Result<Heard> {
+        self.say(stream)?.hear(self.deadline.at_most(self.answering))
+    }
+
+    /// The same in a thread of its own, when the connection stands. If another call `is_decided` by then, the connection is closed. Without
+    /// a thread it gives the stream back.
     fn hear_apart(
-        self,
+        &self,
         stream: io::Result<TcpStream>,
-        deadline: Deadline,
-        number: usize,
-        heard: Sender<(usize, io::Result<Heard>)>,
-    ) -> Result<()> {
+        is_decided: Arc<AtomicBool>,
+        heard: Sender<io::Result<Heard>>,
+    ) -> Result<(), io::Result<TcpStream>> {
+        let kept = Arc::new(Mutex::new(Some(stream)));
+        let (own, given) = (self.clone(), Arc::clone(&kept));
         let hear = move || {
-            let called = stream.and_then(|stream| self.until_connected(stream));
-            let called = called.and_then(|stream| self.say(stream));
-            let outcome = called.and_then(|call| call.hear(deadline.at_most(self.answering)));
-            drop(heard.send((number, outcome)));
+            let Some(stream) = given.lock().take() else { return };
+            let connected = stream.and_then(|stream| own.until_connected(stream));
+            let outcome = connected.and_then(|stream| match is_decided.load(Ordering::Relaxed) {
+                true => Err(io::ErrorKind::Interrupted.into()),
+                false => own.hear(stream),
+            });
+            drop(heard.send(outcome));
         };
-        let thread = thread::Builder::new().name("phalanx-call".into()).spawn(hear);
-        thread
-            .map(drop)
-            .map_err(|error| Error::not_started("a thread that connects ranks could not be started", error))
+        match thread::Builder::new().name("phalanx-call".into()).spawn(hear) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(kept.lock().take().unwrap_or(Err(error))),
+        }
     }
 }
 

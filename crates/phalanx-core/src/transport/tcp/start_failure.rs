@@ -213,22 +213,20 @@ struct ListenProbe {
 }
 
 impl ListenProbe {
-    /// Calls `peer` again, unless it has still to answer. Whether it has refused [`REFUSALS`] calls in turn.
+    /// Looks at the answer of `peer` to the last call, or calls it if there is none out. Whether it has refused [`REFUSALS`] calls in turn.
     fn is_gone(&mut self, peer: usize, address: SocketAddr) -> bool {
         if self.peer != peer {
             *self = Self { peer, ..Self::default() };
         }
-        for call in [self.calling.take().map(Ok), Some(begin_to_connect(address))].into_iter().flatten() {
-            let answer = call.and_then(|call| Ok((is_connected(&call, Duration::ZERO)?, call)));
-            match answer {
-                Ok((true, _)) => self.refusals = 0,
-                Ok((false, call)) => {
-                    self.calling = Some(call);
-                    break;
-                }
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => self.refusals += 1,
-                Err(_) => {}
-            }
+        let call = match self.calling.take() {
+            Some(call) => Ok(call),
+            None => begin_to_connect(address),
+        };
+        match call.and_then(|call| Ok((is_connected(&call, Duration::ZERO)?, call))) {
+            Ok((true, _)) => self.refusals = 0,
+            Ok((false, call)) => self.calling = Some(call),
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => self.refusals += 1,
+            Err(_) => {}
         }
         self.refusals >= REFUSALS
     }
@@ -370,5 +368,22 @@ mod tests {
         // Whether a rank has failed, who is there, and which process the missing one is.
         assert_eq!(asked.len(), 3);
         assert!(asked.iter().all(|until| *until <= deadline), "{asked:?}");
+    }
+
+    #[test]
+    fn a_rank_is_gone_when_it_has_refused_three_calls_in_turn() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut probe = ListenProbe::default();
+        assert!((0..2 * REFUSALS).all(|_| !probe.is_gone(1, address)));
+        drop(listener);
+        let outcomes: Vec<bool> = (0..REFUSALS).map(|_| probe.is_gone(1, address)).collect();
+        assert_eq!(outcomes, [false, false, true]);
+        // Another rank at that address has refused nothing yet.
+        assert!(!probe.is_gone(2, address));
+        let again = std::net::TcpListener::bind(address).unwrap();
+        assert!(!probe.is_gone(2, address));
+        drop(again);
+        assert!(!probe.is_gone(2, address) && !probe.is_gone(2, address) && probe.is_gone(2, address));
     }
 }
