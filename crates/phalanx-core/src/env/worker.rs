@@ -8,7 +8,7 @@ use crate::world_size::WorldSize;
 /// WORLD_SIZE to be a world of one would still find those.
 pub(super) const HOROVODRUN: &str = "PHALANX_HOROVODRUN";
 
-/// The position that a launcher gives to one worker; the reverse of [`LaunchEnv`].
+/// The position that a launcher gives to one worker; the reverse of [`LaunchEnv`](super::LaunchEnv).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// The worker's rank in the world.
