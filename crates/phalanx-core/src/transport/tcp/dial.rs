@@ -34,9 +34,9 @@ const REFUSAL_TIMEOUT: Duration = Duration::from_secs(1);
 /// A rank that listens answers at once, from a thread that does nothing else. If it has not answered for this long, and for as long as
 /// the network may be silent, it is frozen.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// A host that has not accepted for so long is far away. It is called a second time, beside the first: where packets are lost, each costs a
-/// second, and of two calls one is rarely late.
-const FAR_AWAY: Duration = Duration::from_millis(100);
+/// How long a host that is near may take to accept. One that is far away is called a second time, beside the first: where packets are lost,
+/// each costs a second, and of two calls one is rarely late.
+const NEAR_TIMEOUT: Duration = Duration::from_millis(100);
 /// The pause between two attempts grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
@@ -201,7 +201,7 @@ fn call_far(
 ) -> Result<io::Result<Heard>> {
     let hello = Greeting::new(config, (own, secret), deadline)?;
     let near = begin_to_connect(address.socket).and_then(|stream| {
-        let is_near = is_connected(&stream, FAR_AWAY.min(deadline.remaining()))?;
+        let is_near = is_connected(&stream, NEAR_TIMEOUT.min(deadline.remaining()))?;
         Ok((stream, is_near))
     });
     let first = match near {
@@ -220,7 +220,7 @@ fn call_far(
     let outcome = match hello.hear_apart(Ok(first), Arc::clone(&is_decided), heard) {
         Ok(()) => first_answer(&coming),
         // So it has to do in this one.
-        Err(stream) => stream.and_then(|stream| hello.hear(stream)),
+        Err(stream) => stream.and_then(|stream| hello.hear(hello.until_connected(stream)?)),
     };
     is_decided.store(true, Ordering::Relaxed);
     Ok(outcome)
