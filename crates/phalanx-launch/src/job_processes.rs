@@ -11,7 +11,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};
 
-use phalanx_sys::guard::Tag;
+use phalanx_sys::guard::{Tag, is_in_execve};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process, pidfd_open, pidfd_send_signal,
@@ -198,6 +198,11 @@ impl JobProcesses {
         Some(processes.iter().filter(|process| !groups.contains(&process.group)).map(ProcessId::of).collect())
     }
 
+    /// All processes of the machine; None if `/proc` cannot be read now.
+    pub(super) fn everyone(&self) -> Option<HashSet<ProcessId>> {
+        self.outside(&[])
+    }
+
     /// Kills all processes with the tag of one worker, and their children, until two looks in a row have found none.
     pub(super) fn kill_tagged(&self, tag: &str, deadline: Deadline) {
         let mut empty = 0;
@@ -307,14 +312,26 @@ fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
     }
 }
 
-/// Whether this process has `tag` in its environment. The environment of another user's process is not known.
+/// Whether the process has `tag` in its environment. One in the middle of `execve` has none for a moment, which is long where the
+/// processors are busy: it is looked at again.
 fn carries(pid: i32, tag: &[u8]) -> bool {
     /// More than the kernel allows a process, with its usual limits.
     const MAX: u64 = 8 << 20;
-    let mut environment = Vec::new();
-    let read = fs::File::open(format!("/proc/{pid}/environ"))
-        .and_then(|file| file.take(MAX).read_to_end(&mut environment));
-    read.is_ok() && environment.windows(tag.len()).any(|part| part == tag)
+    const LOOKS: u32 = 100;
+    const LOOK_DELAY: Duration = Duration::from_millis(1);
+    for _ in 0..LOOKS {
+        let mut environment = Vec::new();
+        let read = fs::File::open(format!("/proc/{pid}/environ"))
+            .and_then(|file| file.take(MAX).read_to_end(&mut environment));
+        if read.is_err() || !environment.is_empty() {
+            return read.is_ok() && environment.windows(tag.len()).any(|part| part == tag);
+        }
+        if !fs::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| is_in_execve(&stat)) {
+            return false;
+        }
+        std::thread::sleep(LOOK_DELAY);
+    }
+    false
 }
 
 fn me() -> i32 {

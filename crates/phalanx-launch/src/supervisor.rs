@@ -411,17 +411,23 @@ impl Supervisor<'_, '_> {
             // job.
             match raw {
                 Raw::TERM => {
-                    self.may_be_asked = self.processes.outside(&self.groups());
+                    let before = self.processes.everyone();
+                    self.send(raw);
+                    // Who leaves its group between a look and the signal gets none with the group.
+                    let outside = self.processes.outside(&self.groups());
+                    self.may_be_asked = before.zip(outside).map(|(before, outside)| &before & &outside);
                     let strays = running.iter().flat_map(|running| &running.strays);
                     self.may_be_asked
                         .iter_mut()
                         .for_each(|known| known.extend(strays.clone().map(Stray::id)));
                     self.sweep(running.as_ref());
                 }
-                Raw::KILL => kill_strays(running.as_ref()),
-                _ => {}
+                Raw::KILL => {
+                    kill_strays(running.as_ref());
+                    self.send(raw);
+                }
+                _ => self.send(raw),
             }
-            self.send(raw);
             // A stopped process handles no signal but SIGKILL before it continues.
             self.send(Raw::CONT);
         }

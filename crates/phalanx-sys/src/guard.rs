@@ -252,7 +252,7 @@ enum Found {
     Nobody,
     /// One was found and killed.
     Somebody,
-    /// A process could not be checked, for lack of descriptors or memory. It may be one.
+    /// A process could not be checked, for lack of descriptors or memory, or because it is in the middle of `execve`. It may be one.
     Unknown,
 }
 
@@ -315,6 +315,7 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
     let Some(environment) = open_at(process.0, c"environ", 0) else { return Found::after_error() };
     match holds(&environment, tag) {
         Found::Somebody => {}
+        Found::Nobody if begins(&process) => return Found::Unknown,
         other => return other,
     }
     // SAFETY: plain numbers, and a null pointer where one is allowed.
@@ -339,6 +340,33 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
         }
     }
     Found::Somebody
+}
+
+/// Whether the process of this folder is in the middle of `execve`.
+#[cfg(target_os = "linux")]
+fn begins(process: &Open) -> bool {
+    /// A name has at most 64 bytes there, and each of the 50 numbers at most 20.
+    const LINE: usize = 1200;
+    let Some(file) = open_at(process.0, c"stat", 0) else { return false };
+    let mut line = [0_u8; LINE];
+    // SAFETY: `line` is writable and has the length that is passed.
+    let read = unsafe { libc::read(file.0, line.as_mut_ptr().cast(), line.len()) };
+    usize::try_from(read).ok().and_then(|read| line.get(..read)).is_some_and(is_in_execve)
+}
+
+/// Whether this `/proc/PID/stat`, of a process whose `environ` is empty, is that of one in the middle of `execve`: it has memory, and the
+/// place of its environment in that is not known yet. (A thread of the kernel and a process that has ended have no memory.)
+///
+/// It makes no call that is not async-signal-safe.
+pub fn is_in_execve(stat: &[u8]) -> bool {
+    /// Counted from the state, the first field behind the name.
+    const VSIZE: usize = 20;
+    const ENV_END: usize = 48;
+    let Some(name) = stat.iter().rposition(|byte| *byte == b')') else { return false };
+    let mut fields = stat.get(name + 1..).unwrap_or_default().trim_ascii().split(|byte| *byte == b' ');
+    let memory = fields.nth(VSIZE);
+    let environment = fields.nth(ENV_END - VSIZE - 1);
+    memory.is_some_and(|size| size != b"0") && environment == Some(b"0")
 }
 
 /// Whether `tag` is somewhere in this file.
@@ -444,6 +472,23 @@ mod tests {
         let zeros = open_at(libc::AT_FDCWD, c"/dev/zero", 0);
         let found = holds(&zeros.expect("it can be read"), b"phalanx-sys:no-process-has-this0");
         assert_eq!(found, Found::Nobody);
+    }
+
+    #[test]
+    fn a_process_in_execve_has_memory_and_no_place_of_its_environment() {
+        let line = |name: &str, state: &str, vsize: u64, end: u64| {
+            let between = "0 ".repeat(27);
+            format!("12 ({name}) {state} {}{vsize} {between}{end} 0\n", "7 ".repeat(19)).into_bytes()
+        };
+        assert!(is_in_execve(&line("sleep", "R", 139_264, 0)));
+        assert!(is_in_execve(&line("a) R 1 (b", "D", 139_264, 0)));
+        assert!(!is_in_execve(&line("env", "S", 3_133_440, 140_732_159_283_179)));
+        assert!(!is_in_execve(&line("kthreadd", "S", 0, 0)), "a thread of the kernel");
+        assert!(!is_in_execve(&line("sh", "Z", 0, 0)), "one that has ended");
+        for none in ["", "12 (sh", "12 (sh) R 1 2 3"] {
+            assert!(!is_in_execve(none.as_bytes()), "{none}");
+        }
+        assert!(!is_in_execve(&std::fs::read("/proc/self/stat").expect("it can be read")));
     }
 
     #[test]

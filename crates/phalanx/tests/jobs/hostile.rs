@@ -158,7 +158,8 @@ fn wrong_messages_disturb_neither_a_start_nor_a_training() {
     let expected = quiet.sums();
     assert!(expected.iter().all(|sums| *sums == expected[0]));
     let greeting = record_a_greeting(&quiet);
-    let usual: Vec<Use> = quiet.processes().map(Process::uses).collect();
+    let deadline = Instant::now() + LIMIT;
+    let usual: Vec<Use> = quiet.processes().map(|process| process.uses_at_rest(deadline)).collect();
     quiet.end();
 
     let mut job = Job::new();
@@ -215,7 +216,11 @@ fn wrong_messages_disturb_neither_a_start_nor_a_training() {
     for (process, usual) in job.processes().zip(&usual) {
         let mut uses = process.uses();
         while uses.threads.len() > usual.threads.len() || uses.descriptors > usual.descriptors {
-            assert!(Instant::now() < deadline, "{uses:?} remain, and {usual:?} are usual");
+            assert!(
+                Instant::now() < deadline,
+                "{uses:?} remain, and {usual:?} are usual: {:?}",
+                process.descriptors()
+            );
             std::thread::sleep(Duration::from_millis(10));
             uses = process.uses();
         }

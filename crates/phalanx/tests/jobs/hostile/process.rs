@@ -61,6 +61,20 @@ impl Process {
         assert!(self.child.wait().unwrap().success() && said.is_empty(), "{said}");
     }
 
+    /// What it uses once its threads have begun, each of which has a name and may open something at first.
+    pub fn uses_at_rest(&self, deadline: Instant) -> Use {
+        loop {
+            let before = self.uses();
+            std::thread::sleep(Duration::from_millis(50));
+            let uses = self.uses();
+            let has_begun = uses.threads.iter().skip(1).all(|name| *name != uses.threads[0]);
+            if has_begun && (&uses.threads, uses.descriptors) == (&before.threads, before.descriptors) {
+                return uses;
+            }
+            assert!(Instant::now() < deadline, "{uses:?} are not at rest");
+        }
+    }
+
     pub fn uses(&self) -> Use {
         let threads = fs::read_dir(self.path("task")).unwrap().flatten();
         // A thread may end between the two looks.
@@ -71,6 +85,13 @@ impl Process {
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
         let kibibytes: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
         Use { threads, descriptors, peak: kibibytes << 10 }
+    }
+
+    /// What its descriptors are, for who reads why a test has failed.
+    pub fn descriptors(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.path("fd")).into_iter().flatten().flatten();
+        let links = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+        links.map(|link| link.display().to_string()).collect()
     }
 
     /// Whether it has a socket that waits for connections.
