@@ -1,12 +1,12 @@
 //! The collectives of a group, on tensors and lists of tensors.
 
-use phalanx::{Buffer, DType, Element, Rank, ReduceOp, Result};
+use phalanx::{Buffer, DType, Element, Rank, ReduceOp, Result, with_element};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::dtypes::{Meaning, with_element};
+use crate::dtypes::Meaning;
 use crate::group::{Group, How, Op, Reduction};
 use crate::memory::Memory;
 use crate::work::Work;

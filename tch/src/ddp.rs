@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use phalanx::join::JoinGroup;
-use phalanx::reducer::hooks::{HookState, Replica};
+use phalanx::reducer::hooks::{LoadedHook, Replica};
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
@@ -67,10 +67,8 @@ pub struct Ddp {
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
-    /// The loaded state of a hook that is not registered yet.
-    hook_state: Option<HookState>,
-    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
-    expects_hook: bool,
+    /// The state of a communication hook that was loaded before the hook is registered.
+    pub(crate) loaded_hook: LoadedHook,
     /// The weights of the passes since the last synchronised one.
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
@@ -107,8 +105,7 @@ impl Ddp {
             buffers_stale: false,
             has_torn: false,
             broadcast_buffers: options.broadcast_buffers,
-            hook_state: None,
-            expects_hook: false,
+            loaded_hook: LoadedHook::default(),
             accumulated: Accumulated::default(),
         };
         if ddp.sink.is_some() {
@@ -128,7 +125,7 @@ impl Ddp {
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
-        self.check_hook_state()?;
+        self.loaded_hook.check_taken(self.hooked())?;
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;

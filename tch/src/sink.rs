@@ -26,7 +26,7 @@ pub(crate) enum Delivery {
 /// The reducer, for the hooks.
 pub(crate) struct Sink(HookedReducer<Deliveries>);
 
-struct Deliveries {
+pub(crate) struct Deliveries {
     delivery: Delivery,
     /// In the reducer's order.
     parameters: Vec<Named>,
@@ -147,6 +147,10 @@ impl Sink {
     /// Runs `call` on the reducer. An error ends it, unless it has failed before.
     pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.0.attempt(|reducer, _| call(reducer))
+    }
+
+    pub fn hooked(&self) -> &HookedReducer<Deliveries> {
+        &self.0
     }
 
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {

@@ -4,14 +4,15 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ParameterSpec;
 use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
-use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::state::{StateReader, StateWriter};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
@@ -135,12 +136,12 @@ impl<T> TrainState<T> {
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
         self.ddp.check_nothing_held()?;
-        let (hook, is_expected) = (self.ddp.hook_state()?, self.ddp.expects_hook());
+        let (hook, is_expected) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_expected());
         self.ddp = self.ddp.again(handle, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         if is_expected {
-            self.ddp.expect_hook();
+            self.ddp.loaded_hook.expect();
         }
         Ok(self)
     }
@@ -229,18 +230,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// # Errors
     /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
-        self.ddp.check_nothing_held()?;
-        let hooks = match self.own_hook(checkpoints.group())? {
-            Some(hook) => {
-                let group = checkpoints.group().in_call(Caller::TrainStateCheckpoint);
-                group.gather_object(&hook, Rank::MAIN)?.unwrap_or_default()
-            }
-            None => Vec::new(),
-        };
-        checkpoints.save(self.steps, |snapshot| {
-            self.write(snapshot, hooks.len())?;
-            hooks.iter().enumerate().try_for_each(|(rank, hook)| self.write_own(hook, snapshot, rank))
-        })
+        training::checkpoint(self, checkpoints)
     }
 
     /// As [`checkpoint`](Self::checkpoint), with the work divided: all ranks write the optimizer's tensors in turns, each of
@@ -274,11 +264,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
     /// models differ.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
-        let own = self.own_hook(group)?;
-        let (rank, ranks) = (group.rank().index(), group.world_size().count());
-        let saved = if own.is_some() { ranks } else { 0 };
-        self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
-        own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
+        training::save_shard_to(self, snapshot, group)
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -287,17 +273,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// If a tensor or the progress cannot be written, or in the middle of a step. If a communication hook keeps something for each rank, as
     /// PowerSGD does: one rank cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        let hook = self.ddp.hook_state()?.filter(|hook| hook.tensors().iter().any(|tensor| tensor.is_own));
-        if let Some(hook) = hook {
-            return Err(Error::invalid_argument(format!(
-                "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
-                hook.hook()
-            ))
-            .with_remedy(
-                "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
-            ));
-        }
-        self.write(snapshot, 0)
+        training::save_to(self, snapshot)
     }
 
     /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it.
@@ -307,61 +283,9 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         if !self.read(saved)? {
-            self.ddp.expect_hook();
+            self.ddp.loaded_hook.expect();
         }
         Ok(())
-    }
-
-    /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
-    ///
-    /// # Errors
-    /// If the ranks' models differ: the hook lets ranks train by themselves.
-    fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
-        let Some(hook) = self.ddp.hook_state()?.filter(|hook| !hook.is_empty()) else { return Ok(None) };
-        if !self.ddp.replicas_identical()? {
-            return Err(Error::invalid_argument(format!(
-                "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
-                hook.hook()
-            ))
-            .with_remedy("call state.ddp.average_parameters() before, or save after a step in which the averager averages"));
-        }
-        if !hook.tensors().iter().any(|tensor| tensor.is_own) {
-            return Ok(None);
-        }
-        let (here, there) = (self.ddp.world_size(), group.world_size());
-        if here != there {
-            return Err(Error::invalid_argument(format!(
-                "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
-            ))
-            .with_remedy("open the checkpoints with the group in which the model trains"));
-        }
-        Ok(Some(hook))
-    }
-
-    fn write_own(&self, hook: &HookState, writer: &mut impl StateWriter, rank: usize) -> Result<()> {
-        state::save_own_of_hook(hook, &self.ddp.parameter_names(), writer, "hook", rank)
-    }
-
-    /// Writes all but what `ranks` ranks save of their own in the hook.
-    fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
-        self.ddp.check_nothing_held()?;
-        let state = self.ddp.state();
-        writer.value("model", &Inventory::specs(state))?;
-        for one in state {
-            let ParameterSpec { name, shape, dtype } = &one.spec;
-            tensors::read_elements(&[one.tensor.shallow_clone()], |parts| {
-                writer.tensor(&format!("model.{name}"), *dtype, shape, parts.next().unwrap_or_default())
-            })?;
-        }
-        self.optimizer.save(writer, "optimizer")?;
-        if let Some(averager) = &self.averager {
-            writer.value("averager", &averager.steps())?;
-        }
-        if let Some(hook) = self.ddp.hook_state()? {
-            state::save_hook(&hook, &self.ddp.parameter_names(), writer, "hook", ranks)?;
-        }
-        writer.value("steps", &self.steps)?;
-        writer.value("progress", &self.progress)
     }
 
     /// Returns whether a communication hook's state was there. Everything is read before anything is changed.
@@ -377,14 +301,12 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
         let moments = self.optimizer.read(reader, "optimizer")?;
-        let averaged = self.averaged(reader)?;
-        let hook = match reader.has_value("hook") {
-            true => {
-                let place = (self.ddp.rank().index(), self.ddp.world_size().count());
-                Some(state::load_hook(reader, &self.ddp.parameter_names(), "hook", place)?)
-            }
-            false => None,
-        };
+        let averaged: Option<u64> =
+            match reader.is_saved("averager", self.averager.is_some(), ("a model averager", "averager"))? {
+                true => Some(reader.value("averager")?),
+                false => None,
+            };
+        let hook = training::load_hook(self, reader)?;
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
         let has_hook = hook.is_some();
@@ -398,20 +320,6 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         }
         (self.steps, self.progress) = (steps, progress);
         Ok(has_hook)
-    }
-
-    /// How many steps the saved averager had done. An error if only this state has one, or only the saved state.
-    fn averaged(&self, reader: &impl StateReader) -> Result<Option<u64>> {
-        let cause = match (&self.averager, reader.has_value("averager")) {
-            (Some(_), true) => return reader.value("averager").map(Some),
-            (None, false) => return Ok(None),
-            (Some(_), false) => "this TrainState has a model averager, and the saved state lacks `averager`",
-            (None, true) => "the saved state has a model averager, `averager`, and this TrainState has none",
-        };
-        Err(Error::mismatch(cause).with_remedy(
-            "build the state as it was built when it was saved; to begin with another averager, or none, set TrainState::averager after \
-             loading",
-        ))
     }
 
     /// An error if variables that share memory could not have these elements, each its own. Afterwards they are as before.
@@ -460,10 +368,60 @@ fn other_model(here: &[ParameterSpec], saved: &[ParameterSpec]) -> Error {
     .with_remedy("build the model as it was built when the state was saved")
 }
 
+impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
+    const AVERAGE: &'static str = "state.ddp.average_parameters()";
+
+    fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    fn place(&self) -> (Rank, WorldSize) {
+        (self.ddp.rank(), self.ddp.world_size())
+    }
+
+    fn hook_state(&self) -> Result<Option<HookState>> {
+        self.ddp.hook_state()
+    }
+
+    fn hook_name(&self) -> String {
+        "hook".to_owned()
+    }
+
+    fn parameter_names(&self) -> Vec<&str> {
+        self.ddp.parameter_names()
+    }
+
+    fn replicas_identical(&self) -> Result<bool> {
+        self.ddp.replicas_identical()
+    }
+
+    fn check_nothing_held(&self) -> Result<()> {
+        self.ddp.check_nothing_held()
+    }
+
+    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+        self.ddp.check_nothing_held()?;
+        let state = self.ddp.state();
+        writer.value("model", &Inventory::specs(state))?;
+        for one in state {
+            let ParameterSpec { name, shape, dtype } = &one.spec;
+            tensors::read_elements(&[one.tensor.shallow_clone()], |parts| {
+                writer.tensor(&format!("model.{name}"), *dtype, shape, parts.next().unwrap_or_default())
+            })?;
+        }
+        self.optimizer.save(writer, "optimizer")?;
+        if let Some(averager) = &self.averager {
+            writer.value("averager", &averager.steps())?;
+        }
+        writer.value("steps", &self.steps)?;
+        writer.value("progress", &self.progress)
+    }
+}
+
 impl<T: Serialize + DeserializeOwned> State for TrainState<T> {
     fn save(&self, parts: &mut Parts) -> Result<()> {
         // What each rank has of its own is no part of a state that all have in common.
-        self.write(parts, 0)
+        training::save_common(self, parts, 0)
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {

@@ -1,7 +1,6 @@
 //! Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
-use half::{bf16, f16};
-use phalanx::{Bool, DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous};
+use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous, with_element};
 
 use crate::collectives::Case;
 use crate::device;
@@ -37,17 +36,7 @@ fn work(options: &Bench) -> Result<()> {
 }
 
 fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algorithms>) -> Result<()> {
-    match options.dtype {
-        DType::F32 => sweep::<f32>(options, groups, algorithms),
-        DType::F64 => sweep::<f64>(options, groups, algorithms),
-        DType::F16 => sweep::<f16>(options, groups, algorithms),
-        DType::BF16 => sweep::<bf16>(options, groups, algorithms),
-        DType::I32 => sweep::<i32>(options, groups, algorithms),
-        DType::I64 => sweep::<i64>(options, groups, algorithms),
-        DType::U8 => sweep::<u8>(options, groups, algorithms),
-        DType::I8 => sweep::<i8>(options, groups, algorithms),
-        DType::Bool => sweep::<Bool>(options, groups, algorithms),
-    }
+    with_element!(options.dtype, T => sweep::<T>(options, groups, algorithms))
 }
 
 /// Times all sizes, each on every group: one for each algorithm, or one that chooses by size. Rank 0 writes the results.

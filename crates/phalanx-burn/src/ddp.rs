@@ -18,7 +18,7 @@ use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::hooks::HookState;
+use phalanx::reducer::hooks::LoadedHook;
 use phalanx::reducer::{Reducer, ReducerOptions, StepTime, StepWeight};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
@@ -88,10 +88,8 @@ pub struct Ddp<M> {
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
-    /// The loaded state of a hook that is not registered yet.
-    hook_state: Option<HookState>,
-    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
-    expects_hook: bool,
+    /// The state of a communication hook that was loaded before the hook is registered.
+    pub(crate) loaded_hook: LoadedHook,
 }
 
 impl<M: Module> Ddp<M> {
@@ -137,8 +135,7 @@ impl<M: Module> Ddp<M> {
             sharded: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
-            hook_state: None,
-            expects_hook: false,
+            loaded_hook: LoadedHook::default(),
         })
     }
 
@@ -161,7 +158,7 @@ impl<M: Module> Ddp<M> {
     /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
     pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
         let begin = Instant::now();
-        self.check_hook_state()?;
+        self.loaded_hook.check_taken(self.hooked())?;
         self.step_began.get_or_insert(begin);
         self.group.step()?;
         self.refresh_buffers()?;

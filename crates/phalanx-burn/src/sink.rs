@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{bf16, f16};
+use phalanx::adapter::elements;
 use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
@@ -46,7 +46,7 @@ impl Pass {
 pub(crate) struct Sink(HookedReducer<Deliveries>);
 
 /// Where gradients go, and what is held of them.
-struct Deliveries {
+pub(crate) struct Deliveries {
     delivery: Delivery,
     held: Vec<Held>,
     /// Whether this backward pass has the weight 0: its gradients, which may be NaN, count as zero.
@@ -153,6 +153,10 @@ impl Sink {
     /// Runs `call` on the reducer. An error ends it, unless it has failed before.
     pub fn call<T>(&self, call: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         self.0.attempt(|reducer, _| call(reducer))
+    }
+
+    pub fn hooked(&self) -> &HookedReducer<Deliveries> {
+        &self.0
     }
 
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
@@ -344,7 +348,7 @@ impl Held {
         let (dtype, elements) = (self.dtype, self.elements);
         let sum = self.sum.get_or_insert_with(|| Buffer::zeroed(dtype, elements));
         if std::mem::replace(&mut self.any, true) {
-            add(sum, gradient)
+            elements::add(dtype, sum.as_bytes_mut(), gradient)
         } else {
             sum.as_bytes_mut().copy_from_slice(gradient);
             Ok(())
@@ -354,37 +358,6 @@ impl Held {
     /// The sum, if there is one; the next gradient begins another.
     pub fn take(&mut self) -> Option<&Buffer> {
         self.sum.as_ref().filter(|_| std::mem::take(&mut self.any))
-    }
-}
-
-/// `sum += gradient`, element by element; half precision is added in f32.
-pub(crate) fn add(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
-    combine::<false>(sum, gradient)
-}
-
-/// `from -= other`, likewise.
-#[cfg(feature = "horovod")]
-pub(crate) fn subtract(from: &mut Buffer, other: &[u8]) -> Result<()> {
-    combine::<true>(from, other)
-}
-
-fn combine<const MINUS: bool>(sum: &mut Buffer, gradient: &[u8]) -> Result<()> {
-    fn each<T: phalanx::Element>(sum: &mut Buffer, gradient: &[u8], plus: impl Fn(T, T) -> T) -> Result<()> {
-        let Ok(gradient) = bytemuck::try_cast_slice::<u8, T>(gradient) else {
-            return Err(Error::invalid_argument("a gradient's memory is not aligned to its elements"));
-        };
-        for (sum, gradient) in sum.as_mut_slice::<T>()?.iter_mut().zip(gradient) {
-            *sum = plus(*sum, *gradient);
-        }
-        Ok(())
-    }
-    let single = |a: f32, b: f32| if MINUS { a - b } else { a + b };
-    match sum.dtype() {
-        DType::F32 => each::<f32>(sum, gradient, single),
-        DType::F64 => each::<f64>(sum, gradient, |a, b| if MINUS { a - b } else { a + b }),
-        DType::F16 => each::<f16>(sum, gradient, |a, b| f16::from_f32(single(a.to_f32(), b.to_f32()))),
-        DType::BF16 => each::<bf16>(sum, gradient, |a, b| bf16::from_f32(single(a.to_f32(), b.to_f32()))),
-        other => Err(Error::invalid_argument(format!("gradients of type {other} cannot be accumulated"))),
     }
 }
 

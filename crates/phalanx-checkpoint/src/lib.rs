@@ -54,6 +54,7 @@ mod snapshot;
 mod state;
 #[cfg(test)]
 mod tests;
+pub mod training;
 mod writer;
 
 use std::io;

@@ -56,6 +56,24 @@ pub trait StateReader {
     /// Whether there is a value of this name.
     fn has_value(&self, name: &str) -> bool;
 
+    /// Whether an optional part of a training, `kind`, was saved, as the value `name`. `is_here` says whether the state that is loaded
+    /// has one, in its field `field`.
+    ///
+    /// # Errors
+    /// If only one of them has it.
+    fn is_saved(&self, name: &str, is_here: bool, (kind, field): (&str, &str)) -> Result<bool> {
+        let cause = match (is_here, self.has_value(name)) {
+            (true, true) => return Ok(true),
+            (false, false) => return Ok(false),
+            (true, false) => format!("this TrainState has {kind}, and the saved state lacks `{name}`"),
+            (false, true) => format!("the saved state has {kind}, `{name}`, and this TrainState has none"),
+        };
+        Err(Error::mismatch(cause).with_remedy(format!(
+            "build the state as it was built when it was saved; to begin with another {field}, or none, set TrainState::{field} after \
+             loading"
+        )))
+    }
+
     /// The elements of a tensor of this type and shape, which may come from outside.
     ///
     /// # Errors

@@ -11,7 +11,7 @@
 use half::{bf16, f16};
 use phalanx::{Buffer, DType, Element, P2pOp, ProcessGroup, Rank, Result};
 
-use crate::elements::{cast, cast_mut};
+use phalanx::adapter::elements::{cast, cast_mut};
 
 /// Combines the tensors in `data`, of `lengths` elements each, with those of all ranks. Every tensor is combined as an Adasum of its
 /// own. Sends log2(ranks) times the bytes of `data`, and needs twice as much memory beside it.

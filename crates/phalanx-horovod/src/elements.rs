@@ -1,112 +1,13 @@
-//! Elements one by one: factors, other types for the way, and neutral elements.
+//! What the elements of all ranks are combined with: the neutral ones.
 
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use phalanx::{Bool, DType, Element, Error, ProcessGroup, ReduceOp, Result};
-
+use phalanx::adapter::elements::cast_mut;
+use phalanx::{Bool, DType, Element, ProcessGroup, ReduceOp, Result, with_element};
 use phalanx_proto::horovod::reduction::Op;
-
-/// Runs `$body` with `$T` as the Rust type of `$dtype`.
-macro_rules! with_type {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            DType::F16 => {
-                type $T = f16;
-                $body
-            }
-            DType::BF16 => {
-                type $T = bf16;
-                $body
-            }
-            DType::I32 => {
-                type $T = i32;
-                $body
-            }
-            DType::I64 => {
-                type $T = i64;
-                $body
-            }
-            DType::U8 => {
-                type $T = u8;
-                $body
-            }
-            DType::I8 => {
-                type $T = i8;
-                $body
-            }
-            DType::Bool => {
-                type $T = Bool;
-                $body
-            }
-        }
-    };
-}
-
-/// `bytes` as elements.
-pub(crate) fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
-    bytemuck::try_cast_slice(bytes).map_err(|_| misaligned(T::DTYPE))
-}
-
-/// `bytes` as elements, for writing.
-pub(crate) fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
-    bytemuck::try_cast_slice_mut(bytes).map_err(|_| misaligned(T::DTYPE))
-}
-
-fn misaligned(dtype: DType) -> Error {
-    Error::invalid_argument(format!("a tensor's memory is not aligned to {dtype}"))
-}
 
 /// Combines the elements of all ranks in place.
 pub(crate) fn all_reduce(group: &ProcessGroup, dtype: DType, data: &mut [u8], op: ReduceOp) -> Result<()> {
-    with_type!(dtype, T => group.all_reduce::<T>(cast_mut(data)?, op))
-}
-
-/// Multiplies floats by `factor`, each product rounded to the type. There is nothing to do if that is 1.
-pub(crate) fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
-    if factor == 1.0 {
-        return Ok(());
-    }
-    match dtype {
-        DType::F32 => cast_mut::<f32>(data)?.iter_mut().for_each(|value| *value *= factor as f32),
-        DType::F64 => cast_mut::<f64>(data)?.iter_mut().for_each(|value| *value *= factor),
-        DType::F16 => {
-            let values = cast_mut::<f16>(data)?;
-            values.iter_mut().for_each(|value| *value = f16::from_f32(value.to_f32() * factor as f32));
-        }
-        DType::BF16 => {
-            let values = cast_mut::<bf16>(data)?;
-            values.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() * factor as f32));
-        }
-        DType::I32 | DType::I64 | DType::U8 | DType::I8 | DType::Bool => {
-            return Err(Error::invalid_argument(format!("a factor is not defined for {dtype}")));
-        }
-    }
-    Ok(())
-}
-
-/// Copies elements of type `from` into elements of type `to`: the same one, or halves of floats, or floats of halves.
-pub(crate) fn convert(from: DType, source: &[u8], to: DType, target: &mut [u8]) -> Result<()> {
-    match (from, to) {
-        _ if from == to => target.copy_from_slice(source),
-        (DType::F32, DType::F16) => cast_mut::<f16>(target)?.convert_from_f32_slice(cast(source)?),
-        (DType::F32, DType::BF16) => cast_mut::<bf16>(target)?.convert_from_f32_slice(cast(source)?),
-        (DType::F64, DType::F16) => cast_mut::<f16>(target)?.convert_from_f64_slice(cast(source)?),
-        (DType::F64, DType::BF16) => cast_mut::<bf16>(target)?.convert_from_f64_slice(cast(source)?),
-        (DType::F16, DType::F32) => cast::<f16>(source)?.convert_to_f32_slice(cast_mut(target)?),
-        (DType::BF16, DType::F32) => cast::<bf16>(source)?.convert_to_f32_slice(cast_mut(target)?),
-        (DType::F16, DType::F64) => cast::<f16>(source)?.convert_to_f64_slice(cast_mut(target)?),
-        (DType::BF16, DType::F64) => cast::<bf16>(source)?.convert_to_f64_slice(cast_mut(target)?),
-        (from, to) => return Err(Error::invalid_argument(format!("{from} does not travel as {to}"))),
-    }
-    Ok(())
+    with_element!(dtype, T => group.all_reduce::<T>(cast_mut(data)?, op))
 }
 
 /// Fills `data` with what changes no other rank's elements under `op`.
@@ -174,26 +75,5 @@ mod tests {
                 assert_eq!(results.remove(0).as_bytes(), ones.as_bytes(), "{op} of {dtype}");
             }
         }
-    }
-
-    #[test]
-    fn floats_travel_as_halves_and_back() {
-        let source = [1.5f32, -2.0, 1e9];
-        for (wire, large) in [(DType::F16, f32::INFINITY), (DType::BF16, bf16::from_f32(1e9).to_f32())] {
-            let (mut halves, mut back) = ([0u16; 3], [0f32; 3]);
-            let halves = bytemuck::cast_slice_mut(&mut halves);
-            convert(DType::F32, bytemuck::cast_slice(&source), wire, halves).unwrap();
-            convert(wire, halves, DType::F32, bytemuck::cast_slice_mut(&mut back)).unwrap();
-            assert_eq!(back, [1.5, -2.0, large]);
-        }
-        assert!(convert(DType::I32, &[0; 4], DType::F16, &mut [0; 2]).is_err());
-    }
-
-    #[test]
-    fn factors_are_for_floats() {
-        let mut data = [1.0f32, 3.0];
-        scale(DType::F32, bytemuck::cast_slice_mut(&mut data), 0.5).unwrap();
-        assert_eq!(data, [0.5, 1.5]);
-        assert!(scale(DType::I32, &mut [0; 4], 1.0).is_ok() && scale(DType::I32, &mut [0; 4], 2.0).is_err());
     }
 }

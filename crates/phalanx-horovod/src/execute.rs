@@ -6,10 +6,11 @@ use std::ops::Range;
 use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result, TransportKind};
 
 use crate::adasum;
-use crate::elements::{all_reduce, convert, fill_neutral, scale};
+use crate::elements::{all_reduce, fill_neutral};
 use crate::engine::Submission;
 use crate::handle::{Completer, Outcome};
 use crate::tensor::Tensor;
+use phalanx::adapter::elements::{convert, scale};
 use phalanx_proto::horovod::controller::{Fused, Member};
 use phalanx_proto::horovod::reduction::{Factor, Op, Reduction};
 use phalanx_proto::horovod::request::{Kind, Request, Response};

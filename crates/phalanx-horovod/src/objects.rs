@@ -5,9 +5,9 @@ use phalanx::{DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::elements::scale;
 use crate::horovod::Horovod;
 use crate::tensor::Tensor;
+use phalanx::adapter::elements::scale;
 use phalanx_proto::horovod::controller::ranks;
 use phalanx_proto::horovod::reduction::Op;
 

@@ -5,7 +5,7 @@ use std::fmt;
 
 use phalanx::{Buffer, BufferPart, DType, Element, Error, Result};
 
-use crate::elements::{cast, cast_mut};
+use phalanx::adapter::elements::{cast, cast_mut};
 
 /// Memory that an operation may own while it is in flight, such as a framework's. [`Buffer`] and `Vec<T>` are.
 ///

@@ -41,6 +41,7 @@ pub mod collective;
 pub mod domain;
 pub mod dtype;
 pub mod elastic;
+pub mod elements;
 pub mod error;
 pub mod hash;
 pub mod health;

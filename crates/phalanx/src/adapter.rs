@@ -20,11 +20,13 @@
 //! | | [`Reducer::ready`], [`ready_with`](Reducer::ready_with), [`ready_void`](Reducer::ready_void) | the gradient sink: once a parameter, when its gradient is finished; a full bucket leaves at once |
 //! | | [`Reducer::finish`] | after backward: waits; agrees on parameters without a gradient |
 //! | | [`Reducer::gradient`], [`take_gradients`](Reducer::take_gradients), [`gradient_view`](Reducer::gradient_view) | the averages: copied, given away, or where they lie |
+//! | | sums of several passes, factors, halves for the way | [`elements`], and [`with_element!`](crate::with_element) for what else depends on the type |
 //! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike. Sharded ones need an all_reduce of the sum of squares |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
 //! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too |
-//! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs |
+//! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs. [`checkpoint::training`](crate::checkpoint::training) saves and loads a `TrainState` whole, with what a hook keeps for each rank |
+//! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that goes on from it |
 //!
 //! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
 //! Averages are multiplied by [`JoinGroup::average_scale`](crate::join::JoinGroup::average_scale), which inside of `join` may not be 1.
@@ -57,6 +59,7 @@ pub use phalanx_core::reducer::{
 };
 pub use phalanx_core::state::{StateReader, StateWriter};
 pub use phalanx_proto::caller::Caller;
+pub use phalanx_proto::elements;
 pub use phalanx_proto::reducer::clip::{check_max_norm, clip_factor};
 
 use crate::{Error, Rank};

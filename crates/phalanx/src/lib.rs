@@ -64,7 +64,7 @@ pub use phalanx_core::{
 #[doc(inline)]
 pub use phalanx_launch as launch;
 #[doc(inline)]
-pub use phalanx_proto::pipeline;
+pub use phalanx_proto::{pipeline, with_element};
 
 // Documented in `adapter`.
 #[doc(hidden)]

@@ -7,13 +7,13 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Tensor, TensorData};
+use phalanx::adapter::elements;
 use phalanx::{Buffer, Error, Result};
 use phalanx_horovod::{Compression, Horovod, Op, Reduction};
 
 use super::sink::{Delivery, Pass, Sink};
 use crate::hook;
 use crate::parameters::{self, Inventory, Parameter};
-use crate::sink::{add, subtract};
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// What [`DistributedOptimizer::with_options`] may be told. The defaults are Horovod's.
@@ -315,7 +315,7 @@ impl DistributedOptimizer {
         parameters::each(&model, indices, |index, values| {
             if let Some(before) = &parameters[index] {
                 let mut change = buffer(values)?;
-                subtract(&mut change, before.as_bytes())?;
+                subtract(&mut change, before)?;
                 changes.push((index, change));
             }
             Ok(())
@@ -324,7 +324,7 @@ impl DistributedOptimizer {
         self.sink.submit_changes(changes)?;
         for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
             if let (Some(parameter), Some(change)) = (parameter, change) {
-                add(parameter, change.as_bytes())?;
+                elements::add(parameter.dtype(), parameter.as_bytes_mut(), change.as_bytes())?;
             }
         }
         let model = parameters::replaced(model, indices, |index| {
@@ -381,4 +381,12 @@ impl ModuleVisitor for Landed<'_> {
             self.params.register(param.id, gradient);
         }
     }
+}
+
+/// `from -= other`, element by element.
+fn subtract(from: &mut Buffer, other: &Buffer) -> Result<()> {
+    let mut minus = Buffer::zeroed(other.dtype(), other.len());
+    minus.as_bytes_mut().copy_from_slice(other.as_bytes());
+    elements::scale(minus.dtype(), minus.as_bytes_mut(), -1.0)?;
+    elements::add(from.dtype(), from.as_bytes_mut(), minus.as_bytes())
 }

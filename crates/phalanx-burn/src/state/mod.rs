@@ -13,13 +13,14 @@ use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrSchedu
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Tensor;
+use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::HookState;
 use phalanx::sampler::ElasticSampler;
-use phalanx::state::{self, ShardWriter, StateReader, StateWriter};
-use phalanx::{Buffer, Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::state::{StateReader, StateWriter};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -245,12 +246,12 @@ impl<M: Module, T> TrainState<M, T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
-        let (hook, is_expected) = (self.model.hook_state()?, self.model.expects_hook());
+        let (hook, is_expected) = (self.model.hook_state()?, self.model.loaded_hook.is_expected());
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         if is_expected {
-            self.model.expect_hook();
+            self.model.loaded_hook.expect();
         }
         Ok(self)
     }
@@ -395,13 +396,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// # Errors
     /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
-        self.model.check_nothing_held()?;
-        let own = self.own_hook(checkpoints.group())?;
-        let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(&hook, checkpoints.group()))?;
-        checkpoints.save(self.steps, |snapshot| {
-            self.write(snapshot, hooks.len())?;
-            hooks.iter().enumerate().try_for_each(|(rank, hook)| self.write_own(hook, snapshot, rank))
-        })
+        training::checkpoint(self, checkpoints)
     }
 
     /// As [`checkpoint`](Self::checkpoint), with the work divided: as a [sharded](Checkpoints::save_sharded) checkpoint, in which
@@ -439,11 +434,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// # Errors
     /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
-        let own = self.own_hook(group)?;
-        let (rank, ranks) = (group.rank().index(), group.world_size().count());
-        let saved = if own.is_some() { ranks } else { 0 };
-        self.write(&mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
-        own.as_ref().map_or(Ok(()), |hook| self.write_own(hook, snapshot, rank))
+        training::save_shard_to(self, snapshot, group)
     }
 
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
@@ -455,17 +446,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
     /// cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        let hook = self.model.hook_state()?.filter(|hook| hook.tensors().iter().any(|tensor| tensor.is_own));
-        if let Some(hook) = hook {
-            return Err(Error::invalid_argument(format!(
-                "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
-                hook.hook()
-            ))
-            .with_remedy(
-                "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
-            ));
-        }
-        self.write(snapshot, 0)
+        training::save_to(self, snapshot)
     }
 
     /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it with the result of
@@ -476,65 +457,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// or if its `progress` is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         if !self.read(saved)? {
-            self.model.expect_hook();
+            self.model.loaded_hook.expect();
         }
         Ok(())
-    }
-
-    /// What the communication hook keeps for this rank, in a step of which every rank saves its part in `group`.
-    ///
-    /// # Errors
-    /// If the ranks' models differ: the hook lets ranks train by themselves.
-    fn own_hook(&self, group: &ProcessGroup) -> Result<Option<HookState>> {
-        let Some(hook) = self.model.hook_state()?.filter(|hook| !hook.is_empty()) else { return Ok(None) };
-        if !self.model.replicas_identical()? {
-            return Err(Error::invalid_argument(format!(
-                "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
-                hook.hook()
-            ))
-            .with_remedy("call state.model.average_parameters() before, or save after a step in which the averager averages"));
-        }
-        if !hook.tensors().iter().any(|tensor| tensor.is_own) {
-            return Ok(None);
-        }
-        let (here, there) = (self.model.world_size(), group.world_size());
-        if here != there {
-            return Err(Error::invalid_argument(format!(
-                "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
-            ))
-            .with_remedy("open the checkpoints with the group in which the model trains"));
-        }
-        Ok(Some(hook))
-    }
-
-    /// The names of the parameters that a communication hook sees.
-    fn hook_parameters(&self) -> Vec<&str> {
-        self.model.parameters().iter().map(|parameter| parameter.name.as_str()).collect()
-    }
-
-    fn write_own(&self, hook: &HookState, writer: &mut impl StateWriter, rank: usize) -> Result<()> {
-        state::save_own_of_hook(hook, &self.hook_parameters(), writer, &format!("{}hook", self.name), rank)
-    }
-
-    /// Writes all but what `ranks` ranks save of their own in the hook.
-    fn write(&self, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
-        self.model.check_nothing_held()?;
-        self.model.settle_buffers();
-        let model = (self.model.model(), Select::All);
-        model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;
-        let optimizer = format!("{}optimizer", self.name);
-        moments::save(&self.optimizer, self.model.state(), writer, (&optimizer, &optimizer))?;
-        if let Some(scheduler) = &self.scheduler {
-            schedule::save(scheduler, writer, &format!("{}scheduler", self.name))?;
-        }
-        if let Some(averager) = &self.averager {
-            writer.value(&format!("{}averager", self.name), &averager.steps())?;
-        }
-        if let Some(hook) = self.model.hook_state()? {
-            state::save_hook(&hook, &self.hook_parameters(), writer, &format!("{}hook", self.name), ranks)?;
-        }
-        writer.value(&format!("{}steps", self.name), &self.steps)?;
-        writer.value(&format!("{}progress", self.name), &self.progress)
     }
 
     /// Gives whether something that a communication hook keeps was among it.
@@ -542,23 +467,20 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
         let name = format!("{}scheduler", self.name);
-        let scheduler = match both(reader, &name, self.scheduler.as_ref(), SCHEDULER)? {
-            Some(scheduler) => Some(schedule::load(scheduler, reader, &name)?),
-            None => None,
+        let kind = ("a learning-rate scheduler", "scheduler");
+        let scheduler = match &self.scheduler {
+            Some(scheduler) if reader.is_saved(&name, true, kind)? => {
+                Some(schedule::load(scheduler, reader, &name)?)
+            }
+            here => reader.is_saved(&name, here.is_some(), kind).map(|_| None)?,
         };
         let name = format!("{}averager", self.name);
-        let averaged: Option<u64> = match both(reader, &name, self.averager.as_ref(), AVERAGER)? {
-            Some(_) => Some(reader.value(&name)?),
-            None => None,
-        };
-        let name = format!("{}hook", self.name);
-        let hook = match reader.has_value(&name) {
-            true => {
-                let place = (self.model.rank().index(), self.model.world_size().count());
-                Some(state::load_hook(reader, &self.hook_parameters(), &name, place)?)
-            }
-            false => None,
-        };
+        let averaged: Option<u64> =
+            match reader.is_saved(&name, self.averager.is_some(), ("a model averager", "averager"))? {
+                true => Some(reader.value(&name)?),
+                false => None,
+            };
+        let hook = training::load_hook(self, reader)?;
         self.model.check_hook(hook.as_ref())?;
         let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
@@ -580,52 +502,59 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     }
 }
 
-/// What each rank has of its own in `hook`, by rank, on rank 0; nothing on the others. All ranks of `group` call it together.
-fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> {
-    let group = group.in_call(Caller::TrainStateCheckpoint);
-    let ranks = if group.rank() == Rank::MAIN { group.world_size().count() } else { 0 };
-    let mut all = vec![HookState::default(); ranks];
-    for tensor in hook.tensors().iter().filter(|tensor| tensor.is_own) {
-        let gathered = group.gather_async(Buffer::from_slice(&tensor.elements), Rank::MAIN)?.wait()?;
-        let mut parts = gathered.as_slice::<f32>()?.chunks(tensor.elements.len().max(1));
-        for state in &mut all {
-            let elements = parts.next().unwrap_or_default().to_vec();
-            *state = std::mem::take(state).own(&tensor.field, tensor.parameter, elements);
-        }
+impl<M: Module, T: Serialize + DeserializeOwned> TrainingState for TrainState<M, T> {
+    const AVERAGE: &'static str = "state.model.average_parameters()";
+
+    fn steps(&self) -> u64 {
+        self.steps
     }
-    Ok(all)
-}
 
-/// What this state has of a kind that the saved state has too. If only one of them has it, that is an error.
-fn both<'a, P>(
-    reader: &impl StateReader,
-    name: &str,
-    here: Option<&'a P>,
-    (kind, remedy): (&str, &str),
-) -> Result<Option<&'a P>> {
-    let cause = match (here, reader.has_value(name)) {
-        (Some(here), true) => return Ok(Some(here)),
-        (None, false) => return Ok(None),
-        (Some(_), false) => format!("this TrainState has {kind}, and the saved state lacks `{name}`"),
-        (None, true) => format!("the saved state has {kind}, `{name}`, and this TrainState has none"),
-    };
-    Err(Error::mismatch(cause).with_remedy(remedy))
-}
+    fn place(&self) -> (Rank, WorldSize) {
+        (self.model.rank(), self.model.world_size())
+    }
 
-/// What may be missing, and what to do then.
-const SCHEDULER: (&str, &str) = (
-    "a learning-rate scheduler",
-    "build the state as it was built when it was saved; to begin with another scheduler, or none, set TrainState::scheduler after loading",
-);
-const AVERAGER: (&str, &str) = (
-    "a model averager",
-    "build the state as it was built when it was saved; to begin with another averager, or none, set TrainState::averager after loading",
-);
+    fn hook_state(&self) -> Result<Option<HookState>> {
+        self.model.hook_state()
+    }
+
+    fn hook_name(&self) -> String {
+        format!("{}hook", self.name)
+    }
+
+    fn parameter_names(&self) -> Vec<&str> {
+        self.model.parameters().iter().map(|parameter| parameter.name.as_str()).collect()
+    }
+
+    fn replicas_identical(&self) -> Result<bool> {
+        self.model.replicas_identical()
+    }
+
+    fn check_nothing_held(&self) -> Result<()> {
+        self.model.check_nothing_held()
+    }
+
+    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+        self.model.check_nothing_held()?;
+        self.model.settle_buffers();
+        let model = (self.model.model(), Select::All);
+        model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;
+        let optimizer = format!("{}optimizer", self.name);
+        moments::save(&self.optimizer, self.model.state(), writer, (&optimizer, &optimizer))?;
+        if let Some(scheduler) = &self.scheduler {
+            schedule::save(scheduler, writer, &format!("{}scheduler", self.name))?;
+        }
+        if let Some(averager) = &self.averager {
+            writer.value(&format!("{}averager", self.name), &averager.steps())?;
+        }
+        writer.value(&format!("{}steps", self.name), &self.steps)?;
+        writer.value(&format!("{}progress", self.name), &self.progress)
+    }
+}
 
 impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     fn save(&self, parts: &mut Parts) -> Result<()> {
         // What each rank has of its own is no part of a state that all have in common.
-        self.write(parts, 0)
+        training::save_common(self, parts, 0)
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {

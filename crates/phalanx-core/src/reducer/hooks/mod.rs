@@ -42,6 +42,7 @@
 mod averager;
 mod compressed;
 mod linear;
+mod loaded;
 mod local_sgd;
 mod metered;
 mod power_sgd;
@@ -55,6 +56,7 @@ use std::sync::Arc;
 
 pub use self::averager::{PeriodicModelAverager, Replica};
 pub use self::compressed::Compressed;
+pub use self::loaded::{LoadedHook, check_hook};
 pub use self::local_sgd::PostLocalSgd;
 pub(super) use self::metered::Metered;
 pub use self::power_sgd::{PowerSgd, PowerSgdOptions};

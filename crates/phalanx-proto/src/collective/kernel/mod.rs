@@ -11,7 +11,6 @@ mod number;
 mod tests;
 
 use ::half::{bf16, f16};
-use bytemuck::Pod;
 
 pub use self::fold::Fold;
 use self::fold::Onto;
@@ -19,6 +18,7 @@ use self::half::Half;
 use self::number::{Loop, Number};
 use super::{Combine, Parts, ReduceOp};
 use crate::dtype::{Bool, DType};
+use crate::elements::{cast, cast_mut};
 use crate::error::{Error, Result};
 
 /// What to do with received elements, for one type and operation.
@@ -139,18 +139,6 @@ impl<T: Half> Loop<f32> for Halves<'_, T> {
 #[inline(always)]
 fn vectorised(work: impl FnOnce()) {
     pulp::Arch::new().dispatch(work);
-}
-
-fn cast<T: Pod>(bytes: &[u8]) -> Result<&[T]> {
-    bytemuck::try_cast_slice(bytes).map_err(misaligned)
-}
-
-fn cast_mut<T: Pod>(bytes: &mut [u8]) -> Result<&mut [T]> {
-    bytemuck::try_cast_slice_mut(bytes).map_err(misaligned)
-}
-
-fn misaligned(error: bytemuck::PodCastError) -> Error {
-    Error::invalid_argument(format!("memory does not hold whole, aligned elements: {error}"))
 }
 
 fn same_length(lengths: impl IntoIterator<Item = usize>) -> Result<()> {

@@ -1,0 +1,122 @@
+//! The communication hook of an adapter's `Ddp` over loads: a state may come before the hook that goes on from it.
+
+use super::{CommHook, HookState};
+use crate::error::{Error, Result};
+use crate::reducer::{HookedReducer, Reducer};
+
+/// What an adapter's `Ddp` keeps of loaded states, until a hook takes it.
+///
+/// Each method gets the reducer, if there is one: a world of one has none, and uses no hook.
+#[derive(Debug, Default)]
+pub struct LoadedHook {
+    /// The loaded state of a hook that is not registered yet.
+    state: Option<HookState>,
+    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
+    is_expected: bool,
+}
+
+impl LoadedHook {
+    /// Registers `hook`, which goes on from the loaded state. All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`Reducer::register_hook`] and [`Reducer::load_hook_state`], and if a checkpoint was loaded that has no state for this hook.
+    pub fn register(&mut self, reducer: &mut Reducer, hook: Box<dyn CommHook>) -> Result<()> {
+        reducer.register_hook(hook)?;
+        let Self { state, is_expected } = std::mem::take(self);
+        match state {
+            Some(state) => reducer.load_hook_state(state).map_err(with_remedy),
+            None if is_expected => fits(&reducer.hook_state()?, None),
+            None => Ok(()),
+        }
+    }
+
+    /// Drops a loaded state that no hook has taken, and lets a hook begin anew that the loaded checkpoint lacks.
+    pub fn discard(&mut self) {
+        *self = Self::default();
+    }
+
+    /// A checkpoint without the state of a hook has been loaded: a hook that is registered from now on must keep none.
+    pub fn expect(&mut self) {
+        self.is_expected = true;
+    }
+
+    /// Whether [`expect`](Self::expect) was called, and no hook was registered since.
+    pub fn is_expected(&self) -> bool {
+        self.is_expected
+    }
+
+    /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used. Nothing if it never keeps
+    /// anything; an empty state if it keeps nothing so far.
+    ///
+    /// # Errors
+    /// As [`Reducer::hook_state`].
+    pub fn state<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<Option<HookState>> {
+        if self.state.is_some() {
+            return Ok(self.state.clone());
+        }
+        let Some(reducer) = reducer else { return Ok(None) };
+        let state = reducer.with_reducer(|reducer| reducer.hook_state())?;
+        Ok(Some(state).filter(|state| !state.hook().is_empty()))
+    }
+
+    /// Lets the hook go on from `state`, which [`check_hook`] has accepted; or, if none that keeps a state is registered, the one that
+    /// will be.
+    ///
+    /// # Errors
+    /// As [`Reducer::load_hook_state`].
+    pub fn load<S>(&mut self, reducer: Option<&HookedReducer<S>>, state: Option<HookState>) -> Result<()> {
+        self.state = None;
+        if let (Some(state), Some(reducer)) = (&state, reducer)
+            && reducer.with_reducer(|reducer| reducer.hook_state())?.hook() == state.hook()
+        {
+            return reducer.with_reducer(|reducer| reducer.load_hook_state(state.clone()));
+        }
+        // A hook that is registered later takes it; an empty state is what that begins with.
+        self.state = state.filter(|state| !state.is_empty());
+        Ok(())
+    }
+
+    /// An error if training would go on without the hook whose state was loaded. In a world of one it does.
+    ///
+    /// # Errors
+    /// If that state is still here.
+    pub fn check_taken<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<()> {
+        let (Some(state), Some(_)) = (&self.state, reducer) else { return Ok(()) };
+        Err(with_remedy(Error::invalid_argument(format!(
+            "the loaded state has that of the communication hook {}, and none is registered",
+            state.hook()
+        ))))
+    }
+}
+
+/// An error if the hook that is registered cannot go on from `state`. Nothing changes. If none is here, one that is registered later
+/// takes it.
+///
+/// # Errors
+/// If the hook keeps anything, and it is the state of another one, or none. As [`Reducer::hook_state`].
+pub fn check_hook<S>(reducer: Option<&HookedReducer<S>>, state: Option<&HookState>) -> Result<()> {
+    let Some(reducer) = reducer else { return Ok(()) };
+    fits(&reducer.with_reducer(|reducer| reducer.hook_state())?, state)
+}
+
+/// An error if the hook whose state is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
+/// nothing to go on from.
+fn fits(here: &HookState, saved: Option<&HookState>) -> Result<()> {
+    let is_same = saved.is_some_and(|saved| saved.hook() == here.hook());
+    let is_nothing = here.is_empty() && saved.is_none_or(HookState::is_empty);
+    if here.hook().is_empty() || is_same || is_nothing {
+        return Ok(());
+    }
+    let saved = saved.map_or("no communication hook", HookState::hook);
+    Err(with_remedy(Error::mismatch(format!(
+        "the saved state is that of {saved}, and the communication hook here is {}",
+        here.hook()
+    ))))
+}
+
+fn with_remedy(error: Error) -> Error {
+    error.with_remedy(
+        "register the hook that was used when the state was saved; to begin with another hook, or with none, load first, call \
+         Ddp::discard_hook_state, and register it then",
+    )
+}
