@@ -53,7 +53,13 @@ def create(options: Any, backend_options: object) -> Any:
 
         store = _of_this_attempt(options.store, os.environ)
         return ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
-    group = ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+    global _default
+    ranks = list(options.global_ranks_in_group)
+    source = _default() if ranks else None
+    parent = None if source is None else (source, ranks)
+    group = ProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, options.group_id, parent)
+    if not ranks:
+        _default = weakref.ref(group)
     # PyTorch takes a `ProcessGroup` for all devices.
     return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
 
@@ -83,6 +89,18 @@ def _current_meeting() -> str | None:
     those of an earlier start, had before. PyTorch counts from the beginning with each job.
     """
     return dist.group.WORLD._native.meeting if isinstance(dist.group.WORLD, ProcessGroup) else None
+
+
+# The default group, also where PyTorch has it as the part of another one: from it those of some ranks are made.
+_default: "Callable[[], ProcessGroup | None]" = lambda: None
+
+
+def _address(store: c10d.Store) -> str | None:
+    """Where the server of a ``TCPStore`` listens."""
+    if not isinstance(store, c10d.TCPStore):
+        return None
+    host = f"[{store.host}]" if ":" in store.host else store.host
+    return f"{host}:{store.port}"
 
 
 def _underlying(store: c10d.Store) -> c10d.Store:
@@ -317,7 +335,15 @@ def _warn_at_exit() -> None:
 class ProcessGroup(dist.ProcessGroup):
     """The ranks of a group; ``torch.distributed`` makes it and calls it."""
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: object = "") -> None:
+    def __init__(
+        self,
+        store: c10d.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        name: object = "",
+        parent: "tuple[ProcessGroup, list[int]] | None" = None,
+    ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]  # pyright: ignore[reportCallIssue]
         self._store = store
         self._name = str(name)
@@ -340,8 +366,21 @@ class ProcessGroup(dist.ProcessGroup):
         self._hooks_of_calls: set[tuple[str, int]] = set()
         self._completion_hook: Callable[[Any], object] | None = None
         self._completions = observed.Completions()
-        self._native = self._first(store, rank, size)
+        native = None if parent is None else self._from(*parent)
+        self._native = self._first(store, rank, size) if native is None else native
         _groups.add(self)
+
+    def _from(self, parent: "ProcessGroup", ranks: list[int]) -> Any:
+        """The native part of a group of these ranks of another, which know each other; None if it is made as any."""
+        if len(ranks) == 1 or parent.size() == 1 or not parent._native.is_open():
+            return None
+        _exit.check_not_forked()
+        # Its keys have names of their own, and no others' are asked for.
+        store = _underlying(self._store)
+        group = parent._native.part(store, _address(store), self._name, ranks, self._timeout.total_seconds())
+        if group is not None:
+            _exit.remember(group)
+        return group
 
     def _first(self, store: c10d.Store, rank: int, size: int) -> Any:
         meeting = _current_meeting()
@@ -997,7 +1036,7 @@ class ProcessGroup(dist.ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         store = c10d.PrefixStore(f"{group_name}/", self._store)
-        group = self._part(store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, group_name)
+        group = self._part(store, new_ranks, timeout or self._timeout, group_name)
         group.take_name(self._backend_name)
         if group_desc is not None:
             group.setGroupDesc(group_desc)
@@ -1005,9 +1044,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     splitGroup = split_group
 
-    def _part(self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, name: object) -> "ProcessGroup":
+    def _part(self, store: c10d.Store, ranks: list[int], timeout: datetime.timedelta, name: object) -> "ProcessGroup":
         """A group of some of the ranks."""
-        return ProcessGroup(store, rank, size, timeout, name)
+        return ProcessGroup(store, ranks.index(self.rank()), len(ranks), timeout, name, (self, list(ranks)))
 
 
 # This group is its own backend. What PyTorch asks of backends, and this one has not, it does not support, in later versions, too.

@@ -23,8 +23,8 @@ class _Quorum(ProcessGroup):
     def _first(self, store: Any, rank: int, size: int) -> Any:
         return self._met(store, rank, size, self._timeout)
 
-    def _part(self, store: Any, rank: int, size: int, timeout: datetime.timedelta, name: object) -> ProcessGroup:
-        return _Quorum(store, rank, size, timeout, name)
+    def _part(self, store: Any, ranks: list[int], timeout: datetime.timedelta, name: object) -> ProcessGroup:
+        return _Quorum(store, ranks.index(self.rank()), len(ranks), timeout, name, (self, ranks))
 
 
 class ProcessGroupPhalanx(ProcessGroupWrapper):  # type: ignore[misc]

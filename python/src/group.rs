@@ -1,11 +1,12 @@
 //! A process group, as the Python package uses it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use phalanx::rendezvous::{self, Rendezvous};
-use phalanx::store::SharedStore;
+use phalanx::store::{PrefixStore, SharedStore};
 use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -16,7 +17,7 @@ use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
 use crate::messages::{Call, Messages, unexpected_bytes};
-use crate::store::{GivenUp, TorchStore};
+use crate::store::{Connection, GivenUp, TorchStore};
 use crate::work::{Pending, Work};
 
 /// The ranks of a job, or some of them.
@@ -37,6 +38,10 @@ struct Inner {
     process: u32,
     /// What distinguishes it from groups of the same ranks before it, on every rank; none in a world of one.
     meeting: Option<String>,
+    /// How often a group of each name was made from this one.
+    parts: Mutex<HashMap<String, u64>>,
+    /// Leads to the store in which these meet.
+    connection: Connection,
 }
 
 /// How long a rank that leaves waits for messages that it has called for.
@@ -65,16 +70,28 @@ impl Group {
         given_up: GivenUp,
         meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send + 'static,
     ) -> PyResult<Self> {
-        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
         let join = move || {
             let mut options = GroupOptions::from_env()?;
             options.timeout = timeout;
             let met = meet()?;
             let number = met.group_number;
-            Ok((ProcessGroup::join(met, options)?, number))
+            let meeting = number.map(|number| format!("{:032x}", u128::from_le_bytes(number)));
+            Ok((ProcessGroup::join(met, options)?, meeting))
         };
-        let joined: Result<_, Error> = interrupt::apart(py, || given_up.give_up(), join)?;
-        let (group, number) = joined.map_err(|error| raised(py, &error))?;
+        Self::made(py, timeout, given_up, Connection::default(), join)
+    }
+
+    /// The group that `make` returns, with its meeting.
+    fn made(
+        py: Python<'_>,
+        timeout: Duration,
+        given_up: GivenUp,
+        connection: Connection,
+        make: impl FnOnce() -> phalanx::Result<(ProcessGroup, Option<String>)> + Send + 'static,
+    ) -> PyResult<Self> {
+        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
+        let made: Result<_, Error> = interrupt::apart(py, || given_up.give_up(), make)?;
+        let (group, meeting) = made.map_err(|error| raised(py, &error))?;
         let (rank, world) = (group.rank(), group.world_size());
         let worker = group.clone();
         Ok(Self(Arc::new(Inner {
@@ -84,7 +101,9 @@ impl Group {
             rank,
             world,
             process: std::process::id(),
-            meeting: number.map(|number| format!("{:032x}", u128::from_le_bytes(number))),
+            meeting,
+            parts: Mutex::default(),
+            connection,
             group: RwLock::new(Some(group)),
             left_with: Mutex::new(None),
         })))
@@ -270,6 +289,40 @@ impl Group {
                 _ => rendezvous::from_url(&url, rank.map(Rank::new), world, timeout),
             }
         })
+    }
+
+    /// Makes a group of these `ranks` of this one, in this order. They meet in `store`, the server of which is at `address` if that is
+    /// a `TCPStore`; whatever else is in it, only members of groups that were made from this one find their keys. None if this group cannot
+    /// be the source of others.
+    fn part(
+        &self,
+        py: Python<'_>,
+        store: Py<PyAny>,
+        address: Option<String>,
+        name: String,
+        ranks: Vec<u32>,
+        timeout: f64,
+    ) -> PyResult<Option<Self>> {
+        let timeout = duration(timeout)?;
+        let Some(meeting) = &self.0.meeting else { return Ok(None) };
+        let group = self.open(None)?;
+        let number = {
+            let mut parts = self.0.parts.lock();
+            let next = parts.entry(name.clone()).or_default();
+            *next += 1;
+            *next - 1
+        };
+        let (prefix, name) = (format!("phalanx/part/{meeting}"), format!("{name}/{number}"));
+        let meeting = format!("{meeting}/{name}");
+        let given_up = GivenUp::default();
+        let (connection, gives_up) = (self.0.connection.clone(), given_up.clone());
+        let make = move || {
+            let store = connection.store(address.as_deref(), store, gives_up);
+            let store = Arc::new(PrefixStore::new(prefix, store));
+            let ranks: Vec<Rank> = ranks.into_iter().map(Rank::new).collect();
+            Ok((group.part(store, &name, &ranks, timeout)?, Some(meeting)))
+        };
+        Self::made(py, timeout, given_up, self.0.connection.clone(), make).map(Some)
     }
 
     #[getter]

@@ -1,10 +1,15 @@
 //! PyTorch's stores, as stores in which ranks meet.
+//!
+//! A `TCPStore` speaks a protocol that Phalanx's client speaks too. So a rank that makes more groups has a connection of its own to that
+//! server, on which several requests go together and a wait ends when the key comes. PyTorch's client takes one request a round trip, and has
+//! to be asked again and again. Both see the same keys.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use phalanx::store::Store;
+use parking_lot::Mutex;
+use phalanx::store::{SharedStore, Store, TcpStore};
 use phalanx::{Deadline, Error, Result};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -39,6 +44,119 @@ impl GivenUp {
             false => Ok(()),
             true => Err(Error::aborted("the program of this rank was interrupted while it joined the group")),
         }
+    }
+}
+
+/// How long a connection to a store's server may take that another client of this process has already: without it, that client is asked.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A connection of ours to the server of a `TCPStore`, for all groups that are made from one; made at the first use.
+#[derive(Clone, Default)]
+pub struct Connection(Arc<Mutex<Option<Option<Arc<TcpStore>>>>>);
+
+impl Connection {
+    /// The keys at `address`; through the `other` client if there is no connection.
+    pub fn store(&self, address: Option<&str>, other: Py<PyAny>, given_up: GivenUp) -> SharedStore {
+        let connect = |address: &str| {
+            let connected = TcpStore::connect(address, Deadline::after(CONNECT_TIMEOUT));
+            connected.map(Arc::new).ok()
+        };
+        let direct =
+            address.and_then(|address| self.0.lock().get_or_insert_with(|| connect(address)).clone());
+        match direct {
+            Some(store) => Arc::new(Direct { store, given_up }),
+            None => Arc::new(TorchStore::new(other, given_up)),
+        }
+    }
+}
+
+/// Our client of a `TCPStore`'s server.
+struct Direct {
+    store: Arc<TcpStore>,
+    given_up: GivenUp,
+}
+
+impl Direct {
+    fn asked(&self) -> Result<&TcpStore> {
+        self.given_up.check().map(|()| &*self.store)
+    }
+}
+
+impl Store for Direct {
+    fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.asked()?.set(key, value, deadline)
+    }
+
+    fn get(&self, key: &str, deadline: Deadline) -> Result<Vec<u8>> {
+        let values = self.multi_get(&[key], deadline)?;
+        values.into_iter().next().ok_or_else(|| Error::protocol("the store has answered without a value"))
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        self.multi_get(keys, deadline).map(drop)
+    }
+
+    fn check(&self, keys: &[&str], deadline: Deadline) -> Result<bool> {
+        self.asked()?.check(keys, deadline)
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
+        self.asked()?.add(key, amount, deadline)
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+        self.asked()?.compare_set(key, expected, desired, deadline)
+    }
+
+    fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
+        self.asked()?.delete_key(key, deadline)
+    }
+
+    fn num_keys(&self, deadline: Deadline) -> Result<usize> {
+        self.asked()?.num_keys(deadline)
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
+        self.asked()?.append(key, value, deadline)
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
+        self.set_and_get(&[], keys, deadline, &mut || Ok(()))
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
+        self.asked()?.multi_set(pairs, deadline)
+    }
+
+    fn set_and_get(
+        &self,
+        pairs: &[(&str, &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let mut go_on = || self.given_up.check().and_then(|()| go_on());
+        self.asked()?.set_and_get(pairs, keys, deadline, &mut go_on)
+    }
+
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        self.asked()?.multi_compare_set(changes, deadline)
+    }
+
+    fn compare_set_and_get(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        keys: &[&str],
+        deadline: Deadline,
+        found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Vec<u8>>> {
+        let mut go_on = || self.given_up.check().and_then(|()| go_on());
+        self.asked()?.compare_set_and_get(changes, keys, deadline, found, &mut go_on)
     }
 }
 

@@ -71,7 +71,11 @@ pub const TARGETS: &[(&str, Target)] = &[
 
 /// What ranks write to the store for each other when they connect.
 pub fn address(bytes: &[u8]) -> bool {
-    let understood = [phalanx_core::transport::fuzz(bytes), phalanx_core::domain::fuzz(bytes)];
+    let understood = [
+        phalanx_core::transport::fuzz(bytes),
+        phalanx_core::domain::fuzz(bytes),
+        phalanx_core::group::fuzz_part(bytes),
+    ];
     understood.contains(&true)
 }
 

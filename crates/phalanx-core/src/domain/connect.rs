@@ -19,6 +19,7 @@ use crate::random;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
 use crate::transport::bootstrap::{self, Starting};
+use crate::world_size::WorldSize;
 
 /// With more ranks, each would have too little of a staging window.
 const MOST: usize = 256;
@@ -27,8 +28,8 @@ const ARENA: &str = "arena";
 const REACH: &str = "reach";
 
 /// Where a rank's memory is, as written to the store.
-#[derive(Serialize, Deserialize)]
-struct Address {
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Address {
     /// Distinguishes hosts, even if they have the same name.
     host: String,
     pid: u32,
@@ -38,12 +39,12 @@ struct Address {
 }
 
 /// A rank's memory. None if the rank was configured to use TCP; an error text if it cannot have any.
-type Lent = Result<Option<Address>, String>;
+pub(crate) type Lent = Result<Option<Address>, String>;
 /// For each rank of the host, by rank, why its memory cannot be mapped; an empty text if it can.
-type Reach = Vec<String>;
+pub(crate) type Reach = Vec<String>;
 
 /// The mapped arenas, by rank.
-type Mapped = Vec<Result<Arc<Mapping>, String>>;
+pub(crate) struct Mapped(Vec<Result<Arc<Mapping>, String>>);
 
 /// Tells the others that this rank was configured to use TCP. Then no rank uses shared memory, since all must plan
 /// alike.
@@ -91,18 +92,62 @@ pub(crate) fn join(
     starting: &Starting,
     deadline: Deadline,
 ) -> Result<Joined> {
-    let (rank, world) = (config.rank, config.world);
-    let own = lend(host, world.count());
-    let lent: Lent = own.as_ref().map(|(_, address)| Some(address.copy())).map_err(Clone::clone);
-    let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &lent, deadline)?;
-    let mapped = map_all(rank, own.as_ref().map(|(arena, _)| arena), &lent);
-    let reach: Reach =
-        mapped.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect();
-    let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &reach, deadline)?;
+    let own = Lending::new(host, config.world.count());
+    let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &own.address(), deadline)?;
+    let mapped = own.map(config.rank, &lent);
+    let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &mapped.reach(), deadline)?;
+    Ok(own.settle(config.rank, config.world, &lent, &mapped, &reach))
+}
 
+/// The memory of this rank that the others may map.
+pub(crate) struct Lending(Result<(Arc<Arena>, Address), String>);
+
+impl Lending {
+    /// Memory for the others of a group of so many ranks; or why there is none.
+    pub(crate) fn new(host: Option<&str>, world: usize) -> Self {
+        Self(lend(host, world))
+    }
+
+    /// What the others have to know.
+    pub(crate) fn address(&self) -> Lent {
+        self.0.as_ref().map(|(_, address)| Some(address.clone())).map_err(Clone::clone)
+    }
+
+    /// Maps what the others have `lent`, by rank.
+    pub(crate) fn map(&self, rank: Rank, lent: &[Lent]) -> Mapped {
+        Mapped(map_all(rank, self.0.as_ref().map(|(arena, _)| arena), lent))
+    }
+
+    /// The domains of all ranks, when all know whose memory each can map.
+    pub(crate) fn settle(
+        self,
+        rank: Rank,
+        world: WorldSize,
+        lent: &[Lent],
+        mapped: &Mapped,
+        reach: &[Reach],
+    ) -> Joined {
+        settle(self.0, (rank, world), lent, &mapped.0, reach)
+    }
+}
+
+impl Mapped {
+    /// Whose memory this rank can map.
+    pub(crate) fn reach(&self) -> Reach {
+        self.0.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect()
+    }
+}
+
+fn settle(
+    own: Result<(Arc<Arena>, Address), String>,
+    (rank, world): (Rank, WorldSize),
+    lent: &[Lent],
+    mapped: &[Result<Arc<Mapping>, String>],
+    reach: &[Reach],
+) -> Joined {
     if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
         let reason = Some(format!("rank {declined}: it was told to use TCP"));
-        return Ok(Joined { reason, ..Joined::alone(world.count()) });
+        return Joined { reason, ..Joined::alone(world.count()) };
     }
     let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
         Some(reason) if reason.is_empty() => None,
@@ -121,7 +166,7 @@ pub(crate) fn join(
         let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
         (control_block.members() == members.len()).then_some((arena, control_block))
     });
-    Ok(Joined { partition, shared, reason })
+    Joined { partition, shared, reason }
 }
 
 /// An arena of this rank, and its address.
@@ -145,7 +190,11 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
 }
 
-fn map_all(rank: Rank, own: Result<&Arc<Arena>, &String>, lent: &[Lent]) -> Mapped {
+fn map_all(
+    rank: Rank,
+    own: Result<&Arc<Arena>, &String>,
+    lent: &[Lent],
+) -> Vec<Result<Arc<Mapping>, String>> {
     let host = lent.get(rank.index()).and_then(|lent| Some(&lent.as_ref().ok()?.as_ref()?.host));
     let map = |(peer, lent): (usize, &Lent)| {
         let own = own.map_err(Clone::clone)?;
@@ -162,12 +211,6 @@ fn map_all(rank: Rank, own: Result<&Arc<Arena>, &String>, lent: &[Lent]) -> Mapp
             .map_err(|error| format!("the memory of rank {peer} cannot be mapped: {error}"))
     };
     lent.iter().enumerate().map(map).collect()
-}
-
-impl Address {
-    fn copy(&self) -> Self {
-        Self { host: self.host.clone(), ..*self }
-    }
 }
 
 /// The error if all ranks were configured to share memory and cannot.

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 use super::LocalRank;
 use super::connect::{Connected, TransportOptions, connect_among, connect_in_process};
+use super::connect_part::{Known, Part, connect_part, number_of};
 use super::family::Family;
 use crate::collective::Tuning;
 use crate::credentials::Credentials;
@@ -19,6 +20,7 @@ use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::tcp::SilentHosts;
 use crate::transport::{MeshConfig, TransportKind};
+use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
 /// The configuration with which a group was made, and with which its sub-groups are made.
@@ -41,6 +43,8 @@ pub(crate) struct GroupConfig {
     pub silent_hosts: Arc<SilentHosts>,
     /// Whether the program calls it, and not a thread of this crate or of an adapter.
     pub is_programs: bool,
+    /// The number of its connections, if it is known before they are made.
+    pub number: Option<JobId>,
 }
 
 /// How the ranks of a group are connected.
@@ -117,6 +121,7 @@ impl GroupConfig {
             family: Arc::default(),
             silent_hosts: Arc::default(),
             is_programs: true,
+            number: None,
         }
     }
 
@@ -131,7 +136,22 @@ impl GroupConfig {
     /// The configuration of the sub-group `name` with these `members` of this group.
     pub(super) fn subgroup(&self, name: &str, members: &[Rank]) -> Self {
         let members = members.iter().map(|rank| self.global(*rank)).collect();
-        Self { backend: self.backend.subgroup(name), members: Some(members), ..self.clone() }
+        Self { backend: self.backend.subgroup(name), members: Some(members), number: None, ..self.clone() }
+    }
+
+    /// The configuration of the group `name` of these `members` of this group, which meet in `store`. None if this group's number is not known,
+    /// or its ranks are no processes.
+    pub(super) fn part(&self, store: SharedStore, name: &str, members: &[Rank]) -> Option<Self> {
+        let number = Some(number_of(self.number.as_ref()?, name));
+        let Backend::Mesh { interface, transport, host_id, heartbeat, credentials, .. } =
+            self.backend.clone()
+        else {
+            return None;
+        };
+        let store = Arc::new(PrefixStore::new(name, store));
+        let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
+        let members = members.iter().map(|rank| self.global(*rank)).collect();
+        Some(Self { backend, members: Some(members), number, ..self.clone() })
     }
 
     /// The same, for calls that are not the program's.
@@ -139,8 +159,14 @@ impl GroupConfig {
         Self { calls: Arc::default(), is_programs: false, ..self }
     }
 
-    /// Connects `rank` with the others of this group.
-    pub(super) fn connect(&self, rank: Rank, world: WorldSize, deadline: Deadline) -> Result<Connected> {
+    /// Connects `rank` with the others of this group. What is `known` of them is for a [part](Self::part).
+    pub(super) fn connect(
+        &self,
+        rank: Rank,
+        world: WorldSize,
+        known: Option<Known<'_>>,
+        deadline: Deadline,
+    ) -> Result<Connected> {
         match &self.backend {
             Backend::Process { pending, scope } => pending.take(scope, world, rank),
             Backend::Mesh { .. } if world == WorldSize::ONE => {
@@ -161,9 +187,15 @@ impl GroupConfig {
                     interface: *interface,
                     credentials,
                     heartbeat: *heartbeat,
-                    number: None,
+                    number: self.number,
                 };
-                connect_among(&mesh, self.members.clone(), options, deadline)
+                match known.zip(self.members.clone()) {
+                    Some((known, members)) => {
+                        let tuning = self.tuning.choice(world).fingerprint;
+                        connect_part(&mesh, &Part { members, known, tuning }, options, deadline)
+                    }
+                    None => connect_among(&mesh, self.members.clone(), options, deadline),
+                }
             }
         }
     }

@@ -10,7 +10,7 @@ use crate::health::Health;
 use crate::rank::Rank;
 use crate::transport::bootstrap::Starting;
 use crate::transport::messages::{self, Messages, Rings};
-use crate::transport::tcp::{self, Monitor, SilentHosts, Tcp};
+use crate::transport::tcp::{self, Announcement, Connections, Monitor, SilentHosts, Tcp};
 use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
 use crate::worker_error;
 use crate::world_size::WorldSize;
@@ -57,13 +57,13 @@ pub(crate) fn connect_among(
     options: TransportOptions<'_>,
     deadline: Deadline,
 ) -> Result<Connected> {
-    let TransportOptions { kind, host, local_world_size, silent_hosts } = options;
+    let TransportOptions { kind, host, .. } = options;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that has already finished.
         domain::decline(config, deadline)?;
     }
     let starting = Starting::default();
-    let share = || -> Result<(Joined, Rings)> {
+    let share = || -> Result<Shared> {
         let joined = match kind {
             Some(TransportKind::Tcp) => Joined::alone(config.world.count()),
             Some(TransportKind::SharedMemory) | None => domain::join(config, host, &starting, deadline)?,
@@ -71,31 +71,14 @@ pub(crate) fn connect_among(
         let rings = messages::rings(config, joined.partition.domain_of(config.rank), &starting, deadline)?;
         Ok((joined, rings))
     };
-    let connect = || {
-        let mesh = tcp::mesh(config, deadline).inspect_err(|error| {
-            if let Some(culprit) = error.culprit(config.rank) {
-                let member = members.as_ref().and_then(|members| members.get(culprit.index()));
-                worker_error::blame(member.copied().unwrap_or(culprit));
-            }
-        })?;
-        let health = Health::among(config.rank, mesh.hosts, members.clone());
-        let connections = Arc::new(mesh.connections);
-        let identity = (config.rank, config.world);
-        let silent = silent_hosts.cloned().unwrap_or_default();
-        let monitor =
-            Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat, silent)?;
-        let monitor = monitor.with_caller(config.rank, mesh.caller)?;
-        starting.connected(health.clone());
-        Ok::<_, Error>((health, connections, Arc::new(monitor)))
-    };
-    let ((health, connections, monitor), shared) = thread::scope(|scope| {
+    let (mesh, shared) = thread::scope(|scope| {
         // Over a network the store is far away: the four round trips to it pass while the connections are made. Within a host a thread
         // and another connection to the store would cost more.
         let beside = !config.interface.is_loopback();
         let share = &share;
         let sharing =
             beside.then(|| thread::Builder::new().name("phalanx-share".into()).spawn_scoped(scope, share));
-        let connected = connect().inspect_err(|_| starting.fail())?;
+        let connected = connect_mesh(config, None, members.as_ref(), options, &starting, deadline)?;
         let shared = match sharing {
             Some(Ok(sharing)) => {
                 sharing.join().unwrap_or_else(|_| Err(Error::aborted("a thread that shares memory panicked")))
@@ -104,6 +87,57 @@ pub(crate) fn connect_among(
         };
         Ok::<_, Error>((connected, shared))
     })?;
+    assemble(config, options, mesh, shared)
+}
+
+/// A rank's connections, before the group uses them.
+pub(super) struct MeshParts {
+    health: Arc<Health>,
+    connections: Arc<Connections>,
+    monitor: Arc<Monitor>,
+}
+
+/// What ranks of one host share: memory for collectives, and rings for messages.
+pub(super) type Shared = (Joined, Rings);
+
+/// Connects every rank with every other, and begins to watch the connections.
+pub(super) fn connect_mesh(
+    config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
+    members: Option<&Arc<[Rank]>>,
+    options: TransportOptions<'_>,
+    starting: &Starting,
+    deadline: Deadline,
+) -> Result<MeshParts> {
+    let connect = || {
+        let mesh = tcp::mesh_with(config, announcement, deadline).inspect_err(|error| {
+            if let Some(culprit) = error.culprit(config.rank) {
+                let member = members.and_then(|members| members.get(culprit.index()));
+                worker_error::blame(member.copied().unwrap_or(culprit));
+            }
+        })?;
+        let health = Health::among(config.rank, mesh.hosts, members.cloned());
+        let connections = Arc::new(mesh.connections);
+        let identity = (config.rank, config.world);
+        let silent = options.silent_hosts.cloned().unwrap_or_default();
+        let monitor =
+            Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat, silent)?;
+        let monitor = Arc::new(monitor.with_caller(config.rank, mesh.caller)?);
+        starting.connected(health.clone());
+        Ok(MeshParts { health, connections, monitor })
+    };
+    connect().inspect_err(|_| starting.fail())
+}
+
+/// The connections of a rank, with what it shares with others; that may have failed.
+pub(super) fn assemble(
+    config: &MeshConfig<'_>,
+    options: TransportOptions<'_>,
+    mesh: MeshParts,
+    shared: Result<Shared>,
+) -> Result<Connected> {
+    let MeshParts { health, connections, monitor } = mesh;
+    let TransportOptions { kind, local_world_size, .. } = options;
     // A rank that gives up here reports it, because the others may be waiting for its message.
     let (joined, rings) = shared.map_err(|error| health.fail(error))?;
     let (partition, domain, reason) = joined.into_domain(config.rank, &health);

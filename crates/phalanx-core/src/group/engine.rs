@@ -101,6 +101,11 @@ impl Engine {
         self.execute(call, Sequence::default(), &plan, Space::One(&mut []), deadline)
     }
 
+    /// Chooses algorithms by `tuning` from now on, as the ranks have agreed before.
+    pub(super) fn choose(&mut self, tuning: &Tuning) {
+        self.choice = tuning.choice(self.world);
+    }
+
     /// The sizes by which algorithms are chosen.
     pub(super) fn row(&self) -> &TuningRow {
         &self.choice.row

@@ -164,6 +164,7 @@ impl ProcessGroup {
             tuning: tuning.clone(),
             silent_hosts,
             _keep_alive: Arc::new(keep_alive),
+            number: group_number,
             ..GroupConfig::new(backend, local, generation)
         };
         let identity = Identity { rank, world: world_size, trace, config };

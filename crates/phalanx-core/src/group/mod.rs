@@ -7,6 +7,7 @@ mod asynchronous;
 mod blocking;
 mod config;
 mod connect;
+mod connect_part;
 mod engine;
 mod family;
 mod gather;
@@ -37,6 +38,9 @@ pub(crate) use self::connect::Connected;
 use self::connect::connect_in_process;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::connect::{TransportOptions, connect};
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+#[doc(hidden)]
+pub use self::connect_part::fuzz as fuzz_part;
 use self::engine::Engine;
 pub use self::handle::GroupHandle;
 pub use self::init::{GroupOptions, init};
@@ -55,6 +59,7 @@ use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::deadline::Timeout;
+use crate::domain::Partition;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -166,6 +171,8 @@ struct Inner {
     trace: Trace,
     transport: Option<TransportKind>,
     arena: Option<Arc<Arena>>,
+    /// Which ranks share memory.
+    partition: Partition,
     /// Dropped first of the fields below: it finishes its operations while the health and the store still exist.
     queue: WorkQueue,
     /// Dropped after `queue`, for the same reason.
@@ -238,6 +245,7 @@ impl ProcessGroup {
         let Connected { transport, messages, kind, health, partition, domain } = connected;
         let arena = domain.as_ref().map(|domain| domain.arena().clone());
         let messages = Messages::new(rank, generation, messages, health.clone(), local, trace.clone());
+        let shared = partition.clone();
         let engine = Engine::new(rank, world, generation, transport, (partition, domain), health.clone());
         let queue = WorkQueue::new(rank, engine, local)?;
         let inner = Inner {
@@ -247,6 +255,7 @@ impl ProcessGroup {
             trace,
             transport: kind,
             arena,
+            partition: shared,
             queue,
             messages,
             children: Mutex::new(0),

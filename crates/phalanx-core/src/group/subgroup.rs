@@ -8,11 +8,15 @@
 
 use std::time::Duration;
 
+use super::connect_part::Known;
 use super::{GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
+use crate::deadline::Deadline;
+use crate::domain::Partition;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
+use crate::store::SharedStore;
 use crate::trace::Trace;
 use crate::world_size::WorldSize;
 
@@ -75,6 +79,48 @@ impl ProcessGroup {
         let name = self.agree_on(&members)?;
         let config = self.inner.config.subgroup(&name, &members).aside();
         self.connect_part(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
+    }
+
+    /// A group of these `members` of this one, in this order, which meet in `store`: for adapters of libraries that make groups by their own rules.
+    /// Only the members call it, at any time, and beside this group's collectives. The group has two exchanges in the store, as its members
+    /// know each other. It is a sub-group as those of [`new_group`](Self::new_group) are, and works also when this one has failed.
+    ///
+    /// The `name` is the same on all members, and no other group has it that is made from this one.
+    ///
+    /// # Errors
+    /// On members that name others, or that are there twice. If not all come within `timeout`: the error names the first that is missing.
+    /// At once, if this rank is no member, or if this group is no first group, or one that this has made.
+    #[doc(hidden)]
+    pub fn part(&self, store: SharedStore, name: &str, members: &[Rank], timeout: Duration) -> Result<Self> {
+        let mut sorted = members.to_vec();
+        sorted.sort_unstable();
+        self.checked(&sorted)?;
+        let place = members.iter().position(|member| *member == self.rank());
+        let place = place
+            .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
+        let config = self.inner.config.part(store, name, members).ok_or_else(|| {
+            Error::invalid_argument(
+                "a group of this kind can only be made of ranks that are processes, from their first group",
+            )
+        })?;
+        let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
+        let index = |rank: usize| members.get(rank).copied().unwrap_or(Rank::MAIN);
+        let shares =
+            |one: usize, other: usize| self.inner.partition.domain_of(index(one)).contains(&index(other));
+        let partition = Partition::of(members.len(), shares);
+        let had_failed = self.watched_failure().is_some();
+        let watch = || match self.watched_failure().filter(|_| !had_failed) {
+            Some(cause) => useless(&cause, members).map_or(Ok(()), Err),
+            None => Ok(()),
+        };
+        let known = Known { partition: &partition, watch: &watch };
+        let connected = config.connect(rank, world, Some(known), Deadline::after(timeout))?;
+        let identity = Identity { rank, world, trace: self.trace(), config };
+        let group = Self::new(identity, connected)?.with_timeout(timeout);
+        let tuning = &self.inner.config.tuning;
+        // Their rows have been compared.
+        group.inner.queue.run(&group.operation_timeout(), |engine| engine.choose(tuning))?;
+        Ok(group)
     }
 
     /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are
@@ -242,7 +288,7 @@ impl ProcessGroup {
         trace: Trace,
         caller: Caller,
     ) -> Result<Self> {
-        let connected = config.connect(rank, world, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
+        let connected = config.connect(rank, world, None, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),
@@ -255,6 +301,22 @@ impl ProcessGroup {
     }
 }
 
+/// Why it is useless to wait for these `members` of a group that has failed for `cause` meanwhile; None if they may still come.
+fn useless(cause: &Error, members: &[Rank]) -> Option<Error> {
+    let place = cause.peer().and_then(|peer| members.iter().position(|member| *member == peer));
+    match (cause.kind(), place) {
+        (Kind::PeerFailed, Some(place)) => {
+            let lost = Rank::new(place as u32);
+            let said = format!("rank {lost} of the new group was lost before it came: {cause}");
+            Some(Error::new(Kind::PeerFailed, said).with_peer(lost))
+        }
+        (Kind::Aborted, _) => {
+            Some(Error::aborted(format!("the group of which this one was to be a part has ended: {cause}")))
+        }
+        _ => None,
+    }
+}
+
 /// A hash of a list, by which ranks compare theirs.
 fn digest(ranks: &[Rank]) -> i64 {
     fnv1a(ranks.iter().flat_map(|rank| rank.get().to_le_bytes())) as i64
@@ -262,7 +324,13 @@ fn digest(ranks: &[Rank]) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::collective::ReduceOp;
+    use crate::group::GroupOptions;
+    use crate::rendezvous;
+    use crate::store::MemoryStore;
 
     #[test]
     fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
@@ -286,5 +354,78 @@ mod tests {
                 });
             }
         });
+    }
+
+    /// Runs `rank` on threads of a group that has met in a store, with that store.
+    fn met(world: u32, rank: impl Fn(ProcessGroup, SharedStore) + Sync) {
+        let (store, world): (SharedStore, _) = (Arc::new(MemoryStore::new()), WorldSize::new(world).unwrap());
+        std::thread::scope(|scope| {
+            for number in world.ranks() {
+                let (store, rank) = (store.clone(), &rank);
+                scope.spawn(move || {
+                    let met = rendezvous::from_store(store.clone(), number, world, LIMIT).unwrap();
+                    rank(ProcessGroup::join(met, GroupOptions::default()).unwrap(), store)
+                });
+            }
+        });
+    }
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_part_has_the_order_of_its_list_and_only_members_make_it() {
+        met(3, |group, store| {
+            if group.rank() == Rank::new(1) {
+                return group.barrier().unwrap();
+            }
+            let members = [Rank::new(2), Rank::MAIN];
+            let part = group.part(store.clone(), "pair", &members, LIMIT).unwrap();
+            assert_eq!(part.rank().index(), usize::from(group.rank().is_main()));
+            assert_eq!(part.global_rank(Rank::MAIN).unwrap(), Rank::new(2));
+            assert_eq!(part.transport(), group.transport());
+            let mut ranks = [i64::from(group.rank().get())];
+            part.all_reduce(&mut ranks, ReduceOp::Sum).unwrap();
+            assert_eq!(ranks, [2]);
+            // One of a part.
+            let turned = [Rank::new(1), Rank::MAIN];
+            let again = part.part(store.clone(), "pair of the pair", &turned, LIMIT).unwrap();
+            again.barrier().unwrap();
+            let other = part.new_group(&turned).unwrap().unwrap();
+            assert!(
+                other.part(store, "third", &turned, LIMIT).unwrap_err().to_string().contains("first group")
+            );
+            group.barrier().unwrap();
+        });
+    }
+
+    #[test]
+    fn members_that_mean_different_groups_and_those_that_do_not_come_are_named() {
+        met(3, |group, store| {
+            let ranks = |list: &[u32]| list.iter().map(|rank| Rank::new(*rank)).collect::<Vec<_>>();
+            // Rank 2 comes as rank 1 of the group for which rank 0 waits; and so does rank 1, when that has ended.
+            if group.rank() == Rank::new(1) {
+                store.wait(&["differs/mesh/failure"], Deadline::after(LIMIT)).unwrap();
+            }
+            let list = if group.rank() == Rank::new(2) { ranks(&[0, 2]) } else { ranks(&[0, 1]) };
+            let error = group.part(store.clone(), "differs", &list, LIMIT).unwrap_err();
+            let said = error.to_string();
+            assert!(error.is_mismatch(), "{said}");
+            assert!(said.contains("disagree on the new group") || said.contains("as rank 1"), "{said}");
+            if group.rank().is_main() {
+                let soon = Duration::from_millis(500);
+                let error = group.part(store, "late", &ranks(&[2, 0]), soon).unwrap_err();
+                assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
+            }
+            group.barrier().unwrap();
+        });
+    }
+
+    #[test]
+    fn only_who_has_the_number_of_the_whole_can_know_that_of_a_part() {
+        let number = |whole: u8, name| super::super::connect_part::number_of(&[whole; 16], name);
+        assert_eq!(number(1, "a"), number(1, "a"));
+        assert_ne!(number(1, "a"), number(1, "b"));
+        assert_ne!(number(1, "a"), number(2, "a"));
+        assert_ne!(number(1, "a"), [1; 16]);
     }
 }

@@ -406,26 +406,27 @@ impl Store for TcpStore {
         let changing = Call::new(&self.name, "compare_set", &changed, deadline)?;
         check_changes(&changing, changes)?;
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
-        let wait = Frame::new(Op::WaitGet).keys(keys);
-        check_size(&call, keys.len(), wait.len())?;
+        check_size(&call, keys.len(), Frame::new(Op::WaitGet).keys(keys).len())?;
         let mut request: Vec<u8> =
             changes.iter().flat_map(|(key, expected, desired)| compare_set(key, expected, desired)).collect();
         let mut link = self.link(&call)?;
-        if !link.is_own || request.len() > PIPELINED {
+        if request.len() > PIPELINED {
             self.put_back(link);
             found(&self.multi_compare_set(changes, deadline)?)?;
             return self.set_and_get(&[], keys, deadline, go_on);
         }
-        request.extend(wait.into_bytes());
+        // PyTorch's server is asked for the values when they are there.
+        let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
+        request.extend(Frame::new(op).keys(keys).into_bytes());
         let answers = link.send(&request).and_then(|()| changes.iter().map(|_| link.value()).collect());
         let answers: Vec<_> = answers.map_err(|error| changing.failed(error))?;
         if let Err(error) = found(&answers) {
-            link.leave_wait(keys.len()).map_err(|error| call.failed(error))?;
+            link.leave_wait(values).map_err(|error| call.failed(error))?;
             self.put_back(link);
             return Err(error);
         }
-        let waited = link.wait_for_answer(keys.len(), Some(&mut || self.counted(go_on)));
-        self.waited(&call, link, waited.map_err(|error| call.failed(error))?, keys.len())
+        let waited = link.wait_for_answer(values, Some(&mut || self.counted(go_on)));
+        self.waited(&call, link, waited.map_err(|error| call.failed(error))?, values)
     }
 }
 

@@ -36,14 +36,14 @@ pub(crate) struct Link {
 }
 
 impl Rings {
-    pub(in crate::transport) fn none(world: usize) -> Self {
+    pub(crate) fn none(world: usize) -> Self {
         Self { own: None, links: std::iter::repeat_with(|| None).take(world).collect() }
     }
 }
 
 /// Where the rings into a rank are, as written to the store.
-#[derive(Serialize, Deserialize)]
-struct Address {
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Address {
     pid: u32,
     descriptor: i32,
     nonce: u64,
@@ -64,38 +64,80 @@ pub(crate) fn rings(
     starting: &Starting,
     deadline: Deadline,
 ) -> Result<Rings> {
-    let none = Rings::none(config.world.count());
-    let Some(me) = members.iter().position(|member| *member == config.rank) else { return Ok(none) };
-    // All members come to the same result, so nothing is exchanged.
-    let Some(layout) = layout(members.len()) else { return Ok(none) };
-    let lent = lend(layout)?;
-    let address = lent.as_ref().map(Lent::address).map_err(Clone::clone);
-    let addresses: Vec<Result<Address, String>> =
-        bootstrap::exchange_among(config, members, starting, MEMORY, &address, deadline)?;
-    let open = |(index, address): (usize, Result<Address, String>)| {
-        let address = address.ok().filter(|_| lent.is_ok() && index != me)?;
-        let peer = Segment::open(address.pid, address.descriptor, layout, address.nonce);
-        peer.map_err(|error| tracing::debug!(rank = %members[index], %error, "messages go over TCP")).ok()
+    let Some(lending) = RingLending::new(config.rank, members)? else {
+        return Ok(Rings::none(config.world.count()));
     };
-    let opened: Vec<Option<Arc<Segment>>> = addresses.into_iter().enumerate().map(open).collect();
-    let mapped: Vec<bool> = opened.iter().map(Option::is_some).collect();
+    let addresses: Vec<RingAddress> =
+        bootstrap::exchange_among(config, members, starting, MEMORY, &lending.address(), deadline)?;
+    let opened = lending.open(addresses);
     let mapped: Vec<Vec<bool>> =
-        bootstrap::exchange_among(config, members, starting, MAPPED, &mapped, deadline)?;
-    // From here on the memory needs no descriptor: a rank that has not mapped it will not use it.
-    let Ok(Lent { own, .. }) = lent else { return Ok(none) };
+        bootstrap::exchange_among(config, members, starting, MAPPED, &opened.mapped(), deadline)?;
+    lending.link(config.world.count(), opened, &mapped)
+}
 
-    let mut rings = none;
-    for (index, (peer, mapped)) in opened.into_iter().zip(mapped).enumerate() {
-        let (Some(peer), Some(true)) = (peer, mapped.get(me)) else { continue };
-        let ends = own.consumer(index).zip(peer.producer(me));
-        let missing =
-            || Error::protocol(format!("an end of the rings with rank {} is missing", members[index]));
-        let (inbound, outbound) = ends.ok_or_else(missing)?;
-        if let Some(link) = rings.links.get_mut(members[index].index()) {
-            *link = Some(Link { peer, inbound, outbound });
-        }
+/// Where the rings into a rank are; or why there are none.
+pub(crate) type RingAddress = Result<Address, String>;
+
+/// The rings into this rank, for the other members of its domain to map.
+pub(crate) struct RingLending<'a> {
+    members: &'a [Rank],
+    /// This rank's index among them.
+    me: usize,
+    layout: Layout,
+    lent: Result<Lent, String>,
+}
+
+/// The rings into the members that this rank could map, by their index.
+pub(crate) struct Opened(Vec<Option<Arc<Segment>>>);
+
+impl Opened {
+    pub(crate) fn mapped(&self) -> Vec<bool> {
+        self.0.iter().map(Option::is_some).collect()
     }
-    Ok(Rings { own: Some(own), ..rings })
+}
+
+impl<'a> RingLending<'a> {
+    /// None if these members have no rings, as all of them know.
+    pub(crate) fn new(rank: Rank, members: &'a [Rank]) -> Result<Option<Self>> {
+        let Some(me) = members.iter().position(|member| *member == rank) else { return Ok(None) };
+        // All members come to the same result, so nothing is exchanged.
+        let Some(layout) = layout(members.len()) else { return Ok(None) };
+        Ok(Some(Self { members, me, layout, lent: lend(me, layout)? }))
+    }
+
+    pub(crate) fn address(&self) -> RingAddress {
+        self.lent.as_ref().map(Lent::address).map_err(Clone::clone)
+    }
+
+    /// Maps the rings at these addresses, one for each member.
+    pub(crate) fn open(&self, addresses: Vec<RingAddress>) -> Opened {
+        let open = |(index, address): (usize, RingAddress)| {
+            let address = address.ok().filter(|_| self.lent.is_ok() && index != self.me)?;
+            let peer = Segment::open(address.pid, address.descriptor, self.layout, address.nonce);
+            let member = self.members.get(index)?;
+            peer.map_err(|error| tracing::debug!(rank = %member, %error, "messages go over TCP")).ok()
+        };
+        Opened(addresses.into_iter().enumerate().map(open).collect())
+    }
+
+    /// The rings of the pairs in which each could map the other's, when each member has told which it could.
+    pub(crate) fn link(self, world: usize, opened: Opened, mapped: &[Vec<bool>]) -> Result<Rings> {
+        let mut rings = Rings::none(world);
+        // From here on the memory needs no descriptor: a rank that has not mapped it will not use it.
+        let Ok(Lent { own, .. }) = self.lent else { return Ok(rings) };
+        for ((index, member), (peer, mapped)) in
+            self.members.iter().enumerate().zip(opened.0.into_iter().zip(mapped))
+        {
+            let (Some(peer), Some(true)) = (peer, mapped.get(self.me)) else { continue };
+            let ends = own.consumer(index).zip(peer.producer(self.me));
+            let missing = || Error::protocol(format!("an end of the rings with rank {member} is missing"));
+            let (inbound, outbound) = ends.ok_or_else(missing)?;
+            if let Some(link) = rings.links.get_mut(member.index()) {
+                *link = Some(Link { peer, inbound, outbound });
+            }
+        }
+        Ok(Rings { own: Some(own), ..rings })
+    }
 }
 
 /// The sizes of each member's rings. None if no rank shares memory, or too many do.
@@ -105,10 +147,10 @@ fn layout(members: usize) -> Option<Layout> {
     (members > 1 && share >= MIN_RING).then_some(Layout { rings: members, ring_bytes })
 }
 
-/// Rings for the others to map; or why there are none.
-fn lend(layout: Layout) -> Result<Result<Lent, String>> {
+/// Rings for the others to map; or why there are none. This rank sends itself nothing.
+fn lend(me: usize, layout: Layout) -> Result<Result<Lent, String>> {
     let nonce = random::number()?;
-    let created = Segment::create(layout, nonce);
+    let created = Segment::create_without(Some(me), layout, nonce);
     Ok(created
         .map(|(own, invitation)| Lent { own, invitation, nonce })
         .map_err(|error| format!("{layout:?}: {error}")))

@@ -46,12 +46,27 @@ pub(super) struct Address {
     pub host: String,
 }
 
+/// What each rank of a group announces with its address, so that one request tells all. No key has two writers then: a rank that is there
+/// twice is an error.
+pub(crate) struct Announcement<'a> {
+    /// This rank's own.
+    pub own: Vec<u8>,
+    /// An error if it is useless to wait for the others.
+    pub watch: &'a (dyn Fn() -> Result<()> + Sync),
+    /// Reads those of all ranks, by rank. An error ends the start on every rank.
+    pub read: &'a (dyn Fn(&[&[u8]]) -> Result<()> + Sync),
+}
+
 /// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
-pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
+pub(crate) fn mesh_with(
+    config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
+    deadline: Deadline,
+) -> Result<Mesh> {
     let host = host::name();
     let (mut below, mut above) = (Vec::new(), Vec::new());
     above.resize_with(config.world.count() - config.rank.index() - 1, Pair::default);
-    let built = build(config, &host, &mut below, &mut above, deadline);
+    let built = build(config, announcement, &host, (&mut below, &mut above), deadline);
     let mut connections = Connections::default();
     let slot = |made: Option<Connection>| made.map_or_else(OnceLock::new, OnceLock::from);
     for Pair { data, control, messages } in below.into_iter().chain([Pair::default()]).chain(above) {
@@ -75,6 +90,12 @@ pub(crate) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> 
     }
 }
 
+/// The connections of a group in which nothing is announced.
+#[cfg(test)]
+pub(super) fn mesh(config: &MeshConfig<'_>, deadline: Deadline) -> Result<Mesh> {
+    mesh_with(config, None, deadline)
+}
+
 /// What a start leaves beside its connections.
 struct Built {
     /// By rank.
@@ -87,9 +108,9 @@ struct Built {
 /// Makes the start's connections to the lower and higher ranks.
 fn build(
     config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
     host: &str,
-    below: &mut Vec<Pair>,
-    above: &mut [Pair],
+    (below, above): (&mut Vec<Pair>, &mut [Pair]),
     deadline: Deadline,
 ) -> Result<Built> {
     let job = config.number.map_or_else(|| agree_on_job(config, host, deadline), Ok)?;
@@ -123,7 +144,8 @@ fn build(
             thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept).map_err(
                 |error| Error::not_started("a thread that connects ranks could not be started", error),
             )?;
-        let connecting = exchange_addresses(config, host, listener, deadline).and_then(|addresses| {
+        let exchanged = exchange_addresses(config, announcement, host, listener, deadline);
+        let connecting = exchanged.and_then(|addresses| {
             below.resize_with(config.rank.index(), Pair::default);
             dial_all(config, host, &addresses, (own, secret), below, deadline)?;
             start_failure::watch(config, host, (&addresses, below), missing, &finished, deadline)?;
@@ -273,6 +295,7 @@ fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Resu
 
 fn exchange_addresses(
     config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
     host: &str,
     listener: &TcpListener,
     deadline: Deadline,
@@ -280,17 +303,29 @@ fn exchange_addresses(
     let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
     let malformed =
         |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
-    let own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
+    let mut own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
-    let values = start_failure::exchange(config, host, &[(&key(config.rank), &own)], &keys, deadline)?;
-    let addresses = values.iter().map(|bytes| postcard::from_bytes::<Address>(bytes).map_err(malformed));
-    addresses
-        .map(|address| {
-            let mut address = address?;
-            address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
-            Ok(address)
-        })
-        .collect()
+    let own_key = key(config.rank);
+    let values = match announcement {
+        None => start_failure::exchange(config, host, &[(&own_key, &own)], &keys, deadline)?,
+        Some(announcement) => {
+            own.extend_from_slice(&announcement.own);
+            // No other request has told which process this is.
+            let (name, process) = stop_probe::process_record(config.rank)?;
+            let pairs: [(&str, &[u8]); 2] = [(&name, &process), (&own_key, &own)];
+            start_failure::exchange_once(config, host, &pairs, announcement.watch, &keys, deadline)?
+        }
+    };
+    let mut announced = Vec::with_capacity(values.len());
+    let addresses = values.iter().map(|bytes| {
+        let (mut address, rest) = postcard::take_from_bytes::<Address>(bytes).map_err(malformed)?;
+        address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
+        announced.push(rest);
+        Ok(address)
+    });
+    let addresses = addresses.collect::<Result<_>>()?;
+    announcement.map_or(Ok(()), |announcement| (announcement.read)(&announced))?;
+    Ok(addresses)
 }
 
 pub(super) fn key(rank: Rank) -> String {

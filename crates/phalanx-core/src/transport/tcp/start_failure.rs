@@ -84,6 +84,45 @@ pub(super) fn exchange(
     keys: &[(Rank, String)],
     deadline: Deadline,
 ) -> Result<Vec<Vec<u8>>> {
+    exchange_by(config, host, keys, deadline, |names, go_on| {
+        config.store.set_and_get(pairs, names, deadline, go_on)
+    })
+}
+
+/// The same of pairs that are written once: an error if one of these keys has another value already. An error of `watch`, which is called now and
+/// then, ends the wait.
+pub(super) fn exchange_once(
+    config: &MeshConfig<'_>,
+    host: &str,
+    pairs: &[(&str, &[u8])],
+    watch: &dyn Fn() -> Result<()>,
+    keys: &[(Rank, String)],
+    deadline: Deadline,
+) -> Result<Vec<Vec<u8>>> {
+    let changes: Vec<(&str, &[u8], &[u8])> =
+        pairs.iter().map(|(key, value)| (*key, &b""[..], *value)).collect();
+    let mut found = |values: &[Vec<u8>]| match pairs.iter().zip(values).all(|((_, own), there)| own == there)
+    {
+        true => Ok(()),
+        false => {
+            Err(Error::mismatch(format!("another process has come as rank {} of this group", config.rank))
+                .with_peer(config.rank)
+                .with_remedy("every member must name the same ranks, in the same order"))
+        }
+    };
+    exchange_by(config, host, keys, deadline, |names, go_on| {
+        let mut go_on = || watch().and_then(|()| go_on());
+        config.store.compare_set_and_get(&changes, names, deadline, &mut found, &mut go_on)
+    })
+}
+
+fn exchange_by(
+    config: &MeshConfig<'_>,
+    host: &str,
+    keys: &[(Rank, String)],
+    deadline: Deadline,
+    ask: impl FnOnce(&[&str], &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<u8>>>,
+) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     let mut looked = Instant::now();
@@ -102,7 +141,7 @@ pub(super) fn exchange(
         }
         Ok(())
     };
-    let outcome = config.store.set_and_get(pairs, &names, deadline, &mut go_on);
+    let outcome = ask(&names, &mut go_on);
     match outcome {
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::connect::{Address, Mesh};
+use super::connect::{Address, Mesh, mesh};
 use super::*;
 use crate::key::JobKey;
 use crate::store::MemoryStore;

@@ -1,0 +1,170 @@
+//! Connects some ranks of a group that stands already, in a store that they name.
+//!
+//! A first group asks the store for six things, one after the other: who has come, the verdict, the addresses, where the memory is, whose memory
+//! each rank can map, and the same of the rings. Here the members know each other from the group that they leave: which of them share memory, and a
+//! secret from which each makes the new group's number. So one exchange has all that can be said before the others have come: who the members are, the table
+//! of algorithms, the address, the memory and the rings. The second, when they are connected, says which memory could be mapped; where no ranks share
+//! memory there is none.
+//!
+//! Only members take part, as PyTorch's `new_group` and MPI's `MPI_Comm_create_group` have it. Each says of which ranks it makes the group, and under a
+//! key that is written once: ranks that mean different groups of one name, or a rank that is there twice, are errors at once.
+
+use std::sync::{Arc, OnceLock};
+
+use phalanx_proto::wire::auth::Secret;
+use serde::{Deserialize, Serialize};
+
+use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh};
+use crate::deadline::Deadline;
+use crate::domain::{Joined, Lending, Lent, Partition, Reach};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::transport::MeshConfig;
+use crate::transport::bootstrap::{self, Starting};
+use crate::transport::messages::{RingAddress, RingLending, Rings};
+use crate::transport::tcp::Announcement;
+use crate::wire::hello::JobId;
+
+/// The key of what ranks write to the store: which memory of the others each could map.
+const SHARED: &str = "shared";
+/// The most members of a list that an error shows.
+const SHOWN: usize = 16;
+
+/// What the members of a new group know before they meet.
+pub(super) struct Part<'a> {
+    /// Their ranks in the first group.
+    pub members: Arc<[Rank]>,
+    pub known: Known<'a>,
+    /// What distinguishes the row of the table by which they choose algorithms.
+    pub tuning: u32,
+}
+
+/// What a rank knows of the others from the group that they leave.
+#[derive(Clone, Copy)]
+pub(super) struct Known<'a> {
+    /// Which of them share memory, by rank in the new group.
+    pub partition: &'a Partition,
+    /// An error if it is useless to wait for the others.
+    pub watch: &'a (dyn Fn() -> Result<()> + Sync),
+}
+
+/// What a rank announces with its address.
+#[derive(Serialize, Deserialize)]
+struct Announced {
+    /// The ranks in the first group.
+    members: Vec<u32>,
+    tuning: u32,
+    /// None of a rank that shares memory with no other.
+    memory: Option<Lent>,
+    rings: Option<RingAddress>,
+}
+
+/// Which memory of the others a rank could map.
+#[derive(Serialize, Deserialize)]
+struct Mappable {
+    reach: Reach,
+    /// By index in the domain.
+    rings: Vec<bool>,
+}
+
+/// The number of the group `name` of ranks whose group has `number`. Only they can know it, as they alone know that.
+pub(super) fn number_of(number: &JobId, name: &str) -> JobId {
+    let secret = Secret::new(None, "phalanx part 1", number);
+    let tag = secret.tag("number", &[name.as_bytes()]);
+    tag.first_chunk().copied().unwrap_or_default()
+}
+
+/// Connects the members of `part`.
+pub(super) fn connect_part(
+    config: &MeshConfig<'_>,
+    part: &Part<'_>,
+    options: TransportOptions<'_>,
+    deadline: Deadline,
+) -> Result<Connected> {
+    let (rank, world) = (config.rank, config.world);
+    let domain = part.known.partition.domain_of(rank);
+    // A rank that is alone on its host lends memory too: without, all would use TCP.
+    let shares = part.known.partition.domains().len() < world.count();
+    let memory = shares.then(|| Lending::new(options.host, world.count()));
+    let rings = if shares { RingLending::new(rank, domain)? } else { None };
+    let own = Announced {
+        members: part.members.iter().map(|member| member.get()).collect(),
+        tuning: part.tuning,
+        memory: memory.as_ref().map(Lending::address),
+        rings: rings.as_ref().map(RingLending::address),
+    };
+    let malformed =
+        |error| Error::protocol("the store holds a malformed announcement of a rank").with_source(error);
+    let bytes = postcard::to_stdvec(&own).map_err(malformed)?;
+    let announced = OnceLock::new();
+    let read = |all: &[&[u8]]| {
+        let all: Vec<Announced> =
+            all.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect::<Result<_>>()?;
+        world.ranks().zip(&all).try_for_each(|(other, theirs)| compare((rank, &own), (other, theirs)))?;
+        // It is read once.
+        let _ = announced.set(all);
+        Ok(())
+    };
+    let starting = Starting::default();
+    let announcement = Announcement { own: bytes, watch: part.known.watch, read: &read };
+    let mesh = connect_mesh(config, Some(&announcement), Some(&part.members), options, &starting, deadline)?;
+    let share = move || -> Result<Shared> {
+        let Some(memory) = memory else {
+            return Ok((Joined::alone(world.count()), Rings::none(world.count())));
+        };
+        let all = announced.into_inner().unwrap_or_default();
+        let lent: Vec<Lent> = all.iter().map(|one| one.memory.clone().unwrap_or(Ok(None))).collect();
+        let addresses: Vec<Option<RingAddress>> = all.into_iter().map(|one| one.rings).collect();
+        let mapped = memory.map(rank, &lent);
+        let of_domain = |all: &[Option<RingAddress>]| {
+            let of = |member: &Rank| all.get(member.index()).cloned().flatten();
+            domain.iter().map(|member| of(member).unwrap_or_else(|| Err("it has none".to_owned()))).collect()
+        };
+        let opened = rings.as_ref().map(|rings| rings.open(of_domain(&addresses)));
+        let own = Mappable {
+            reach: mapped.reach(),
+            rings: opened.as_ref().map(|opened| opened.mapped()).unwrap_or_default(),
+        };
+        let all: Vec<Mappable> = bootstrap::exchange(config, &starting, SHARED, &own, deadline)?;
+        let (reach, linked): (Vec<Reach>, Vec<Vec<bool>>) =
+            all.into_iter().map(|one| (one.reach, one.rings)).unzip();
+        let joined = memory.settle(rank, world, &lent, &mapped, &reach);
+        let (Some(rings), Some(opened)) = (rings, opened) else {
+            return Ok((joined, Rings::none(world.count())));
+        };
+        let of = |member: &Rank| linked.get(member.index()).cloned().unwrap_or_default();
+        let linked: Vec<Vec<bool>> = domain.iter().map(of).collect();
+        Ok((joined, rings.link(world.count(), opened, &linked)?))
+    };
+    assemble(config, options, mesh, share())
+}
+
+/// An error if two ranks mean different groups.
+fn compare((rank, own): (Rank, &Announced), (other, theirs): (Rank, &Announced)) -> Result<()> {
+    if own.members != theirs.members {
+        let list = |members: &[u32]| {
+            let shown: Vec<String> = members.iter().take(SHOWN).map(u32::to_string).collect();
+            format!("[{}{}]", shown.join(", "), if members.len() > SHOWN { ", .." } else { "" })
+        };
+        return Err(Error::mismatch(format!(
+            "the ranks disagree on the new group: rank {rank} asks for {}, rank {other} for {}",
+            list(&own.members),
+            list(&theirs.members)
+        ))
+        .with_peer(other)
+        .with_remedy("every member must call new_group with the same ranks, and all in the same order"));
+    }
+    if own.tuning != theirs.tuning {
+        return Err(Error::mismatch(format!("ranks {rank} and {other} have different tuning tables"))
+            .with_peer(other)
+            .with_remedy("set the same PHALANX_TUNING for every rank"));
+    }
+    Ok(())
+}
+
+/// For `phalanx::fuzzing`: what ranks write when they make a group of some of them.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub fn fuzz(bytes: &[u8]) -> bool {
+    let announced = postcard::from_bytes::<Announced>(bytes).is_ok();
+    postcard::from_bytes::<Mappable>(bytes).is_ok() || announced
+}
