@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, waiting
+from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, processes, waiting
 
 import phalanx_torch
 from phalanx_torch.process_group import ProcessGroup
@@ -505,3 +505,27 @@ def test_a_console_that_has_printed_an_exception_ends_without_an_abort():
     assert "rank 1" in outputs[0] and "has left" in outputs[0], outputs
     assert all("ZeroDivisionError" in output for output in outputs), outputs
     assert not any("the program of rank" in output for output in outputs), outputs
+
+
+def in_detail(rank):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    # The group that DDP and this have is made in this mode.
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(2), group=group)
+    with pytest.raises(Error) as caught:
+        dist.all_reduce(torch.ones(3), group=group) if rank == 0 else dist.broadcast(torch.ones(3), 0, group=group)
+        dist.barrier(group)
+    text = str(caught.value)
+    assert caught.value.kind == "mismatch" and "calls all_reduce(sum, 3 x f32)" in text and "calls broadcast(3 x f32" in text, text
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "cpu:phalanx,cuda:nccl"])
+def test_ddp_and_different_calls_with_torch_distributed_debug_detail(backend, tmp_path):
+    def run(rank):
+        dist.init_process_group(backend, f"file://{tmp_path}/store", rank=rank, world_size=2)
+        in_detail(rank)
+        dist.destroy_process_group()
+
+    processes(2, run)
