@@ -35,6 +35,7 @@
 #![deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types)]
 
 pub mod caller;
+#[cfg(feature = "checkpoint")]
 pub mod checkpoint;
 pub mod clock;
 pub mod collective;
@@ -45,6 +46,7 @@ pub mod elements;
 pub mod error;
 pub mod hash;
 pub mod health;
+#[cfg(feature = "horovod")]
 pub mod horovod;
 pub mod launch;
 pub mod log;
