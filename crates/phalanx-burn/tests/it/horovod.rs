@@ -160,7 +160,8 @@ fn by_adasum_of_changes(model: &Mlp, micro: usize) -> Vec<Vec<f32>> {
         // A world of one for each rank, with the rank's own batches.
         let alone = ProcessGroup::alone().unwrap();
         let mut optimizer = sgd();
-        let mut model = model.clone();
+        // Each thread needs tensors of its own, and `Ddp` in a world of one keeps what it is given: Burn can take a graph apart that two threads share.
+        let mut model = with_floats(model.clone(), &floats(model));
         for step in 0..STEPS {
             let mut ddp = Ddp::new(model, &alone).unwrap();
             let before = floats(ddp.model());
