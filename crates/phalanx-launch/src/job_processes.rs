@@ -317,7 +317,7 @@ fn add_children(processes: &[ProcStat], ours: &mut HashSet<i32>) {
 fn carries(pid: i32, tag: &[u8]) -> bool {
     /// More than the kernel allows a process, with its usual limits.
     const MAX: u64 = 8 << 20;
-    const LOOKS: u32 = 100;
+    const LOOKS: u32 = 20;
     const LOOK_DELAY: Duration = Duration::from_millis(1);
     for _ in 0..LOOKS {
         let mut environment = Vec::new();

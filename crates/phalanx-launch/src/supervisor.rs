@@ -413,7 +413,8 @@ impl Supervisor<'_, '_> {
                 Raw::TERM => {
                     let before = self.processes.everyone();
                     self.send(raw);
-                    // Who leaves its group between a look and the signal gets none with the group.
+                    // Who leaves its group between a look and the signal gets none with the group. One that leaves it just after the signal
+                    // gets another; one that starts while this process looks, and has left by then, is not known, and has the grace period.
                     let outside = self.processes.outside(&self.groups());
                     self.may_be_asked = before.zip(outside).map(|(before, outside)| &before & &outside);
                     let strays = running.iter().flat_map(|running| &running.strays);

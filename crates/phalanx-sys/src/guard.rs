@@ -314,9 +314,10 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
     let Some(process) = open_at(proc.0, number, libc::O_DIRECTORY) else { return Found::after_error() };
     let Some(environment) = open_at(process.0, c"environ", 0) else { return Found::after_error() };
     match holds(&environment, tag) {
-        Found::Somebody => {}
-        Found::Nobody if begins(&process) => return Found::Unknown,
-        other => return other,
+        Held::Tag => {}
+        Held::Other => return Found::Nobody,
+        Held::Nothing => return begins(&process),
+        Held::Error(found) => return found,
     }
     // SAFETY: plain numbers, and a null pointer where one is allowed.
     let sent = unsafe {
@@ -342,16 +343,20 @@ fn kill_if_tagged(proc: &Open, number: &CStr, tag: &Tag) -> Found {
     Found::Somebody
 }
 
-/// Whether the process of this folder is in the middle of `execve`.
+/// What a process is that has an empty environment: unknown, if it is in the middle of `execve`.
 #[cfg(target_os = "linux")]
-fn begins(process: &Open) -> bool {
+fn begins(process: &Open) -> Found {
     /// A name has at most 64 bytes there, and each of the 50 numbers at most 20.
     const LINE: usize = 1200;
-    let Some(file) = open_at(process.0, c"stat", 0) else { return false };
+    let Some(file) = open_at(process.0, c"stat", 0) else { return Found::after_error() };
     let mut line = [0_u8; LINE];
     // SAFETY: `line` is writable and has the length that is passed.
     let read = unsafe { libc::read(file.0, line.as_mut_ptr().cast(), line.len()) };
-    usize::try_from(read).ok().and_then(|read| line.get(..read)).is_some_and(is_in_execve)
+    match usize::try_from(read).ok().and_then(|read| line.get(..read)) {
+        Some(line) if is_in_execve(line) => Found::Unknown,
+        Some(_) => Found::Nobody,
+        None => Found::after_error(),
+    }
 }
 
 /// Whether this `/proc/PID/stat`, of a process whose `environ` is empty, is that of one in the middle of `execve`: it has memory, and the
@@ -369,9 +374,21 @@ pub fn is_in_execve(stat: &[u8]) -> bool {
     memory.is_some_and(|size| size != b"0") && environment == Some(b"0")
 }
 
+/// What a process has in its environment.
+#[cfg(target_os = "linux")]
+#[derive(Debug, PartialEq, Eq)]
+enum Held {
+    Tag,
+    /// No tag.
+    Other,
+    Nothing,
+    /// It could not be read.
+    Error(Found),
+}
+
 /// Whether `tag` is somewhere in this file.
 #[cfg(target_os = "linux")]
-fn holds(file: &Open, tag: &Tag) -> Found {
+fn holds(file: &Open, tag: &Tag) -> Held {
     /// More than the kernel allows for a process's environment, with its usual limits.
     const MAX: usize = 8 << 20;
     let mut left = MAX;
@@ -379,7 +396,7 @@ fn holds(file: &Open, tag: &Tag) -> Found {
     // Bytes that may be the beginning of the tag are kept before those that are read next.
     let mut kept = 0;
     loop {
-        let Some(free) = buffer.get_mut(kept..) else { return Found::Unknown };
+        let Some(free) = buffer.get_mut(kept..) else { return Held::Error(Found::Unknown) };
         // SAFETY: `free` is writable and has the length that is passed.
         let read = unsafe { libc::read(file.0, free.as_mut_ptr().cast(), free.len()) };
         let filled = match usize::try_from(read) {
@@ -388,13 +405,14 @@ fn holds(file: &Open, tag: &Tag) -> Found {
                 kept + read
             }
             Err(_) if interrupted() => continue,
-            Err(_) => return Found::after_error(),
+            Err(_) => return Held::Error(Found::after_error()),
             // The end of the file, or more than an environment can have.
-            Ok(_) => return Found::Nobody,
+            Ok(_) if left == MAX => return Held::Nothing,
+            Ok(_) => return Held::Other,
         };
-        let Some(held) = buffer.get(..filled) else { return Found::Unknown };
+        let Some(held) = buffer.get(..filled) else { return Held::Error(Found::Unknown) };
         if held.windows(tag.len()).any(|part| part == tag) {
-            return Found::Somebody;
+            return Held::Tag;
         }
         kept = filled.min(tag.len() - 1);
         buffer.copy_within(filled - kept..filled, 0);
@@ -471,7 +489,7 @@ mod tests {
     fn a_file_without_end_is_not_read_for_ever() {
         let zeros = open_at(libc::AT_FDCWD, c"/dev/zero", 0);
         let found = holds(&zeros.expect("it can be read"), b"phalanx-sys:no-process-has-this0");
-        assert_eq!(found, Found::Nobody);
+        assert_eq!(found, Held::Other);
     }
 
     #[test]

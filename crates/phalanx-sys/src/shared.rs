@@ -2,8 +2,8 @@
 //!
 //! A [`Segment`] belongs to one process. It holds one ring for each other process, which writes into it; the owner
 //! reads. The memory is an anonymous file that others open through `/proc`. It has no name on any file system, and the
-//! kernel frees it with the last process that maps it, however that process ends. It is allocated at the start and
-//! sealed against shrinking, so that an access can never be a bus error.
+//! kernel frees it with the last process that maps it, however that process ends. It is sealed against shrinking,
+//! and what is used of it is allocated at the start, so that an access can never be a bus error. A rank's ring to itself is not used.
 //!
 //! # Trust
 //!

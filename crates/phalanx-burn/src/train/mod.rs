@@ -19,7 +19,7 @@
 //! # }
 //! ```
 //!
-//! Start it with [`phalanx::spawn`](phalanx::spawn()) or a launcher; alone it is a world of one.
+//! Start it with `phalanx::spawn` or a launcher; alone it is a world of one.
 //!
 //! [`SupervisedTraining`]: burn::train::SupervisedTraining
 

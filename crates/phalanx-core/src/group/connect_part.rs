@@ -2,7 +2,7 @@
 //!
 //! A first group asks the store for six things, one after the other: who has come, the verdict, the addresses, where the memory is, whose memory
 //! each rank can map, and the same of the rings. Here the members know each other from the group that they leave: which of them share memory, and a
-//! secret from which each makes the new group's number. So one exchange has all that can be said before the others have come: who the members are, the table
+//! number from which each makes the new group's. So one exchange has all that can be said before the others have come: who the members are, the table
 //! of algorithms, the address, the memory and the rings. The second, when they are connected, says which memory could be mapped; where no ranks share
 //! memory there is none.
 //!
@@ -67,7 +67,7 @@ struct Mappable {
     rings: Vec<bool>,
 }
 
-/// The number of the group `name` of ranks whose group has `number`. Only they can know it, as they alone know that.
+/// The number of the group `name` of ranks whose group has `number`. It tells groups apart; what keeps others out is the job key.
 pub(super) fn number_of(number: &JobId, name: &str) -> JobId {
     let secret = Secret::new(None, "phalanx part 1", number);
     let tag = secret.tag("number", &[name.as_bytes()]);

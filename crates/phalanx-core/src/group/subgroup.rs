@@ -78,7 +78,7 @@ impl ProcessGroup {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;
         let config = self.inner.config.subgroup(&name, &members).aside();
-        self.connect_part(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
+        self.connect_subgroup(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
     }
 
     /// A group of these `members` of this one, in this order, which meet in `store`: for adapters of libraries that make groups by their own rules.
@@ -108,8 +108,13 @@ impl ProcessGroup {
         let shares =
             |one: usize, other: usize| self.inner.partition.domain_of(index(one)).contains(&index(other));
         let partition = Partition::of(members.len(), shares);
-        let had_failed = self.watched_failure().is_some();
-        let watch = || match self.watched_failure().filter(|_| !had_failed) {
+        let failed_before = self.watched_failure();
+        // Who was lost does not come. Members that live can go on without it.
+        let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
+        if let Some(error) = lost.and_then(|cause| useless(cause, members)) {
+            return Err(error);
+        }
+        let watch = || match self.watched_failure().filter(|_| failed_before.is_none()) {
             Some(cause) => useless(&cause, members).map_or(Ok(()), Err),
             None => Ok(()),
         };
@@ -192,7 +197,7 @@ impl ProcessGroup {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let config = self.inner.config.subgroup(&name, members).aside();
         let world = WorldSize::new(members.len() as u32)?;
-        let group = self.connect_part(config, Rank::new(rank as u32), world, self.trace(), caller)?;
+        let group = self.connect_subgroup(config, Rank::new(rank as u32), world, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
@@ -276,11 +281,11 @@ impl ProcessGroup {
         let rank = Rank::new(rank as u32);
         let world = WorldSize::new(members.len() as u32)?;
         let config = self.inner.config.subgroup(name, members);
-        self.connect_part(config, rank, world, self.trace(), caller).map(Some)
+        self.connect_subgroup(config, rank, world, self.trace(), caller).map(Some)
     }
 
     /// Connects this rank with the sub-group.
-    fn connect_part(
+    fn connect_subgroup(
         &self,
         config: GroupConfig,
         rank: Rank,

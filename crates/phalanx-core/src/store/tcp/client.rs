@@ -425,8 +425,20 @@ impl Store for TcpStore {
             self.put_back(link);
             return Err(error);
         }
-        let waited = link.wait_for_answer(values, Some(&mut || self.counted(go_on)));
-        self.waited(&call, link, waited.map_err(|error| call.failed(error))?, values)
+        // PyTorch's server without libuv wakes nobody for a key that has come by COMPARE_SET.
+        let (is_own, mut have_come) = (link.is_own, false);
+        let mut go_on = || {
+            go_on()?;
+            have_come = !is_own && self.check(keys, deadline)?;
+            if have_come { Err(Error::aborted("the keys are there: the wait ends")) } else { Ok(()) }
+        };
+        let waited = link.wait_for_answer(values, Some(&mut || self.counted(&mut go_on)));
+        let waited = waited.map_err(|error| call.failed(error))?;
+        if have_come {
+            self.put_back(link);
+            return self.multi_get(keys, deadline);
+        }
+        self.waited(&call, link, waited, values)
     }
 }
 
