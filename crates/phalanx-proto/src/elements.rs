@@ -1,12 +1,12 @@
 //! Elements of any type in memory, for adapters: dispatch over the types, sums, factors, and other types for the way.
 
-use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::collective::kernel::{Kernel, scale as multiply};
 use crate::collective::{Combine, Parts, ReduceOp};
 use crate::dtype::DType;
+pub use crate::dtype::{cast, cast_mut};
 use crate::error::{Error, Result};
 
 /// Evaluates an expression with a name for the Rust type of a [`DType`]: one dispatch for all element types.
@@ -75,26 +75,6 @@ pub mod of {
     pub use half::{bf16 as BF16, f16 as F16};
 
     pub use crate::dtype::Bool;
-}
-
-/// `bytes` as elements.
-///
-/// # Errors
-/// Unless they are whole elements, aligned to their type.
-pub fn cast<T: Pod>(bytes: &[u8]) -> Result<&[T]> {
-    bytemuck::try_cast_slice(bytes).map_err(misaligned)
-}
-
-/// `bytes` as elements, for writing.
-///
-/// # Errors
-/// As [`cast`].
-pub fn cast_mut<T: Pod>(bytes: &mut [u8]) -> Result<&mut [T]> {
-    bytemuck::try_cast_slice_mut(bytes).map_err(misaligned)
-}
-
-fn misaligned(error: bytemuck::PodCastError) -> Error {
-    Error::invalid_argument(format!("memory does not hold whole, aligned elements: {error}"))
 }
 
 /// `sum += other`, element by element, as [`ReduceOp::Sum`] adds: halves in f32, and rounded.

@@ -17,8 +17,7 @@ use self::fold::Onto;
 use self::half::Half;
 use self::number::{Loop, Number};
 use super::{Combine, Parts, ReduceOp};
-use crate::dtype::{Bool, DType};
-use crate::elements::{cast, cast_mut};
+use crate::dtype::{Bool, DType, cast, cast_mut};
 use crate::error::{Error, Result};
 
 /// What to do with received elements, for one type and operation.
