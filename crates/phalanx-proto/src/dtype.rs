@@ -6,8 +6,6 @@ use bytemuck::{Pod, TransparentWrapper, Zeroable};
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
-
 /// The type of a buffer's elements, as it is in every frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[repr(u8)]
@@ -157,26 +155,6 @@ macro_rules! elements {
     };
 }
 elements!(f32 => F32, f64 => F64, f16 => F16, bf16 => BF16, i32 => I32, i64 => I64, u8 => U8, i8 => I8, Bool => Bool);
-
-/// `bytes` as elements.
-///
-/// # Errors
-/// Unless they are whole elements, aligned to their type.
-pub fn cast<T: Pod>(bytes: &[u8]) -> Result<&[T]> {
-    bytemuck::try_cast_slice(bytes).map_err(misaligned)
-}
-
-/// `bytes` as elements, for writing.
-///
-/// # Errors
-/// As [`cast`].
-pub fn cast_mut<T: Pod>(bytes: &mut [u8]) -> Result<&mut [T]> {
-    bytemuck::try_cast_slice_mut(bytes).map_err(misaligned)
-}
-
-fn misaligned(error: bytemuck::PodCastError) -> Error {
-    Error::invalid_argument(format!("memory does not hold whole, aligned elements: {error}"))
-}
 
 #[cfg(test)]
 mod tests {

@@ -4,9 +4,9 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::collective::kernel::{Kernel, scale as multiply};
+pub use crate::collective::kernel::{cast, cast_mut};
 use crate::collective::{Combine, Parts, ReduceOp};
 use crate::dtype::DType;
-pub use crate::dtype::{cast, cast_mut};
 use crate::error::{Error, Result};
 
 /// Evaluates an expression with a name for the Rust type of a [`DType`]: one dispatch for all element types.

@@ -11,13 +11,14 @@ mod number;
 mod tests;
 
 use ::half::{bf16, f16};
+use bytemuck::Pod;
 
 pub use self::fold::Fold;
 use self::fold::Onto;
 use self::half::Half;
 use self::number::{Loop, Number};
 use super::{Combine, Parts, ReduceOp};
-use crate::dtype::{Bool, DType, cast, cast_mut};
+use crate::dtype::{Bool, DType};
 use crate::error::{Error, Result};
 
 /// What to do with received elements, for one type and operation.
@@ -138,6 +139,26 @@ impl<T: Half> Loop<f32> for Halves<'_, T> {
 #[inline(always)]
 fn vectorised(work: impl FnOnce()) {
     pulp::Arch::new().dispatch(work);
+}
+
+/// `bytes` as elements.
+///
+/// # Errors
+/// Unless they are whole elements, aligned to their type.
+pub fn cast<T: Pod>(bytes: &[u8]) -> Result<&[T]> {
+    bytemuck::try_cast_slice(bytes).map_err(misaligned)
+}
+
+/// `bytes` as elements, for writing.
+///
+/// # Errors
+/// As [`cast`].
+pub fn cast_mut<T: Pod>(bytes: &mut [u8]) -> Result<&mut [T]> {
+    bytemuck::try_cast_slice_mut(bytes).map_err(misaligned)
+}
+
+fn misaligned(error: bytemuck::PodCastError) -> Error {
+    Error::invalid_argument(format!("memory does not hold whole, aligned elements: {error}"))
 }
 
 fn same_length(lengths: impl IntoIterator<Item = usize>) -> Result<()> {
