@@ -136,12 +136,12 @@ impl<T> TrainState<T> {
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
         self.ddp.check_nothing_held()?;
-        let (hook, is_expected) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_expected());
+        let (hook, is_absent) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_absent());
         self.ddp = self.ddp.again(handle, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
-        if is_expected {
-            self.ddp.loaded_hook.expect();
+        if is_absent {
+            self.ddp.loaded_hook.mark_absent();
         }
         Ok(self)
     }
@@ -283,7 +283,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         if !self.read(saved)? {
-            self.ddp.loaded_hook.expect();
+            self.ddp.loaded_hook.mark_absent();
         }
         Ok(())
     }

@@ -167,7 +167,24 @@ fn own_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<
         ))
         .with_remedy("open the checkpoints with the group in which the model trains"));
     }
+    check_alike(&hook, group)?;
     Ok(Some(hook))
+}
+
+/// An error on every rank unless all keep tensors of the same fields and parameters: a checkpoint has one list of them.
+fn check_alike(hook: &HookState, group: &ProcessGroup) -> Result<()> {
+    let own = hook.tensors().iter().filter(|tensor| tensor.is_own);
+    let own: Vec<(String, usize, usize)> =
+        own.map(|tensor| (tensor.field.clone(), tensor.parameter, tensor.elements.len())).collect();
+    let all = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&own)?;
+    match all.iter().position(|other| Some(other) != all.first()) {
+        Some(rank) => Err(Error::mismatch(format!(
+            "the communication hook {} keeps other tensors on rank {rank} than on rank 0, and a checkpoint has one list of them",
+            hook.hook()
+        ))
+        .with_remedy("let the hook keep tensors of the same parameters on every rank")),
+        None => Ok(()),
+    }
 }
 
 /// What each rank has of its own in `hook`, by rank, on rank 0; nothing on the others. All ranks of `group` call it together.
@@ -184,4 +201,86 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
         }
     }
     Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank with a hook that keeps a tensor of its own of this parameter.
+    struct Kept {
+        group: ProcessGroup,
+        parameter: usize,
+    }
+
+    impl TrainingState for Kept {
+        const AVERAGE: &'static str = "average()";
+
+        fn steps(&self) -> u64 {
+            0
+        }
+
+        fn place(&self) -> (Rank, WorldSize) {
+            (self.group.rank(), self.group.world_size())
+        }
+
+        fn hook_state(&self) -> Result<Option<HookState>> {
+            let loss = self.group.rank().get() as f32;
+            Ok(Some(HookState::default().own("loss", self.parameter, vec![loss; 2])))
+        }
+
+        fn hook_name(&self) -> String {
+            "hook".to_owned()
+        }
+
+        fn parameter_names(&self) -> Vec<&str> {
+            vec!["a", "b"]
+        }
+
+        fn replicas_identical(&self) -> Result<bool> {
+            Ok(true)
+        }
+
+        fn check_nothing_held(&self) -> Result<()> {
+            Ok(())
+        }
+
+        fn write(&self, _: &mut impl StateWriter) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn ranks_whose_hooks_keep_other_tensors_are_refused_and_others_are_gathered_by_rank() {
+        for parameters in [[1, 1], [0, 1]] {
+            let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+            let ranks: Vec<_> = groups
+                .into_iter()
+                .zip(parameters)
+                .map(|(group, parameter)| {
+                    std::thread::spawn(move || {
+                        let state = Kept { group, parameter };
+                        own_hook(&state, &state.group)?
+                            .map(|hook| own_of_all(&hook, &state.group))
+                            .transpose()
+                    })
+                })
+                .collect();
+            let outcomes: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+            if parameters == [1, 1] {
+                let all = outcomes[0].as_ref().unwrap().as_ref().unwrap();
+                let losses: Vec<_> = all.iter().map(|state| state.tensors()[0].elements[0]).collect();
+                assert_eq!(losses, [0.0, 1.0]);
+                assert!(outcomes[1].as_ref().unwrap().as_ref().unwrap().is_empty());
+            } else {
+                for outcome in outcomes {
+                    let error = outcome.unwrap_err();
+                    assert!(
+                        error.is_mismatch() && error.to_string().contains("on rank 1 than on rank 0"),
+                        "{error}"
+                    );
+                }
+            }
+        }
+    }
 }

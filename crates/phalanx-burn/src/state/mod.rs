@@ -246,12 +246,12 @@ impl<M: Module, T> TrainState<M, T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
     fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
-        let (hook, is_expected) = (self.model.hook_state()?, self.model.loaded_hook.is_expected());
+        let (hook, is_absent) = (self.model.hook_state()?, self.model.loaded_hook.is_absent());
         self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
-        if is_expected {
-            self.model.loaded_hook.expect();
+        if is_absent {
+            self.model.loaded_hook.mark_absent();
         }
         Ok(self)
     }
@@ -457,7 +457,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// or if its `progress` is not of this type `T`. Nothing is changed then.
     pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
         if !self.read(saved)? {
-            self.model.loaded_hook.expect();
+            self.model.loaded_hook.mark_absent();
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use super::memory::Memory;
-use super::{Layout, Segment};
+use super::{LINE, Layout, Segment};
 use crate::memfd;
 use crate::sync::Ordering;
 
@@ -45,6 +45,11 @@ impl Segment {
         let after = bytes.min(gap + layout.ring_bytes);
         memfd::allocate(&fd, after as u64, (bytes - after) as u64)?;
         let segment = Self::map(&fd, layout)?;
+        if let Some(unused) = unused {
+            // Nobody gets an end of a ring without memory.
+            segment.claim(unused, 0);
+            segment.claim(unused, LINE);
+        }
         segment.memory.word(8).store(nonce, Ordering::Relaxed);
         segment.memory.word(RINGS).store(layout.rings as u64, Ordering::Relaxed);
         segment.memory.word(RING_BYTES).store(layout.ring_bytes as u64, Ordering::Relaxed);
@@ -106,6 +111,14 @@ mod tests {
         assert!(own.consumer(2).is_none());
         let first = own.consumer(0);
         assert!(first.is_some() && own.consumer(0).is_none());
+    }
+
+    #[test]
+    fn a_ring_without_memory_has_no_ends() {
+        let (own, invitation) = Segment::create_without(Some(1), LAYOUT, 7).unwrap();
+        let other = Segment::open(std::process::id(), invitation.descriptor(), LAYOUT, 7).unwrap();
+        assert!([&own, &other].iter().all(|one| one.producer(1).is_none() && one.consumer(1).is_none()));
+        assert!(own.consumer(0).is_some() && other.producer(0).is_some());
     }
 
     #[test]

@@ -21,7 +21,7 @@ impl Segment {
 
     /// Whether this is the first claim to the end of `ring` whose position is at `end`. The flag is in the shared memory: two
     /// ends of one kind would overwrite what the other lends, even through two mappings.
-    fn claim(&self, ring: usize, end: usize) -> bool {
+    pub(super) fn claim(&self, ring: usize, end: usize) -> bool {
         ring < self.layout.rings
             && self.memory.word(FIELDS + ring * POSITIONS + end + 8).swap(1, Ordering::Relaxed) == 0
     }

@@ -12,7 +12,7 @@ pub struct LoadedHook {
     /// The loaded state of a hook that is not registered yet.
     state: Option<HookState>,
     /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
-    is_expected: bool,
+    is_absent: bool,
 }
 
 impl LoadedHook {
@@ -22,10 +22,10 @@ impl LoadedHook {
     /// As [`Reducer::register_hook`] and [`Reducer::load_hook_state`], and if a checkpoint was loaded that has no state for this hook.
     pub fn register(&mut self, reducer: &mut Reducer, hook: Box<dyn CommHook>) -> Result<()> {
         reducer.register_hook(hook)?;
-        let Self { state, is_expected } = std::mem::take(self);
+        let Self { state, is_absent } = std::mem::take(self);
         match state {
             Some(state) => reducer.load_hook_state(state).map_err(with_remedy),
-            None if is_expected => fits(&reducer.hook_state()?, None),
+            None if is_absent => fits(&reducer.hook_state()?, None),
             None => Ok(()),
         }
     }
@@ -36,13 +36,13 @@ impl LoadedHook {
     }
 
     /// A checkpoint without the state of a hook has been loaded: a hook that is registered from now on must keep none.
-    pub fn expect(&mut self) {
-        self.is_expected = true;
+    pub fn mark_absent(&mut self) {
+        self.is_absent = true;
     }
 
-    /// Whether [`expect`](Self::expect) was called, and no hook was registered since.
-    pub fn is_expected(&self) -> bool {
-        self.is_expected
+    /// Whether [`mark_absent`](Self::mark_absent) was called, and no hook was registered since.
+    pub fn is_absent(&self) -> bool {
+        self.is_absent
     }
 
     /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used. Nothing if it never keeps
