@@ -41,6 +41,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+pub use self::copy::copy;
 pub use self::division::Division;
 pub use self::operation::{Protocol, SharedOperation, share, with_all};
 use self::wait::{Patience, Processor, Waits};
@@ -84,8 +85,8 @@ pub(crate) const END: usize = STAGING + BUFFERS * WINDOW;
 /// The end of what has memory from the beginning.
 pub(crate) const ALLOCATED: usize = STAGING + USUAL * WINDOW;
 
-/// A call as the ranks compare it.
-pub type Call = [u8; 16];
+/// A call as the ranks compare it: a number, whose halves stay in registers.
+pub type Call = u128;
 
 /// The part of a header's word that is the offset of a region. The kind and the division are in the bits around it.
 const OFFSET: u64 = 0x0000_FFFF_FFFF_FFC0;
@@ -288,7 +289,7 @@ impl ControlBlock {
             (None, Some(bytes)) => {
                 self.put(note.len(), bytes);
                 self.publish(header, MemoryKind::InSlot, 0, bytes.len());
-                copy::copy(bytes, &mut self.own_data.0[note.len()..self.in_own_slot]);
+                copy(bytes, &mut self.own_data.0[note.len()..self.in_own_slot]);
             }
             (None, None) => self.publish(header, MemoryKind::Unregistered, 0, memory.len()),
         }
@@ -301,7 +302,7 @@ impl ControlBlock {
         assert!(self.in_own_slot <= SMALL, "too many bytes for a slot");
         let place = self.slot() + data_start(self.in_own_slot) + start;
         // SAFETY: in this rank's own slot. No peer reads it now, because all have seen a later call; see the module.
-        copy::copy(bytes, unsafe { self.own.mapping().lend_mut(place, bytes.len()) });
+        copy(bytes, unsafe { self.own.mapping().lend_mut(place, bytes.len()) });
     }
 
     /// The offset of this call's slot in each part of the control block.
@@ -320,11 +321,10 @@ impl ControlBlock {
 
     fn publish(&mut self, header: Announcement, kind: MemoryKind, offset: usize, bytes: usize) {
         let (slot, own) = (self.slot(), self.own.mapping());
-        let call = u128::from_le_bytes(header.call);
         let memory = offset as u64 | header.division | kind as u64;
         // The longest address of a processor has 57 bits, and the longest region is shorter than `LENGTH`.
         let length = (bytes as u64).min(LENGTH) | header.first << LENGTH.count_ones();
-        self.own_header = [call as u64, (call >> 64) as u64, memory, length];
+        self.own_header = [header.call as u64, (header.call >> 64) as u64, memory, length];
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
@@ -420,6 +420,7 @@ impl ControlBlock {
     }
 
     /// A field of a member's header of this call.
+    #[inline]
     fn field(&self, member: usize, index: usize) -> u64 {
         if member == self.me {
             return self.own_header[index];
@@ -428,6 +429,7 @@ impl ControlBlock {
     }
 
     /// Bytes of a member's slot of this call. Empty if the slot is too short for them.
+    #[inline]
     fn in_slot(&self, member: usize, start: usize, bytes: usize) -> &[u8] {
         if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
             return &[];
@@ -444,8 +446,9 @@ impl ControlBlock {
         unsafe { self.members[member].lend(self.slot() + data_start(in_all) + start, bytes) }
     }
 
+    #[inline]
     fn call_of(&self, member: usize) -> Call {
-        (u128::from(self.field(member, 1)) << 64 | u128::from(self.field(member, 0))).to_le_bytes()
+        u128::from(self.field(member, 1)) << 64 | u128::from(self.field(member, 0))
     }
 }
 
@@ -466,11 +469,13 @@ pub struct Slots<'a> {
 
 impl<'a> Slots<'a> {
     /// The call of `member`.
+    #[inline]
     pub fn call(&self, member: usize) -> Call {
         self.control_block.call_of(member)
     }
 
     /// The data in `member`'s slot. Empty if it is not there, which happens only if the calls differ.
+    #[inline]
     pub fn bytes(&self, member: usize) -> &'a [u8] {
         match self.control_block.memory_kind(member) == MemoryKind::InSlot as u64 {
             true => {

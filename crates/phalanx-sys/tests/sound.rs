@@ -10,7 +10,7 @@ use phalanx_sys::arena::{Arena, Mapping};
 use phalanx_sys::control_block::{ControlBlock, Division, Protocol, Unregistered};
 use phalanx_sys::shared::{Layout, Segment};
 
-const CALL: [u8; 16] = *b"sixteen letters.";
+const CALL: u128 = u128::from_le_bytes(*b"sixteen letters.");
 const SHARES: Division = Division { owners: 2, unit: 64, combines_windows: false };
 
 fn arena() -> Arc<Arena> {

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 
 pub(super) fn in_place(
     operation: &mut SharedOperation<'_, '_, Error>,
-    job: Job,
+    job: Job<'_>,
     kind: InPlace,
 ) -> Result<()> {
     match kind {
@@ -39,7 +39,7 @@ pub(super) fn spread(chunks: &mut [&mut [u8]], from: usize) {
 }
 
 /// Combines the chunks into one of them, and leaves the others as they are.
-pub(super) fn reduce(job: Job, chunks: &mut [&mut [u8]], into: usize) -> Result<()> {
+pub(super) fn reduce(job: Job<'_>, chunks: &mut [&mut [u8]], into: usize) -> Result<()> {
     let mut block = Block::default();
     let length = chunks[into].len();
     for start in (0..length).step_by(block.0.len()) {
@@ -55,7 +55,7 @@ pub(super) fn reduce(job: Job, chunks: &mut [&mut [u8]], into: usize) -> Result<
 /// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
     operation: &mut SharedOperation<'_, '_, Error>,
-    job: Job,
+    job: Job<'_>,
     output: &mut [u8],
 ) -> Result<()> {
     operation.read(|inputs| {

@@ -61,7 +61,7 @@ impl Domain {
         counts: &Counts,
         timeout: &Timeout,
     ) -> Result<()> {
-        let (Peers { rank, members, .. }, same) = (&self.peers, self.peers.call(call, sequence, timeout));
+        let (Peers { rank, members, .. }, same) = (&self.peers, self.peers.call(&call, sequence, timeout));
         let fingerprint = counts.fingerprint().to_le_bytes();
         let slots =
             self.control_block.small(same.encoded, &fingerprint, &mut |missing| same.watch(missing))?;
@@ -82,7 +82,7 @@ impl Domain {
 /// Calls `work` for each rank with its part of every rank's memory, within this rank's chunk.
 fn direct_parts(
     operation: &mut SharedOperation<'_, '_, Error>,
-    job: Job,
+    job: Job<'_>,
     part: impl Fn(usize) -> Range<usize>,
     mut work: impl FnMut(&mut [&mut [u8]], usize) -> Result<()>,
 ) -> Result<()> {

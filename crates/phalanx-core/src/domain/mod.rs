@@ -77,7 +77,7 @@ struct Peers {
 /// A call of the ranks of a domain.
 struct DomainCall<'a> {
     peers: &'a Peers,
-    call: Call,
+    call: &'a Call,
     sequence: Sequence,
     encoded: EncodedCall,
     timeout: &'a Timeout,
@@ -125,8 +125,9 @@ impl InPlace {
 
 /// A call, as seen by the rank at index `me` of `ranks`.
 #[derive(Clone, Copy)]
-struct Job {
-    call: Call,
+struct Job<'a> {
+    /// Not a copy: to load several fields at once just after each was stored, a processor waits until all are in its cache.
+    call: &'a Call,
     me: usize,
     ranks: usize,
     /// The index of the root, if the call has one.
@@ -147,7 +148,7 @@ impl Domain {
     /// A collective of all ranks of the domain.
     pub(crate) fn collective(
         &mut self,
-        call: Call,
+        call: &Call,
         sequence: Sequence,
         memory: Memory<'_>,
         timeout: &Timeout,
@@ -157,7 +158,7 @@ impl Domain {
         let job = Job { call, me: self.control_block.me(), ranks: members.len(), root: root.unwrap_or(0) };
         let outcome = match memory {
             Memory::InPlace(data) => self.in_place(job, sequence, data, timeout),
-            Memory::InPlaceV { data, counts } => self.in_place_v((call, sequence), data, counts, timeout),
+            Memory::InPlaceV { data, counts } => self.in_place_v((*call, sequence), data, counts, timeout),
             Memory::OutOfPlace { input, output } => {
                 self.out_of_place(job, sequence, (input, output), None, timeout)
             }
@@ -175,7 +176,13 @@ impl Domain {
         outcome
     }
 
-    fn in_place(&mut self, job: Job, sequence: Sequence, data: &mut [u8], timeout: &Timeout) -> Result<()> {
+    fn in_place(
+        &mut self,
+        job: Job<'_>,
+        sequence: Sequence,
+        data: &mut [u8],
+        timeout: &Timeout,
+    ) -> Result<()> {
         let kind = InPlace::of(job.call.operation)?;
         let call = self.peers.call(job.call, sequence, timeout);
         let mut watch = |missing| call.watch(missing);
@@ -203,7 +210,7 @@ impl Domain {
 
     fn out_of_place(
         &mut self,
-        job: Job,
+        job: Job<'_>,
         sequence: Sequence,
         (input, output): (&[u8], &mut [u8]),
         uneven: Uneven<'_>,
@@ -254,12 +261,12 @@ impl Domain {
 }
 
 impl Peers {
-    fn call<'a>(&'a self, call: Call, sequence: Sequence, timeout: &'a Timeout) -> DomainCall<'a> {
+    fn call<'a>(&'a self, call: &'a Call, sequence: Sequence, timeout: &'a Timeout) -> DomainCall<'a> {
         DomainCall {
             peers: self,
             call,
             sequence,
-            encoded: encoded_call::encode(&call),
+            encoded: encoded_call::encode(call),
             timeout,
             checks: Cell::new(0),
             is_noted: Cell::new(false),
@@ -279,7 +286,8 @@ impl DomainCall<'_> {
         }
         interrupt::check()?;
         self.checks.set(self.checks.get().saturating_add(1));
-        if self.checks.get() >= LONG_WAIT_CHECKS && health.waits.waits_in_memory(self.header(self.call), peer)
+        if self.checks.get() >= LONG_WAIT_CHECKS
+            && health.waits.waits_in_memory(self.header(*self.call), peer)
         {
             self.is_noted.set(true);
         }
@@ -294,8 +302,8 @@ impl DomainCall<'_> {
         for (index, peer) in members.iter().enumerate() {
             let theirs = theirs(index);
             if theirs != self.encoded {
-                let own = self.header(Call { tuning: 0, ..self.call });
-                own.check(&self.header(encoded_call::decode(&theirs)?), *rank, *peer)?;
+                let own = self.header(Call { tuning: 0, ..*self.call });
+                own.check(&self.header(encoded_call::decode(theirs)?), *rank, *peer)?;
             }
         }
         Ok(())
@@ -330,7 +338,7 @@ impl Default for Block {
     }
 }
 
-impl Job {
+impl Job<'_> {
     /// Bytes of the call's buffer, as the call counts them.
     fn bytes(&self) -> usize {
         self.call.elements as usize * self.call.dtype.size()

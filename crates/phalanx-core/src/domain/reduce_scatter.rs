@@ -15,7 +15,7 @@ use crate::wire::frame::Call;
 impl Domain {
     /// Checks that all members make the same call, before it runs between ranks over the transport.
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, timeout: &Timeout) -> Result<()> {
-        let call = self.peers.call(call, sequence, timeout);
+        let call = self.peers.call(&call, sequence, timeout);
         let slots = self.control_block.small(call.encoded, &[], &mut |missing| call.watch(missing))?;
         call.check(|index| slots.call(index))
     }
@@ -74,10 +74,10 @@ impl Domain {
         data: &mut [u8],
         owners: usize,
         timeout: &Timeout,
-        work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job) -> Result<()>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job<'_>) -> Result<()>,
     ) -> Result<()> {
-        let job = Job { call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
-        let call = self.peers.call(call, sequence, timeout);
+        let job = Job { call: &call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
+        let call = self.peers.call(&call, sequence, timeout);
         let mut watch = |missing| call.watch(missing);
         let divided = Division { owners, unit: LINE, combines_windows: false };
         let memory = (divided, Unregistered::Later);

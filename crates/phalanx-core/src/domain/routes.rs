@@ -14,7 +14,7 @@ pub(super) type Uneven<'a> = Option<(&'a Counts, &'a Counts)>;
 
 /// The copies of a call, as seen by one rank.
 pub(super) struct Routes<'a> {
-    job: Job,
+    job: Job<'a>,
     copying: Copying,
     uneven: Uneven<'a>,
     /// Where this rank's block begins in each rank's input, if there are counts.
@@ -24,7 +24,7 @@ pub(super) struct Routes<'a> {
 }
 
 /// This rank's counts for the others: how many elements it sends to each, and how many it expects from each.
-pub(super) fn note(job: Job, copying: Copying, uneven: Uneven<'_>) -> Vec<u8> {
+pub(super) fn note(job: Job<'_>, copying: Copying, uneven: Uneven<'_>) -> Vec<u8> {
     let Some((sent, received)) = uneven else { return Vec::new() };
     let sent = |to| match copying {
         Copying::AllGather | Copying::Gather => sent.of(job.me).len(),
@@ -39,7 +39,7 @@ impl<'a> Routes<'a> {
     /// # Errors
     /// If the ranks' notes contradict each other. Every rank returns this error.
     pub(super) fn new<'n>(
-        (job, copying): (Job, Copying),
+        (job, copying): (Job<'a>, Copying),
         uneven: Uneven<'a>,
         members: &[Rank],
         note: impl Fn(usize) -> &'n [u8],

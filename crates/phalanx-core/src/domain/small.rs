@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{SMALL, Slots};
+use phalanx_sys::control_block::{SMALL, Slots, copy};
 
 use super::{InPlace, Job, short};
 use crate::error::Result;
@@ -76,13 +76,13 @@ impl Sizes {
     }
 
     /// Whether the call is so small that no other protocol is considered.
-    fn is_always(&self, job: Job) -> bool {
+    fn is_always(&self, job: Job<'_>) -> bool {
         self.always.is_some_and(|amount| amount.bytes(job) <= ALWAYS)
     }
 }
 
 impl Amount {
-    fn bytes(self, job: Job) -> usize {
+    fn bytes(self, job: Job<'_>) -> usize {
         match self {
             Self::Nothing => 0,
             Self::Once => job.bytes(),
@@ -93,7 +93,7 @@ impl Amount {
 
 /// The part of a rank's memory of `length` bytes that this protocol sends, if it is unregistered memory. None if it is too
 /// large, with a note of `note` bytes.
-pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>> {
+pub(super) fn part(job: Job<'_>, length: usize, note: usize) -> Option<Range<usize>> {
     let sizes = Sizes::of(job.call.operation);
     if job.ranks == 2 && length > sizes.between_two {
         return None;
@@ -109,11 +109,11 @@ pub(super) fn part(job: Job, length: usize, note: usize) -> Option<Range<usize>>
 }
 
 /// Whether the call is so small that no other protocol is considered.
-pub(super) fn always(job: Job) -> bool {
+pub(super) fn always(job: Job<'_>) -> bool {
     Sizes::of(job.call.operation).is_always(job)
 }
 
-pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
+pub(super) fn in_place(job: Job<'_>, kind: InPlace, slots: &Slots<'_>, data: &mut [u8]) -> Result<()> {
     let length = data.len();
     match kind {
         InPlace::AllReduce => fold(job, slots, 0..length, length, data),
@@ -123,12 +123,12 @@ pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u
             fold(job, slots, own.clone(), length, &mut data[own])
         }
         InPlace::Broadcast if job.me != job.root => {
-            data.copy_from_slice(whole(slots, job.root, length)?);
+            copy(whole(slots, job.root, length)?, data);
             Ok(())
         }
         InPlace::AllGather => (0..job.ranks).try_for_each(|index| {
             let chunk = job.chunk(index);
-            data[chunk.clone()].copy_from_slice(whole(slots, index, chunk.len())?);
+            copy(whole(slots, index, chunk.len())?, &mut data[chunk]);
             Ok(())
         }),
         // Without data; or this rank keeps its own.
@@ -138,7 +138,7 @@ pub(super) fn in_place(job: Job, kind: InPlace, slots: &Slots<'_>, data: &mut [u
 
 /// Combines a part of all inputs, which are `length` bytes each.
 pub(super) fn fold(
-    job: Job,
+    job: Job<'_>,
     slots: &Slots<'_>,
     part: Range<usize>,
     length: usize,

@@ -38,7 +38,7 @@ enum Pattern {
     Nothing,
 }
 
-pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
+pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job<'_>, kind: InPlace) -> Result<()> {
     let given = |index| given(job, kind, index);
     match pattern(job, kind) {
         Pattern::Combine => combine(operation, job, kind),
@@ -49,7 +49,7 @@ pub(super) fn in_place(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace)
 }
 
 /// How the ranks divide an operation in place, whichever way the data goes.
-pub(super) fn division(job: Job, kind: InPlace) -> Division {
+pub(super) fn division(job: Job<'_>, kind: InPlace) -> Division {
     let unit = match kind {
         InPlace::ReduceScatter | InPlace::AllGather => job.call.dtype.size(),
         InPlace::AllReduce | InPlace::Reduce | InPlace::Broadcast | InPlace::Barrier => LINE,
@@ -59,7 +59,7 @@ pub(super) fn division(job: Job, kind: InPlace) -> Division {
 }
 
 /// Copies the first window of an operation in place into `window`.
-pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
+pub(super) fn ahead(job: Job<'_>, kind: InPlace, memory: &[u8], window: &mut [u8]) {
     let given = |index| given(job, kind, index);
     match pattern(job, kind) {
         Pattern::Combine | Pattern::Reduce => {
@@ -70,7 +70,7 @@ pub(super) fn ahead(job: Job, kind: InPlace, memory: &[u8], window: &mut [u8]) {
     }
 }
 
-fn pattern(job: Job, kind: InPlace) -> Pattern {
+fn pattern(job: Job<'_>, kind: InPlace) -> Pattern {
     match kind {
         InPlace::AllReduce => Pattern::Combine,
         // The root alone is as fast as few ranks together, and need not copy the others' results.
@@ -83,7 +83,7 @@ fn pattern(job: Job, kind: InPlace) -> Pattern {
 }
 
 /// The part of all ranks' memory that the rank with this `index` combines, or gives to all.
-fn given(job: Job, kind: InPlace, index: usize) -> Range<usize> {
+fn given(job: Job<'_>, kind: InPlace, index: usize) -> Range<usize> {
     match (kind, pattern(job, kind)) {
         (InPlace::ReduceScatter | InPlace::AllGather, _) => job.chunk(index),
         (_, Pattern::Combine) => share(job.bytes(), LINE, job.ranks, index),
@@ -95,7 +95,7 @@ fn given(job: Job, kind: InPlace, index: usize) -> Range<usize> {
 /// Combines all ranks' memory in place, each rank its share.
 pub(super) fn reduce(
     operation: &mut Staging<'_, '_>,
-    job: Job,
+    job: Job<'_>,
     fold: Fold,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
@@ -120,7 +120,7 @@ pub(super) fn reduce(
 /// Copies each rank's share of its memory to all others.
 pub(super) fn collect(
     operation: &mut Staging<'_, '_>,
-    job: Job,
+    job: Job<'_>,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = for_all(job, &share);
@@ -128,7 +128,10 @@ pub(super) fn collect(
 }
 
 /// This rank's share in one block for all others.
-fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<impl Fn(usize) -> Range<usize>> {
+fn for_all(
+    job: Job<'_>,
+    share: &impl Fn(usize) -> Range<usize>,
+) -> WindowLayout<impl Fn(usize) -> Range<usize>> {
     let longest = (0..job.ranks).map(|index| share(index).len()).max().unwrap_or(0);
     WindowLayout::of_blocks((job.ranks, 1), longest, move |_| share(job.me))
 }
@@ -136,7 +139,7 @@ fn for_all(job: Job, share: &impl Fn(usize) -> Range<usize>) -> WindowLayout<imp
 /// Combines this rank's chunk of all inputs.
 pub(super) fn reduce_out_of_place(
     operation: &mut Staging<'_, '_>,
-    job: Job,
+    job: Job<'_>,
     input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
@@ -154,7 +157,7 @@ pub(super) fn reduce_out_of_place(
 /// Copies each rank's blocks to their receivers.
 pub(super) fn copy(
     operation: &mut Staging<'_, '_>,
-    job: Job,
+    job: Job<'_>,
     routes: &Routes<'_>,
     input: &[u8],
     output: &mut [u8],
@@ -167,7 +170,7 @@ pub(super) fn copy(
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows. Ranks that need the results read them there.
-fn combine(operation: &mut Staging<'_, '_>, job: Job, kind: InPlace) -> Result<()> {
+fn combine(operation: &mut Staging<'_, '_>, job: Job<'_>, kind: InPlace) -> Result<()> {
     let (me, for_all) = (job.me, kind != InPlace::Reduce);
     let layout = WindowLayout::new(job.ranks, |index| given(job, kind, index));
     let take_back: TakeBack<'_, Error> = &mut |number, window, memory| {

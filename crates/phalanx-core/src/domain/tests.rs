@@ -181,7 +181,7 @@ fn among_many_ranks_each_brings_only_its_own_part_of_a_small_gather() {
         tuning: 0,
         caller: None,
     };
-    let job = Job { call, me: 99, ranks: 100, root: 0 };
+    let job = Job { call: &call, me: 99, ranks: 100, root: 0 };
     let all = small::ALWAYS * job.ranks;
     assert_eq!(small::part(job, all, 0), Some(all - small::ALWAYS..all));
 }

@@ -119,7 +119,7 @@ impl Engine {
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            let done = domain.collective(call, sequence, memory, timeout);
+            let done = domain.collective(&call, sequence, memory, timeout);
             return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }
         self.health.calls(|calls| calls.begin(self.header(call, sequence)));

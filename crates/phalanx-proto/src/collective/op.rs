@@ -71,10 +71,13 @@ impl ReduceOp {
     }
 
     /// An error if it is not defined for elements of this type.
+    #[inline]
     pub(crate) fn check(self, dtype: DType) -> Result<()> {
-        if self.supports(dtype) {
-            return Ok(());
-        }
+        if self.supports(dtype) { Ok(()) } else { Err(self.undefined_for(dtype)) }
+    }
+
+    #[cold]
+    fn undefined_for(self, dtype: DType) -> Error {
         let remedy = match self {
             Self::Avg if dtype == DType::Bool => "for bool, min and product mean AND; max and sum mean OR",
             Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
@@ -82,10 +85,11 @@ impl ReduceOp {
             Self::BAnd | Self::BOr | Self::BXor => "band, bor and bxor are for integers and truth values",
             Self::Sum | Self::Product | Self::Min | Self::Max => "cast the elements to another type",
         };
-        Err(Error::invalid_argument(format!("{self} is not defined for {dtype}")).with_remedy(remedy))
+        Error::invalid_argument(format!("{self} is not defined for {dtype}")).with_remedy(remedy)
     }
 
     /// Prepares this rank's elements: checks the type, and multiplies them by the factor, if there is one.
+    #[inline]
     pub(crate) fn prepare(self, dtype: DType, data: &mut [u8]) -> Result<()> {
         self.check(dtype)?;
         self.factor().map_or(Ok(()), |factor| kernel::scale(dtype, data, factor))

@@ -375,6 +375,7 @@ impl TryFrom<Vec<u8>> for Header {
 
 impl Call {
     /// A call of so many elements, without root and reduction.
+    #[inline]
     pub fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
         Self {
             operation,
@@ -388,22 +389,26 @@ impl Call {
     }
 
     /// The same with this reduction.
+    #[inline]
     pub fn reducing(self, op: ReduceOp) -> Self {
         Self { reduce: Some(op.without_factor()), ..self }
     }
 
     /// An error that names this call, if `op` is not defined for its elements.
+    #[inline]
     pub fn check(&self, op: ReduceOp) -> Result<()> {
         op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
     }
 
     /// Prepares this rank's elements for `op`, if it is defined for them.
+    #[inline]
     pub fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
         self.check(op)?;
         op.prepare(self.dtype, data)
     }
 
     /// The same with this root.
+    #[inline]
     pub fn rooted_at(self, root: Rank) -> Self {
         Self { root: Some(root), ..self }
     }

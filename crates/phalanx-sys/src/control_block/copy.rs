@@ -1,9 +1,14 @@
-//! Copies of some KiB into slots and windows, in vector instructions.
+//! Copies of some KiB into slots and windows, in vector instructions on AMD's processors.
 //!
 //! From some 2 KiB on the C library copies with `rep movsb`, where the processor says that this is fast. On AMD's Zen 3
 //! it is reported to be 20 times slower than vectors onto an unaligned destination
-//! (<https://lunnova.dev/articles/ryzen-slow-short-rep-mov>).
+//! (<https://lunnova.dev/articles/ryzen-slow-short-rep-mov>). On Intel's it is faster where half of a slot is read: a call of all_to_all
+//! with 8 KiB for two ranks took 1.10 us, and 1.38 with vectors.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::__cpuid;
+#[cfg(target_arch = "x86_64")]
+use std::sync::LazyLock;
 #[cfg(target_arch = "x86_64")]
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -20,11 +25,25 @@ const LONG: usize = 16 << 10;
 /// If the lengths differ.
 pub fn copy(from: &[u8], to: &mut [u8]) {
     #[cfg(target_arch = "x86_64")]
-    if (SHORT..=LONG).contains(&from.len()) && is_x86_feature_detected!("avx") {
+    if (SHORT..=LONG).contains(&from.len()) && copies_in_vectors() {
         // SAFETY: this processor has AVX.
         return unsafe { in_vectors(from, to) };
     }
     to.copy_from_slice(from);
+}
+
+/// Whether vectors are faster here than `rep movsb`, and there are any.
+#[cfg(target_arch = "x86_64")]
+fn copies_in_vectors() -> bool {
+    static IS_FASTER: LazyLock<bool> = LazyLock::new(|| {
+        if cfg!(miri) {
+            return false;
+        }
+        let vendor = __cpuid(0);
+        let is_amd = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).concat() == b"AuthenticAMD";
+        is_amd && is_x86_feature_detected!("avx")
+    });
+    *IS_FASTER
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -45,11 +64,27 @@ fn in_vectors(from: &[u8], to: &mut [u8]) {
 mod tests {
     use super::*;
 
+    type CopyFn = fn(&[u8], &mut [u8]);
+
+    /// The copies that this processor can make.
+    fn copies() -> Vec<CopyFn> {
+        let mut copies: Vec<CopyFn> = vec![copy];
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx") {
+            // SAFETY: this processor has AVX.
+            copies.push(|from, to| unsafe { in_vectors(from, to) });
+        }
+        copies
+    }
+
     #[test]
     fn copies_of_every_length_and_place_are_whole_and_write_nothing_else() {
         let source: Vec<u8> = (0..20_000u32).map(|index| ((index * 31) >> 3) as u8).collect();
         for length in [0, 1, 127, 128, 511, 512, 513, 639, 640, 4096, 16_383, 16_384, 16_385] {
-            for (from, to) in [(0, 0), (1, 0), (0, 3), (16, 40), (63, 64)] {
+            for (copy, (from, to)) in copies()
+                .into_iter()
+                .flat_map(|copy| [(0, 0), (1, 0), (0, 3), (16, 40), (63, 64)].map(|places| (copy, places)))
+            {
                 let mut target = vec![7; 20_000];
                 copy(&source[from..from + length], &mut target[to..to + length]);
                 assert_eq!(target[to..to + length], source[from..from + length]);
@@ -59,8 +94,9 @@ mod tests {
     }
 
     #[test]
-    #[should_panic]
     fn lengths_that_differ_are_refused() {
-        copy(&[0; 1024], &mut [0; 1023]);
+        for copy in copies() {
+            assert!(std::panic::catch_unwind(|| copy(&[0; 1024], &mut [0; 1023])).is_err());
+        }
     }
 }

@@ -10,7 +10,7 @@ use loom::thread;
 
 use super::*;
 
-const CALL: Call = *b"sixteen letters.";
+const CALL: Call = u128::from_le_bytes(*b"sixteen letters.");
 /// Bytes of data in a slot, and bytes of each rank's share of a region.
 const FEW: usize = 8;
 /// Bytes of data in a slot that begin at the next cache line.

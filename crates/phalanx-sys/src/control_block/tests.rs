@@ -8,7 +8,7 @@ use super::*;
 use crate::arena::Region;
 
 const ARENA: usize = 16 << 20;
-const CALL: Call = *b"sixteen letters.";
+const CALL: Call = u128::from_le_bytes(*b"sixteen letters.");
 const SHARES: Division = Division { owners: 3, unit: 64, combines_windows: false };
 const WINDOWS: Division = Division { combines_windows: true, ..SHARES };
 
@@ -59,8 +59,7 @@ fn filled(arena: &Arc<Arena>, bytes: usize, value: u8) -> Region {
 fn few_bytes_travel_in_the_slots() {
     run(3, |control_block, _| {
         for round in 0..20_000u32 {
-            let mut call = CALL;
-            call[..4].copy_from_slice(&round.to_le_bytes());
+            let call = CALL ^ u128::from(round);
             let length = 1 + round as usize % 100;
             let bytes = vec![(control_block.me() as u8).wrapping_add(round as u8); length];
             let slots = control_block.small(call, &bytes, &mut go_on).unwrap();

@@ -61,7 +61,7 @@ impl Engine {
             Hierarchical::Barrier => {
                 let within_host = |engine: &mut Self| {
                     engine.within(call, &mut [], timeout, |domain, none| {
-                        domain.collective(call.0, call.1, Memory::InPlace(none), timeout)
+                        domain.collective(&call.0, call.1, Memory::InPlace(none), timeout)
                     })
                 };
                 within_host(self)?;
@@ -114,7 +114,7 @@ impl Engine {
         // On the root's host the leader is the root; on the others it is the first rank, to which `across` has sent the
         // data.
         self.within(call, data, timeout, |domain, data| {
-            domain.collective(call.0, call.1, Memory::InPlace(data), timeout)
+            domain.collective(&call.0, call.1, Memory::InPlace(data), timeout)
         })
     }
 
