@@ -1,9 +1,15 @@
 //! The name of this host, and what identifies it: names are not unique.
 
 use std::fs;
-use std::net::IpAddr;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::time::Duration;
 
+use crate::error::{LOOPBACK_IS_DOWN, loopback_is_down as says_that_loopback_is_down};
 use crate::interfaces;
+
+/// How long a datagram to oneself may take. The kernel delivers it while it is sent.
+const OWN_DATAGRAM_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The name of this host, as errors and logs show it. Linux allows 64 bytes. Spaces would end a field in a store.
 pub fn name() -> String {
@@ -29,6 +35,32 @@ pub fn id() -> String {
 pub(crate) fn disk_id() -> String {
     let boot = boot_id().map_or_else(id, |boot| format!("{boot:032x}"));
     format!("{boot} {}", name())
+}
+
+/// Whether the loopback is down, over which processes of this host reach each other, at whichever of its addresses. In a new network
+/// namespace the kernel has no route to it; one that was up, and is down now, drops what is sent.
+pub fn loopback_is_down() -> bool {
+    let arrives = || {
+        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+        socket.connect(socket.local_addr()?)?;
+        socket.set_read_timeout(Some(OWN_DATAGRAM_TIMEOUT))?;
+        socket.send(&[0])?;
+        socket.recv(&mut [0])
+    };
+    let silent = [
+        ErrorKind::WouldBlock,
+        ErrorKind::TimedOut,
+        ErrorKind::NetworkUnreachable,
+        ErrorKind::AddrNotAvailable,
+    ];
+    arrives().is_err_and(|error| silent.contains(&error.kind()))
+}
+
+/// The remedy if `error`, of connecting to `target`, comes of a loopback that is down.
+pub(crate) fn loopback_remedy(target: &SocketAddr, error: &io::Error) -> Option<&'static str> {
+    let is_own = || target.ip().is_loopback() || UdpSocket::bind((target.ip(), 0)).is_ok();
+    let is_dropped = || error.kind() == ErrorKind::TimedOut && is_own() && loopback_is_down();
+    says_that_loopback_is_down(target, error).or_else(|| is_dropped().then_some(LOOPBACK_IS_DOWN))
 }
 
 fn identity(kernel: Option<(u128, u64)>, name: &str, addresses: impl FnOnce() -> Vec<IpAddr>) -> String {
@@ -78,5 +110,12 @@ mod tests {
         assert_eq!(id(), id());
         assert!(!id().contains(char::is_whitespace) && id().len() > 32, "{}", id());
         assert_eq!(disk_id(), disk_id());
+    }
+
+    #[test]
+    fn the_loopback_of_a_host_with_one_is_up() {
+        assert!(!loopback_is_down());
+        let error = ErrorKind::TimedOut.into();
+        assert_eq!(loopback_remedy(&(Ipv4Addr::LOCALHOST, 9).into(), &error), None);
     }
 }

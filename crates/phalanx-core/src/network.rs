@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use phalanx_sys::tcp::{self, TcpPath};
 
+use crate::host;
+
 /// What is known of the network to a peer that has been silent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Network {
@@ -16,6 +18,8 @@ pub(crate) enum Network {
     Works,
     /// For so long, nothing that is sent to the peer's host has been acknowledged.
     Silent(Duration),
+    /// The loopback, over which all ranks of a host reach each other, is down.
+    LoopbackDown,
     Unknown,
 }
 
@@ -23,6 +27,11 @@ impl Network {
     /// The network behind `socket`, whose peer has been silent for `silence`.
     pub(crate) fn behind(socket: impl AsFd, silence: Duration) -> Self {
         tcp::path(socket).map_or(Self::Unknown, |path| Self::judge(path, silence))
+    }
+
+    /// The network to a silent peer on this host.
+    pub(crate) fn within_host() -> Self {
+        if host::loopback_is_down() { Self::LoopbackDown } else { Self::Unknown }
     }
 
     /// A kernel acknowledges for a process that is frozen, also if no more data fits. So an acknowledgement in the second half of the
@@ -51,6 +60,7 @@ impl fmt::Display for Network {
                     ": the network is silent, on which its host has acknowledged nothing for {seconds:.1} s"
                 )
             }
+            Self::LoopbackDown => f.write_str(": this host's loopback interface is down"),
             Self::Unknown => Ok(()),
         }
     }

@@ -16,9 +16,6 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
     let shown: Vec<String> =
         addresses.iter().map(|(address, interface)| format!("{address} ({interface})")).collect();
     report.note("addresses", shown.join(", "));
-    if way_to((Ipv4Addr::LOCALHOST, OUTSIDE.1)).is_none() {
-        report.bad("loopback", "no packet can be sent to 127.0.0.1", "it is down: `ip link set lo up`");
-    }
     let (used, why) = match store {
         Some(store) => (way_to(store), format!("it leads to the store at {store}")),
         None => (way_to(OUTSIDE), "it leads to other machines".to_owned()),
@@ -58,7 +55,7 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
 
 /// Whether processes of this host can meet at the loopback.
 pub(super) fn look_at_loopback(report: &mut Report) -> bool {
-    let has_loopback = way_to((Ipv4Addr::LOCALHOST, 9)).is_some();
+    let has_loopback = !phalanx::loopback_is_down();
     if !has_loopback {
         report.bad(
             "loopback",

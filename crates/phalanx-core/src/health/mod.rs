@@ -410,6 +410,9 @@ impl Health {
                 "do its host and the network between still work? To survive a longer outage, raise \
                  PHALANX_NETWORK_TIMEOUT",
             ),
+            (_, Network::LoopbackDown) => {
+                (network.to_string(), "`ip link set lo up` lets ranks of one host reach each other")
+            }
             (_, Network::Unknown) => (
                 String::new(),
                 "do its host and the network between still work? If it is only slow, raise \

@@ -52,6 +52,7 @@ pub const PRIVILEGED: &[(&str, fn())] = &[
     ("a_disk_is_full_where_ranks_meet", a_disk_is_full_where_ranks_meet),
     ("small_packets_carry_large_data", small_packets_carry_large_data),
     ("a_loopback_that_is_down_is_named", a_loopback_that_is_down_is_named),
+    ("a_loopback_that_goes_down_is_named", a_loopback_that_goes_down_is_named),
 ];
 
 /// What this program does as a rank.
@@ -341,12 +342,28 @@ fn small_packets_carry_large_data() {
     }
 }
 
-fn a_loopback_that_is_down_is_named() {
-    let network = Network::without_loopback();
-    let ranks = network.start_on_loopback("faults::sum", 2, &[]);
+fn a_loopback_that_goes_down_is_named() {
+    let network = Network::new();
+    let mut ranks = network.start_on_loopback("faults::train", 2, &[("PHALANX_HEARTBEAT_TIMEOUT", "0.5")]);
+    ranks.training();
+    network.pull_loopback();
+    ranks.await_all_but(&[]);
     let (outcomes, _) = ranks.end();
     for (code, said) in &outcomes {
-        assert!(*code == Some(1) && said.contains("ip link set lo up"), "{outcomes:?}");
+        assert!(*code == Some(3) && said.contains("ip link set lo up"), "{outcomes:?}");
+    }
+}
+
+/// That of a new namespace, and one that was up once.
+fn a_loopback_that_is_down_is_named() {
+    for was_up in [false, true] {
+        let network = if was_up { Network::new() } else { Network::without_loopback() };
+        network.pull_loopback();
+        let ranks = network.start_on_loopback("faults::sum", 2, &[]);
+        let (outcomes, _) = ranks.end();
+        for (code, said) in &outcomes {
+            assert!(matches!(code, Some(1 | 4)) && said.contains("ip link set lo up"), "{outcomes:?}");
+        }
     }
 }
 

@@ -16,7 +16,8 @@ use super::connect_error::{
 use super::resolve::{PAUSES, naming, resolve};
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
-use crate::error::{Error, Result, loopback_is_down, no_more_files, no_more_processes};
+use crate::error::{Error, Result, no_more_files, no_more_processes};
+use crate::host::loopback_remedy;
 use crate::network::Network;
 use crate::notice::while_waiting;
 use crate::random;
@@ -284,7 +285,7 @@ impl Link {
                         error,
                     )));
                 }
-                Err(error) => match loopback_is_down(&target, &error) {
+                Err(error) => match loopback_remedy(&target, &error) {
                     Some(remedy) => {
                         let cause = format!("cannot connect to the store at {address}");
                         return Err(ConnectError::OutOfResources(

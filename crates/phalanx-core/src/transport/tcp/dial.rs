@@ -17,7 +17,8 @@ use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use super::{MeshConfig, start_failure};
 use crate::deadline::{Backoff, Deadline};
-use crate::error::{Error, Kind, Result, is_local_shortage, loopback_is_down, no_more_files};
+use crate::error::{Error, Kind, Result, is_local_shortage, no_more_files};
+use crate::host::loopback_remedy;
 use crate::notice::Reminders;
 use crate::random;
 use crate::rank::Rank;
@@ -128,7 +129,7 @@ pub(super) fn dial(
             _ => refusing = None,
         }
         if backoff.is_last() {
-            let remedy = loopback_is_down(&address.socket, &error);
+            let remedy = loopback_remedy(&address.socket, &error);
             return Err(Error::io(unreachable, error)
                 .with_peer(peer)
                 .with_remedy(remedy.unwrap_or("is it alive, and does a firewall stand between?")));

@@ -385,11 +385,11 @@ impl<'a> Watch<'a> {
         self.health.silent(silence.peer, silence.lasted, (*state, network), failed.len() - 1);
     }
 
-    /// What the kernel knows of the network to a silent peer. There is none within a host.
+    /// What the kernel knows of the network to a silent peer.
     fn network(&self, silence: &Silence) -> Network {
         match self.connections.control.get(silence.peer.index()) {
             Some(Some(stream)) if !stream.is_within_host() => Network::behind(stream, silence.lasted),
-            _ => Network::Unknown,
+            _ => Network::within_host(),
         }
     }
 

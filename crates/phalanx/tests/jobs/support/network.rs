@@ -77,6 +77,11 @@ impl Network {
         ip(&format!("-n {side} link set {side} down"));
     }
 
+    /// Takes the first host's loopback down.
+    pub fn pull_loopback(&self) {
+        ip(&format!("-n {} link set lo down", self.side("a")));
+    }
+
     /// Loses all that the first host sends, silently.
     pub fn lose_what_the_first_sends(&self) {
         let side = self.side("a");
