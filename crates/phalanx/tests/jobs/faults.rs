@@ -2,12 +2,13 @@
 //! to its test; those of the launcher are in phalanx-cli.
 
 use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use phalanx::store::{Store, TcpStore};
 use phalanx::{Buffer, DType, Deadline, GroupOptions, ProcessGroup, Rank, ReduceOp, rendezvous};
-use rustix::process::{Signal, getpid, kill_process};
+use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
 use crate::support::network::{Network, run};
 use crate::support::world::{LIMIT, World, in_time};
@@ -30,6 +31,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_is_frozen_and_thaws", || at_every_moment("stop", SILENCE_LIMIT)),
     ("the_store_ends_while_ranks_meet", the_store_ends_while_ranks_meet),
     ("a_rank_of_many_is_killed", a_rank_of_many_is_killed),
+    ("a_rank_of_many_has_no_descriptors_left", a_rank_of_many_has_no_descriptors_left),
 ];
 
 /// These need root and its tools.
@@ -62,6 +64,7 @@ pub fn play(scenario: &str) {
         "meet" => meet(),
         "sum" => sum(),
         "many" => many(),
+        "short" => short(),
         other => panic!("no scenario {other}"),
     };
     if let Err(error) = outcome {
@@ -176,6 +179,41 @@ fn many() -> phalanx::Result<()> {
     outcome.or_else(|error: phalanx::Error| give_up(&error))
 }
 
+/// One of many ranks has no descriptors left when it calls others for the first time, or is called.
+fn short() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    group.barrier()?;
+    let (rank, world) = (group.rank().get(), group.world_size().get());
+    let victim: u32 = std::env::var("VICTIM").unwrap().parse().unwrap();
+    let calls = std::env::var("CALLS").is_ok();
+    let _held = if rank == victim { use_up_descriptors() } else { Vec::new() };
+    // None of these pairs is connected for a barrier.
+    let others: Vec<Rank> = [5, 7, 9].map(|distance| Rank::new((victim + distance) % world)).into();
+    let message = |sends| {
+        let victim = Rank::new(victim);
+        if sends { group.send(&[1i64], victim) } else { group.recv(&mut [0i64], victim) }
+    };
+    if rank == victim {
+        others.iter().try_for_each(|other| match calls {
+            true => group.send(&[1i64], *other),
+            false => group.recv(&mut [0i64], *other),
+        })?;
+    } else if others.contains(&group.rank()) {
+        message(!calls)?;
+    }
+    group.barrier()
+}
+
+/// Opens as many descriptors as this process may have.
+fn use_up_descriptors() -> Vec<OwnedFd> {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap();
+    let highest =
+        open.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u64>().ok()).max().unwrap();
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(highest + 1), ..limit }).unwrap();
+    std::iter::from_fn(|| rustix::io::dup(std::io::stderr()).ok()).collect()
+}
+
 fn strike(fault: &str) {
     let signal = |signal| kill_process(getpid(), signal).unwrap();
     match fault {
@@ -261,6 +299,24 @@ fn a_rank_of_many_is_killed() {
         });
     }
     before.are_all();
+}
+
+fn a_rank_of_many_has_no_descriptors_left() {
+    const VICTIM: &str = "7";
+    for who in ["CALLS", "IS_CALLED"] {
+        let mut ranks = World::start(
+            "faults::short",
+            20,
+            false,
+            &[("PHALANX_TRANSPORT", "tcp"), ("VICTIM", VICTIM), (who, "1")],
+        );
+        ranks.await_all_but(&[]);
+        let (outcomes, _) = ranks.end();
+        for (rank, (code, error)) in outcomes.iter().enumerate() {
+            assert!(code.is_some_and(|code| code != 0), "{who}: rank {rank}: {error}");
+            assert!(error.contains("`ulimit -n`"), "{who}: rank {rank}: {error}");
+        }
+    }
 }
 
 fn the_store_ends_while_ranks_meet() {
