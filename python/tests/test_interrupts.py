@@ -188,6 +188,8 @@ def _two_programs(program, tmp_path):
         subprocess.Popen(
             [sys.executable, "-c", program.format(tests=os.path.dirname(__file__), path=tmp_path / "store", rank=rank)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # As from a terminal: what a script has put into the background ignores Ctrl-C, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for rank in range(2)
     ]

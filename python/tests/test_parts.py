@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import SINCE_2_15, free_port, processes
 
-from phalanx_torch import Error
+from phalanx_torch import Error, process_group
 
 SOON = datetime.timedelta(seconds=2)
 LATE = datetime.timedelta(seconds=60)
@@ -166,3 +166,63 @@ def several_at_a_time(rank, world):
 
 def test_parts_made_by_other_threads(job):
     job(2, several_at_a_time)
+
+
+def without_own_connections(rank, url, body, those):
+    """Some ranks ask PyTorch's client for all, as those do whose connection to its server fails."""
+    if rank in those:
+        process_group._address = lambda store: None
+    dist.init_process_group("phalanx", url, rank=rank, world_size=3, timeout=LATE)
+    result = body(rank, 3)
+    if result != "broken":
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# Rank 0 serves the store; the other server is PyTorch's older one, which wakes nobody for what is written once.
+@pytest.mark.parametrize("those", [(0,), (1, 2)])
+@pytest.mark.parametrize("server", ["", "?use_libuv=0"])
+def test_ranks_with_and_without_a_connection_of_their_own_meet(server, those):
+    processes(3, without_own_connections, f"tcp://127.0.0.1:{free_port()}{server}", of_all_kinds, those)
+
+
+@pytest.mark.parametrize("those", [(0,), (1, 2)])
+def test_ranks_with_and_without_a_connection_of_their_own_are_told_of_others(those):
+    begin = time.monotonic()
+    processes(3, without_own_connections, f"tcp://127.0.0.1:{free_port()}", names_others, those)
+    assert time.monotonic() - begin < 45
+
+
+def two_at_a_time(rank, world, rounds):
+    """Two threads make a group each. No rank goes on before both have been called, and ranks begin with different ones."""
+    whole = process_group._default()
+    store = process_group._underlying(whole._store)
+    address, found = process_group._address(store), {}
+
+    def make(name, order):
+        try:
+            found[name] = whole._native.part(store, address, name, order, LATE.total_seconds())
+        except Exception as error:
+            found[name] = error
+
+    for number in range(rounds):
+        orders = [(f"up {number}", list(range(world))), (f"down {number}", list(range(world))[::-1])]
+        threads = [threading.Thread(target=make, args=order) for order in orders[:: 1 if (rank + number) % 2 else -1]]
+        for thread in threads:
+            thread.start()
+            # The first waits for the other ranks, which are busy with the other group.
+            thread.join(0.05)
+        for thread in threads:
+            thread.join()
+        for name, order in orders:
+            part = found.pop(name)
+            assert not isinstance(part, Exception), part
+            assert part.rank == order.index(rank)
+            tensor = torch.tensor([float(10**part.rank * rank)])
+            part.all_reduce(tensor, (0, 1.0), (None, True))
+            assert tensor.item() == sum(10**index * other for index, other in enumerate(order)), name
+            part.close()
+
+
+def test_two_parts_at_the_same_time(job):
+    job(3, two_at_a_time, 5)
