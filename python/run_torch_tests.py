@@ -31,16 +31,24 @@ def check_profiler(module):
     """Lets the tests check what the profiler sees of phalanx, as they do for gloo."""
     for name in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
         getattr(module, name).append("phalanx")
-    events_of = module.get_profiling_event
+    events_of, base = module.get_profiling_event, module.DistributedTest._DistTestBase
+    call = base.call_dist_op
 
-    def events(*arguments, **options):
-        # Over gloo the event of each call ends on another thread. Here that of a call that waits does not.
+    def events_of_waiting(*arguments, **options):
         found = events_of(*arguments, **options)
         for event in found:
-            event.is_async = event.is_async or event.name.startswith("phalanx:")
+            event.is_async = True
         return found
 
-    module.get_profiling_event = events
+    def call_and_check(test, title, is_async, *arguments, **options):
+        # Over gloo the event of each call ends on another thread. Here that of a collective that waits does not.
+        module.get_profiling_event = events_of if is_async else events_of_waiting
+        try:
+            call(test, title, is_async, *arguments, **options)
+        finally:
+            module.get_profiling_event = events_of
+
+    base.call_dist_op = call_and_check
 
 
 def child(backend, rules, world, only, result):

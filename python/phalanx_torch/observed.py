@@ -253,8 +253,8 @@ def _end(record: Any, work: Any) -> None:
 
     # Who has waited has seen the end, and may end the profiler.
     last._told = told
-    if not last._native.when_done(end):
-        end()
+    # On another thread also if it has ended already: the profiler knows calls for which nobody waits, as those of gloo, by that.
+    last._native.when_done(end, always=True)
 
 
 def _last(work: Any) -> Any:

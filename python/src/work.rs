@@ -118,14 +118,19 @@ impl Work {
     }
 
     /// Calls `callback` when the operation has ended, on a thread for callbacks. Returns False, and does not call it,
-    /// if it has ended already.
-    fn when_done(&self, callback: Py<PyAny>) -> bool {
+    /// if it has ended already; with `always` it is called on such a thread then, too.
+    #[pyo3(signature = (callback, always = false))]
+    fn when_done(&self, callback: Py<PyAny>, always: bool) -> bool {
         let mut state = self.0.state.lock();
-        if state.outcome.is_some() {
-            return false;
+        if state.outcome.is_none() {
+            state.callbacks.push(callback);
+            return true;
         }
-        state.callbacks.push(callback);
-        true
+        drop(state);
+        if always {
+            Callbacks::here().call(callback);
+        }
+        always
     }
 }
 

@@ -119,6 +119,35 @@ def test_the_profiler_sees_when_a_call_has_ended_for_which_nobody_waits(ranks):
     ranks(2, _profiled_while_it_runs)
 
 
+def _profiled_when_it_has_ended(rank):
+    from torch.profiler import ProfilerActivity, profile
+
+    end, has_ended = observed._end, []
+
+    def end_later(record, work):
+        deadline = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        has_ended.append(work.is_completed())
+        end(record, work)
+
+    observed._end = end_later
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(10):
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.empty(2))
+    events = [event for event in profiled.events() if event.name.startswith("phalanx:")]
+    assert has_ended == [True] * 11 and len(events) == 11
+    assert [event.is_async for event in events] == [True] * 11
+
+
+def test_an_event_is_of_one_kind_however_soon_the_call_has_ended(ranks):
+    ranks(2, _profiled_when_it_has_ended)
+
+
 def _in_backward(rank):
     from torch.profiler import ProfilerActivity, profile
 
