@@ -4,10 +4,14 @@
     cargo build --release -p phalanx-bench
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4 --transport tcp
+    bench/hosts.py --rate 10gbit --ranks 1 --floor 5 all_reduce -b 4 -e 64M -f 16
 
 Two network namespaces, joined by a pair of virtual Ethernet devices, are the hosts; the ranks of one have the same
 PHALANX_HOST_ID and so share memory, the ranks of different ones reach each other over the link alone. Bytes are those
 that the devices count, with all headers: the difference between a run with many calls and one with few, for each call.
+
+With --floor ROUNDS it times instead, in so many rounds in turn, with the clock of `phalanx bench`: this, and what bare sockets take for the same
+(bench/peers/tcp_floor.c, which needs cc), as medians. `link` is the bytes of the call over the rate of the link.
 
 Needs Linux with iproute2, and root or unprivileged user namespaces. Where that is missing it says so and ends with 77.
 """
@@ -17,6 +21,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -101,13 +106,16 @@ def done(command: list[str]) -> str:
 def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]:
     """One run with `each` ranks a host; rank 0's rows."""
     world, ranks = len(HOSTS) * each, []
+    processors = sorted(os.sched_getaffinity(0))
     try:
         for rank in range(world):
             host = list(HOSTS)[rank // each]
             variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
             variables |= {"LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each, "PHALANX_HOST_ID": host}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
-            command = [*link.inside(host), str(PHALANX_BENCH), *options, "--json=-"]
+            # As hosts have processors of their own, each of two ranks has one.
+            bound = ["taskset", "-c", str(processors[rank])] if world <= len(processors) else []
+            command = [*link.inside(host), *bound, str(PHALANX_BENCH), *options, "--json=-"]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
         end = time.monotonic() + limit
@@ -125,12 +133,65 @@ def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]
     return [json.loads(line) for line in text.splitlines()]
 
 
+def floor(link: Link, sizes: list[int], limit: float) -> list[float]:
+    """What an all_reduce of each size takes on bare sockets, in microseconds."""
+    program = TARGET / "tcp_floor"
+    source = ROOT / "bench" / "peers" / "tcp_floor.c"
+    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+        done(["cc", "-O3", "-march=native", "-o", str(program), str(source), "-lm"])
+    ranks = []
+    try:
+        for rank, host in enumerate(HOSTS):
+            variables = {"RANK": rank, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
+            environment = os.environ | {name: str(value) for name, value in variables.items()}
+            command = [*link.inside(host), str(program), "2", *map(str, sizes)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        text = ranks[0].communicate(timeout=limit)[0]
+        if any(rank.wait(timeout=limit) for rank in ranks):
+            sys.exit("bare sockets have failed")
+    except subprocess.TimeoutExpired:
+        sys.exit(f"not done after {limit:.0f} s; --limit allows more")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    return [json.loads(line)["time_us"] for line in text.splitlines()]
+
+
+def compare(link: Link, rounds: int, sizes: list[int], options: list[str], limit: float) -> None:
+    """Prints what each size takes here and on bare sockets, and its bytes over the rate."""
+    ours, bare = [], []
+    for _ in range(rounds):
+        times = []
+        for size in sizes:
+            rows = bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit)
+            times.append(rows[0]["time_us"])
+        ours.append(times)
+        bare.append(floor(link, sizes, limit))
+    print(f"{'bytes':>12} {'ours us':>12} {'bare us':>12} {'ours/bare':>10} {'ours/link':>10} {'bare/link':>10}")
+    for size, mine, least in zip(sizes, zip(*ours), zip(*bare)):
+        mine, least = statistics.median(mine), statistics.median(least)
+        wire = size * 8e6 / bits(link.rate) if link.rate else None
+        shares = [f"{time / wire:10.2f}" if wire and size >= 1 << 20 else f"{'':10}" for time in (mine, least)]
+        print(f"{size:>12} {mine:>12.1f} {least:>12.1f} {mine / least:>10.2f} {' '.join(shares)}", flush=True)
+
+
+def bits(rate: str) -> float:
+    """Bits a second of a rate as `tc` writes it."""
+    for unit, factor in {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}.items():
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * factor
+    sys.exit(f"--floor takes a rate in kbit, mbit or gbit, not {rate}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", help="what the link carries in each direction, such as 1gbit [default: all it can]")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [default: 2]")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each size [default: 20]")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a run is given up [default: 120]")
+    parser.add_argument("--floor", type=int, metavar="ROUNDS", help="time it beside bare sockets: an all_reduce, one rank on each host")
     parser.add_argument("collective")
     parser.add_argument("-b", "--min-bytes", default="1M", help="[default: 1M]")
     parser.add_argument("-e", "--max-bytes", default="16M", help="[default: 16M]")
@@ -138,6 +199,8 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
     if not PHALANX_BENCH.exists():
         sys.exit(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
+    if arguments.floor and (arguments.collective, arguments.ranks) != ("all_reduce", 1):
+        sys.exit("--floor is for all_reduce with --ranks 1")
     become_root()
     for tool in ("ip", "tc"):
         if not shutil.which(tool):
@@ -149,6 +212,10 @@ def main() -> None:
     with Link(arguments.rate) as link:
         rows = bench(link, [arguments.collective, *span, "-n", "1", "-w", "0", *rest], arguments.ranks, arguments.limit)
         sizes = [row["bytes"] for row in rows]
+        if arguments.floor:
+            print(f"# all_reduce, 2 hosts, 1 rank each, link {arguments.rate or 'unlimited'}, medians of {arguments.floor} rounds")
+            compare(link, arguments.floor, sizes, [arguments.collective, *rest], arguments.limit)
+            return
         print(f"# {rows[0]['name']}: {arguments.collective}, 2 hosts, {arguments.ranks} ranks each,", end=" ")
         print(f"link {arguments.rate or 'unlimited'}")
         print(f"{'bytes':>12} {'time ms':>10} {'left sends':>12} {'right sends':>12} {'of the size':>12}")

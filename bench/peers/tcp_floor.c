@@ -1,9 +1,10 @@
-/* What TCP on loopback allows for an all_reduce of two ranks: bare sockets, reduce_scatter and then all_gather, each half
+/* What TCP allows for an all_reduce of two ranks: bare sockets, reduce_scatter and then all_gather, each half
  * sent while the other is received (one thread, poll, non-blocking) and added as it arrives. No framing, no checks.
  *
  *     gcc -O3 -march=native -o tcp_floor tcp_floor.c -lm && ./tcp_floor 2 4 65536 1048576
  *
- * Prints a line of JSON for each size in bytes, which follow the number of ranks. */
+ * Prints a line of JSON for each size in bytes, which follow the number of ranks. The ranks are this process and its child on the loopback,
+ * or with RANK set (0 or 1), MASTER_ADDR and MASTER_PORT one process on each of two hosts. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -97,19 +98,43 @@ static long wrong(void) {
     return found + other;
 }
 
+static int wide(void) {
+    int made = socket(AF_INET, SOCK_STREAM, 0), buffer = BUFFER;
+    setsockopt(made, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+    return made;
+}
+
+static int listen_at(struct sockaddr_in *address) {
+    socklen_t length = sizeof *address;
+    int listener = wide(), one = 1;
+    setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (bind(listener, (void *)address, length) || listen(listener, 1) || getsockname(listener, (void *)address, &length))
+        die("listen");
+    return listener;
+}
+
 static void connect_ranks(void) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int listener = socket(AF_INET, SOCK_STREAM, 0), one = 1, buffer = BUFFER;
-    setsockopt(listener, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
-    if (bind(listener, (void *)&address, length) || listen(listener, 1) || getsockname(listener, (void *)&address, &length))
-        die("listen");
-    rank = fork() == 0;
+    const char *own = getenv("RANK"), *host = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
+    int one = 1, buffer = BUFFER, listener = -1;
+    if (own && host && port) {
+        rank = atoi(own);
+        address.sin_port = htons(atoi(port));
+        if (!inet_aton(host, &address.sin_addr))
+            die(host);
+        listener = rank ? -1 : listen_at(&address);
+    } else {
+        listener = listen_at(&address);
+        rank = fork() == 0;
+    }
     if (rank) {
-        wire = socket(AF_INET, SOCK_STREAM, 0);
-        setsockopt(wire, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
-        if (connect(wire, (void *)&address, length))
-            die("connect");
+        int tries = 0;
+        while (wire = wide(), connect(wire, (void *)&address, sizeof address)) {
+            if (errno != ECONNREFUSED || ++tries > 1000)
+                die("connect");
+            close(wire);
+            usleep(10000);
+        }
     } else if ((wire = accept(listener, NULL, NULL)) < 0)
         die("accept");
     setsockopt(wire, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);

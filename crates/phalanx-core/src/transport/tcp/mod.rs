@@ -29,7 +29,7 @@ mod watch;
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::set_socket_send_buffer_size;
@@ -65,9 +65,11 @@ const SEGMENT: usize = 256 * 1024;
 /// Bytes that may be unread in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
-/// Polls in a step before a rank sleeps, some ten microseconds: data in flight arrives sooner than a sleeping thread
-/// wakes.
-const SPINS: u32 = 30;
+/// A peer is prompt if a wait for it took no longer. It is polled for so long before this rank sleeps: data in flight on one host, or on a near network,
+/// arrives sooner than a sleeping thread wakes.
+const PROMPT: Duration = Duration::from_micros(50);
+/// After so many polls it yields its processor between two of them: the peer may share it, with another program on the other one.
+const POLLS: u32 = 10;
 
 /// How often a rank that waits for a connection looks whether its peer has left.
 const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -96,8 +98,10 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    /// By rank: polls of that peer's connection before this rank sleeps.
-    spins: Vec<u32>,
+    /// Whether this rank polls a peer's connection before it sleeps.
+    polls: bool,
+    /// By rank: whether the peer was [prompt](PROMPT) when this rank last waited for it. Who was not is waited for asleep.
+    prompt: Vec<bool>,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
@@ -113,12 +117,14 @@ impl Tcp {
     ) -> Self {
         connections.data.iter().filter_map(OnceLock::get).for_each(keep_in_cache);
         let within_host =
-            |connection: &Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
+            |connection: &&Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
         // Those for data may be made later.
-        let near: Vec<bool> = connections.control.iter().map(within_host).collect();
+        let near = connections.control.iter().filter(within_host).count();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let spins = spins(&near, local_world_size as usize, processors);
-        Self { health, rank, connections, scratch: AlignedBytes::default(), spins, _monitor: monitor }
+        let polls = has_a_processor(near, local_world_size as usize, processors);
+        let prompt = vec![true; connections.control.len()];
+        let scratch = AlignedBytes::default();
+        Self { health, rank, connections, scratch, polls, prompt, _monitor: monitor }
     }
 }
 
@@ -132,12 +138,23 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
-/// Polls of each peer's connection before this rank sleeps. Only peers on this host answer sooner than a sleeping
-/// thread wakes; and if ranks share processors, a peer may need this one to go on. The peers in a sub-group may not be
-/// all ranks of this host, so the number of these comes from the launcher.
-fn spins(near: &[bool], local_world_size: usize, processors: usize) -> Vec<u32> {
-    let ranks = local_world_size.max(1 + near.iter().filter(|near| **near).count());
-    near.iter().map(|near| if *near && ranks <= processors { SPINS } else { 0 }).collect()
+/// Whether each rank of this host can have a processor. If they share some, a peer may need this one to go on. The `near` peers in a sub-group may not
+/// be all ranks of this host, so the number of these comes from the launcher.
+fn has_a_processor(near: usize, local_world_size: usize, processors: usize) -> bool {
+    local_world_size.max(1 + near) <= processors
+}
+
+/// The wait for a peer in one step of an exchange.
+struct Waiting {
+    peer: Rank,
+    began: Instant,
+    polls: u32,
+}
+
+impl Waiting {
+    fn begin(peer: Rank) -> Self {
+        Self { peer, began: Instant::now(), polls: 0 }
+    }
 }
 
 impl Transport for Tcp {
@@ -147,8 +164,8 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, connections, scratch, spins, .. } = self;
-        let mut spun = 0;
+        let Self { health, rank, connections, scratch, polls, prompt, .. } = self;
+        let mut waiting: Option<Waiting> = None;
         let peers = [send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from)];
         if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
             return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
@@ -176,6 +193,9 @@ impl Transport for Tcp {
                     receiving = None;
                 }
             }
+            if progress && let Some(wait) = waiting.take() {
+                prompt[wait.peer.index()] = wait.began.elapsed() <= PROMPT;
+            }
             let waits_for = match (&sending, &receiving) {
                 (None, None) => return Ok(()),
                 (_, Some((from, ..))) => *from,
@@ -184,9 +204,15 @@ impl Transport for Tcp {
             if progress {
                 continue;
             }
-            if spun < spins[waits_for.index()] {
-                spun += 1;
-                continue;
+            if *polls {
+                let wait = waiting.get_or_insert_with(|| Waiting::begin(waits_for));
+                if prompt[wait.peer.index()] && wait.began.elapsed() <= PROMPT {
+                    wait.polls += 1;
+                    if wait.polls > POLLS {
+                        std::thread::yield_now();
+                    }
+                    continue;
+                }
             }
             let out = sending.as_ref().and_then(|(_, stream, _)| *stream);
             let into = receiving.as_ref().and_then(|(_, stream, _)| *stream);
@@ -270,7 +296,6 @@ fn wait(out: Option<&impl AsFd>, into: Option<&impl AsFd>, deadline: Deadline) -
 mod tests {
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
-    use std::time::Instant;
 
     use super::*;
 
@@ -296,12 +321,9 @@ mod tests {
 
     #[test]
     fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
-        // A world of two, one of them on another host; three on this host; and two of the four ranks on this host.
-        let here = [false, true, true];
-        assert_eq!(spins(&here[..2], 2, 2), [0, SPINS]);
-        assert_eq!(spins(&here[..1], 1, 2), [0]);
-        assert_eq!(spins(&here, 1, 2), [0, 0, 0]);
-        assert_eq!(spins(&here[..2], 4, 2), [0, 0]);
+        assert!(has_a_processor(1, 2, 2) && has_a_processor(0, 1, 1));
+        // Three on this host; and two of the four ranks on this host.
+        assert!(!has_a_processor(2, 1, 2) && !has_a_processor(1, 4, 2));
     }
 
     #[test]
