@@ -103,8 +103,8 @@ def done(command: list[str]) -> str:
     return run.stdout
 
 
-def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]:
-    """One run with `each` ranks a host; rank 0's rows."""
+def bench(link: Link, options: list[str], each: int, limit: float, is_bound: bool = False) -> list[dict]:
+    """One run with `each` ranks a host; rank 0's rows. Each is bound to a processor of its own if `is_bound`."""
     world, ranks = len(HOSTS) * each, []
     processors = sorted(os.sched_getaffinity(0))
     try:
@@ -113,8 +113,7 @@ def bench(link: Link, options: list[str], each: int, limit: float) -> list[dict]
             variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
             variables |= {"LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each, "PHALANX_HOST_ID": host}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
-            # As hosts have processors of their own, each of two ranks has one.
-            bound = ["taskset", "-c", str(processors[rank])] if world <= len(processors) else []
+            bound = ["taskset", "-c", str(processors[rank])] if is_bound else []
             command = [*link.inside(host), *bound, str(PHALANX_BENCH), *options, "--json=-"]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
@@ -137,12 +136,13 @@ def floor(link: Link, sizes: list[int], limit: float) -> list[float]:
     """What an all_reduce of each size takes on bare sockets, in microseconds."""
     program = TARGET / "tcp_floor"
     source = ROOT / "bench" / "peers" / "tcp_floor.c"
-    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+    sources = [source, source.with_name("clock.h")]
+    if not program.exists() or any(program.stat().st_mtime < each.stat().st_mtime for each in sources):
         done(["cc", "-O3", "-march=native", "-o", str(program), str(source), "-lm"])
     ranks = []
     try:
         for rank, host in enumerate(HOSTS):
-            variables = {"RANK": rank, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
+            variables = {"FLOOR_RANK": rank, "FLOOR_ADDRESS": HOSTS["left"], "FLOOR_PORT": PORT}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             command = [*link.inside(host), str(program), "2", *map(str, sizes)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -165,7 +165,8 @@ def compare(link: Link, rounds: int, sizes: list[int], options: list[str], limit
     for _ in range(rounds):
         times = []
         for size in sizes:
-            rows = bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit)
+            # The bare sockets' processes bind themselves.
+            rows = bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit, is_bound=True)
             times.append(rows[0]["time_us"])
         ours.append(times)
         bare.append(floor(link, sizes, limit))
@@ -201,10 +202,17 @@ def main() -> None:
         sys.exit(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
     if arguments.floor and (arguments.collective, arguments.ranks) != ("all_reduce", 1):
         sys.exit("--floor is for all_reduce with --ranks 1")
+    if arguments.floor and len(os.sched_getaffinity(0)) < 2:
+        skip("--floor takes two processors: each host has one")
+    if arguments.floor and arguments.rate:
+        bits(arguments.rate)
     become_root()
-    for tool in ("ip", "tc"):
+    packages = {"ip": "iproute2", "tc": "iproute2"}
+    if arguments.floor:
+        packages |= {"taskset": "util-linux", "cc": "gcc"}
+    for tool, package in packages.items():
         if not shutil.which(tool):
-            skip(f"{tool} is missing (apt install iproute2)")
+            skip(f"{tool} is missing (apt install {package})")
 
     # Ctrl-C and SIGTERM leave nothing behind either.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

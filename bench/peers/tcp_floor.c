@@ -4,7 +4,7 @@
  *     gcc -O3 -march=native -o tcp_floor tcp_floor.c -lm && ./tcp_floor 2 4 65536 1048576
  *
  * Prints a line of JSON for each size in bytes, which follow the number of ranks. The ranks are this process and its child on the loopback,
- * or with RANK set (0 or 1), MASTER_ADDR and MASTER_PORT one process on each of two hosts. */
+ * or with FLOOR_RANK (0 or 1), FLOOR_ADDRESS and FLOOR_PORT set one process on each of two hosts. There the kernel chooses the sizes of buffers. */
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -98,15 +98,18 @@ static long wrong(void) {
     return found + other;
 }
 
-static int wide(void) {
+static int has_hosts;
+
+static int make(void) {
     int made = socket(AF_INET, SOCK_STREAM, 0), buffer = BUFFER;
-    setsockopt(made, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
+    if (!has_hosts)
+        setsockopt(made, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
     return made;
 }
 
 static int listen_at(struct sockaddr_in *address) {
     socklen_t length = sizeof *address;
-    int listener = wide(), one = 1;
+    int listener = make(), one = 1;
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(listener, (void *)address, length) || listen(listener, 1) || getsockname(listener, (void *)address, &length))
         die("listen");
@@ -115,10 +118,11 @@ static int listen_at(struct sockaddr_in *address) {
 
 static void connect_ranks(void) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    const char *own = getenv("RANK"), *host = getenv("MASTER_ADDR"), *port = getenv("MASTER_PORT");
+    const char *own = getenv("FLOOR_RANK"), *host = getenv("FLOOR_ADDRESS"), *port = getenv("FLOOR_PORT");
     int one = 1, buffer = BUFFER, listener = -1;
-    if (own && host && port) {
-        rank = atoi(own);
+    has_hosts = own && host && port;
+    if (has_hosts) {
+        rank = atoi(own) == 1;
         address.sin_port = htons(atoi(port));
         if (!inet_aton(host, &address.sin_addr))
             die(host);
@@ -129,7 +133,7 @@ static void connect_ranks(void) {
     }
     if (rank) {
         int tries = 0;
-        while (wire = wide(), connect(wire, (void *)&address, sizeof address)) {
+        while (wire = make(), connect(wire, (void *)&address, sizeof address)) {
             if (errno != ECONNREFUSED || ++tries > 1000)
                 die("connect");
             close(wire);
@@ -138,7 +142,8 @@ static void connect_ranks(void) {
     } else if ((wire = accept(listener, NULL, NULL)) < 0)
         die("accept");
     setsockopt(wire, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    setsockopt(wire, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+    if (!has_hosts)
+        setsockopt(wire, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
     fcntl(wire, F_SETFL, O_NONBLOCK);
 }
 

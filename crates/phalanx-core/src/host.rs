@@ -2,14 +2,12 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
-use std::time::Duration;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+
+use phalanx_sys::interface;
 
 use crate::error::{LOOPBACK_IS_DOWN, loopback_is_down as says_that_loopback_is_down};
 use crate::interfaces;
-
-/// How long a datagram to oneself may take. The kernel delivers it while it is sent.
-const OWN_DATAGRAM_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The name of this host, as errors and logs show it. Linux allows 64 bytes. Spaces would end a field in a store.
 pub fn name() -> String {
@@ -37,23 +35,10 @@ pub(crate) fn disk_id() -> String {
     format!("{boot} {}", name())
 }
 
-/// Whether the loopback is down, over which processes of this host reach each other, at whichever of its addresses. In a new network
+/// Whether the loopback is down, over which processes of this host reach each other at all of its addresses. In a new network
 /// namespace the kernel has no route to it; one that was up, and is down now, drops what is sent.
 pub fn loopback_is_down() -> bool {
-    let arrives = || {
-        let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
-        socket.connect(socket.local_addr()?)?;
-        socket.set_read_timeout(Some(OWN_DATAGRAM_TIMEOUT))?;
-        socket.send(&[0])?;
-        socket.recv(&mut [0])
-    };
-    let silent = [
-        ErrorKind::WouldBlock,
-        ErrorKind::TimedOut,
-        ErrorKind::NetworkUnreachable,
-        ErrorKind::AddrNotAvailable,
-    ];
-    arrives().is_err_and(|error| silent.contains(&error.kind()))
+    interface::is_up(c"lo").is_ok_and(|is_up| !is_up)
 }
 
 /// The remedy if `error`, of connecting to `target`, comes of a loopback that is down.
@@ -87,6 +72,8 @@ pub(crate) fn namespace(kind: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]

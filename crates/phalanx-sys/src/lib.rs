@@ -35,8 +35,10 @@ mod image;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod inherited;
 #[cfg(all(target_os = "linux", not(loom)))]
-mod memfd;
+pub mod interface;
 #[cfg(all(target_os = "linux", not(loom)))]
+mod memfd;
+
 pub mod parts;
 #[cfg(target_os = "linux")]
 pub mod shared;

@@ -68,7 +68,10 @@ pub use phalanx_proto::{pipeline, with_element};
 
 // Documented in `adapter`.
 #[doc(hidden)]
-pub use phalanx_core::host::{id as host_id, loopback_is_down, name as host_name};
+pub use phalanx_core::host::{id as host_id, name as host_name};
+// For `phalanx doctor`.
+#[doc(hidden)]
+pub use phalanx_core::host::loopback_is_down;
 #[doc(hidden)]
 pub use phalanx_core::notice::warn;
 #[doc(inline)]

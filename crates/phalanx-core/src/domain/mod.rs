@@ -126,7 +126,8 @@ impl InPlace {
 /// A call, as seen by the rank at index `me` of `ranks`.
 #[derive(Clone, Copy)]
 struct Job<'a> {
-    /// Not a copy: to load several fields at once just after each was stored, a processor waits until all are in its cache.
+    /// Not a copy: copying it takes loads of several fields at once, and a processor that has just stored each of them by itself waits before such a
+    /// load (store forwarding).
     call: &'a Call,
     me: usize,
     ranks: usize,

@@ -17,7 +17,7 @@ use super::resolve::{PAUSES, naming, resolve};
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
-use crate::host::loopback_remedy;
+use crate::host::{loopback_is_down, loopback_remedy};
 use crate::network::Network;
 use crate::notice::while_waiting;
 use crate::random;
@@ -228,6 +228,10 @@ impl Link {
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
                 Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
+                // It may come up again.
+                Err(ConnectError::OutOfResources(_)) if loopback_is_down() && !deadline.has_passed() => {
+                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                }
                 Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
                 Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
                     if deadline.has_passed() =>

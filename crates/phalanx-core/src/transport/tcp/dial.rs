@@ -128,11 +128,11 @@ pub(super) fn dial(
             }
             _ => refusing = None,
         }
-        if backoff.is_last() {
-            let remedy = loopback_remedy(&address.socket, &error);
+        let loopback = loopback_remedy(&address.socket, &error);
+        if loopback.is_some() || backoff.is_last() {
             return Err(Error::io(unreachable, error)
                 .with_peer(peer)
-                .with_remedy(remedy.unwrap_or("is it alive, and does a firewall stand between?")));
+                .with_remedy(loopback.unwrap_or("is it alive, and does a firewall stand between?")));
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();

@@ -19,6 +19,7 @@ mod on_demand;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;
+mod polling;
 mod start_failure;
 mod stop_probe;
 mod stream;
@@ -43,6 +44,7 @@ pub(crate) use self::connect::{Announcement, mesh_with};
 pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
 pub(crate) use self::control::{Monitor, SilentHosts};
+use self::polling::{Next, Polling, Wait};
 pub(crate) use self::start_failure::fail_start;
 pub(crate) use self::stop_probe::process_record;
 use self::stream::{Receiving, Sending};
@@ -65,11 +67,8 @@ const SEGMENT: usize = 256 * 1024;
 /// Bytes that may be unread in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
-/// A peer is prompt if a wait for it took no longer. It is polled for so long before this rank sleeps: data in flight on one host, or on a near network,
-/// arrives sooner than a sleeping thread wakes.
-const PROMPT: Duration = Duration::from_micros(50);
-/// After so many polls it yields its processor between two of them: the peer may share it, with another program on the other one.
-const POLLS: u32 = 10;
+/// After so many polls of an exchange a rank makes a system call that waits, which checks the deadline: data that trickles must not put that off.
+const MAX_POLLS: u32 = 4096;
 
 /// How often a rank that waits for a connection looks whether its peer has left.
 const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -98,10 +97,7 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    /// Whether this rank polls a peer's connection before it sleeps.
-    polls: bool,
-    /// By rank: whether the peer was [prompt](PROMPT) when this rank last waited for it. Who was not is waited for asleep.
-    prompt: Vec<bool>,
+    polling: Polling,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
@@ -122,9 +118,8 @@ impl Tcp {
         let near = connections.control.iter().filter(within_host).count();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let polls = has_a_processor(near, local_world_size as usize, processors);
-        let prompt = vec![true; connections.control.len()];
-        let scratch = AlignedBytes::default();
-        Self { health, rank, connections, scratch, polls, prompt, _monitor: monitor }
+        let polling = Polling::new(connections.control.len(), polls);
+        Self { health, rank, connections, scratch: AlignedBytes::default(), polling, _monitor: monitor }
     }
 }
 
@@ -138,23 +133,10 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
-/// Whether each rank of this host can have a processor. If they share some, a peer may need this one to go on. The `near` peers in a sub-group may not
-/// be all ranks of this host, so the number of these comes from the launcher.
+/// Whether each rank of this host can have a processor. The `near` peers in a sub-group may not be all ranks of this host, so the number of these
+/// comes from the launcher.
 fn has_a_processor(near: usize, local_world_size: usize, processors: usize) -> bool {
     local_world_size.max(1 + near) <= processors
-}
-
-/// The wait for a peer in one step of an exchange.
-struct Waiting {
-    peer: Rank,
-    began: Instant,
-    polls: u32,
-}
-
-impl Waiting {
-    fn begin(peer: Rank) -> Self {
-        Self { peer, began: Instant::now(), polls: 0 }
-    }
 }
 
 impl Transport for Tcp {
@@ -164,8 +146,9 @@ impl Transport for Tcp {
         recv: Option<Incoming<'_>>,
         deadline: Deadline,
     ) -> Result<()> {
-        let Self { health, rank, connections, scratch, polls, prompt, .. } = self;
-        let mut waiting: Option<Waiting> = None;
+        let Self { health, rank, connections, scratch, polling, .. } = self;
+        let mut waiting: Option<Wait> = None;
+        let mut polls = 0u32;
         let peers = [send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from)];
         if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
             return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
@@ -180,42 +163,47 @@ impl Transport for Tcp {
             connections.ask(Channel::Data, *to);
         }
         loop {
-            let mut progress = false;
+            let (mut has_sent, mut has_received) = (false, false);
             if let Some((to, Some(stream), frame)) = &mut sending {
-                progress |= frame.push(stream).map_err(|error| broken(*to, error))?;
+                has_sent = frame.push(stream).map_err(|error| broken(*to, error))?;
                 if frame.is_done() {
                     sending = None;
                 }
             }
             if let Some((from, Some(stream), frame)) = &mut receiving {
-                progress |= frame.pull(stream, |error| broken(*from, error))?;
+                has_received = frame.pull(stream, |error| broken(*from, error))?;
                 if frame.is_done() {
                     receiving = None;
                 }
             }
-            if progress && let Some(wait) = waiting.take() {
-                prompt[wait.peer.index()] = wait.began.elapsed() <= PROMPT;
+            let is_over = |wait: &mut Wait| if wait.receives { has_received } else { has_sent };
+            if let Some(wait) = waiting.take_if(is_over) {
+                polling.end(&wait, Instant::now());
             }
             let waits_for = match (&sending, &receiving) {
                 (None, None) => return Ok(()),
                 (_, Some((from, ..))) => *from,
                 (Some((to, ..)), None) => *to,
             };
-            if progress {
+            if has_sent || has_received {
                 continue;
-            }
-            if *polls {
-                let wait = waiting.get_or_insert_with(|| Waiting::begin(waits_for));
-                if prompt[wait.peer.index()] && wait.began.elapsed() <= PROMPT {
-                    wait.polls += 1;
-                    if wait.polls > POLLS {
-                        std::thread::yield_now();
-                    }
-                    continue;
-                }
             }
             let out = sending.as_ref().and_then(|(_, stream, _)| *stream);
             let into = receiving.as_ref().and_then(|(_, stream, _)| *stream);
+            let receives = receiving.is_some();
+            let is_connected = if receives { into.is_some() } else { out.is_some() };
+            if polling.is_enabled() && is_connected {
+                let now = Instant::now();
+                let wait = waiting.get_or_insert_with(|| Wait::begin(waits_for, receives, now));
+                let next = polling.next(wait, now);
+                if next == Next::YieldAndPoll {
+                    std::thread::yield_now();
+                }
+                polls = if next == Next::Sleep { 0 } else { polls + 1 };
+                if !polls.is_multiple_of(MAX_POLLS) {
+                    continue;
+                }
+            }
             health.waits.sleep(waits_for);
             let unconnected = |peer: &Rank, stream: &Option<&Connection>| stream.is_none().then_some(*peer);
             let missing = [

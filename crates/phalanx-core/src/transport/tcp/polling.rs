@@ -1,0 +1,128 @@
+//! For how long a rank polls a peer's connection before it sleeps: pure.
+//!
+//! Data in flight, on one host or on a near network, arrives sooner than a sleeping thread wakes. So a rank polls a peer for [`PROMPT`], if the
+//! last wait for that peer was no longer than this. Who is late is waited for asleep, and polled again now and then: a sleeping rank measures
+//! also how long it takes itself to wake.
+
+use std::time::{Duration, Instant};
+
+use crate::rank::Rank;
+
+/// The longest wait for a prompt peer.
+const PROMPT: Duration = Duration::from_micros(50);
+/// After so many polls in one wait the rank yields its processor between two polls. The peer may be on the same processor, if other programs
+/// take the rest.
+const POLLS: u32 = 10;
+/// A late peer is polled in one of so many waits.
+const RETRY: u8 = 8;
+
+/// For which peers a rank polls.
+pub(super) struct Polling {
+    is_enabled: bool,
+    /// By rank: in how many waits for that peer the rank sleeps at once before it polls again.
+    asleep: Vec<u8>,
+}
+
+/// A wait for one peer.
+pub(super) struct Wait {
+    pub peer: Rank,
+    /// Whether it is for what the peer sends. Otherwise it is for room for what the peer is sent.
+    pub receives: bool,
+    began: Instant,
+    polls: u32,
+}
+
+/// What a rank does in a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    Poll,
+    /// It lets others have its processor first.
+    YieldAndPoll,
+    Sleep,
+}
+
+impl Polling {
+    /// `is_enabled` if each rank of this host can have a processor. If they share some, a peer may need this one to go on.
+    pub fn new(ranks: usize, is_enabled: bool) -> Self {
+        Self { is_enabled, asleep: vec![0; ranks] }
+    }
+
+    pub fn is_enabled(&self) -> bool {
+        self.is_enabled
+    }
+
+    pub fn next(&self, wait: &mut Wait, now: Instant) -> Next {
+        if !self.is_enabled || self.asleep[wait.peer.index()] > 0 || !wait.is_prompt(now) {
+            return Next::Sleep;
+        }
+        wait.polls += 1;
+        if wait.polls <= POLLS { Next::Poll } else { Next::YieldAndPoll }
+    }
+
+    /// What `wait` was for has come.
+    pub fn end(&mut self, wait: &Wait, now: Instant) {
+        let asleep = &mut self.asleep[wait.peer.index()];
+        *asleep = match *asleep {
+            _ if wait.is_prompt(now) => 0,
+            0 => RETRY - 1,
+            waits => waits - 1,
+        };
+    }
+}
+
+impl Wait {
+    pub fn begin(peer: Rank, receives: bool, now: Instant) -> Self {
+        Self { peer, receives, began: now, polls: 0 }
+    }
+
+    fn is_prompt(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.began) <= PROMPT
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PEER: Rank = Rank::new(1);
+    const LATE: Duration = Duration::from_millis(1);
+
+    /// How often the rank polls in a wait that takes so long, with a microsecond between two polls.
+    fn wait(polling: &mut Polling, lasts: Duration) -> usize {
+        let began = Instant::now();
+        let mut wait = Wait::begin(PEER, true, began);
+        let moments =
+            (0..).map(|step| began + Duration::from_micros(step)).take_while(|now| *now < began + lasts);
+        let polls = moments.take_while(|now| polling.next(&mut wait, *now) != Next::Sleep).count();
+        polling.end(&wait, began + lasts);
+        polls
+    }
+
+    #[test]
+    fn a_prompt_peer_is_polled_and_a_late_one_now_and_then() {
+        let mut polling = Polling::new(2, true);
+        let within = Duration::from_micros(20);
+        assert_eq!([wait(&mut polling, within), wait(&mut polling, within)], [20, 20]);
+        assert_eq!(wait(&mut polling, LATE), PROMPT.as_micros() as usize + 1);
+        let polled = (0..2 * usize::from(RETRY)).filter(|_| wait(&mut polling, LATE) > 0).count();
+        assert_eq!(polled, 2);
+        // A sleeping rank finds that it is prompt again.
+        assert_eq!([wait(&mut polling, within), wait(&mut polling, within)], [0, 20]);
+    }
+
+    #[test]
+    fn a_rank_yields_after_a_few_polls() {
+        let polling = Polling::new(2, true);
+        let now = Instant::now();
+        let mut wait = Wait::begin(PEER, false, now);
+        let all: Vec<Next> = (0..POLLS + 2).map(|_| polling.next(&mut wait, now)).collect();
+        assert_eq!(all.iter().filter(|next| **next == Next::Poll).count(), POLLS as usize);
+        assert_eq!(all.last(), Some(&Next::YieldAndPoll));
+    }
+
+    #[test]
+    fn who_shares_a_processor_sleeps_at_once() {
+        let mut polling = Polling::new(2, false);
+        assert_eq!(wait(&mut polling, LATE), 0);
+    }
+}
