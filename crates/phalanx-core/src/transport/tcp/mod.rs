@@ -67,9 +67,6 @@ const SEGMENT: usize = 256 * 1024;
 /// Bytes that may be unread in a connection within a host. The kernel doubles the number, for its own records.
 const LOCAL_BUFFER: usize = 256 * 1024;
 
-/// After so many polls of an exchange a rank makes a system call that waits, which checks the deadline: data that trickles must not put that off.
-const MAX_POLLS: u32 = 4096;
-
 /// How often a rank that waits for a connection looks whether its peer has left.
 const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How often a rank that waits for a connection, and moves data on another one, looks for the first.
@@ -148,7 +145,7 @@ impl Transport for Tcp {
     ) -> Result<()> {
         let Self { health, rank, connections, scratch, polling, .. } = self;
         let mut waiting: Option<Wait> = None;
-        let mut polls = 0u32;
+        let mut polls = 0;
         let peers = [send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from)];
         if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
             return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
@@ -195,13 +192,13 @@ impl Transport for Tcp {
             if polling.is_enabled() && is_connected {
                 let now = Instant::now();
                 let wait = waiting.get_or_insert_with(|| Wait::begin(waits_for, receives, now));
-                let next = polling.next(wait, now);
-                if next == Next::YieldAndPoll {
-                    std::thread::yield_now();
-                }
-                polls = if next == Next::Sleep { 0 } else { polls + 1 };
-                if !polls.is_multiple_of(MAX_POLLS) {
-                    continue;
+                match polling.next(wait, &mut polls, now) {
+                    Next::Poll => continue,
+                    Next::YieldAndPoll => {
+                        std::thread::yield_now();
+                        continue;
+                    }
+                    Next::Sleep => {}
                 }
             }
             health.waits.sleep(waits_for);

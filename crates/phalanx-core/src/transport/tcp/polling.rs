@@ -15,6 +15,9 @@ const PROMPT: Duration = Duration::from_micros(50);
 const POLLS: u32 = 10;
 /// A late peer is polled in one of so many waits.
 const RETRY: u8 = 8;
+/// The most polls of an exchange in a row. A system call that waits comes between them, which checks the deadline: data that trickles must not put
+/// that off.
+const MAX_POLLS: u32 = 4096;
 
 /// For which peers a rank polls.
 pub(super) struct Polling {
@@ -51,10 +54,14 @@ impl Polling {
         self.is_enabled
     }
 
-    pub fn next(&self, wait: &mut Wait, now: Instant) -> Next {
-        if !self.is_enabled || self.asleep[wait.peer.index()] > 0 || !wait.is_prompt(now) {
+    /// What a rank does in `wait`. `in_a_row` counts the polls of its exchange since it last slept.
+    pub fn next(&self, wait: &mut Wait, in_a_row: &mut u32, now: Instant) -> Next {
+        let sleeps = !self.is_enabled || self.asleep[wait.peer.index()] > 0 || !wait.is_prompt(now);
+        if sleeps || *in_a_row >= MAX_POLLS {
+            *in_a_row = 0;
             return Next::Sleep;
         }
+        *in_a_row += 1;
         wait.polls += 1;
         if wait.polls <= POLLS { Next::Poll } else { Next::YieldAndPoll }
     }
@@ -93,7 +100,7 @@ mod tests {
         let mut wait = Wait::begin(PEER, true, began);
         let moments =
             (0..).map(|step| began + Duration::from_micros(step)).take_while(|now| *now < began + lasts);
-        let polls = moments.take_while(|now| polling.next(&mut wait, *now) != Next::Sleep).count();
+        let polls = moments.take_while(|now| polling.next(&mut wait, &mut 0, *now) != Next::Sleep).count();
         polling.end(&wait, began + lasts);
         polls
     }
@@ -115,9 +122,21 @@ mod tests {
         let polling = Polling::new(2, true);
         let now = Instant::now();
         let mut wait = Wait::begin(PEER, false, now);
-        let all: Vec<Next> = (0..POLLS + 2).map(|_| polling.next(&mut wait, now)).collect();
+        let all: Vec<Next> = (0..POLLS + 2).map(|_| polling.next(&mut wait, &mut 0, now)).collect();
         assert_eq!(all.iter().filter(|next| **next == Next::Poll).count(), POLLS as usize);
         assert_eq!(all.last(), Some(&Next::YieldAndPoll));
+    }
+
+    #[test]
+    fn data_that_trickles_lets_a_rank_look_at_the_deadline() {
+        let mut polling = Polling::new(2, true);
+        let (now, mut in_a_row, mut sleeps) = (Instant::now(), 0, 0);
+        for _ in 0..3 * MAX_POLLS {
+            let mut wait = Wait::begin(PEER, true, now);
+            sleeps += u32::from(polling.next(&mut wait, &mut in_a_row, now) == Next::Sleep);
+            polling.end(&wait, now);
+        }
+        assert_eq!(sleeps, 2);
     }
 
     #[test]
