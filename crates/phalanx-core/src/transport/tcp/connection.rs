@@ -3,6 +3,7 @@
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 use rustix::io::retry_on_intr;
@@ -22,11 +23,13 @@ pub(crate) struct Connection {
     socket: TcpStream,
     /// Both directions share a session. No thread waits while it is locked, unless the socket blocks.
     tls: Option<Box<Mutex<Session>>>,
+    /// Whether the peer is on this host, once the two are connected.
+    is_within_host: OnceLock<bool>,
 }
 
 impl Connection {
     pub(super) fn new(socket: TcpStream) -> Self {
-        Self { socket, tls: None }
+        Self { socket, tls: None, is_within_host: OnceLock::new() }
     }
 
     pub(super) fn socket(&self) -> &TcpStream {
@@ -40,8 +43,11 @@ impl Connection {
 
     /// Whether the peer is on this host.
     pub(super) fn is_within_host(&self) -> bool {
-        let ends = (self.socket.local_addr(), self.socket.peer_addr());
-        matches!(ends, (Ok(own), Ok(peer)) if own.ip() == peer.ip())
+        if let Some(known) = self.is_within_host.get() {
+            return *known;
+        }
+        let (Ok(own), Ok(peer)) = (self.socket.local_addr(), self.socket.peer_addr()) else { return false };
+        *self.is_within_host.get_or_init(|| own.ip() == peer.ip())
     }
 
     pub(super) fn is_encrypted(&self) -> bool {

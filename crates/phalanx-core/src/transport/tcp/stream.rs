@@ -12,6 +12,13 @@ use crate::rank::Rank;
 use crate::transport::{Incoming, Outgoing};
 use crate::wire::frame::{HEADER, Header};
 
+/// The most bytes of one system call. Between hosts the kernel takes and gives some MiB at once, and a rank that sends and receives in turn, a segment
+/// at a time, finds more of them in its processor's cache: 64 MiB over 10 Gb/s took 1.4 times as long without. Within a host the connection's buffer is
+/// small already.
+fn at_once(stream: &Connection) -> usize {
+    if stream.is_within_host() { usize::MAX } else { SEGMENT }
+}
+
 /// A frame of which a part has been sent.
 pub(super) struct Sending<'a> {
     header: [u8; HEADER],
@@ -30,10 +37,11 @@ impl<'a> Sending<'a> {
         self.sent == HEADER + self.payload.len() && self.is_out
     }
 
-    /// Sends as much as the connection accepts now. Returns whether it accepted anything.
+    /// Sends what the connection accepts now, at most [`at_once`]. Returns whether it accepted anything.
     pub(super) fn push(&mut self, stream: &Connection) -> io::Result<bool> {
         let header = &self.header[self.sent.min(HEADER)..];
         let payload = &self.payload[self.sent.saturating_sub(HEADER)..];
+        let payload = &payload[..payload.len().min(at_once(stream))];
         let parts = [IoSlice::new(header), IoSlice::new(payload)];
         match stream.send(&parts) {
             Ok((count, is_out)) => {
@@ -92,7 +100,9 @@ impl<'a> Receiving<'a> {
         let header_missing = HEADER - self.header_filled;
         // The payload may be read before its header is checked, because its length is this rank's own.
         let room = if self.kernel.combine == Combine::Replace {
-            &mut self.into[self.received..]
+            let room = &mut self.into[self.received..];
+            let most = room.len().min(at_once(stream));
+            &mut room[..most]
         } else {
             let end = (self.into.len() - self.combined).min(SEGMENT);
             &mut self.scratch.as_mut_slice()[self.received - self.combined..end]
