@@ -4,7 +4,7 @@
     cargo build --release -p phalanx-bench
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4 --transport tcp
-    bench/hosts.py --rate 10gbit --ranks 1 --floor 5 all_reduce -b 4 -e 64M -f 16
+    bench/hosts.py --rate 10gbit --ranks 1 --floor 4 all_reduce -b 4 -e 64M -f 16
 
 Two network namespaces, joined by a pair of virtual Ethernet devices, are the hosts; the ranks of one have the same
 PHALANX_HOST_ID and so share memory, the ranks of different ones reach each other over the link alone. Bytes are those
