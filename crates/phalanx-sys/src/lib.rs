@@ -38,7 +38,7 @@ pub mod inherited;
 pub mod interface;
 #[cfg(all(target_os = "linux", not(loom)))]
 mod memfd;
-
+#[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
 #[cfg(target_os = "linux")]
 pub mod shared;
