@@ -126,8 +126,7 @@ impl InPlace {
 /// A call, as seen by the rank at index `me` of `ranks`.
 #[derive(Clone, Copy)]
 struct Job<'a> {
-    /// Not a copy: copying it takes loads of several fields at once, and a processor that has just stored each of them by itself waits before such a
-    /// load (store forwarding).
+    /// A reference: a copy made just after its fields were stored stalls the processor (store forwarding).
     call: &'a Call,
     me: usize,
     ranks: usize,

@@ -1,6 +1,6 @@
 //! For how long a rank polls a peer's connection before it sleeps: pure.
 //!
-//! Data in flight, on one host or on a near network, arrives sooner than a sleeping thread wakes. So a rank polls a peer for [`PROMPT`], if the
+//! Data in flight, on one host or on a near network, arrives sooner than a sleeping thread wakes. So a rank polls a peer for [`PROMPT_LIMIT`], if the
 //! last wait for that peer was no longer than this. Who is late is waited for asleep, and polled again now and then: a sleeping rank measures
 //! also how long it takes itself to wake.
 
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::rank::Rank;
 
 /// The longest wait for a prompt peer.
-const PROMPT: Duration = Duration::from_micros(50);
+const PROMPT_LIMIT: Duration = Duration::from_micros(50);
 /// After so many polls in one wait the rank yields its processor between two polls. The peer may be on the same processor, if other programs
 /// take the rest.
 const POLLS: u32 = 10;
@@ -83,7 +83,7 @@ impl Wait {
     }
 
     fn is_prompt(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.began) <= PROMPT
+        now.saturating_duration_since(self.began) <= PROMPT_LIMIT
     }
 }
 
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     const PEER: Rank = Rank::new(1);
-    const LATE: Duration = Duration::from_millis(1);
+    const LATE_DELAY: Duration = Duration::from_millis(1);
 
     /// How often the rank polls in a wait that takes so long, with a microsecond between two polls.
     fn wait(polling: &mut Polling, lasts: Duration) -> usize {
@@ -110,8 +110,8 @@ mod tests {
         let mut polling = Polling::new(2, true);
         let within = Duration::from_micros(20);
         assert_eq!([wait(&mut polling, within), wait(&mut polling, within)], [20, 20]);
-        assert_eq!(wait(&mut polling, LATE), PROMPT.as_micros() as usize + 1);
-        let polled = (0..2 * usize::from(RETRY)).filter(|_| wait(&mut polling, LATE) > 0).count();
+        assert_eq!(wait(&mut polling, LATE_DELAY), PROMPT_LIMIT.as_micros() as usize + 1);
+        let polled = (0..2 * usize::from(RETRY)).filter(|_| wait(&mut polling, LATE_DELAY) > 0).count();
         assert_eq!(polled, 2);
         // A sleeping rank finds that it is prompt again.
         assert_eq!([wait(&mut polling, within), wait(&mut polling, within)], [0, 20]);
@@ -142,6 +142,6 @@ mod tests {
     #[test]
     fn who_shares_a_processor_sleeps_at_once() {
         let mut polling = Polling::new(2, false);
-        assert_eq!(wait(&mut polling, LATE), 0);
+        assert_eq!(wait(&mut polling, LATE_DELAY), 0);
     }
 }
