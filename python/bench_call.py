@@ -12,17 +12,18 @@ With two ranks or more, over phalanx, it also tells how much of the time the fir
 import argparse
 import ctypes
 import os
-import socket
 import sys
 import time
 
 # The package that is installed, and not its sources, which lie beside this file without the native part.
-sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [place for place in sys.path if place != HERE] + [os.path.join(HERE, "tests")]
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch._C import _distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -104,10 +105,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=5)
     arguments = parser.parse_args()
     if arguments.ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        mp.spawn(rank_of_many, (arguments.ranks, port, arguments.seconds), nprocs=arguments.ranks)
+        mp.spawn(rank_of_many, (arguments.ranks, free_port(), arguments.seconds), nprocs=arguments.ranks)
         return
     torch.set_num_threads(1)
     tensor, options = torch.ones(1), c10d.AllreduceOptions()

@@ -12,17 +12,18 @@ import argparse
 import datetime
 import os
 import random
-import socket
 import statistics
 import sys
 import time
 
 # The package that is installed, and not its sources, which lie beside this file without the native part.
-sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [place for place in sys.path if place != HERE] + [os.path.join(HERE, "tests")]
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from ports import free_port
 
 import phalanx_torch  # noqa: F401
 
@@ -155,10 +156,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--bind", action="store_true", help="bind each rank to a processor")
     arguments = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(rank_of_bench, (arguments, port), nprocs=arguments.ranks)
+    multiprocessing.spawn(rank_of_bench, (arguments, free_port()), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,18 @@ import importlib.util
 import multiprocessing
 import os
 import pathlib
-import socket
 import sys
 import time
 import traceback
 import types
 import unittest
 import unittest.mock
+
+# The package that is installed, and not its sources, which lie beside this file without the native part.
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path = [place for place in sys.path if place != str(HERE)] + [str(HERE / "tests")]
+
+from ports import free_port
 
 FORK = multiprocessing.get_context("fork")
 
@@ -80,15 +85,9 @@ def _rank(tests, name, rank, ranks, port, pipe):
     pipe.close()
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _run(tests, name, ranks, limit):
     """How a test ended, over all ranks, and why."""
-    port, started = _free_port(), []
+    port, started = free_port(), []
     for rank in range(ranks):
         mine, theirs = FORK.Pipe(duplex=False)
         process = FORK.Process(target=_rank, args=(tests, name, rank, ranks, port, theirs))

@@ -16,11 +16,14 @@ medians, but for `slower` of both ranks' means."""
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.append(os.path.join(HERE, "..", "python", "tests"))
+
+from ports import free_port
+
 PEERS = os.path.join(HERE, "..", "bench", "peers")
 WARM_UP = 3
 KINDS = ("together", "apart", "alone")
@@ -48,9 +51,7 @@ class Pair:
     """Two ranks that wait for lines."""
 
     def __init__(self, command: list[str], keep_memory: bool) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.ranks = []
         for rank in range(2):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}

@@ -6,13 +6,16 @@
 
 import argparse
 import multiprocessing
-import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
 
 import numpy
 
 from clock import measure, tell
+from ports import free_port
 
 
 class Mpi:
@@ -77,8 +80,7 @@ def main() -> None:
         return
     if not arguments.ranks:
         parser.error("phalanx needs --ranks")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     fresh = multiprocessing.get_context("spawn")
     each = [(rank, arguments.ranks, port, arguments.sizes) for rank in range(arguments.ranks)]
     ranks = [fresh.Process(target=rank_of_phalanx, args=arguments) for arguments in each]

@@ -6,12 +6,16 @@ A line of JSON for each model."""
 import argparse
 import json
 import os
-import socket
+import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -184,8 +188,5 @@ if __name__ == "__main__":
     parser.add_argument("--view", action="store_true", help="gradient_as_bucket_view")
     parser.add_argument("models", nargs="+", choices=MODELS)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    work = (arguments.ranks, port, arguments.models, arguments.steps, arguments.view)
+    work = (arguments.ranks, free_port(), arguments.models, arguments.steps, arguments.view)
     mp.spawn(worker, work, nprocs=arguments.ranks)

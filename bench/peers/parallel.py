@@ -6,13 +6,17 @@ A line of JSON for each way."""
 import argparse
 import json
 import os
-import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -159,7 +163,4 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=11)
     arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (arguments.ranks, port, arguments.steps), nprocs=arguments.ranks)
+    mp.spawn(worker, (arguments.ranks, free_port(), arguments.steps), nprocs=arguments.ranks)

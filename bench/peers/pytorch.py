@@ -11,16 +11,18 @@ import functools
 import importlib.util
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from clock import measure, tell
+from ports import free_port
 
 HOST = "127.0.0.1"
 OPERATORS = ("deepspeed", "vllm")
@@ -138,9 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.by in OPERATORS and arguments.collective != "all_reduce":
         parser.error(f"{arguments.by} is timed for all_reduce only")
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # The end that run.py sends must not skip what removes the segments.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given = (arguments.by, arguments.ranks, port, arguments.collective, arguments.sizes)

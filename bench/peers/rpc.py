@@ -10,12 +10,16 @@ import argparse
 import collections
 import json
 import os
-import socket
+import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
 
 import torch
 import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
+from ports import free_port
 
 MOVED = 256 << 20
 # What warms up before the first size, in seconds.
@@ -84,7 +88,4 @@ if __name__ == "__main__":
     parser.add_argument("--in-flight", type=int, default=16)
     parser.add_argument("--transport", choices=["shm", "tcp"], default="shm")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, (port, options), nprocs=2)
+    mp.spawn(work, (free_port(), options), nprocs=2)

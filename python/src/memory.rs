@@ -49,16 +49,26 @@ impl ArrayInterface {
     const WRITEABLE: c_int = 0x400;
 }
 
+/// NumPy, if the program has imported it.
+fn numpy(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
+    let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
+    // A program without NumPy comes here with each tensor: a look into the dictionary raises nothing.
+    modules.cast::<PyDict>().ok()?.get_item(intern!(py, "numpy")).ok()?
+}
+
+/// Is it a scalar of NumPy, such as `numpy.float64(1.0)`?
+fn is_scalar(array: &Bound<'_, PyAny>) -> bool {
+    let generic = numpy(array.py()).and_then(|numpy| numpy.getattr(intern!(array.py(), "generic")).ok());
+    generic.is_some_and(|generic| array.is_instance(&generic).unwrap_or(false))
+}
+
 /// NumPy's type of arrays, if the program has imported NumPy. It is written in C, so that Python cannot replace its attributes.
 fn ndarray(py: Python<'_>) -> Option<&Bound<'_, PyType>> {
     static NDARRAY: PyOnceLock<Option<Py<PyType>>> = PyOnceLock::new();
     if let Some(known) = NDARRAY.get(py) {
         return known.as_ref().map(|ndarray| ndarray.bind(py));
     }
-    let modules = py.import(intern!(py, "sys")).ok()?.getattr(intern!(py, "modules")).ok()?;
-    // A program without NumPy comes here with each tensor: a look into the dictionary raises nothing.
-    let numpy = modules.cast::<PyDict>().ok()?.get_item(intern!(py, "numpy")).ok()??;
-    let ndarray = numpy.getattr(intern!(py, "ndarray")).ok()?.cast_into::<PyType>().ok()?;
+    let ndarray = numpy(py)?.getattr(intern!(py, "ndarray")).ok()?.cast_into::<PyType>().ok()?;
     // SAFETY: it is a type.
     let flags = unsafe { ffi::PyType_GetFlags(ndarray.as_type_ptr()) };
     // Classes that Python makes are on the heap.
@@ -126,24 +136,19 @@ impl Memory {
         let py = array.py();
         let interface = array.getattr(intern!(py, "__array_interface__"))?;
         let interface = interface.cast::<PyDict>()?;
-        // A scalar of NumPy gives the memory of a copy, which the interface keeps.
-        if written && interface.contains("__ref")? {
-            return Err(PyTypeError::new_err(
-                "a scalar of NumPy cannot be written to: numpy.atleast_1d makes an array of it",
-            ));
-        }
         let part = |name: &str| {
             interface.get_item(name)?.ok_or_else(|| PyTypeError::new_err(format!("the array has no {name}")))
         };
         let (pointer, read_only): (usize, bool) = part("data")?.extract()?;
+        // A scalar of NumPy gives the memory of a copy, which the interface keeps, or since NumPy 2.5 its own, which is read-only.
+        let is_copy = interface.contains("__ref")?;
+        if written && (is_copy || read_only && is_scalar(array)) {
+            return Err(PyTypeError::new_err(
+                "a scalar of NumPy cannot be written to: numpy.atleast_1d makes an array of it",
+            ));
+        }
         if written && read_only {
             return Err(PyValueError::new_err("this array is read-only"));
-        }
-        // A description of strides means that the elements are not one after the other; NumPy gives None otherwise.
-        if interface.get_item("strides")?.is_some_and(|strides| !strides.is_none()) {
-            return Err(PyValueError::new_err(
-                "this array is not contiguous: numpy.ascontiguousarray copies it",
-            ));
         }
         let shape = part("shape")?;
         let shape: Vec<usize> = shape.cast::<PyTuple>()?.extract()?;
@@ -153,6 +158,15 @@ impl Memory {
             None => typestr.clone(),
         };
         let (dtype, per_element) = dtypes::of_numpy(&typestr, &name, meaning)?;
+        // None, of NumPy's arrays and of most others, means that the elements are one after the other.
+        if let Some(strides) = interface.get_item("strides")?.filter(|strides| !strides.is_none()) {
+            let strides: Vec<isize> = strides.cast::<PyTuple>()?.extract()?;
+            if !is_contiguous(&shape, &strides, dtype.size() * per_element) {
+                return Err(PyValueError::new_err(
+                    "this array is not contiguous: numpy.ascontiguousarray copies it",
+                ));
+            }
+        }
         let elements = shape.iter().try_fold(per_element, |product, length| product.checked_mul(*length));
         Self::new(pointer, elements, dtype, !read_only, (array, interface).into_pyobject(py)?.as_any())
     }
@@ -267,6 +281,18 @@ impl Memory {
         let (other_start, other_end) = (other.pointer as usize, other.pointer as usize + other.bytes);
         start < other_end && other_start < end
     }
+}
+
+/// Whether elements of so many bytes lie one after the other, the last dimension's first.
+fn is_contiguous(shape: &[usize], strides: &[isize], bytes: usize) -> bool {
+    let mut next = Some(bytes);
+    let is_next = |(&length, &stride): (&usize, &isize)| {
+        let this = next;
+        next = this.and_then(|bytes| bytes.checked_mul(length));
+        // From a dimension of one element to the next element no step is made.
+        length == 1 || usize::try_from(stride).ok() == this && this.is_some()
+    };
+    shape.len() == strides.len() && (shape.contains(&0) || shape.iter().zip(strides).rev().all(is_next))
 }
 
 /// Whether `elements` at `pointer` lie within the bytes of a storage, which are an address and a number. No elements lie within

@@ -1,15 +1,12 @@
 """All ranks of a test as processes, forked from this one, so that PyTorch is imported once."""
 
-import contextlib
 import datetime
 import dis
 import linecache
 import multiprocessing
 import os
-import random
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,14 +15,13 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port  # noqa: F401
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
 from phalanx_torch import process_group
 
 LIMIT = 90.0
-# Whoever seeds the generators of the program does not seed this one.
-_any = random.SystemRandom()
 # Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
 SINCE_2_15 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 FORK = multiprocessing.get_context("fork")
@@ -119,18 +115,6 @@ def blind_watcher(group):
         if frame is not None and "time.sleep" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             return
         time.sleep(0.01)
-
-
-def free_port():
-    """A port below those that the system gives to connections. One of them might be another's before rank 0 listens at it: even the other
-    ranks', who try to connect to it, and then get a connection from that port to itself."""
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        first = int(file.read().split()[0])
-    while True:
-        port = _any.randrange(10000, first) if first > 11000 else 0
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
 
 
 def environment(rank, world, port):

@@ -1,6 +1,8 @@
 """The API without PyTorch."""
 
 import array
+import contextlib
+import math
 import mmap
 import os
 import subprocess
@@ -71,6 +73,30 @@ def rank_of_arrays(rank, world, port):
             described = {"version": 3, "shape": (3,), "typestr": typestr, "data": (numpy.zeros(3).ctypes.data, False)}
             with pytest.raises(TypeError, match="cannot be exchanged"):
                 group.all_reduce(types.SimpleNamespace(__array_interface__=described))
+        # A scalar of NumPy can be read.
+        gathered = numpy.zeros(world)
+        group.all_gather(gathered, numpy.float64(rank))
+        assert gathered.tolist() == list(range(world))
+        # Another's may have strides: those of elements one after the other, and any of a dimension of one element, or of no elements.
+        for shape, strides, is_usual in (
+            ((), (), True),
+            ((3,), (8,), True),
+            ((3,), (-8,), False),
+            ((3,), (16,), False),
+            ((3,), (), False),
+            ((3, 2), (16, 8), True),
+            ((3, 2), (8, 24), False),
+            ((1, 3), (0, 8), True),
+            ((3, 1), (8, 99), True),
+            ((0, 3), (1, 1), True),
+        ):
+            memory = numpy.full(6, float(rank))
+            described = {"version": 3, "shape": shape, "typestr": "<f8", "data": (memory.ctypes.data, False), "strides": strides}
+            described = types.SimpleNamespace(__array_interface__=described)
+            with contextlib.nullcontext() if is_usual else pytest.raises(ValueError, match="not contiguous"):
+                group.all_reduce(described)
+                reached = math.prod(shape)
+                assert memory.tolist() == [world * (world - 1) / 2] * reached + [rank] * (6 - reached)
         # Without dimensions, without elements, by columns, views of others, of a subclass.
         scalar = numpy.array(rank + 1.0)
         group.all_reduce(scalar)

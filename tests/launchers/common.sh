@@ -47,7 +47,5 @@ fails() {
     echo "ok: ended with $code, $expected ($1)"
 }
 
-# A port that was free a moment ago.
-free_port() {
-    python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
-}
+# A port that was free a moment ago, and that the system gives to no connection.
+free_port() { python3 python/tests/ports.py; }
