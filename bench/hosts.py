@@ -132,8 +132,8 @@ def bench(link: Link, options: list[str], each: int, limit: float, is_bound: boo
     return [json.loads(line) for line in text.splitlines()]
 
 
-def floor(link: Link, sizes: list[int], limit: float) -> list[float]:
-    """What an all_reduce of each size takes on bare sockets, in microseconds."""
+def floor(link: Link, collective: str, sizes: list[int], limit: float) -> list[float]:
+    """What each size takes on bare sockets, in microseconds."""
     program = TARGET / "tcp_floor"
     source = ROOT / "bench" / "peers" / "tcp_floor.c"
     sources = [source, source.with_name("clock.h")]
@@ -143,6 +143,7 @@ def floor(link: Link, sizes: list[int], limit: float) -> list[float]:
     try:
         for rank, host in enumerate(HOSTS):
             variables = {"FLOOR_RANK": rank, "FLOOR_ADDRESS": HOSTS["left"], "FLOOR_PORT": PORT}
+            variables["FLOOR_CALL"] = collective
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             command = [*link.inside(host), str(program), "2", *map(str, sizes)]
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -169,7 +170,7 @@ def compare(link: Link, rounds: int, sizes: list[int], options: list[str], limit
             rows = bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit, is_bound=True)
             times.append(rows[0]["time_us"])
         ours.append(times)
-        bare.append(floor(link, sizes, limit))
+        bare.append(floor(link, options[0], sizes, limit))
     print(f"{'bytes':>12} {'ours us':>12} {'bare us':>12} {'ours/bare':>10} {'ours/link':>10} {'bare/link':>10}")
     for size, mine, least in zip(sizes, zip(*ours), zip(*bare)):
         mine, least = statistics.median(mine), statistics.median(least)
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [default: 2]")
     parser.add_argument("--calls", type=int, default=20, help="timed calls of each size [default: 20]")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a run is given up [default: 120]")
-    parser.add_argument("--floor", type=int, metavar="ROUNDS", help="time it beside bare sockets: an all_reduce, one rank on each host")
+    parser.add_argument("--floor", type=int, metavar="ROUNDS", help="time it beside bare sockets: all_reduce or send_recv, one rank on each host")
     parser.add_argument("collective")
     parser.add_argument("-b", "--min-bytes", default="1M", help="[default: 1M]")
     parser.add_argument("-e", "--max-bytes", default="16M", help="[default: 16M]")
@@ -200,8 +201,8 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
     if not PHALANX_BENCH.exists():
         sys.exit(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
-    if arguments.floor and (arguments.collective, arguments.ranks) != ("all_reduce", 1):
-        sys.exit("--floor is for all_reduce with --ranks 1")
+    if arguments.floor and (arguments.collective not in ("all_reduce", "send_recv") or arguments.ranks != 1):
+        sys.exit("--floor is for all_reduce and send_recv with --ranks 1")
     if arguments.floor and len(os.sched_getaffinity(0)) < 2:
         skip("--floor takes two processors: each host has one")
     if arguments.floor and arguments.rate:
@@ -221,7 +222,7 @@ def main() -> None:
         rows = bench(link, [arguments.collective, *span, "-n", "1", "-w", "0", *rest], arguments.ranks, arguments.limit)
         sizes = [row["bytes"] for row in rows]
         if arguments.floor:
-            print(f"# all_reduce, 2 hosts, 1 rank each, link {arguments.rate or 'unlimited'}, medians of {arguments.floor} rounds")
+            print(f"# {arguments.collective}, 2 hosts, 1 rank each, link {arguments.rate or 'unlimited'}, medians of {arguments.floor} rounds")
             compare(link, arguments.floor, sizes, [arguments.collective, *rest], arguments.limit)
             return
         print(f"# {rows[0]['name']}: {arguments.collective}, 2 hosts, {arguments.ranks} ranks each,", end=" ")

@@ -3,6 +3,8 @@
  *
  *     gcc -O3 -march=native -o tcp_floor tcp_floor.c -lm && ./tcp_floor 2 4 65536 1048576
  *
+ * With FLOOR_CALL=send_recv instead half of what it takes to send the data there and back.
+ *
  * Prints a line of JSON for each size in bytes, which follow the number of ranks. The ranks are this process and its child on the loopback,
  * or with FLOOR_RANK (0 or 1), FLOOR_ADDRESS and FLOOR_PORT set one process on each of two hosts. There the kernel chooses the sizes of buffers. */
 
@@ -67,8 +69,22 @@ static void exchange(const void *out, size_t sends, void *in, size_t receives, f
     }
 }
 
+static int is_ping;
+
+static void ping(size_t bytes) {
+    if (rank == 0)
+        exchange(data, bytes, NULL, 0, NULL);
+    exchange(NULL, 0, arrived, bytes, NULL);
+    if (rank == 1)
+        exchange(data, bytes, NULL, 0, NULL);
+}
+
 static void call(void) {
     size_t bytes = count * sizeof *data, half = count / 2;
+    if (is_ping) {
+        ping(bytes);
+        return;
+    }
     if (bytes <= SMALL) {
         exchange(data, bytes, arrived, bytes, NULL);
         for (size_t i = 0; i < count; i++)
@@ -93,7 +109,7 @@ static long wrong(void) {
         data[i] = i % 61 + rank;
     call();
     for (size_t i = 0; i < count; i++)
-        found += data[i] != i % 61 * 2 + 1;
+        found += is_ping ? arrived[i] != i % 61 + !rank : data[i] != i % 61 * 2 + 1;
     exchange(&found, sizeof found, &other, sizeof other, NULL);
     return found + other;
 }
@@ -152,6 +168,8 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: tcp_floor 2 BYTES...  (two ranks only)\n");
         return 2;
     }
+    const char *name = getenv("FLOOR_CALL");
+    is_ping = name && strcmp(name, "send_recv") == 0;
     connect_ranks();
     bind_rank(rank, 2);
     for (int argument = 2; argument < argc; argument++) {
@@ -166,7 +184,7 @@ int main(int argc, char **argv) {
         memset(data, 0, bytes);
         double seconds = measure(call, longest);
         if (rank == 0)
-            tell(bytes, seconds, elements);
+            tell(bytes, is_ping ? seconds / 2 : seconds, elements);
         free(data), free(arrived);
     }
     if (!rank)

@@ -41,6 +41,8 @@ mod memfd;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
 #[cfg(target_os = "linux")]
+pub mod processors;
+#[cfg(target_os = "linux")]
 pub mod shared;
 #[cfg(target_os = "linux")]
 pub mod signal;

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::thread;
 
+use phalanx_sys::processors;
+
 use crate::deadline::Deadline;
 use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
@@ -155,10 +157,17 @@ pub(super) fn assemble(
         // The other ranks of its host would wait for it there.
         return Err(health.fail(domain::refused("this rank has no shared memory")));
     }
-    let messages = Messages::over(config.rank, &connections, rings, &health, Box::new(monitor.clone()));
-    let transport = Box::new(Tcp::new(config.rank, connections, health.clone(), monitor, local_world_size));
+    let polls = processors::suffice_for(local_ranks(connections.near(), local_world_size));
+    let goodbye = Box::new(monitor.clone());
+    let messages = Messages::over(config.rank, &connections, rings, &health, polls, goodbye);
+    let transport = Box::new(Tcp::new(config.rank, connections, health.clone(), monitor, polls));
     let kind = Some(if shares { TransportKind::SharedMemory } else { TransportKind::Tcp });
     Ok(Connected { transport, messages, kind, health, partition, domain })
+}
+
+/// The number of ranks on this host. The peers of a sub-group that are `near` may not be all, so the launcher's number counts too.
+fn local_ranks(near: usize, local_world_size: u32) -> usize {
+    (local_world_size as usize).max(1 + near)
 }
 
 /// Connects all ranks of a group of threads of this process, by rank.

@@ -5,6 +5,7 @@
 pub(crate) mod bootstrap;
 pub(crate) mod in_process;
 pub(crate) mod messages;
+pub(crate) mod polling;
 pub mod process;
 pub(crate) mod tcp;
 

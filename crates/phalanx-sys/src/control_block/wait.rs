@@ -4,6 +4,7 @@ use std::hint::spin_loop;
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
+use crate::processors;
 use crate::shared::Doorbell;
 
 /// Polls before sleeping peers are woken, and after. A peer often finishes its next step within a microsecond. Each
@@ -52,7 +53,7 @@ impl Waits {
             // In a model one poll is as good as many: `until` polls once before it sleeps, and `a_few` polls at least
             // once.
             Self { looks: 0, spins: 0, pauses: false, rounds: 0, crowded: false, processor: unknown }
-        } else if ranks <= processors() {
+        } else if processors::suffice_for(ranks) {
             let (looks, spins, rounds) = (LOOKS, SPINS, ROUNDS);
             Self { looks, spins, pauses: true, rounds, crowded: false, processor: current }
         } else {
@@ -203,14 +204,6 @@ fn current() -> Processor {
 
 fn unknown() -> Processor {
     0
-}
-
-/// The number of this host's processors, not of those that this process is bound to: a launcher may bind each rank to
-/// its own.
-fn processors() -> usize {
-    // SAFETY: it accesses no memory of this process.
-    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    usize::try_from(online).unwrap_or(1)
 }
 
 #[cfg(all(test, not(loom)))]

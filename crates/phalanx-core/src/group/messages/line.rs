@@ -8,6 +8,7 @@ use crate::health::Health;
 use crate::interrupt;
 use crate::rank::Rank;
 use crate::transport::messages::LineEnd;
+use crate::transport::polling::Polling;
 
 /// An end of a line, and the order of the threads that use it.
 pub(super) struct Line<E> {
@@ -15,6 +16,7 @@ pub(super) struct Line<E> {
     changed: Condvar,
     /// Locked by the thread that has the turn.
     end: Mutex<E>,
+    polling: Mutex<Polling>,
 }
 
 #[derive(Default)]
@@ -31,7 +33,12 @@ pub(super) fn line<E>(lines: &[Option<Line<E>>], peer: Rank) -> Result<&Line<E>>
 
 impl<E: LineEnd> Line<E> {
     pub(super) fn new(end: E) -> Self {
-        Self { turns: Mutex::default(), changed: Condvar::new(), end: Mutex::new(end) }
+        Self {
+            turns: Mutex::default(),
+            changed: Condvar::new(),
+            end: Mutex::new(end),
+            polling: Mutex::default(),
+        }
     }
 
     /// A place in the order, which is the number of the message.
@@ -83,6 +90,11 @@ impl<E: LineEnd> Line<E> {
     /// The end, for the thread whose turn it is.
     pub(super) fn end(&self) -> MutexGuard<'_, E> {
         self.end.lock()
+    }
+
+    /// Whether the thread whose turn it is polls for the peer.
+    pub(super) fn polling(&self) -> MutexGuard<'_, Polling> {
+        self.polling.lock()
     }
 
     /// The end, if no thread uses it or waits for it.

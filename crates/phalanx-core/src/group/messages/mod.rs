@@ -15,6 +15,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
@@ -32,9 +33,10 @@ use crate::trace::Trace;
 use crate::transport::messages::{
     Inbound, LineEnd, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
 };
+use crate::transport::polling::{Next, Polling, Wait};
 use crate::wire::frame::{Call, Header, History, Operation};
 
-/// Polls of the memory before a rank sleeps, a few microseconds, if every rank can have a processor of its own.
+/// Polls of the memory before a rank sleeps, a few microseconds. Connections are polled [for longer](crate::transport::polling).
 const SPINS: u32 = 200;
 /// Steps between two reads of the clock, while there is something to move.
 const CLOCK: u64 = 256;
@@ -55,7 +57,8 @@ struct Shared {
     outbound: Vec<Option<Line<Outbound>>>,
     inbound: Vec<Option<Line<Inbound>>>,
     notifier: Arc<Notifier>,
-    spins: u32,
+    /// Whether a thread polls before it sleeps.
+    polls: bool,
     queue: Mutex<Queue>,
     arrived: Condvar,
     /// Wakes the worker when it polls sockets; empty before the worker starts.
@@ -83,9 +86,7 @@ impl Messages {
         local: LocalRank,
         trace: Trace,
     ) -> Self {
-        let Ends { outbound, inbound, notifier, goodbye } = ends;
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let spins = if outbound.len() <= processors { SPINS } else { 0 };
+        let Ends { outbound, inbound, notifier, polls, goodbye } = ends;
         let shared = Shared {
             rank,
             generation,
@@ -94,7 +95,7 @@ impl Messages {
             outbound: outbound.into_iter().map(|end| end.map(Line::new)).collect(),
             inbound: inbound.into_iter().map(|end| end.map(Line::new)).collect(),
             notifier,
-            spins,
+            polls,
             queue: Mutex::default(),
             arrived: Condvar::new(),
             poke: OnceLock::new(),
@@ -218,7 +219,7 @@ impl Shared {
         let ticket = line.take_ticket();
         let frame = frame(self.header(call, ticket, buffer.as_bytes().len()));
         let (work, completer) = Work::pending_in(self.health.clone());
-        let begin = self.trace.is_enabled().then(std::time::Instant::now);
+        let begin = self.trace.is_enabled().then(Instant::now);
         (Op { ticket, call, frame, buffer, deadline, completer, begin }, work)
     }
 
@@ -231,7 +232,10 @@ impl Shared {
         step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
         let turn = line.wait_for_turn(ticket, deadline, &self.health);
-        let outcome = turn.and_then(|()| self.step_through(&mut *line.end(), deadline, step));
+        let outcome = turn.and_then(|()| {
+            let mut polling = line.polling();
+            self.step_through(&mut *line.end(), &mut polling, deadline, step)
+        });
         self.health.waits.message(None);
         let outcome = outcome.map_err(|error| self.fail(error, call, ticket));
         if line.leave(ticket) {
@@ -243,13 +247,21 @@ impl Shared {
     fn step_through<E: LineEnd>(
         &self,
         end: &mut E,
+        polling: &mut Polling,
         deadline: Deadline,
         mut step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
         let peer = end.peer();
         let (mut idle, mut steps) = (0, 0u64);
+        let (mut waiting, mut in_a_row) = (None, 0);
         loop {
-            match step(end)? {
+            let step = step(end)?;
+            if step != Step::Idle
+                && let Some(wait) = waiting.take()
+            {
+                polling.end(&wait, Instant::now());
+            }
+            match step {
                 Step::Done => return Ok(()),
                 Step::Moved => {
                     (idle, steps) = (0, steps + 1);
@@ -263,9 +275,12 @@ impl Shared {
                 Step::Idle => {}
             }
             if let Some(socket) = end.socket() {
+                if self.polls && polls_on(polling, &mut waiting, &mut in_a_row) {
+                    continue;
+                }
                 self.health.waits.message(Some((peer, E::RECEIVES)));
                 self.notifier.wait(&[socket], false, deadline, || false)?;
-            } else if idle < self.spins {
+            } else if self.polls && idle < SPINS {
                 idle += 1;
                 std::hint::spin_loop();
                 continue;
@@ -347,6 +362,16 @@ impl Shared {
             let _ = rustix::io::write(poke, &1u64.to_ne_bytes());
         }
     }
+}
+
+/// Whether to poll the connections again, and not to sleep. It may have yielded the processor.
+fn polls_on(polling: &Polling, waiting: &mut Option<Wait>, in_a_row: &mut u32) -> bool {
+    let now = Instant::now();
+    let next = polling.next(waiting.get_or_insert_with(|| Wait::begin(now)), in_a_row, now);
+    if next == Next::YieldAndPoll {
+        std::thread::yield_now();
+    }
+    next != Next::Sleep
 }
 
 #[cfg(test)]

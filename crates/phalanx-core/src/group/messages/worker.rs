@@ -10,7 +10,7 @@ use parking_lot::MutexGuard;
 use rustix::event::PollFlags;
 
 use super::line::{Line, line};
-use super::{CLOCK, Shared};
+use super::{CLOCK, SPINS, Shared, polls_on};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -18,6 +18,7 @@ use crate::group::work::Completer;
 use crate::rank::Rank;
 use crate::trace::Track;
 use crate::transport::messages::{Inbound, LineEnd, Outbound, Step};
+use crate::transport::polling::Polling;
 use crate::wire::frame::Call;
 
 /// The most messages of one line completed in a row before the other lines have their turn.
@@ -41,6 +42,8 @@ pub(super) struct Worker {
     inbound: Pending<Inbound>,
     /// No deadline passes before this time.
     next_deadline: Option<Deadline>,
+    /// For the first of all peers that sends or takes something.
+    polling: Polling,
 }
 
 /// The messages in flight in one direction.
@@ -69,7 +72,13 @@ struct Failed {
 impl Worker {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
         let world = shared.outbound.len();
-        Self { shared, outbound: Pending::new(world), inbound: Pending::new(world), next_deadline: None }
+        Self {
+            shared,
+            outbound: Pending::new(world),
+            inbound: Pending::new(world),
+            next_deadline: None,
+            polling: Polling::default(),
+        }
     }
 
     /// Works until the group is closed and nothing is in flight.
@@ -86,17 +95,26 @@ impl Worker {
 
     fn run(&mut self) {
         let (mut idle, mut rounds) = (0, 0u64);
+        let (mut waiting, mut in_a_row) = (None, 0);
         while self.take_news() {
             rounds += 1;
             let outcome = self.round().and_then(|round| match round {
                 Round { moved: true, .. } => {
                     idle = 0;
+                    if let Some(wait) = waiting.take() {
+                        self.polling.end(&wait, Instant::now());
+                    }
                     if rounds % CLOCK == 0 { self.check_deadlines() } else { Ok(()) }
                 }
                 // A system call costs more than a poll of the memory.
-                Round { polls: false, .. } if idle < self.shared.spins => {
+                Round { polls: false, .. } if self.shared.polls && idle < SPINS => {
                     idle += 1;
                     std::hint::spin_loop();
+                    Ok(())
+                }
+                Round { polls: true, .. }
+                    if self.shared.polls && polls_on(&self.polling, &mut waiting, &mut in_a_row) =>
+                {
                     Ok(())
                 }
                 _ => self.wait().and_then(|()| self.check_deadlines()),
@@ -150,7 +168,7 @@ impl Worker {
 
     /// Waits until a line can be used, or another call comes.
     fn wait(&mut self) -> Result<(), Failed> {
-        let Self { shared, outbound, inbound, next_deadline } = self;
+        let Self { shared, outbound, inbound, next_deadline, .. } = self;
         let out = outbound.ends(&shared.outbound);
         let into = inbound.ends(&shared.inbound);
         // Before the last check: what a peer published before it left, or died, still counts.

@@ -14,6 +14,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use phalanx_sys::processors;
 use phalanx_sys::shared::ALIGNMENT;
 use rustix::event::PollFlags;
 
@@ -42,6 +43,8 @@ pub(crate) struct Messages {
     pub outbound: Vec<Option<Outbound>>,
     pub inbound: Vec<Option<Inbound>>,
     pub notifier: Arc<Notifier>,
+    /// Whether the rank polls before it sleeps: each rank of this host can have a processor.
+    pub polls: bool,
     /// Sends the goodbye when the connections are no longer used.
     pub goodbye: Box<dyn Send + Sync>,
 }
@@ -85,6 +88,7 @@ impl Messages {
         connections: &Arc<Connections>,
         rings: Rings,
         health: &Arc<Health>,
+        polls: bool,
         goodbye: Box<dyn Send + Sync>,
     ) -> Self {
         let Rings { own, links } = rings;
@@ -107,11 +111,12 @@ impl Messages {
         let notifier = Arc::new(Notifier::new(own));
         let waiting = notifier.clone();
         connections.on_connected(Box::new(move || waiting.notify()));
-        Self { outbound, inbound, notifier, goodbye }
+        Self { outbound, inbound, notifier, polls, goodbye }
     }
 
     /// The lines between the ranks of one process, by rank.
     pub(super) fn in_process(world: WorldSize, goodbyes: Vec<Box<dyn Send + Sync>>) -> Vec<Self> {
+        let polls = processors::suffice_for(world.count());
         let notifiers: Vec<_> = world.ranks().map(|_| Arc::new(Notifier::new(None))).collect();
         let boxes: Vec<Vec<_>> =
             world.ranks().map(|_| world.ranks().map(|_| Arc::new(Mailbox::default())).collect()).collect();
@@ -126,6 +131,7 @@ impl Messages {
                 outbound: others().map(|peer| peer.map(outbound)).collect(),
                 inbound: others().map(|peer| peer.map(inbound)).collect(),
                 notifier: notifiers[rank.index()].clone(),
+                polls,
                 goodbye,
             }
         });

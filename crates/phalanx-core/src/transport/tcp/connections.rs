@@ -49,6 +49,12 @@ impl Connections {
         self.control.get(peer.index()).is_some_and(Option::is_some)
     }
 
+    /// The number of peers on this host.
+    pub fn near(&self) -> usize {
+        // Connections of the other kinds may be made later.
+        self.control.iter().flatten().filter(|connection| connection.is_within_host()).count()
+    }
+
     /// Asks for the connection, if it does not stand. Returns at once.
     pub(in crate::transport) fn ask(&self, channel: Channel, peer: Rank) {
         if self.get(channel, peer).is_none()

@@ -19,7 +19,6 @@ mod on_demand;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
 mod pending_tests;
-mod polling;
 mod start_failure;
 mod stop_probe;
 mod stream;
@@ -44,10 +43,10 @@ pub(crate) use self::connect::{Announcement, mesh_with};
 pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
 pub(crate) use self::control::{Monitor, SilentHosts};
-use self::polling::{Next, Polling, Wait};
 pub(crate) use self::start_failure::fail_start;
 pub(crate) use self::stop_probe::process_record;
 use self::stream::{Receiving, Sending};
+use super::polling::{Next, Polling, Wait};
 use super::{Incoming, Outgoing, Transport, late};
 use crate::buffer::AlignedBytes;
 use crate::credentials::Credentials;
@@ -94,29 +93,35 @@ pub(crate) struct Tcp {
     rank: Rank,
     connections: Arc<Connections>,
     scratch: AlignedBytes,
-    polling: Polling,
+    /// Whether it polls at all.
+    polls: bool,
+    /// By rank.
+    polling: Vec<Polling>,
     /// Sends the goodbye when its last owner drops it.
     _monitor: Arc<Monitor>,
 }
 
 impl Tcp {
-    /// Takes over the connections of a mesh, which `monitor` watches.
+    /// Takes over the connections of a mesh, which `monitor` watches. The rank polls them before it sleeps if it `polls`: if each rank of this host
+    /// can have a processor.
     pub(crate) fn new(
         rank: Rank,
         connections: Arc<Connections>,
         health: Arc<Health>,
         monitor: Arc<Monitor>,
-        local_world_size: u32,
+        polls: bool,
     ) -> Self {
         connections.data.iter().filter_map(OnceLock::get).for_each(keep_in_cache);
-        let within_host =
-            |connection: &&Option<Connection>| connection.as_ref().is_some_and(Connection::is_within_host);
-        // Those for data may be made later.
-        let near = connections.control.iter().filter(within_host).count();
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let polls = has_a_processor(near, local_world_size as usize, processors);
-        let polling = Polling::new(connections.control.len(), polls);
-        Self { health, rank, connections, scratch: AlignedBytes::default(), polling, _monitor: monitor }
+        let polling = connections.control.iter().map(|_| Polling::default()).collect();
+        Self {
+            health,
+            rank,
+            connections,
+            scratch: AlignedBytes::default(),
+            polls,
+            polling,
+            _monitor: monitor,
+        }
     }
 }
 
@@ -130,12 +135,6 @@ fn keep_in_cache(connection: &Connection) {
     }
 }
 
-/// Whether each rank of this host can have a processor. The `near` peers in a sub-group may not be all ranks of this host, so the number of these
-/// comes from the launcher.
-fn has_a_processor(near: usize, local_world_size: usize, processors: usize) -> bool {
-    local_world_size.max(1 + near) <= processors
-}
-
 impl Transport for Tcp {
     fn exchange(
         &mut self,
@@ -144,8 +143,9 @@ impl Transport for Tcp {
         deadline: Deadline,
     ) -> Result<()> {
         let Self { health, rank, connections, scratch, polling, .. } = self;
-        let mut waiting: Option<Wait> = None;
-        let mut polls = 0;
+        // Whom it waits for, and whether for what that rank sends.
+        let mut waiting: Option<(Rank, bool, Wait)> = None;
+        let mut in_a_row = 0;
         let peers = [send.as_ref().map(|frame| frame.to), recv.as_ref().map(|frame| frame.from)];
         if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
             return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
@@ -173,9 +173,10 @@ impl Transport for Tcp {
                     receiving = None;
                 }
             }
-            let is_over = |wait: &mut Wait| if wait.receives { has_received } else { has_sent };
-            if let Some(wait) = waiting.take_if(is_over) {
-                polling.end(&wait, Instant::now());
+            if let Some((peer, _, wait)) =
+                waiting.take_if(|(_, receives, _)| if *receives { has_received } else { has_sent })
+            {
+                polling[peer.index()].end(&wait, Instant::now());
             }
             let waits_for = match (&sending, &receiving) {
                 (None, None) => return Ok(()),
@@ -189,10 +190,10 @@ impl Transport for Tcp {
             let into = receiving.as_ref().and_then(|(_, stream, _)| *stream);
             let receives = receiving.is_some();
             let is_connected = if receives { into.is_some() } else { out.is_some() };
-            if polling.is_enabled() && is_connected {
+            if self.polls && is_connected {
                 let now = Instant::now();
-                let wait = waiting.get_or_insert_with(|| Wait::begin(waits_for, receives, now));
-                match polling.next(wait, &mut polls, now) {
+                let (peer, _, wait) = waiting.get_or_insert_with(|| (waits_for, receives, Wait::begin(now)));
+                match polling[peer.index()].next(wait, &mut in_a_row, now) {
                     Next::Poll => continue,
                     Next::YieldAndPoll => {
                         std::thread::yield_now();
@@ -302,13 +303,6 @@ mod tests {
         assert_eq!(socket_send_buffer_size(connection.socket()).unwrap(), bound);
         drop(connection);
         assert_eq!(reader.join().unwrap().unwrap(), 64 << 20);
-    }
-
-    #[test]
-    fn who_shares_a_processor_with_a_peer_sleeps_at_once() {
-        assert!(has_a_processor(1, 2, 2) && has_a_processor(0, 1, 1));
-        // Three on this host; and two of the four ranks on this host.
-        assert!(!has_a_processor(2, 1, 2) && !has_a_processor(1, 4, 2));
     }
 
     #[test]

@@ -6,8 +6,6 @@
 
 use std::time::{Duration, Instant};
 
-use crate::rank::Rank;
-
 /// The longest wait for a prompt peer.
 const PROMPT_LIMIT: Duration = Duration::from_micros(50);
 /// After so many polls in one wait the rank yields its processor between two polls. The peer may be on the same processor, if other programs
@@ -15,29 +13,26 @@ const PROMPT_LIMIT: Duration = Duration::from_micros(50);
 const POLLS: u32 = 10;
 /// A late peer is polled in one of so many waits.
 const RETRY: u8 = 8;
-/// The most polls of an exchange in a row. A system call that waits comes between them, which checks the deadline: data that trickles must not put
+/// The most polls of a thread in a row. A system call that waits comes between them, which checks the deadline: data that trickles must not put
 /// that off.
 const MAX_POLLS: u32 = 4096;
 
-/// For which peers a rank polls.
-pub(super) struct Polling {
-    is_enabled: bool,
-    /// By rank: in how many waits for that peer the rank sleeps at once before it polls again.
-    asleep: Vec<u8>,
+/// Whether a rank polls for one peer.
+#[derive(Default)]
+pub(crate) struct Polling {
+    /// In how many waits for that peer the rank sleeps at once before it polls again.
+    asleep: u8,
 }
 
-/// A wait for one peer.
-pub(super) struct Wait {
-    pub peer: Rank,
-    /// Whether it is for what the peer sends. Otherwise it is for room for what the peer is sent.
-    pub receives: bool,
+/// A wait for a peer: for what it sends, or for room for what it is sent.
+pub(crate) struct Wait {
     began: Instant,
     polls: u32,
 }
 
 /// What a rank does in a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
+pub(crate) enum Next {
     Poll,
     /// It lets others have its processor first.
     YieldAndPoll,
@@ -45,19 +40,9 @@ pub(super) enum Next {
 }
 
 impl Polling {
-    /// `is_enabled` if each rank of this host can have a processor. If they share some, a peer may need this one to go on.
-    pub fn new(ranks: usize, is_enabled: bool) -> Self {
-        Self { is_enabled, asleep: vec![0; ranks] }
-    }
-
-    pub fn is_enabled(&self) -> bool {
-        self.is_enabled
-    }
-
-    /// What a rank does in `wait`. `in_a_row` counts the polls of its exchange since it last slept.
+    /// What a rank does in `wait`. `in_a_row` counts the polls of its thread since that last slept.
     pub fn next(&self, wait: &mut Wait, in_a_row: &mut u32, now: Instant) -> Next {
-        let sleeps = !self.is_enabled || self.asleep[wait.peer.index()] > 0 || !wait.is_prompt(now);
-        if sleeps || *in_a_row >= MAX_POLLS {
+        if self.asleep > 0 || !wait.is_prompt(now) || *in_a_row >= MAX_POLLS {
             *in_a_row = 0;
             return Next::Sleep;
         }
@@ -68,8 +53,7 @@ impl Polling {
 
     /// What `wait` was for has come.
     pub fn end(&mut self, wait: &Wait, now: Instant) {
-        let asleep = &mut self.asleep[wait.peer.index()];
-        *asleep = match *asleep {
+        self.asleep = match self.asleep {
             _ if wait.is_prompt(now) => 0,
             0 => RETRY - 1,
             waits => waits - 1,
@@ -78,8 +62,8 @@ impl Polling {
 }
 
 impl Wait {
-    pub fn begin(peer: Rank, receives: bool, now: Instant) -> Self {
-        Self { peer, receives, began: now, polls: 0 }
+    pub fn begin(now: Instant) -> Self {
+        Self { began: now, polls: 0 }
     }
 
     fn is_prompt(&self, now: Instant) -> bool {
@@ -91,13 +75,12 @@ impl Wait {
 mod tests {
     use super::*;
 
-    const PEER: Rank = Rank::new(1);
     const LATE_DELAY: Duration = Duration::from_millis(1);
 
     /// How often the rank polls in a wait that takes so long, with a microsecond between two polls.
     fn wait(polling: &mut Polling, lasts: Duration) -> usize {
         let began = Instant::now();
-        let mut wait = Wait::begin(PEER, true, began);
+        let mut wait = Wait::begin(began);
         let moments =
             (0..).map(|step| began + Duration::from_micros(step)).take_while(|now| *now < began + lasts);
         let polls = moments.take_while(|now| polling.next(&mut wait, &mut 0, *now) != Next::Sleep).count();
@@ -107,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_prompt_peer_is_polled_and_a_late_one_now_and_then() {
-        let mut polling = Polling::new(2, true);
+        let mut polling = Polling::default();
         let within = Duration::from_micros(20);
         assert_eq!([wait(&mut polling, within), wait(&mut polling, within)], [20, 20]);
         assert_eq!(wait(&mut polling, LATE_DELAY), PROMPT_LIMIT.as_micros() as usize + 1);
@@ -119,9 +102,9 @@ mod tests {
 
     #[test]
     fn a_rank_yields_after_a_few_polls() {
-        let polling = Polling::new(2, true);
+        let polling = Polling::default();
         let now = Instant::now();
-        let mut wait = Wait::begin(PEER, false, now);
+        let mut wait = Wait::begin(now);
         let all: Vec<Next> = (0..POLLS + 2).map(|_| polling.next(&mut wait, &mut 0, now)).collect();
         assert_eq!(all.iter().filter(|next| **next == Next::Poll).count(), POLLS as usize);
         assert_eq!(all.last(), Some(&Next::YieldAndPoll));
@@ -129,19 +112,13 @@ mod tests {
 
     #[test]
     fn data_that_trickles_lets_a_rank_look_at_the_deadline() {
-        let mut polling = Polling::new(2, true);
+        let mut polling = Polling::default();
         let (now, mut in_a_row, mut sleeps) = (Instant::now(), 0, 0);
         for _ in 0..3 * MAX_POLLS {
-            let mut wait = Wait::begin(PEER, true, now);
+            let mut wait = Wait::begin(now);
             sleeps += u32::from(polling.next(&mut wait, &mut in_a_row, now) == Next::Sleep);
             polling.end(&wait, now);
         }
         assert_eq!(sleeps, 2);
-    }
-
-    #[test]
-    fn who_shares_a_processor_sleeps_at_once() {
-        let mut polling = Polling::new(2, false);
-        assert_eq!(wait(&mut polling, LATE_DELAY), 0);
     }
 }
