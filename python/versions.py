@@ -18,7 +18,6 @@ pair passes; one for which PyTorch has no wheel is in the table, and does not fa
 import argparse
 import collections
 import contextlib
-import itertools
 import os
 import pathlib
 import re
@@ -30,7 +29,7 @@ import sys
 import xml.etree.ElementTree
 
 HERE = pathlib.Path(__file__).resolve().parent
-# Of a file of tests, and of PyTorch's own tests: well above what they take on a busy machine.
+# Of a file of tests, and of an installation and PyTorch's own tests: well above what they take on a busy machine.
 LIMIT, LONG_LIMIT = 900.0, 3600.0
 REQUIRED = "import importlib.metadata as of; print(*(name for name in of.requires('torch') if 'extra ==' not in name), sep='\\n')"
 ITS = "import platform, torch; print(torch.__version__.split('+')[0], platform.python_version())"
@@ -83,7 +82,7 @@ class Pair:
         return output.strip()
 
     def pip(self, *what):
-        return self.must("not installed", self.python, "-m", "pip", "install", "-q", *what)
+        return self.must("not installed", self.python, "-m", "pip", "install", "-q", *what, limit=LONG_LIMIT)
 
     def install(self):
         """Whether there is a PyTorch for this Python. If so, it is installed with our package and what the tests need."""
@@ -144,7 +143,7 @@ class Pair:
 
     def torch_tests(self):
         """Runs PyTorch's tests over gloo and phalanx. Returns the result in words."""
-        command = [self.python, HERE / "run_torch_tests.py", "--world", "2", "--log", self.folder.with_suffix(".torch.log")]
+        command = [self.python, HERE / "run_torch_tests.py", "--world", "2", "--log", self.log.with_name(f"{self.folder.name}.torch.log")]
         output = self.must("PyTorch's own tests", *command, limit=LONG_LIMIT)
         rows = re.findall(r"^(gloo|phalanx) +(\d+) +(\d+) +(\d+)$", output, re.MULTILINE)
         return "; ".join(f"{name} {passed} pass, {failed} fail" for name, passed, failed, _ in rows)
@@ -165,31 +164,33 @@ def main():
     runs = [("all of `tests`" if arguments.only is None else " ".join(arguments.only), Pair.our_tests)] if arguments.only != [] else []
     if arguments.torch_tests:
         runs.append(("`run_torch_tests.py`, 2 ranks", Pair.torch_tests))
+    if not runs:
+        parser.error("--only without a name, and no --torch-tests: nothing to run")
     rows, skipped = [], collections.defaultdict(list)
 
     def result(its, what, text):
         rows.append(f"| {' | '.join([*its, what, text])} |")
         print(rows[-1], flush=True)
 
-    for torch, python in itertools.product(arguments.torch, arguments.python):
-        pair, its = Pair(arguments, python, torch), (torch, python)
-        try:
-            if not pair.install():
-                result(its, "nothing", "no wheel of PyTorch")
-                continue
-            its = pair.versions
-            for what, run in runs:
-                try:
-                    result(its, what, run(pair))
-                except Failed as error:
-                    result(its, what, f"FAILED: {error}")
-        except Failed as error:
-            result(its, "nothing", f"FAILED: {error}")
-        finally:
-            shutil.rmtree(pair.folder)
-        for reason, count in pair.skipped.items():
-            skipped[f"{reason} ({count})"].append("{} on {}".format(*its))
     for torch in arguments.torch:
+        for python in arguments.python:
+            pair, its = Pair(arguments, python, torch), (torch, python)
+            try:
+                if not pair.install():
+                    result(its, "nothing", "no wheel of PyTorch")
+                    continue
+                its = pair.versions
+                for what, run in runs:
+                    try:
+                        result(its, what, run(pair))
+                    except Failed as error:
+                        result(its, what, f"FAILED: {error}")
+            except Failed as error:
+                result(its, "nothing", f"FAILED: {error}")
+            finally:
+                shutil.rmtree(pair.folder)
+            for reason, count in pair.skipped.items():
+                skipped[f"{reason} ({count})"].append("{} on {}".format(*its))
         shutil.rmtree(arguments.folder / f"cuda-{torch}", ignore_errors=True)
     print("\n| PyTorch | Python | run | result |\n|---|---|---|---|", *rows, "\nSkipped:", sep="\n")
     for reason, pairs in skipped.items():

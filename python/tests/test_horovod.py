@@ -184,6 +184,8 @@ def _errors(rank):
     if rank == 0:
         with pytest.raises(ValueError, match="in flight already"):
             hvd.allreduce_async(torch.ones(1), name="twice")
+    # Before this rank 1 does not take part: what is done is in flight no longer.
+    hvd.allreduce(torch.ones(1), name="refused")
     hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="twice") if rank == 1 else handle)
     for wrong, text in [
         (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "supersedes"),
