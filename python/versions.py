@@ -159,6 +159,8 @@ def main():
     parser.add_argument("--through", default="", help="a command before each command, such as nice or taskset")
     parser.add_argument("--folder", type=pathlib.Path, default=HERE / "target" / "versions", help="for environments and logs")
     arguments = parser.parse_args()
+    # As after Ctrl-C: what runs is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.wheel, arguments.folder = arguments.wheel.resolve(strict=True), arguments.folder.resolve()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     runs = [("all of `tests`" if arguments.only is None else " ".join(arguments.only), Pair.our_tests)] if arguments.only != [] else []

@@ -22,8 +22,10 @@ import phalanx_torch
 from phalanx_torch import process_group
 
 LIMIT = 90.0
+_torch = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SINCE_2_14 = _torch >= (2, 14)
 # Older versions give `monitored_barrier` and `split_group` to PyTorch's own backends alone.
-SINCE_2_15 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+SINCE_2_15 = _torch >= (2, 15)
 FORK = multiprocessing.get_context("fork")
 # Older versions do not tell a group whether its caller waits.
 needs_async_op = pytest.mark.skipif(
