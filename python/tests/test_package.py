@@ -4,6 +4,7 @@ import copy
 import importlib.metadata
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,10 @@ def test_the_metadata_is_that_of_a_release():
     classifiers = metadata.get_all("Classifier")
     assert "Operating System :: POSIX :: Linux" in classifiers and "Typing :: Typed" in classifiers
     assert metadata["Requires-Python"] == ">=3.10"
+    # The Pythons that are named are those with which the page says that all tests have passed.
+    named = set(re.findall(r":: Python :: (3\.\d+)", PROJECT.read_text()))
+    rows = [row.split("|") for row in PROJECT.with_name("README.md").read_text().splitlines() if "| all of `tests` |" in row]
+    assert named == {version for row in rows for version in re.findall(r"3\.\d+", row[2])}
     assert metadata["License-Expression"] == "MIT OR Apache-2.0"
     assert sorted(metadata.get_all("License-File")) == ["LICENSE-APACHE", "LICENSE-MIT"]
     # There are some once the project has an address.
