@@ -457,7 +457,7 @@ impl Stages for Classifier {
 }
 
 fn gelu<const D: usize>(x: Tensor<D>, tanh: bool) -> Tensor<D> {
-    if tanh { activation::gelu_approximate(x) } else { activation::gelu(x) }
+    if tanh { activation::gelu_approximate(x) } else { phalanx_layers::gelu(x) }
 }
 
 fn normal(config: &Config) -> Initializer {

@@ -21,7 +21,6 @@
 //! On Flex and libtorch, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
 //! models, batches and turns.
 
-mod layers;
 mod memory;
 mod models;
 mod named;
@@ -31,14 +30,14 @@ mod pytorch;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use clap::{Parser, ValueEnum};
 use common::median;
 use common::overlap::{self, Overlap};
 use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::device::Kind;
-use phalanx_burn::{Ddp, DdpOptions};
+use phalanx_burn::{Ddp, DdpOptions, FusedAdamWConfig};
 use serde::{Deserialize, Serialize};
 
 use models::{Encoder, Mlp, ResNet, Subject};
@@ -209,7 +208,7 @@ impl<M: Subject> Trainer<M> {
     }
 
     fn of(ddp: Ddp<M>, device: Device) -> Self {
-        Self { ddp, optimizer: AdamWConfig::new().init(), device, weight: None }
+        Self { ddp, optimizer: FusedAdamWConfig::new().init(), device, weight: None }
     }
 
     /// Trains one step; gives its milliseconds.

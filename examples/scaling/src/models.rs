@@ -8,10 +8,9 @@ use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig};
 use burn::nn::{
     BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig, PaddingConfig2d, Relu,
 };
-use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 
-use crate::layers;
+use phalanx_layers::{batch_norm, conv2d, transformer_encoder};
 
 /// A model that can be trained for its own sake.
 pub trait Subject: Module {
@@ -118,30 +117,9 @@ impl Subject for Encoder {
     fn logits(&self, input: Self::Input) -> Tensor<2> {
         let positions = Tensor::arange(0..Self::LENGTH as i64, &input.device()).unsqueeze();
         let embedded = self.tokens.forward(input) + self.positions.forward(positions);
-        let [samples, length, width] = embedded.dims();
-        let encoded = encode(&self.encoder, embedded.reshape([samples * length, width]), samples);
-        let encoded = encoded.reshape([samples, length, width]);
+        let encoded = transformer_encoder(&self.encoder, embedded, None, None);
         self.head.forward(encoded.mean_dim(1).squeeze_dim(1))
     }
-}
-
-/// What `TransformerEncoder::forward` computes without masks and dropout, but from all samples' tokens as the rows of one
-/// matrix. Of a tensor of samples whose length is a multiple of 32, Burn 0.22 multiplies each sample by the weights on its
-/// own, and adds up a gradient of the weights for each: the guide's page about devices has what that costs on Flex.
-fn encode(encoder: &TransformerEncoder, rows: Tensor<2>, samples: usize) -> Tensor<2> {
-    encoder.layers.iter().fold(rows, |x, layer| {
-        let [rows, width] = x.dims();
-        let mha = &layer.mha;
-        let heads = |linear: &Linear| {
-            let shape = [samples, rows / samples, mha.n_heads, mha.d_k];
-            linear.forward(x.clone()).reshape(shape).swap_dims(1, 2)
-        };
-        let scores =
-            heads(&mha.query).matmul(heads(&mha.key).transpose()).div_scalar((mha.d_k as f32).sqrt());
-        let context = softmax(scores, 3).matmul(heads(&mha.value)).swap_dims(1, 2).reshape([rows, width]);
-        let x = layer.norm_1.forward(x.clone() + mha.output.forward(context));
-        layer.norm_2.forward(x.clone() + layer.pwff.forward(x))
-    })
 }
 
 /// A residual network of 20 layers for 32 x 32 pixels, with batch norm: 0.27 M parameters.
@@ -214,7 +192,7 @@ impl Normed {
     }
 
     fn forward(&self, x: Tensor<4>) -> Tensor<4> {
-        layers::normalise(&self.norm, layers::convolve(&self.conv, x))
+        batch_norm(&self.norm, conv2d(&self.conv, x))
     }
 }
 
@@ -232,56 +210,5 @@ impl Block {
         let y = self.second.forward(self.relu.forward(self.first.forward(x.clone())));
         let x = self.shortcut.as_ref().map_or(x.clone(), |shortcut| shortcut.forward(x));
         self.relu.forward(x + y)
-    }
-}
-
-#[cfg(test)]
-pub mod tests {
-    use burn::nn::transformer::{TransformerEncoderInput, TransformerEncoderLayer};
-    use burn::tensor::Gradients;
-
-    use super::*;
-
-    /// The largest difference, as a share of the largest value.
-    pub fn between<const D: usize>([a, b]: [Tensor<D>; 2]) -> f32 {
-        let largest = a.clone().abs().max().into_scalar::<f32>();
-        (a - b).abs().max().into_scalar::<f32>() / largest
-    }
-
-    fn linear_layers(layer: &TransformerEncoderLayer) -> [&Linear; 6] {
-        let (mha, pwff) = (&layer.mha, &layer.pwff);
-        [&mha.query, &mha.key, &mha.value, &mha.output, &pwff.linear_inner, &pwff.linear_outer]
-    }
-
-    /// On both sides of the multiples of 32, where Burn takes another way.
-    #[test]
-    fn rows_are_encoded_as_burn_encodes_samples() {
-        let device = Device::flex().autodiff();
-        device.seed(7);
-        let config = TransformerEncoderConfig::new(32, 128, 4, 3).with_dropout(0.0);
-        for (samples, length) in [(1, 32), (8, 64), (3, 17), (6, 2), (5, 96)] {
-            let encoder = config.init(&device);
-            let random =
-                || Tensor::<3>::random([samples, length, 32], Distribution::Normal(0.0, 1.0), &device);
-            let (x, weights) = (random().require_grad(), random());
-
-            let expected = encoder.forward(TransformerEncoderInput::new(x.clone()));
-            let rows = encode(&encoder, x.clone().reshape([samples * length, 32]), samples);
-            let encoded = rows.reshape([samples, length, 32]);
-            let apart = between([expected.clone(), encoded.clone()]);
-            assert!(apart < 1e-5, "{samples} samples of {length}: {apart}");
-
-            let backward = |y: Tensor<3>| (y * weights.clone()).sum().backward();
-            let gradients: [Gradients; 2] = [backward(expected), backward(encoded)];
-            let of_x = gradients.each_ref().map(|g| x.grad(g).expect("x has a gradient"));
-            let apart = between(of_x);
-            assert!(apart < 1e-5, "{samples} samples of {length}, gradient of the input: {apart}");
-            for linear in encoder.layers.iter().flat_map(linear_layers) {
-                let weight = linear.weight.val();
-                let apart =
-                    between(gradients.each_ref().map(|g| weight.grad(g).expect("a weight has a gradient")));
-                assert!(apart < 1e-5, "{samples} samples of {length}, gradient of weights: {apart}");
-            }
-        }
     }
 }

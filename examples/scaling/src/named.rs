@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use phalanx::{ProcessGroup, Rank};
+use phalanx_burn::FusedAdamWConfig;
 use phalanx_burn::horovod::{DistributedOptimizer, broadcast_parameters};
 use phalanx_horovod::{Horovod, Options};
 
@@ -24,7 +24,7 @@ impl<M: Subject> Named<M> {
     pub fn new(group: &ProcessGroup, device: &Device) -> Result<Self> {
         let (hvd, device) = (Horovod::new(group, Options::from_env()?)?, device.clone().autodiff());
         let model = broadcast_parameters(&hvd, M::new(&device), Rank::MAIN)?;
-        let optimizer = DistributedOptimizer::new(AdamWConfig::new().init(), &model, &hvd)?;
+        let optimizer = DistributedOptimizer::new(FusedAdamWConfig::new().init(), &model, &hvd)?;
         Ok(Self { model: Some(model), optimizer, device })
     }
 

@@ -9,14 +9,14 @@ use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer,
 };
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::{Device, Distribution, Tensor};
 use phalanx::ProcessGroup;
 use phalanx::pipeline::Schedule;
-use phalanx_burn::Ddp;
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
 use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup};
+use phalanx_burn::{Ddp, FusedAdamWConfig};
 
 const WIDTH: usize = 512;
 const LENGTH: usize = 64;
@@ -119,7 +119,7 @@ fn loss(head: &Linear, x: Tensor<3>) -> Tensor<1> {
 
 /// A model and its optimizer, which take a step.
 fn trained<'a, M: Module + 'a>(mut ddp: Ddp<M>, forward: impl Fn(&M) -> Tensor<1> + 'a) -> (usize, Step<'a>) {
-    let mut optimizer = AdamWConfig::new().init();
+    let mut optimizer = FusedAdamWConfig::new().init();
     let parameters = ddp.model().num_params();
     let step = move || {
         let start = Instant::now();
@@ -169,7 +169,7 @@ fn sharded<'a>(
         head: FullySharded::new(head(device), &sharding)?,
     };
     let mut fsdp = Fsdp::new(model, &sharding)?;
-    let mut optimizer = AdamWConfig::new().init();
+    let mut optimizer = FusedAdamWConfig::new().init();
     let parameters = fsdp.model().num_params();
     let step = move || {
         let start = Instant::now();
@@ -230,7 +230,7 @@ fn staged<'a>(
     };
     let parts: Vec<Part> = pipeline.own_stages().map(part).collect();
     let mut ddp = Ddp::new(parts, &ProcessGroup::alone()?)?;
-    let mut optimizer: ModuleOptimizer = AdamWConfig::new().init();
+    let mut optimizer: ModuleOptimizer = FusedAdamWConfig::new().init();
     let parameters = ddp.model().num_params();
     let step = move || {
         let start = Instant::now();

@@ -3,9 +3,9 @@
 use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
-use burn::tensor::module::linear;
 
 use super::super::division::Division;
+use super::linear::linear_of_rows;
 
 /// [`Linear`] that is whole until a [`TensorPlan`](super::TensorPlan) divides its outputs or its inputs among ranks. Its parameters have
 /// Burn's names.
@@ -72,7 +72,7 @@ impl ParallelLinear {
         let mut copied = None;
         layers.map(|layer| match layer.weight.reparameterization::<Division>() {
             Some(Division { group, span }) if span.dim == 0 => {
-                let sum = group.reduce(linear(x.clone(), layer.weight.val(), None));
+                let sum = group.reduce(linear_of_rows(x.clone(), layer.weight.val(), None));
                 match &layer.bias {
                     Some(bias) => sum + bias.val().unsqueeze(),
                     None => sum,
@@ -87,6 +87,6 @@ impl ParallelLinear {
     }
 
     fn local<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        linear(x, self.weight.val(), self.bias.as_ref().map(|bias| bias.val()))
+        linear_of_rows(x, self.weight.val(), self.bias.as_ref().map(|bias| bias.val()))
     }
 }

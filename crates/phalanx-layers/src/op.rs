@@ -1,5 +1,7 @@
 //! The layers as operations of Burn's extension API.
 
+use std::mem::MaybeUninit;
+
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, backend_extension};
 use burn::tensor::{Bytes, DType, Shape};
@@ -11,7 +13,7 @@ use burn_autodiff::{Autodiff, NodeId};
 use burn_flex::{FlexTensor, Layout};
 
 use super::normalisation::Statistics;
-use super::{convolution, normalisation};
+use super::{convolution, gelu, memory, normalisation};
 
 /// `pub` because the macro implements it for a public type; the module is private.
 #[backend_extension(Autodiff, Flex)]
@@ -31,6 +33,9 @@ pub trait LayerOps: Backend {
         beta: FloatTensor<Self>,
         epsilon: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+
+    /// `gelu`, under a name that Burn's backends do not have.
+    fn normal_gelu(x: FloatTensor<Self>) -> FloatTensor<Self>;
 }
 
 impl LayerOps for Flex {
@@ -39,7 +44,8 @@ impl LayerOps for Flex {
         let shape = convolution_shape(&x, &filters, stride, padding);
         let [height, width] = shape.output();
         let output = [dims::<4>(&x)[0], shape.outputs, height, width];
-        filled(output, |y| convolution::forward(&shape, values(&x), values(&filters), y))
+        // SAFETY: it writes every value.
+        unsafe { written(output, |y| convolution::forward(&shape, values(&x), values(&filters), y)) }
     }
 
     fn normalise(
@@ -51,11 +57,20 @@ impl LayerOps for Flex {
         let [x, gamma, beta] = [x, gamma, beta].map(|tensor| tensor.to_contiguous());
         let channels = [normalisation_shape(&x).channels];
         assert_eq!([dims(&gamma), dims(&beta)], [channels; 2], "parameters for another number of channels");
-        let mut y = vec![0.0; values(&x).len()];
-        let parameters = [values(&gamma), values(&beta)];
-        let statistics =
-            normalisation::forward(&normalisation_shape(&x), values(&x), parameters, epsilon, &mut y);
-        (tensor(dims::<4>(&x), y), tensor(channels, statistics.mean), tensor(channels, statistics.variance))
+        let (shape, parameters) = (normalisation_shape(&x), [values(&gamma), values(&beta)]);
+        let mut statistics = Statistics { mean: Vec::new(), variance: Vec::new() };
+        let forward = |y: &mut [MaybeUninit<f32>]| {
+            statistics = normalisation::forward(&shape, values(&x), parameters, epsilon, y);
+        };
+        // SAFETY: it writes every value.
+        let y = unsafe { written(dims::<4>(&x), forward) };
+        (y, tensor(channels, statistics.mean), tensor(channels, statistics.variance))
+    }
+
+    fn normal_gelu(x: FlexTensor) -> FlexTensor {
+        let x = x.to_contiguous();
+        // SAFETY: it writes every value.
+        unsafe { like(&x, |y| gelu::forward(values(&x), y)) }
     }
 }
 
@@ -111,6 +126,34 @@ impl<C: CheckpointStrategy> LayerOps for Autodiff<Flex, C> {
         };
         (output, FloatTensor::<Self>::new(mean), FloatTensor::<Self>::new(variance))
     }
+
+    fn normal_gelu(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        match Gelu.prepare::<C>([x.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(mut prep) => {
+                let saved = prep.checkpoint(&x);
+                prep.finish(saved, Flex::normal_gelu(x.into_primitive()))
+            }
+            OpsKind::UnTracked(prep) => prep.finish(Flex::normal_gelu(x.into_primitive())),
+        }
+    }
+}
+
+/// Backward of [`LayerOps::normal_gelu`].
+#[derive(Debug)]
+struct Gelu;
+
+impl Backward<Flex, 1> for Gelu {
+    type State = NodeId;
+
+    fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, checkpointer: &mut Checkpointer) {
+        let dy = gradients.consume::<Flex>(&ops.node).to_contiguous();
+        let x = checkpointer.retrieve_node_output::<FlexTensor>(ops.state).to_contiguous();
+        if let [Some(node)] = ops.parents {
+            // SAFETY: it writes every value.
+            let dx = unsafe { like(&x, |dx| gelu::backward(values(&x), values(&dy), dx)) };
+            gradients.register::<Flex>(node.id, dx);
+        }
+    }
 }
 
 /// Backward of [`LayerOps::convolve`].
@@ -136,9 +179,16 @@ impl Backward<Flex, 2> for Convolve {
         let shape = convolution_shape(&x, &filters, stride, padding);
         let [x_node, filters_node] = ops.parents;
         if let Some(node) = x_node {
-            let dx = filled(dims::<4>(&x), |dx| {
-                convolution::backward_input(&shape, values(&filters), values(&dy), dx)
-            });
+            let (filters, dy) = (values(&filters), values(&dy));
+            let dx = match convolution::is_turned(&shape) {
+                // SAFETY: it writes every value.
+                true => unsafe {
+                    written(dims::<4>(&x), |dx| {
+                        convolution::backward_input_without_stride(&shape, filters, dy, dx);
+                    })
+                },
+                false => filled(dims::<4>(&x), |dx| convolution::backward_input(&shape, filters, dy, dx)),
+            };
             gradients.register::<Flex>(node.id, dx);
         }
         if let Some(node) = filters_node {
@@ -172,14 +222,18 @@ impl Backward<Flex, 3> for Normalise {
         let [x, gamma] =
             [x, gamma].map(|node| checkpointer.retrieve_node_output::<FlexTensor>(node).to_contiguous());
         let statistics = Statistics { mean: values(&mean).to_vec(), variance: values(&variance).to_vec() };
-        let mut dx = vec![0.0; values(&x).len()];
         let inputs = [values(&x), values(&dy)];
         let shape = normalisation_shape(&x);
-        let of = normalisation::backward(&shape, inputs, values(&gamma), &statistics, epsilon, &mut dx);
+        let mut of = normalisation::Gradients { gamma: Vec::new(), beta: Vec::new() };
+        let backward = |dx: &mut [MaybeUninit<f32>]| {
+            of = normalisation::backward(&shape, inputs, values(&gamma), &statistics, epsilon, dx);
+        };
+        // SAFETY: it writes every value.
+        let dx = unsafe { written(dims::<4>(&x), backward) };
 
         let [x_node, gamma_node, beta_node] = ops.parents;
         if let Some(node) = x_node {
-            gradients.register::<Flex>(node.id, tensor(dims::<4>(&x), dx));
+            gradients.register::<Flex>(node.id, dx);
         }
         if let Some(node) = gamma_node {
             gradients.register::<Flex>(node.id, tensor([shape.channels], of.gamma));
@@ -220,6 +274,28 @@ fn filled<const D: usize>(dims: [usize; D], fill: impl FnOnce(&mut [f32])) -> Fl
     let mut values = vec![0.0; dims.iter().product()];
     fill(&mut values);
     tensor(dims, values)
+}
+
+/// A tensor of what `write` writes.
+///
+/// # Safety
+/// `write` has to write every value.
+unsafe fn written<const D: usize>(
+    dims: [usize; D],
+    write: impl FnOnce(&mut [MaybeUninit<f32>]),
+) -> FlexTensor {
+    // SAFETY: as the caller says.
+    tensor(dims, unsafe { memory::written(dims.iter().product(), write) })
+}
+
+/// [`written`] with the shape of `x`.
+///
+/// # Safety
+/// `write` has to write every value.
+unsafe fn like(x: &FlexTensor, write: impl FnOnce(&mut [MaybeUninit<f32>])) -> FlexTensor {
+    // SAFETY: as the caller says.
+    let values = unsafe { memory::written(values(x).len(), write) };
+    FlexTensor::new(Bytes::from_elems(values), Layout::contiguous(x.layout().shape().clone()), DType::F32)
 }
 
 fn tensor<const D: usize>(dims: [usize; D], values: Vec<f32>) -> FlexTensor {

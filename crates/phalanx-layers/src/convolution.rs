@@ -5,12 +5,17 @@
 //! into that copy, so a convolution is one matrix product for each row, added up where the result lies. Operands lie as the
 //! products want them, so that hardly any is packed.
 //!
-//! One thread computes, as a rank of the benchmark has one.
+//! Samples are divided among rayon's threads. The gradient of the filters is added up in the order of the samples, so the same number of
+//! threads gives the same bits.
 
 use std::iter::zip;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use gemm::{Parallelism, gemm};
+use rayon::prelude::*;
+
+use crate::memory::as_uninit;
 
 /// Pixels that are transposed at a time: with 64 channels, as much as half of a first-level cache.
 const BLOCK: usize = 64;
@@ -97,6 +102,9 @@ impl Shape {
 
     fn unfold(&self, sample: &[f32], unfolded: &mut [f32]) {
         let width = self.output()[1];
+        if self.stride == 1 && width == self.width {
+            return self.unfold_planes(sample, unfolded);
+        }
         let inside: Vec<_> = (0..self.kernel).map(|column| self.inside(column)).collect();
         self.each_row(|number, column, input| {
             let row = &mut unfolded[number * width..][..width];
@@ -111,6 +119,30 @@ impl Shape {
                 stride => zip(row, input.iter().step_by(stride)).for_each(|(to, from)| *to = *from),
             }
         });
+    }
+
+    /// `unfold` where rows are as long as the input's: a channel is copied at once, moved by as many values as the column of the kernel is beside
+    /// the middle. What came from the end of another row lies in the padding.
+    fn unfold_planes(&self, sample: &[f32], unfolded: &mut [f32]) {
+        let (width, pixels) = (self.width, self.height * self.width);
+        let above = self.padding * width;
+        for (column, planes) in unfolded.chunks_exact_mut(self.inputs * self.plane()).enumerate() {
+            let (inside, _) = self.inside(column);
+            let [left, right] = [self.padding.saturating_sub(column), column.saturating_sub(self.padding)]
+                .map(|by| by.min(pixels));
+            for (plane, channel) in zip(planes.chunks_exact_mut(self.plane()), sample.chunks_exact(pixels)) {
+                plane[..above].fill(0.0);
+                plane[above + pixels..].fill(0.0);
+                let rows = &mut plane[above..][..pixels];
+                rows[left..pixels - right].copy_from_slice(&channel[right..pixels - left]);
+                if inside.len() < width {
+                    for row in rows.chunks_exact_mut(width) {
+                        row[..inside.start].fill(0.0);
+                        row[inside.end..].fill(0.0);
+                    }
+                }
+            }
+        }
     }
 
     /// The reverse of `unfold`: adds each value to where it came from.
@@ -151,49 +183,78 @@ impl Shape {
     }
 }
 
-/// `y`, of zeros or anything else, becomes the convolution of `x`.
-pub fn forward(shape: &Shape, x: &[f32], filters: &[f32], y: &mut [f32]) {
+/// Writes the convolution of `x`, which is every value of `y`.
+pub fn forward(shape: &Shape, x: &[f32], filters: &[f32], y: &mut [MaybeUninit<f32>]) {
     let (planes, pixels) = (shape.planes(), shape.pixels());
+    assert!(shape.kernel > 0, "a convolution without a kernel");
     let filters = shape.arrange(filters, |[output, input, row, column]| {
         (row * shape.outputs + output) * planes + column * shape.inputs + input
     });
-    let mut unfolded = vec![0.0; planes * shape.plane()];
-    let samples = x.chunks_exact(shape.sample());
-    for (x, y) in zip(samples, y.chunks_exact_mut(shape.outputs * pixels)) {
-        shape.unfold(x, &mut unfolded);
+    let scratch = || vec![0.0; planes * shape.plane()];
+    each_sample((x, shape.sample()), (y, shape.outputs * pixels), scratch, |unfolded, x, y| {
+        shape.unfold(x, unfolded);
         for (row, filters) in filters.chunks_exact(planes * shape.outputs).enumerate() {
             let left = Columns { values: &unfolded[shape.offset(row)..], stride: shape.plane() };
             let right = Columns { values: filters, stride: planes };
             multiply([pixels, shape.outputs, planes], left, right, y, pixels, row > 0);
         }
+    });
+}
+
+/// Calls `compute` with each sample of `from`, its place in `to` and what `scratch` made for the thread. Both come with the length of a sample.
+fn each_sample<T: Send>(
+    (from, from_length): (&[f32], usize),
+    (to, to_length): (&mut [T], usize),
+    scratch: impl Fn() -> Vec<f32> + Sync + Send,
+    compute: impl Fn(&mut [f32], &[f32], &mut [T]) + Sync + Send,
+) {
+    let samples = from.len() / from_length;
+    assert_eq!(
+        (from.len(), to.len()),
+        (samples * from_length, samples * to_length),
+        "tensors that do not fit"
+    );
+    if rayon::current_num_threads() == 1 {
+        // Without a change to the pool's only thread.
+        let mut scratch = scratch();
+        let samples = zip(from.chunks_exact(from_length), to.chunks_exact_mut(to_length));
+        return samples.for_each(|(from, to)| compute(&mut scratch, from, to));
     }
+    let samples = from.par_chunks_exact(from_length).zip(to.par_chunks_exact_mut(to_length));
+    samples.for_each_init(scratch, |scratch, (from, to)| compute(scratch, from, to));
+}
+
+/// Whether the gradient of the input is a convolution too: then [`backward_input_without_stride`] writes it.
+pub fn is_turned(shape: &Shape) -> bool {
+    shape.stride == 1 && shape.padding < shape.kernel
 }
 
 /// `dx`, which is zero, becomes the gradient of the input.
 pub fn backward_input(shape: &Shape, filters: &[f32], dy: &[f32], dx: &mut [f32]) {
-    if shape.stride == 1 && shape.padding < shape.kernel {
-        return backward_input_without_stride(shape, filters, dy, dx);
-    }
     let (planes, pixels) = (shape.planes(), shape.pixels());
     let filters = shape.arrange(filters, |[output, input, row, column]| {
         (row * planes + column * shape.inputs + input) * shape.outputs + output
     });
-    let mut unfolded = vec![0.0; planes * shape.plane()];
-    let gradients = dy.chunks_exact(shape.outputs * pixels);
-    for (dx, dy) in zip(dx.chunks_exact_mut(shape.sample()), gradients) {
+    let scratch = || vec![0.0; planes * shape.plane()];
+    each_sample((dy, shape.outputs * pixels), (dx, shape.sample()), scratch, |unfolded, dy, dx| {
         unfolded.fill(0.0);
         for (row, filters) in filters.chunks_exact(planes * shape.outputs).enumerate() {
             let left = Columns { values: dy, stride: pixels };
             let right = Columns { values: filters, stride: shape.outputs };
             let to = &mut unfolded[shape.offset(row)..];
-            multiply([pixels, planes, shape.outputs], left, right, to, shape.plane(), true);
+            multiply([pixels, planes, shape.outputs], left, right, as_uninit(to), shape.plane(), true);
         }
-        shape.fold(&unfolded, dx);
-    }
+        shape.fold(unfolded, dx);
+    });
 }
 
-/// The convolution of the gradient with the filters turned by half a circle.
-fn backward_input_without_stride(shape: &Shape, filters: &[f32], dy: &[f32], dx: &mut [f32]) {
+/// Writes the convolution of the gradient with the filters turned by half a circle, which is every value of `dx`.
+pub fn backward_input_without_stride(
+    shape: &Shape,
+    filters: &[f32],
+    dy: &[f32],
+    dx: &mut [MaybeUninit<f32>],
+) {
     let [height, width] = shape.output();
     let last = shape.kernel - 1;
     let turned = Shape {
@@ -212,22 +273,42 @@ fn backward_input_without_stride(shape: &Shape, filters: &[f32], dy: &[f32], dx:
 
 /// `dw` becomes the gradient of the filters, over all samples.
 pub fn backward_filters(shape: &Shape, x: &[f32], dy: &[f32], dw: &mut [f32]) {
+    let (planes, outputs) = (shape.planes(), shape.outputs);
+    let (x_sample, dy_sample) = (shape.sample(), outputs * shape.pixels());
+    let samples = (x.len() / x_sample).div_ceil(rayon::current_num_threads()).max(1);
+    let sums = match samples * x_sample >= x.len() {
+        true => sums_of(shape, x, dy),
+        false => {
+            let parts = x.par_chunks(samples * x_sample).zip(dy.par_chunks(samples * dy_sample));
+            let parts: Vec<Vec<f32>> = parts.map(|(x, dy)| sums_of(shape, x, dy)).collect();
+            let add = |mut sums: Vec<f32>, part: Vec<f32>| {
+                zip(&mut sums, part).for_each(|(sum, part)| *sum += part);
+                sums
+            };
+            parts.into_iter().reduce(add).unwrap_or_default()
+        }
+    };
+    shape.each_weight(|number, [output, input, row, column]| {
+        dw[number] = sums[(row * planes + column * shape.inputs + input) * outputs + output];
+    });
+}
+
+/// The gradient of the filters over these samples, by the kernel's row and column, the input and the output.
+fn sums_of(shape: &Shape, x: &[f32], dy: &[f32]) -> Vec<f32> {
     let (planes, pixels, outputs) = (shape.planes(), shape.pixels(), shape.outputs);
     let mut unfolded = vec![0.0; planes * shape.plane()];
     let mut channels_last = vec![0.0; pixels * outputs];
-    let mut sums = vec![0.0; dw.len()];
+    let mut sums = vec![0.0; shape.kernel * planes * outputs];
     for (x, dy) in zip(x.chunks_exact(shape.sample()), dy.chunks_exact(outputs * pixels)) {
         shape.unfold(x, &mut unfolded);
         transpose(dy, pixels, outputs, &mut channels_last);
         for (row, sums) in sums.chunks_exact_mut(planes * outputs).enumerate() {
             let left = Columns { values: &channels_last, stride: outputs };
             let right = Columns { values: &unfolded[shape.offset(row)..], stride: shape.plane() };
-            multiply([outputs, planes, pixels], left, right, sums, outputs, true);
+            multiply([outputs, planes, pixels], left, right, as_uninit(sums), outputs, true);
         }
     }
-    shape.each_weight(|number, [output, input, row, column]| {
-        dw[number] = sums[(row * planes + column * shape.inputs + input) * outputs + output];
-    });
+    sums
 }
 
 /// `[outputs, pixels]` to `[pixels, outputs]`.
@@ -247,12 +328,12 @@ struct Columns<'a> {
     stride: usize,
 }
 
-/// Writes the product of `left`, of m x k, and `right`, of k x n, as columns of `stride`, or adds it.
+/// Writes the product of `left`, of m x k, and `right`, of k x n, as columns of `stride`, or adds it to the values that are there.
 fn multiply(
     [m, n, k]: [usize; 3],
     left: Columns<'_>,
     right: Columns<'_>,
-    product: &mut [f32],
+    product: &mut [MaybeUninit<f32>],
     stride: usize,
     add: bool,
 ) {
@@ -264,7 +345,8 @@ fn multiply(
     assert!(left.values.len() >= values(k, left.stride, m));
     assert!(right.values.len() >= values(n, right.stride, k));
     let columns = [stride, left.stride, right.stride].map(|stride| stride as isize);
-    // SAFETY: the product reads and writes the first m or k values of n or k columns, all of which lie in the slices.
+    // SAFETY: the product reads and writes the first m or k values of n or k columns, all of which lie in the slices. It reads what it
+    // writes to only if it adds, and then the callers have written it before.
     // Nobody else writes into them, and columns of the product do not overlap, because they are at least as far apart as
     // they are long.
     unsafe {
@@ -272,7 +354,7 @@ fn multiply(
             m,
             n,
             k,
-            product.as_mut_ptr(),
+            product.as_mut_ptr().cast::<f32>(),
             columns[0],
             1,
             add,

@@ -1,0 +1,111 @@
+#![cfg_attr(docsrs, feature(doc_cfg))]
+#![doc = include_str!("../README.md")]
+
+mod convolution;
+mod gelu;
+mod memory;
+mod normalisation;
+mod op;
+#[cfg(test)]
+mod tests;
+mod transformer;
+
+use burn::backend::{Dispatch, DispatchDevice};
+use burn::nn::conv::Conv2d;
+use burn::nn::{BatchNorm, Linear, PaddingConfig2d};
+use burn::tensor::{DType, Device, Tensor};
+use op::LayerOps;
+
+pub use transformer::transformer_encoder;
+
+/// `conv.forward(x)`: a convolution of `[samples, channels, height, width]`.
+///
+/// It has kernels of its own for tensors of f32 on Flex, square kernels, the same stride and the same explicit or valid padding in all
+/// directions, one group and no dilation. Otherwise Burn's `forward` runs.
+///
+/// # Panics
+/// As Burn's `forward`: if `x` has other channels than the layer, or is smaller than its kernel.
+pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
+    let ([kernel, kernel_width], [stride, stride_width]) = (conv.kernel_size, conv.stride);
+    let padding = match conv.padding {
+        PaddingConfig2d::Valid => Some(0),
+        PaddingConfig2d::Explicit(top, left, bottom, right) => {
+            [left, bottom, right].iter().all(|side| *side == top).then_some(top)
+        }
+        PaddingConfig2d::Same => None,
+    };
+    let is_square = kernel == kernel_width && stride == stride_width;
+    match padding {
+        Some(padding) if is_square && conv.dilation == [1; 2] && conv.groups == 1 && is_f32_on_flex(&x) => {
+            let filters = conv.weight.val().into_dispatch();
+            let y = Tensor::from_dispatch(Dispatch::convolve(x.into_dispatch(), filters, stride, padding));
+            match &conv.bias {
+                None => y,
+                Some(bias) => {
+                    let bias = bias.val();
+                    let [outputs] = bias.dims();
+                    y + bias.reshape([1, outputs, 1, 1])
+                }
+            }
+        }
+        _ => conv.forward(x),
+    }
+}
+
+/// `norm.forward(x)`: batch norm of `[samples, channels, height, width]`, with the statistics of the batch, which also move the running ones.
+///
+/// It has kernels of its own for tensors of f32 on Flex. Otherwise Burn's `forward` runs: without autodiff, for a frozen layer, on other devices.
+///
+/// # Panics
+/// As Burn's `forward`: if `x` has other channels than the layer.
+pub fn batch_norm(norm: &BatchNorm, x: Tensor<4>) -> Tensor<4> {
+    let device = x.device();
+    if !is_f32_on_flex(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
+        return norm.forward(x);
+    }
+    let (gamma, beta) = (norm.gamma.val().into_dispatch(), norm.beta.val().into_dispatch());
+    let (output, mean, variance) = Dispatch::normalise(x.into_dispatch(), gamma, beta, norm.epsilon);
+    for (running, of_batch) in [(&norm.running_mean, mean), (&norm.running_var, variance)] {
+        let of_batch = Tensor::<1>::from_dispatch(of_batch);
+        let old = running.value_sync().to_device(&device);
+        let new = old.mul_scalar(1.0 - norm.momentum).add(of_batch.mul_scalar(norm.momentum));
+        running.update(new.detach());
+    }
+    Tensor::from_dispatch(output)
+}
+
+/// `linear.forward(x)`, from all vectors of `x` as the rows of one matrix.
+///
+/// If the length of `[samples, length, width]` is a multiple of 32, Burn 0.22 multiplies each sample by the weights on its own. Backward then makes a
+/// gradient of the weights for each sample, and adds them up.
+///
+/// # Panics
+/// As Burn's `forward`: if the last dimension of `x` is not the layer's.
+pub fn linear<const D: usize>(linear: &Linear, x: Tensor<D>) -> Tensor<D> {
+    let mut dims = x.dims();
+    if D < 2 {
+        return linear.forward(x);
+    }
+    let [rows, width] = [dims[..D - 1].iter().product(), dims[D - 1]];
+    let y = linear.forward(x.reshape([rows, width]));
+    [_, dims[D - 1]] = y.dims();
+    y.reshape(dims)
+}
+
+/// `Gelu::new().forward(x)`: `x · Φ(x)` with the distribution function of the normal distribution, not its approximation by tanh.
+///
+/// It has kernels of its own for tensors of f32 on Flex. Otherwise Burn's runs.
+pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    if !is_f32_on_flex(&x) {
+        return burn::tensor::activation::gelu(x);
+    }
+    Tensor::from_dispatch(Dispatch::normal_gelu(x.into_dispatch()))
+}
+
+fn is_f32_on_flex<const D: usize>(x: &Tensor<D>) -> bool {
+    x.dtype() == DType::F32 && is_flex(&x.device())
+}
+
+fn is_flex(device: &Device) -> bool {
+    matches!(device.clone().inner().as_dispatch(), DispatchDevice::Flex(_))
+}
