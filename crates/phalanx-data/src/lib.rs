@@ -34,6 +34,10 @@
 //! | decide on an order | [`Sampler`] | `Sampler` |
 #![cfg_attr(feature = "lmdb", doc = "| keep many items in one file | [`lmdb`] | |")]
 //! | read files in common formats | [`folder`] | torchvision's `ImageFolder` |
+#![cfg_attr(
+    feature = "image",
+    doc = "| scale, crop, flip and normalize images | [`transforms`] | torchvision's `transforms.v2` |"
+)]
 //!
 //! Every file format is behind a feature of its own: `lmdb`, `safetensors`, `npy`, `csv`, `json`, `image`.
 //!
@@ -47,6 +51,7 @@
 mod dataset;
 mod error;
 pub mod folder;
+mod freed;
 #[cfg(feature = "lmdb")]
 pub mod lmdb;
 pub mod loader;
@@ -54,6 +59,8 @@ mod pool;
 mod sampler;
 mod settings;
 pub mod stream;
+#[cfg(feature = "image")]
+pub mod transforms;
 mod worker;
 
 pub use dataset::{Dataset, InMemory, Map, Subset};
@@ -64,7 +71,7 @@ pub use stream::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamLoad
 pub use worker::{WorkerInfo, worker_info};
 
 /// The programs of the README and of the guide must compile.
-#[cfg(all(doctest, feature = "json", feature = "lmdb"))]
+#[cfg(all(doctest, feature = "image", feature = "json", feature = "lmdb"))]
 mod guide {
     #[doc = include_str!("../README.md")]
     struct Readme;

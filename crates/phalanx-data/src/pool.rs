@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use phalanx::{Error, Result};
 
+use crate::freed::keep_freed_memory;
+
 /// How long a drop waits for user code that is running on a worker.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -62,6 +64,7 @@ impl<W: Work> Pool<W> {
         name: impl Fn(usize) -> String,
         work: impl Fn(usize) -> W + Send + Sync + 'static,
     ) -> Result<Self> {
+        keep_freed_memory();
         if workers == 0 {
             return Ok(Self::Caller { work: work(0), tasks: VecDeque::new() });
         }

@@ -47,7 +47,7 @@ const WORKER: u64 = 1;
 const ITEM: u64 = 2;
 
 /// One number of several, by splitmix64's finalizer (Steele, Lea and Flood, 2014).
-fn mix(numbers: &[u64]) -> u64 {
+pub(crate) fn mix(numbers: &[u64]) -> u64 {
     numbers.iter().fold(0, |state: u64, number| {
         let mut z = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

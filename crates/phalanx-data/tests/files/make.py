@@ -33,6 +33,21 @@ def picture():
     return np.stack([x * 12, y * 18, 255 - (x + y) * 7], axis=2).astype(np.uint8)
 
 
+def noise():
+    """In which each pixel that is weighed wrongly shows."""
+    return Image.fromarray(np.random.default_rng(5).integers(0, 256, (30, 41, 3), dtype=np.uint8))
+
+
+# What is cut out of the noise (left, top, right, bottom), and to which width and height it is scaled.
+SCALED = [
+    ((0, 0, 41, 30), (14, 11)),
+    ((0, 0, 41, 30), (60, 70)),
+    ((0, 0, 41, 30), (41, 9)),
+    ((5, 3, 32, 29), (8, 8)),
+    ((5, 3, 32, 29), (40, 40)),
+]
+
+
 def fresh():
     """Of its own: what Pillow notes at a picture for a JPEG stands in the way of a TIFF."""
     return Image.fromarray(picture())
@@ -62,6 +77,7 @@ def images(folder):
     cv2.imwrite(str(folder / "opencv.jpg"), bgr)
 
     rgb.save(folder / "rgb.png")
+    noise().save(folder / "noise.png")
     rgba.save(folder / "rgba.png")
     gray.save(folder / "gray.png")
     rgba.convert("LA").save(folder / "la.png")
@@ -132,6 +148,12 @@ def image_values(folder):
         values[path.name] = {"height": pixels.shape[0], "width": pixels.shape[1], "rgb": pixels.tobytes().hex()}
         if upright.shape != pixels.shape:
             values[path.name]["upright"] = upright.tobytes().hex()
+        if path.name == "noise.png":
+            part = lambda box: Image.fromarray(pixels).crop(box)
+            values[path.name]["scaled"] = [
+                {"box": box, "size": size, "rgb": part(box).resize(size, Image.Resampling.BILINEAR).tobytes().hex()}
+                for box, size in SCALED
+            ]
     return values
 
 

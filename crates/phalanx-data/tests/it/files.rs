@@ -16,13 +16,13 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// The committed files, or those that `tests/files/check.sh` has made today.
-fn folder(kind: &str) -> PathBuf {
+pub fn folder(kind: &str) -> PathBuf {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/files");
     std::env::var_os("PHALANX_TEST_FILES").map_or(own, PathBuf::from).join(kind)
 }
 
 /// What the programs read in the files of a kind.
-fn values(kind: &str) -> &'static serde_json::Map<String, Value> {
+pub fn values(kind: &str) -> &'static serde_json::Map<String, Value> {
     static VALUES: OnceLock<Value> = OnceLock::new();
     let all =
         VALUES.get_or_init(|| serde_json::from_slice(&fs::read(folder("values.json")).unwrap()).unwrap());
@@ -35,7 +35,7 @@ fn names(kind: &str) -> BTreeSet<String> {
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
-fn hex(text: &Value) -> Vec<u8> {
+pub fn hex(text: &Value) -> Vec<u8> {
     let text = text.as_str().unwrap().as_bytes();
     text.chunks(2).map(|two| u8::from_str_radix(std::str::from_utf8(two).unwrap(), 16).unwrap()).collect()
 }

@@ -10,3 +10,4 @@ mod pack;
 mod resume;
 mod stream;
 mod support;
+mod transforms;

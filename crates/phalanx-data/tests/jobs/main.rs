@@ -4,6 +4,8 @@
 
 mod elastic;
 mod lmdb;
+#[cfg(target_env = "gnu")]
+mod memory;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -14,6 +16,8 @@ fn main() {
     if let Ok(role) = std::env::var(ROLE) {
         match role.as_str() {
             elastic::STEP | elastic::COMMIT => elastic::train(&role).unwrap(),
+            #[cfg(target_env = "gnu")]
+            memory::STACK => memory::stack(),
             _ => lmdb::play(&role),
         }
         return;
@@ -27,5 +31,7 @@ fn main() {
         })
     };
     let all = trials("lmdb", lmdb::TESTS).chain(trials("elastic", elastic::TESTS));
+    #[cfg(target_env = "gnu")]
+    let all = all.chain(trials("memory", memory::TESTS));
     libtest_mimic::run(&Arguments::from_args(), all.collect()).exit();
 }
