@@ -158,6 +158,10 @@ impl Run {
                 Ok(())
             },
         );
+        let loader = loader.reuse(|(batch, classes)| {
+            batch.clear();
+            classes.clear();
+        });
         self.measure(&loader.build()?, |(batch, classes)| {
             let sampled = batch.chunks(pixels).flat_map(|image| image.iter().step_by(1001));
             let sampled: f64 = sampled.map(|value| f64::from(*value).powi(2)).sum();
@@ -202,6 +206,7 @@ impl Run {
             {
                 let (some, sum) = read(&batch);
                 (passed, taken, checksum) = (passed + some, taken + 1, checksum + sum);
+                batches.recycle(batch);
                 if taken == FIRST {
                     first = batches.waited();
                 }

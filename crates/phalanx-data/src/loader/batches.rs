@@ -9,6 +9,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Rank, Result, WorldSize};
 
 use super::Inner;
+use super::collate::Collating;
 use super::position::over;
 use super::work::Loading;
 use crate::dataset::outside;
@@ -158,6 +159,15 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             pool.skip_to(self.issued);
         }
         self.fill();
+    }
+
+    /// Gives a batch back of which the loop has no more need: with [`reuse`](super::DataLoaderBuilder::reuse) a later one gets its memory.
+    /// At most as many are kept as workers may be ahead, and one.
+    pub fn recycle(&self, batch: B) {
+        if let Collating::Each(each) = &self.inner.collate {
+            let Settings { num_workers, prefetch_factor, .. } = self.inner.settings;
+            each.give_back(batch, num_workers * prefetch_factor + 1);
+        }
     }
 
     /// How long the loop has waited for batches so far.

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
-use super::collate::Collating;
+use super::collate::{Collating, Each};
 use super::{DataLoader, Inner};
 use crate::settings::{Progress, Settings};
 use crate::{Dataset, Sampling, WorkerInfo};
@@ -71,7 +71,39 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         begin: impl Fn(usize) -> C + Send + Sync + 'static,
         add: impl Fn(&mut C, D::Item) -> Result<()> + Send + Sync + 'static,
     ) -> DataLoaderBuilder<D, C> {
-        self.collating(Collating::Each(Arc::new(begin), Arc::new(add)))
+        self.collating(Collating::Each(Each::new(Arc::new(begin), Arc::new(add))))
+    }
+
+    /// Uses the memory of batches again that the loop gives back by [`Batches::recycle`](crate::Batches::recycle); `clear` empties one.
+    /// For [`collate_each`](Self::collate_each), which comes before; its `begin` is then called only if no batch was given back. A batch
+    /// of 32 MiB and more is new memory from the system each time otherwise, which has to be cleared.
+    ///
+    /// ```
+    /// use phalanx_data::{DataLoader, Dataset, InMemory};
+    ///
+    /// let images = (0..100).collect::<InMemory<u8>>().map(|image| Ok([f32::from(image); 784]));
+    /// let loader = DataLoader::builder(images).batch_size(50).num_workers(1).collate_each(
+    ///     |items| Vec::with_capacity(items * 784),
+    ///     |batch: &mut Vec<f32>, image| {
+    ///         batch.extend_from_slice(&image);
+    ///         Ok(())
+    ///     },
+    /// );
+    /// let loader = loader.reuse(Vec::clear).build()?;
+    /// let mut batches = loader.iter();
+    /// while let Some(batch) = batches.next().transpose()? {
+    ///     assert_eq!(batch.len(), 50 * 784); // copied to the device, say
+    ///     batches.recycle(batch);
+    /// }
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    pub fn reuse(self, clear: impl Fn(&mut B) + Send + Sync + 'static) -> Self {
+        let collate = match self.collate {
+            Collating::Each(each) => Collating::Each(each.reuse(Arc::new(clear))),
+            // What a function makes of a list is its own.
+            all @ Collating::All(_) => all,
+        };
+        Self { collate, ..self }
     }
 
     fn collating<C: Send + 'static>(self, collate: Collating<D::Item, C>) -> DataLoaderBuilder<D, C> {

@@ -42,13 +42,13 @@ impl<D: Dataset, B> Loading<D, B> {
                 let all = || During::Collate(indices.to_vec());
                 as_worker(worker, || guarded(worker, all, || collate(items))).map(Some)
             }
-            Collating::Each(begin, add) => {
+            Collating::Each(each) => {
                 let all = || During::Collate(indices.to_vec());
-                let mut batch = as_worker(worker, || guarded(worker, all, || Ok(begin(indices.len()))))?;
+                let mut batch = as_worker(worker, || guarded(worker, all, || Ok(each.begin(indices.len()))))?;
                 for index in indices {
                     let Some(item) = self.item(*index, wanted)? else { return Ok(None) };
                     let one = || During::Collate(vec![*index]);
-                    as_worker(worker, || guarded(worker, one, || add(&mut batch, item)))?;
+                    as_worker(worker, || guarded(worker, one, || each.add(&mut batch, item)))?;
                 }
                 Ok(Some(batch))
             }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::{Error, Rank, Result, WorldSize};
-use phalanx_data::{DataLoader, Dataset, LoadError, Sampler, from_fn, worker_info};
+use phalanx_data::{DataLoader, Dataset, InMemory, LoadError, Sampler, from_fn, worker_info};
 use proptest::prelude::*;
 
 use crate::support::{Function, ThreadCount, numbers, shards, world};
@@ -515,5 +515,47 @@ fn an_empty_data_set_has_no_batches() {
         assert_eq!((loader.len(), loader.iter().count(), loader.epoch()), (0, 0, 1));
         let error = DataLoader::builder(numbers(0)).sampler(from_fn(|_| vec![0])).build().unwrap();
         assert!(error.iter().next().unwrap().is_err());
+    }
+}
+
+/// Batches that are given back are used again, and only then; in each a loader finds none of what was in it.
+#[test]
+fn memory_of_batches_that_are_given_back_is_used_again() {
+    for workers in [0, 1, 2] {
+        let made = Arc::new(AtomicUsize::new(0));
+        let loader = |reuse: bool| {
+            let made = made.clone();
+            let loader =
+                DataLoader::builder((0..120).collect::<InMemory<u32>>()).batch_size(3).num_workers(workers);
+            let loader = loader.collate_each(
+                move |items| {
+                    made.fetch_add(1, Ordering::Relaxed);
+                    Vec::with_capacity(items)
+                },
+                |batch: &mut Vec<u32>, item| {
+                    batch.push(item);
+                    Ok(())
+                },
+            );
+            if reuse { loader.reuse(Vec::clear).build().unwrap() } else { loader.build().unwrap() }
+        };
+        let pass = |loader: &DataLoader<InMemory<u32>, Vec<u32>>, give_back: bool| {
+            made.store(0, Ordering::Relaxed);
+            let (mut batches, mut items) = (loader.iter(), Vec::new());
+            while let Some(batch) = batches.next() {
+                let batch = batch.unwrap();
+                items.extend_from_slice(&batch);
+                if give_back {
+                    batches.recycle(batch);
+                }
+            }
+            assert_eq!(items, (0..120).collect::<Vec<_>>());
+            made.load(Ordering::Relaxed)
+        };
+        let reused = loader(true);
+        // As many as there may be at a time: those ahead, two of each worker, and the loop's. The next pass goes on with them.
+        let (first, second) = (pass(&reused, true), pass(&reused, true));
+        assert!(first >= 1 && first + second <= 2 * workers + 1, "{first} and {second} of {workers} workers");
+        assert_eq!((pass(&loader(false), true), pass(&loader(true), false)), (40, 40));
     }
 }
