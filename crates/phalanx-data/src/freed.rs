@@ -17,7 +17,11 @@ const PIECE: usize = (32 << 20) - (64 << 10);
 pub(crate) fn keep_freed_memory() {
     static ONCE: Once = Once::new();
     if cfg!(target_env = "gnu") {
-        // Nothing is written to it, so that it has no pages.
-        ONCE.call_once(|| drop(black_box(Vec::<u8>::with_capacity(PIECE))));
+        ONCE.call_once(|| {
+            let mut piece = Vec::<u8>::new();
+            // Nothing is written to it, so that it has no pages. Where so much may not be mapped, the limits stay as they are.
+            let _ = piece.try_reserve_exact(PIECE);
+            drop(black_box(piece));
+        });
     }
 }

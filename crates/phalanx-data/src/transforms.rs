@@ -10,7 +10,7 @@
 //!
 //! let (crop, flip, normalize) = (RandomResizedCrop::new(224), RandomHorizontalFlip::new(0.5), Normalize::imagenet());
 //! let photos = ImageFolder::open(root)?.map(move |sample| {
-//!     let seed = worker_info().map_or(0, |worker| worker.item_seed);
+//!     let seed = worker_info().expect("only loaders read this").item_seed;
 //!     Ok((flip.apply(crop.apply(&sample.image, seed)?, seed), sample.class))
 //! });
 //! let loader = DataLoader::builder(photos).batch_size(64).num_workers(4).collate_each(
@@ -45,6 +45,8 @@ use crate::worker::mix;
 /// What tells the draws of different transforms of one item apart.
 const CROP: u64 = 1;
 const FLIP: u64 = 2;
+/// The longest side of a scaled image: 64 times that of most models. An image of 1 x 65,535 would otherwise become one of 10 GB.
+const MAX_SIDE: u32 = 1 << 14;
 
 /// Scales images; torchvision's `Resize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +74,7 @@ impl Resize {
     /// The image, scaled.
     ///
     /// # Errors
-    /// If it has no pixel, or is to have none.
+    /// If it has no pixel, or is to have none or a side of more than 16,384.
     pub fn apply(&self, image: &RgbImage) -> Result<RgbImage> {
         let (width, height) = image.dimensions();
         let size = match self.size {
@@ -134,20 +136,35 @@ impl RandomResizedCrop {
     }
 
     /// The part's share of the area.
+    ///
+    /// # Panics
+    /// If the range is empty, or has anything but numbers above 0.
     pub fn scale(self, scale: RangeInclusive<f64>) -> Self {
+        assert!(
+            is_positive(&scale),
+            "a part of {scale:?} of the area: the numbers have to be above 0, the smaller one first"
+        );
         Self { scale, ..self }
     }
 
     /// The part's width by its height.
+    ///
+    /// # Panics
+    /// If the range is empty, or has anything but numbers above 0.
     pub fn ratio(self, ratio: RangeInclusive<f64>) -> Self {
+        assert!(
+            is_positive(&ratio),
+            "a ratio of {ratio:?}: the numbers have to be above 0, the smaller one first"
+        );
         Self { ratio, ..self }
     }
 
     /// A part of the image, scaled. It depends on the seed alone: [`WorkerInfo::item_seed`](crate::WorkerInfo::item_seed), which is
-    /// another one for each item in each epoch.
+    /// another one for each item in each epoch. Two views of one item need two seeds, such as `seed` and `seed + 1`: from the same one both are
+    /// the same part. In a stream, whose seed is the shard's, add the number of the item in its shard.
     ///
     /// # Errors
-    /// If the image has no pixel, or is to have none.
+    /// If the image has no pixel, or is to have none or a side of more than 16,384.
     pub fn apply(&self, image: &RgbImage, seed: u64) -> Result<RgbImage> {
         scaled(image, self.area(image.dimensions(), seed), (self.side, self.side))
     }
@@ -187,12 +204,19 @@ pub struct RandomHorizontalFlip {
 
 impl RandomHorizontalFlip {
     /// With this probability.
+    ///
+    /// # Panics
+    /// If it is not from 0 to 1.
     pub fn new(probability: f64) -> Self {
+        assert!(
+            (0.0..=1.0).contains(&probability),
+            "a probability of {probability}: it has to be from 0 to 1"
+        );
         Self { probability }
     }
 
-    /// The image as it is, or flipped. It depends on the seed alone, and not on what
-    /// [`RandomResizedCrop`] draws from the same one.
+    /// The image as it is, or flipped. It depends on the seed alone, as in [`RandomResizedCrop::apply`], and not on what that draws from the
+    /// same one.
     pub fn apply(&self, mut image: RgbImage, seed: u64) -> RgbImage {
         if uniform(mix(&[FLIP, seed])) < self.probability {
             image::imageops::flip_horizontal_in_place(&mut image);
@@ -201,8 +225,8 @@ impl RandomHorizontalFlip {
     }
 }
 
-/// Makes floats of pixels, `(x / 255 - mean) / std`, one channel after the other: torchvision's `ToDtype(torch.float32, scale=True)` and
-/// `Normalize`, with the same bits.
+/// Makes floats of pixels, `(x / 255 - mean) / std`, one channel after the other: torchvision's `ToTensor` and `Normalize`, with the same bits.
+/// Its `ToDtype(torch.float32, scale=True)` multiplies by 1 / 255, which gives some of the 256 steps another last bit.
 #[derive(Clone)]
 pub struct Normalize {
     /// Of each channel, what each of the 256 steps becomes.
@@ -211,7 +235,11 @@ pub struct Normalize {
 
 impl Normalize {
     /// With the mean and the standard deviation of each channel: red, green, blue.
+    ///
+    /// # Panics
+    /// If a standard deviation is not above 0.
     pub fn new(mean: [f32; 3], std: [f32; 3]) -> Self {
+        assert!(std.iter().all(|std| *std > 0.0), "standard deviations of {std:?}: each has to be above 0");
         let value = |channel: usize, step: usize| (step as f32 / 255.0 - mean[channel]) / std[channel];
         let values = std::array::from_fn(|channel| std::array::from_fn(|step| value(channel, step)));
         Self { values: Box::new(values) }
@@ -273,6 +301,9 @@ fn scaled(image: &RgbImage, area: Area, (width, height): (u32, u32)) -> Result<R
     if area.width == 0 || area.height == 0 || width == 0 || height == 0 {
         return Err(failed(&"one of them has no pixel"));
     }
+    if width.max(height) > MAX_SIDE {
+        return Err(failed(&format_args!("a side may have {MAX_SIDE} pixels")));
+    }
     let source =
         ImageRef::new(from.0, from.1, image.as_raw(), PixelType::U8x3).map_err(|error| failed(&error))?;
     // `ResizeOptions::crop` would let pixels beside the area weigh in at its edges.
@@ -284,6 +315,10 @@ fn scaled(image: &RgbImage, area: Area, (width, height): (u32, u32)) -> Result<R
         .with_borrow_mut(|resizer| resizer.resize(&source, &mut target, &options))
         .map_err(|error| failed(&error))?;
     RgbImage::from_raw(width, height, target.into_vec()).ok_or_else(|| failed(&"pixels are missing"))
+}
+
+fn is_positive(range: &RangeInclusive<f64>) -> bool {
+    *range.start() > 0.0 && range.start() <= range.end() && range.end().is_finite()
 }
 
 /// From 0 up to 1, of 53 bits.

@@ -196,7 +196,8 @@ pub fn forward(shape: &Shape, x: &[f32], filters: &[f32], y: &mut [MaybeUninit<f
         for (row, filters) in filters.chunks_exact(planes * shape.outputs).enumerate() {
             let left = Columns { values: &unfolded[shape.offset(row)..], stride: shape.plane() };
             let right = Columns { values: filters, stride: planes };
-            multiply([pixels, shape.outputs, planes], left, right, y, pixels, row > 0);
+            // SAFETY: the first row writes what the others add to.
+            unsafe { multiply([pixels, shape.outputs, planes], left, right, y, pixels, row > 0) };
         }
     });
 }
@@ -242,7 +243,11 @@ pub fn backward_input(shape: &Shape, filters: &[f32], dy: &[f32], dx: &mut [f32]
             let left = Columns { values: dy, stride: pixels };
             let right = Columns { values: filters, stride: shape.outputs };
             let to = &mut unfolded[shape.offset(row)..];
-            multiply([pixels, planes, shape.outputs], left, right, as_uninit(to), shape.plane(), true);
+            // SAFETY: it is all values, and values are written.
+            unsafe {
+                let to = as_uninit(to);
+                multiply([pixels, planes, shape.outputs], left, right, to, shape.plane(), true);
+            }
         }
         shape.fold(unfolded, dx);
     });
@@ -305,7 +310,8 @@ fn sums_of(shape: &Shape, x: &[f32], dy: &[f32]) -> Vec<f32> {
         for (row, sums) in sums.chunks_exact_mut(planes * outputs).enumerate() {
             let left = Columns { values: &channels_last, stride: outputs };
             let right = Columns { values: &unfolded[shape.offset(row)..], stride: shape.plane() };
-            multiply([outputs, planes, pixels], left, right, as_uninit(sums), outputs, true);
+            // SAFETY: it is all values, and values are written.
+            unsafe { multiply([outputs, planes, pixels], left, right, as_uninit(sums), outputs, true) };
         }
     }
     sums
@@ -329,7 +335,10 @@ struct Columns<'a> {
 }
 
 /// Writes the product of `left`, of m x k, and `right`, of k x n, as columns of `stride`, or adds it to the values that are there.
-fn multiply(
+///
+/// # Safety
+/// If it adds, there have to be values.
+unsafe fn multiply(
     [m, n, k]: [usize; 3],
     left: Columns<'_>,
     right: Columns<'_>,
@@ -346,7 +355,7 @@ fn multiply(
     assert!(right.values.len() >= values(n, right.stride, k));
     let columns = [stride, left.stride, right.stride].map(|stride| stride as isize);
     // SAFETY: the product reads and writes the first m or k values of n or k columns, all of which lie in the slices. It reads what it
-    // writes to only if it adds, and then the callers have written it before.
+    // writes to only if it adds, and then there are values, as the caller says.
     // Nobody else writes into them, and columns of the product do not overlap, because they are at least as far apart as
     // they are long.
     unsafe {

@@ -36,7 +36,7 @@ pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
     };
     let is_square = kernel == kernel_width && stride == stride_width;
     match padding {
-        Some(padding) if is_square && conv.dilation == [1; 2] && conv.groups == 1 && is_f32_on_flex(&x) => {
+        Some(padding) if is_square && conv.dilation == [1; 2] && conv.groups == 1 && is_taken(&x) => {
             let filters = conv.weight.val().into_dispatch();
             let y = Tensor::from_dispatch(Dispatch::convolve(x.into_dispatch(), filters, stride, padding));
             match &conv.bias {
@@ -60,7 +60,7 @@ pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
 /// As Burn's `forward`: if `x` has other channels than the layer.
 pub fn batch_norm(norm: &BatchNorm, x: Tensor<4>) -> Tensor<4> {
     let device = x.device();
-    if !is_f32_on_flex(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
+    if !is_taken(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
         return norm.forward(x);
     }
     let (gamma, beta) = (norm.gamma.val().into_dispatch(), norm.beta.val().into_dispatch());
@@ -96,14 +96,15 @@ pub fn linear<const D: usize>(linear: &Linear, x: Tensor<D>) -> Tensor<D> {
 ///
 /// It has kernels of its own for tensors of f32 on Flex. Otherwise Burn's runs.
 pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
-    if !is_f32_on_flex(&x) {
+    if !is_taken(&x) {
         return burn::tensor::activation::gelu(x);
     }
     Tensor::from_dispatch(Dispatch::normal_gelu(x.into_dispatch()))
 }
 
-fn is_f32_on_flex<const D: usize>(x: &Tensor<D>) -> bool {
-    x.dtype() == DType::F32 && is_flex(&x.device())
+/// Whether the kernels take it. Burn knows what becomes of a tensor without elements.
+fn is_taken<const D: usize>(x: &Tensor<D>) -> bool {
+    x.dtype() == DType::F32 && x.dims().iter().all(|dim| *dim > 0) && is_flex(&x.device())
 }
 
 fn is_flex(device: &Device) -> bool {

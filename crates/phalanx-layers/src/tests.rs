@@ -50,7 +50,7 @@ const fn case(channels: [usize; 2], size: [usize; 2], kernel: usize, stride: usi
 }
 
 /// ResNet's, and others with rests, strides that skip columns, padding as wide as the kernel, and none.
-const CASES: [Case; 14] = [
+const CASES: [Case; 19] = [
     case([3, 16], [32, 32], 3, 1, 1),
     case([16, 16], [32, 32], 3, 1, 1),
     case([16, 32], [32, 32], 3, 2, 1),
@@ -65,6 +65,11 @@ const CASES: [Case; 14] = [
     case([2, 5], [11, 12], 5, 3, 2),
     case([4, 1], [8, 9], 2, 3, 0),
     case([1, 1], [3, 3], 3, 1, 0),
+    case([3, 4], [5, 6], 1, 1, 0),
+    case([2, 3], [7, 9], 5, 1, 2),
+    case([3, 2], [8, 6], 7, 1, 3),
+    case([2, 2], [6, 1], 3, 1, 1),
+    case([2, 3], [4, 2], 7, 1, 3),
 ];
 
 #[test]
@@ -184,8 +189,33 @@ fn tensors_may_lie_transposed() {
     let x = numbers([2, 5, 7, 4], 2, &device).permute([0, 3, 1, 2]);
     let apart = between([conv.forward(x.clone()), conv2d(&conv, x.clone())]);
     assert!(apart < CLOSE, "a convolution: {apart}");
-    let apart = between([norm.forward(x.clone()), batch_norm(&norm, x)]);
+    let apart = between([norm.forward(x.clone()), batch_norm(&norm, x.clone())]);
     assert!(apart < CLOSE, "batch norm: {apart}");
+
+    // And so may gradients: the next operation transposes.
+    let x = x.detach().require_grad();
+    let turned = |y: Tensor<4>| weighted_gradients(y.permute([3, 0, 2, 1]));
+    let of_x =
+        [turned(conv.forward(x.clone())), turned(conv2d(&conv, x.clone()))].map(|g| x.grad(&g).unwrap());
+    let apart = between(of_x);
+    assert!(apart < CLOSE, "gradient of a convolution's input: {apart}");
+    let of_x =
+        [turned(norm.forward(x.clone())), turned(batch_norm(&norm, x.clone()))].map(|g| x.grad(&g).unwrap());
+    let apart = between(of_x);
+    assert!(apart < CLOSE, "gradient of batch norm's input: {apart}");
+    let of_x = [turned(burn::tensor::activation::gelu(x.clone())), turned(gelu(x.clone()))]
+        .map(|g| x.grad(&g).unwrap());
+    let apart = between(of_x);
+    assert!(apart < CLOSE, "gradient of GELU's input: {apart}");
+}
+
+#[test]
+fn a_tensor_without_elements_is_burns_own() {
+    let device = Device::flex();
+    let empty = Tensor::<4>::zeros([0, 4, 5, 5], &device);
+    assert_eq!(gelu(empty.clone()).dims(), [0, 4, 5, 5]);
+    let norm = BatchNormConfig::new(4).init(&device);
+    assert_eq!(batch_norm(&norm, empty).dims(), [0, 4, 5, 5]);
 }
 
 #[test]

@@ -1,19 +1,32 @@
 //! How many processors the ranks of this host have together.
 
+use std::fs;
 use std::sync::OnceLock;
+use std::thread::available_parallelism;
 
 /// Whether each of `ranks` ranks of this host can have a processor of its own. If not, one that polls may keep another from going on.
 ///
-/// All processors of the host count, not those that this process is bound to: a launcher may bind each rank to its own.
+/// All processors of the host count, not those that this process is bound to: a launcher may bind each rank to its own. Ranks that share some
+/// of them yield while they poll.
 pub fn suffice_for(ranks: usize) -> bool {
     static ONLINE: OnceLock<usize> = OnceLock::new();
     ranks <= *ONLINE.get_or_init(online)
 }
 
+/// From the kernel, because libraries of C differ in whether they count those to which a process is bound.
 fn online() -> usize {
-    // SAFETY: it accesses no memory of this process.
-    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-    usize::try_from(online).unwrap_or(1)
+    let listed = fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count(&list));
+    listed.unwrap_or_else(|| available_parallelism().map_or(1, usize::from))
+}
+
+/// The processors of a list such as `0-3,8`.
+fn count(list: &str) -> Option<usize> {
+    let each = list.trim().split(',').map(|part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        last.checked_sub(first)?.checked_add(1)
+    });
+    each.sum()
 }
 
 #[cfg(all(test, not(loom)))]
@@ -24,5 +37,12 @@ mod tests {
     fn processors_suffice_for_as_many_ranks_as_there_are_processors() {
         assert!(suffice_for(1) && suffice_for(online()));
         assert!(!suffice_for(online() + 1));
+    }
+
+    #[test]
+    fn lists_of_processors_are_counted() {
+        assert_eq!(count("0-3,8\n"), Some(5));
+        assert_eq!(count("0\n"), Some(1));
+        assert_eq!(["", "3-1", "0-", "a"].map(count), [None; 4]);
     }
 }

@@ -21,6 +21,8 @@ pub struct DataLoaderBuilder<D: Dataset, B = Vec<<D as Dataset>::Item>> {
     shard: Option<(Rank, WorldSize)>,
     tail: Option<Tail>,
     shuffle: bool,
+    /// `reuse` was called where it does nothing.
+    reuses_in_vain: bool,
     settings: Settings,
 }
 
@@ -33,6 +35,7 @@ impl<D: Dataset + 'static> DataLoaderBuilder<D> {
             shard: None,
             tail: None,
             shuffle: false,
+            reuses_in_vain: false,
             settings: Settings::default(),
         }
     }
@@ -98,12 +101,11 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn reuse(self, clear: impl Fn(&mut B) + Send + Sync + 'static) -> Self {
-        let collate = match self.collate {
-            Collating::Each(each) => Collating::Each(each.reuse(Arc::new(clear))),
+        match self.collate {
+            Collating::Each(each) => Self { collate: Collating::Each(each.reuse(Arc::new(clear))), ..self },
             // What a function makes of a list is its own.
-            all @ Collating::All(_) => all,
-        };
-        Self { collate, ..self }
+            all @ Collating::All(_) => Self { collate: all, reuses_in_vain: true, ..self },
+        }
     }
 
     fn collating<C: Send + 'static>(self, collate: Collating<D::Item, C>) -> DataLoaderBuilder<D, C> {
@@ -114,6 +116,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
             shard: self.shard,
             tail: self.tail,
             shuffle: self.shuffle,
+            // What was to clear batches before is for batches of another type.
+            reuses_in_vain: self.reuses_in_vain || self.collate.is_reusing(),
             settings: self.settings,
         }
     }
@@ -196,8 +200,15 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     /// The loader.
     ///
     /// # Errors
-    /// If an option is out of its range, the sampler is for another number of items, or there are fewer items than ranks.
+    /// If an option is out of its range, the sampler is for another number of items, there are fewer items than ranks, or
+    /// [`reuse`](Self::reuse) does not come after [`collate_each`](Self::collate_each).
     pub fn build(self) -> Result<DataLoader<D, B>> {
+        if self.reuses_in_vain {
+            return Err(Error::invalid_argument("`reuse` is called without a `collate_each` before it")
+                .with_remedy(
+                    "call `reuse` after `collate_each`; what `collate` makes of a list is its own",
+                ));
+        }
         let samples = self.dataset.len();
         let (mut places, own, mut shard) = match self.sampling {
             Some(Sampling { places, own, shard }) => (places, own, shard),

@@ -68,6 +68,13 @@ impl<I, B> Each<I, B> {
     }
 }
 
+impl<I, B> Collating<I, B> {
+    /// Whether batches are used again.
+    pub fn is_reusing(&self) -> bool {
+        matches!(self, Self::Each(Each { clear: Some(_), .. }))
+    }
+}
+
 impl<I, B> Clone for Each<I, B> {
     fn clone(&self) -> Self {
         let Self { begin, add, clear, used } = self;

@@ -33,6 +33,9 @@ use crate::{Dataset, Sampler, Sampling};
 /// - **Position.** [`position`](Self::position) is how far the loop has come, and not the workers. It goes into checkpoints and
 ///   commits; [`resume`](Self::resume) goes on there, also with another number of ranks.
 ///
+/// - **Memory** that batches have freed stays with the process, to be used again: the first loader raises two limits of glibc's allocator for
+///   the whole process, to pieces of 32 MiB and 64 MiB of each heap. `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` in the environment hold instead.
+///
 /// A loader has the same number of batches on every rank, unless [`Tail::Split`] is asked for:
 /// with that, batches of the last step may be empty.
 ///

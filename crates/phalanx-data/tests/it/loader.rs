@@ -559,3 +559,22 @@ fn memory_of_batches_that_are_given_back_is_used_again() {
         assert_eq!((pass(&loader(false), true), pass(&loader(true), false)), (40, 40));
     }
 }
+
+#[test]
+fn memory_that_would_not_be_used_again_is_an_error() {
+    let builder = || DataLoader::builder((0..4).collect::<InMemory<u8>>());
+    let add = |batch: &mut Vec<u8>, item: u8| {
+        batch.push(item);
+        Ok(())
+    };
+    let in_vain = [
+        builder().reuse(Vec::clear).build(),
+        builder().collate(Ok).reuse(Vec::clear).build(),
+        builder().reuse(Vec::clear).collate_each(Vec::with_capacity, add).build(),
+    ];
+    for loader in in_vain {
+        let error = loader.expect_err("it would do nothing");
+        assert!(error.is_invalid_argument() && error.to_string().contains("collate_each"), "{error}");
+    }
+    assert!(builder().collate_each(Vec::with_capacity, add).reuse(Vec::clear).build().is_ok());
+}

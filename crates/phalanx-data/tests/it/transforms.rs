@@ -51,6 +51,9 @@ fn the_shorter_side_has_the_length_that_torchvision_gives_it() {
         let error = resize.apply(&image).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("no pixel"), "{error}");
     }
+    // It would have 224 x 14,679,840 pixels.
+    let error = Resize::new(224).apply(&RgbImage::new(1, 65_535)).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("16384 pixels"), "{error}");
 }
 
 #[test]
@@ -72,7 +75,7 @@ fn the_middle_is_where_torchvision_cuts_it_out() {
 
 #[test]
 fn floats_have_pytorchs_bits() {
-    // v2.ToDtype(torch.float32, scale=True) and v2.Normalize of PyTorch 2.15 and torchvision 0.29.
+    // ToTensor and Normalize of PyTorch 2.15 and torchvision 0.29.
     let expected: [[u32; 5]; 3] = [
         [0xc007_8bbd, 0xc006_732b, 0xbf4c_9ec9, 0x3d97_af32, 0x400f_ee1d],
         [0xc002_4924, 0xc001_2a4f, 0xbf30_0b78, 0x3e52_1b48, 0x401b_6db7],
@@ -130,6 +133,24 @@ fn random_parts_have_the_areas_and_proportions_that_are_asked_for() {
     let narrow = RandomResizedCrop::new(4).scale(1.0..=1.0).apply(&places(250, 10), 1).unwrap();
     assert!(narrow.pixels().all(|pixel| (117..=132).contains(&pixel[0])), "{narrow:?}");
     assert!(RandomResizedCrop::new(4).apply(&RgbImage::new(0, 0), 1).is_err());
+}
+
+#[test]
+fn what_no_image_can_be_made_with_is_refused_at_once() {
+    let refused = |make: fn()| std::panic::catch_unwind(make).is_err();
+    assert!(refused(|| _ = RandomHorizontalFlip::new(50.0)));
+    assert!(refused(|| _ = RandomHorizontalFlip::new(f64::NAN)));
+    assert!(refused(|| _ = RandomResizedCrop::new(4).scale(1.0..=0.08)));
+    assert!(refused(|| _ = RandomResizedCrop::new(4).ratio(0.0..=1.0)));
+    assert!(refused(|| _ = RandomResizedCrop::new(4).ratio(1.0..=f64::NAN)));
+    assert!(refused(|| _ = Normalize::new([0.0; 3], [1.0, 0.0, 1.0])));
+}
+
+#[test]
+fn two_views_of_one_item_need_two_seeds() {
+    let (image, crop) = (places(200, 150), RandomResizedCrop::new(32));
+    assert_eq!(crop.apply(&image, 5).unwrap(), crop.apply(&image, 5).unwrap());
+    assert_ne!(crop.apply(&image, 5).unwrap(), crop.apply(&image, 6).unwrap());
 }
 
 #[test]

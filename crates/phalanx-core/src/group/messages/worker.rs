@@ -96,8 +96,12 @@ impl Worker {
     fn run(&mut self) {
         let (mut idle, mut rounds) = (0, 0u64);
         let (mut waiting, mut in_a_row) = (None, 0);
-        while self.take_news() {
+        while let Some(has_news) = self.take_news() {
             rounds += 1;
+            if has_news {
+                // What comes next may be the news, and not what the wait was for.
+                waiting = None;
+            }
             let outcome = self.round().and_then(|round| match round {
                 Round { moved: true, .. } => {
                     idle = 0;
@@ -128,19 +132,20 @@ impl Worker {
         }
     }
 
-    /// Takes new operations. If nothing is in flight, waits for one. False at the end.
-    fn take_news(&mut self) -> bool {
+    /// Takes new operations, and says whether there were any. If nothing is in flight, waits for one. None at the end.
+    fn take_news(&mut self) -> Option<bool> {
         let mut queue = self.shared.queue.lock();
         queue.asleep = false;
         while self.is_idle() && queue.outbound.is_empty() && queue.inbound.is_empty() {
             if queue.closed {
-                return false;
+                return None;
             }
             self.next_deadline = None;
             queue.asleep = true;
             self.shared.arrived.wait(&mut queue);
             queue.asleep = false;
         }
+        let has_news = !queue.outbound.is_empty() || !queue.inbound.is_empty();
         for (to, op) in queue.outbound.drain(..) {
             self.next_deadline =
                 Some(self.next_deadline.map_or(op.deadline, |deadline| deadline.min(op.deadline)));
@@ -151,7 +156,7 @@ impl Worker {
                 Some(self.next_deadline.map_or(op.deadline, |deadline| deadline.min(op.deadline)));
             self.inbound.push(from, op);
         }
-        true
+        Some(has_news)
     }
 
     fn is_idle(&self) -> bool {
