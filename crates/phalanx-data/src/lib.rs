@@ -51,7 +51,6 @@
 mod dataset;
 mod error;
 pub mod folder;
-mod freed;
 #[cfg(feature = "lmdb")]
 pub mod lmdb;
 pub mod loader;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use phalanx::{Error, Result};
 
-use crate::freed::keep_freed_memory;
+use phalanx_sys::freed::keep_freed_memory;
 
 /// How long a drop waits for user code that is running on a worker.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);

@@ -25,6 +25,8 @@ pub mod arena;
 pub mod arena;
 #[cfg(target_os = "linux")]
 pub mod control_block;
+#[cfg(target_os = "linux")]
+pub mod freed;
 #[cfg(all(target_os = "linux", not(loom), any(test, fuzzing)))]
 #[doc(hidden)]
 pub mod fuzzing;
