@@ -56,7 +56,7 @@ fn numpy(py: Python<'_>) -> Option<Bound<'_, PyAny>> {
     modules.cast::<PyDict>().ok()?.get_item(intern!(py, "numpy")).ok()?
 }
 
-/// Is it a scalar of NumPy, such as `numpy.float64(1.0)`?
+/// Whether it is a scalar of NumPy, such as `numpy.float64(1.0)`.
 fn is_scalar(array: &Bound<'_, PyAny>) -> bool {
     let generic = numpy(array.py()).and_then(|numpy| numpy.getattr(intern!(array.py(), "generic")).ok());
     generic.is_some_and(|generic| array.is_instance(&generic).unwrap_or(false))

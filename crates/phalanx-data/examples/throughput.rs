@@ -99,7 +99,7 @@ fn pack(path: &Path, bytes: usize) -> Outcome {
 struct Run {
     workers: usize,
     /// What the loop sleeps a step, as if a GPU computed.
-    compute: Duration,
+    compute_delay: Duration,
     /// The most steps of a pass.
     steps: usize,
     passes: usize,
@@ -108,11 +108,11 @@ struct Run {
 impl Run {
     fn new(workers: &str, options: &[&str]) -> Result<Self, Box<dyn Error>> {
         let mut run =
-            Self { workers: workers.parse()?, compute: Duration::ZERO, steps: usize::MAX, passes: 2 };
+            Self { workers: workers.parse()?, compute_delay: Duration::ZERO, steps: usize::MAX, passes: 2 };
         for option in options.chunks(2) {
             match option {
                 ["--compute", milliseconds] => {
-                    run.compute = Duration::try_from_secs_f64(milliseconds.parse::<f64>()? / 1e3)?;
+                    run.compute_delay = Duration::try_from_secs_f64(milliseconds.parse::<f64>()? / 1e3)?;
                 }
                 ["--steps", steps] => run.steps = steps.parse()?,
                 ["--passes", passes] => run.passes = passes.parse()?,
@@ -210,8 +210,8 @@ impl Run {
                 if taken == FIRST {
                     first = batches.waited();
                 }
-                if self.compute > Duration::ZERO {
-                    std::thread::sleep(self.compute);
+                if self.compute_delay > Duration::ZERO {
+                    std::thread::sleep(self.compute_delay);
                 }
             }
             all += passed;

@@ -81,15 +81,7 @@ pub fn forward(
         );
         each
     } else {
-        let channels = (0..shape.channels).into_par_iter();
-        let each: Vec<(f32, f32)> = channels
-            .map(|channel| {
-                Arch::new().dispatch(
-                    #[inline(always)]
-                    || statistics(shape, x, channel),
-                )
-            })
-            .collect();
+        let each = each_channel(shape, |channel| statistics(shape, x, channel));
         let samples = y.par_chunks_exact_mut(shape.sample()).zip(x.par_chunks_exact(shape.sample()));
         samples.for_each(|(y, x)| {
             Arch::new().dispatch(
@@ -106,6 +98,18 @@ pub fn forward(
     };
     let (mean, variance) = each.into_iter().unzip();
     Statistics { mean, variance }
+}
+
+/// What `compute` makes of each channel, on all threads.
+fn each_channel<T: Send>(shape: &Shape, compute: impl Fn(usize) -> T + Sync + Send) -> Vec<T> {
+    let channels = (0..shape.channels).into_par_iter();
+    let compute = |channel| {
+        Arch::new().dispatch(
+            #[inline(always)]
+            || compute(channel),
+        )
+    };
+    channels.map(compute).collect()
 }
 
 #[inline(always)]
@@ -172,15 +176,7 @@ pub fn backward(
         );
         each
     } else {
-        let channels = (0..shape.channels).into_par_iter();
-        let each: Vec<(f64, f64)> = channels
-            .map(|channel| {
-                Arch::new().dispatch(
-                    #[inline(always)]
-                    || sums_of(channel),
-                )
-            })
-            .collect();
+        let each = each_channel(shape, sums_of);
         let inputs = x.par_chunks_exact(shape.sample()).zip(dy.par_chunks_exact(shape.sample()));
         dx.par_chunks_exact_mut(shape.sample()).zip(inputs).for_each(|(dx, (x, dy))| {
             Arch::new().dispatch(
