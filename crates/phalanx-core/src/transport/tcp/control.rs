@@ -185,11 +185,14 @@ impl Drop for Monitor {
         // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         self.health.compare_calls();
-        if let Some(last) = self.health.calls(|calls| calls.latest()).filter(|_| !self.health.has_failed()) {
+        // Another thread may just be telling the peers the cause: nothing can be sent after the goodbye.
+        let has_failed = self.health.cause().is_some();
+        let last = self.health.calls(|calls| calls.latest()).filter(|_| !has_failed);
+        if let Some(last) = last {
             self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
-        let grace = match self.health.has_failed() {
+        let grace = match has_failed {
             // A rank that panics does not wait: the sooner the others notice, the better.
             _ if std::thread::panicking() => Duration::ZERO,
             true => FAILURE_GRACE,
@@ -198,7 +201,6 @@ impl Drop for Monitor {
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
         let mut parting = Parting { health: &self.health, unread, heard: HashSet::new() };
-        let last = self.health.calls(|calls| calls.latest()).filter(|_| !self.health.has_failed());
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
@@ -224,7 +226,7 @@ impl Connections {
     }
 
     /// The group has failed: send the cause to every peer, then wake the threads that wait on other connections.
-    fn alarm(&self, error: &Error) {
+    pub(super) fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);
         self.shut();
     }

@@ -122,8 +122,9 @@ impl<'a> Watch<'a> {
             // silence.
             let over = self.health.has_failed();
             let next = beats.map_or(looks, |beats| if soon { beats } else { beats.min(looks) });
-            let next = self.answer_due().map_or(next, |due| due.min(next));
-            let ready = match self.wait((!over).then_some(next))? {
+            let due = self.answer_due();
+            let next = due.map_or(next, |due| due.min(next));
+            let ready = match self.wait(if over { due } else { Some(next) })? {
                 Woken::Stopped => {
                     return Ok(self.peers.into_iter().map(|peer| peer.received.bytes).collect());
                 }
@@ -308,7 +309,8 @@ impl<'a> Watch<'a> {
         // If the calls differ, the peers are told before they are answered.
         self.health.compare_calls();
         let latest = self.health.calls(|calls| calls.latest());
-        let has_failed = self.health.has_failed();
+        // Another thread may just be telling them the cause, and nothing can be sent after an answer.
+        let has_failed = self.health.cause().is_some();
         for (rank, peer) in
             self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer.is_some())
         {
@@ -471,6 +473,7 @@ impl Peer {
 mod tests {
     use std::io::IoSlice;
     use std::net::{TcpListener, TcpStream};
+    use std::sync::{Arc, mpsc};
 
     use rustix::event::{PollFd, PollFlags};
 
@@ -514,5 +517,32 @@ mod tests {
         assert!(stays_quiet());
         peer.shut();
         assert!(wakes());
+    }
+
+    #[test]
+    fn a_goodbye_is_answered_after_the_cause_of_a_failure() {
+        let (own, peer) = pair();
+        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
+        let (_stop, stopped) = UnixStream::pair().unwrap();
+        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+        let (begun, begins) = mpsc::channel();
+        let alarmed = connections.clone();
+        // As of a thread that has a processor only now and then.
+        health.on_failure(Box::new(move |error| {
+            begun.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+            alarmed.alarm(error);
+        }));
+        let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
+        let mut watch = Watch::new(ranks, &connections, &health, Heartbeat::default(), &stopped).unwrap();
+        watch.peers[0].awaits_answer = Some(Instant::now());
+        std::thread::scope(|scope| {
+            scope.spawn(|| health.fail(Error::mismatch("the calls differ")));
+            begins.recv().unwrap();
+            watch.answer_goodbyes();
+        });
+        let mut received = Buffered::default();
+        while received.fill(&peer).is_ok() {}
+        assert!(matches!(received.next(), Ok(Some(Control::Failure(_)))));
     }
 }
