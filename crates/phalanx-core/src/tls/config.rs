@@ -13,8 +13,8 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
 use rustls::version::TLS13;
 use rustls::{
-    ClientConfig, ClientConnection, DigitallySignedStruct, PeerIncompatible, RootCertStore, ServerConfig,
-    ServerConnection, SignatureScheme,
+    CipherSuite, ClientConfig, ClientConnection, DigitallySignedStruct, PeerIncompatible, RootCertStore,
+    ServerConfig, ServerConnection, SignatureScheme,
 };
 
 use super::Session;
@@ -54,7 +54,7 @@ impl Tls {
     /// or is not the certificate's; if the certificate is not of that CA, is out of date, or is not meant for both
     /// sides of a connection.
     pub fn read(ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
-        let provider = Arc::new(ring::default_provider());
+        let provider = Arc::new(provider());
         let roots = Arc::new(roots(ca)?);
         let chain = certificates(certificate)?;
         let private = private_key(key)?;
@@ -174,6 +174,14 @@ fn check(
         .build()
         .map_err(|error| rustls::Error::General(error.to_string()))?;
     asks_clients.verify_client_cert(own, intermediates, now).map(|_| ())
+}
+
+/// AES with keys of 128 bits comes before that of 256, which both ends would take otherwise: TLS 1.3 requires it of every implementation, and it
+/// takes a processor three quarters of the time.
+fn provider() -> CryptoProvider {
+    let mut provider = ring::default_provider();
+    provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
+    provider
 }
 
 fn roots(path: &Path) -> Result<RootCertStore> {
