@@ -10,10 +10,12 @@ use crate::error::Result;
 use crate::group::{Backend, GroupConfig, Identity, LocalRank, ProcessGroup};
 use crate::group::{TransportOptions, connect};
 use crate::health::Heartbeat;
+use crate::random;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, SharedStore};
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
+use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
 /// The transport between the ranks of a test.
@@ -109,13 +111,15 @@ pub(crate) fn groups_of(
 ) -> Result<Vec<ProcessGroup>> {
     let store = Arc::new(MemoryStore::new());
     let world = WorldSize::new(options.len() as u32)?;
+    // As a rendezvous gives one, from which groups of some of the ranks have theirs.
+    let number = random::bytes()?;
     std::thread::scope(|scope| {
         let ranks: Vec<_> = world
             .ranks()
             .zip(options)
             .map(|(rank, options)| (rank, *options, store.clone()))
             .map(|(rank, options, store)| {
-                scope.spawn(move || join(store, (rank, world), options, credentials))
+                scope.spawn(move || join(store, (rank, world), number, options, credentials))
             })
             .collect();
         ranks
@@ -128,6 +132,7 @@ pub(crate) fn groups_of(
 fn join(
     store: SharedStore,
     (rank, world): (Rank, WorldSize),
+    number: JobId,
     options: TransportOptions<'_>,
     credentials: &Credentials,
 ) -> Result<ProcessGroup> {
@@ -143,13 +148,13 @@ fn join(
         interface,
         credentials,
         heartbeat,
-        number: None,
+        number: Some(number),
     };
     let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;
     let (transport, host_id) = (options.kind, options.host.map(str::to_owned));
     let credentials = credentials.clone();
     let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
     let local = LocalRank { rank: rank.get(), world_size: 1 };
-    let config = GroupConfig::new(backend, local, generation);
+    let config = GroupConfig { number: Some(number), ..GroupConfig::new(backend, local, generation) };
     ProcessGroup::new(Identity { rank, world, trace: Trace::default(), config }, connected)
 }
