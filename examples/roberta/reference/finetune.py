@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
-"""The training of `roberta fine-tune` in PyTorch: the same texts, weights, order, batches and schedule, in one process.
+"""The training of `roberta fine-tune` in PyTorch: the same texts, weights, order, batches and schedule.
 
     target/reference/bin/python examples/roberta/reference/finetune.py --seed 1 --epochs 2
+    target/reference/bin/torchrun --nproc-per-node 2 examples/roberta/reference/finetune.py --seed 1 --epochs 2
 
-What differs is what random numbers decide: the new head's weights, and dropout. Steps take the batches of --ranks ranks together,
-in the order of torch's DistributedSampler, which is that of phalanx's.
+What differs is what random numbers decide: the new head's weights, and dropout. In one process, steps take the batches of --ranks
+ranks together, in the order of torch's DistributedSampler, which is that of phalanx's. torchrun's ranks train with
+DistributedDataParallel over gloo; each also looks at all held-out texts, which is not timed.
 """
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_linear_schedule_with_warmup
 
@@ -43,6 +48,11 @@ train, held_out = read("train.jsonl", options.train_limit), read("held-out.jsonl
 torch.manual_seed(options.seed)
 tokenizer = AutoTokenizer.from_pretrained(options.model)
 model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2).to(options.device)
+rank, trained = None, model
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    rank, options.ranks = dist.get_rank(), dist.get_world_size()
+    trained = DistributedDataParallel(model)
 
 
 def batch(examples):
@@ -53,10 +63,10 @@ def batch(examples):
 
 
 def steps(epoch):
-    """For each step, the examples of all ranks."""
+    """For each step, the examples of this rank, or of all that it stands for."""
     shares = []
-    for rank in range(options.ranks):
-        sampler = DistributedSampler(train, num_replicas=options.ranks, rank=rank, seed=options.seed)
+    for of in range(options.ranks) if rank is None else [rank]:
+        sampler = DistributedSampler(train, num_replicas=options.ranks, rank=of, seed=options.seed)
         sampler.set_epoch(epoch)
         shares.append(list(sampler))
     for start in range(0, len(shares[0]), options.batch_size):
@@ -83,7 +93,7 @@ for epoch in range(options.epochs):
     begun, sums = time.monotonic(), [0.0, 0]
     for examples in steps(epoch):
         inputs, labels = batch(examples)
-        loss = torch.nn.functional.cross_entropy(model(**inputs).logits, labels)
+        loss = torch.nn.functional.cross_entropy(trained(**inputs).logits, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
         optimizer.step()
@@ -99,8 +109,10 @@ for epoch in range(options.epochs):
             logits = model(**inputs).logits
             right += (logits.argmax(1) == labels).sum().item()
             loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    if rank not in (None, 0):
+        continue
     print(
         f"epoch {epoch + 1}: loss {sums[0] / sums[1]:.4f}, held out: loss {loss / len(held_out):.4f}, "
-        f"accuracy {100 * right / len(held_out):.2f} %, {seconds:.0f} s",
+        f"accuracy {100 * right / len(held_out):.2f} %, {seconds:.2f} s",
         flush=True,
     )
