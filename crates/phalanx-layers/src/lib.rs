@@ -2,6 +2,7 @@
 #![doc = include_str!("../README.md")]
 
 mod convolution;
+mod dropout;
 mod gelu;
 mod memory;
 mod normalisation;
@@ -12,8 +13,8 @@ mod transformer;
 
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::nn::conv::Conv2d;
-use burn::nn::{BatchNorm, Linear, PaddingConfig2d};
-use burn::tensor::{DType, Device, Tensor};
+use burn::nn::{BatchNorm, Dropout, Linear, PaddingConfig2d};
+use burn::tensor::{DType, Device, Distribution, Tensor};
 use op::LayerOps;
 
 pub use transformer::transformer_encoder;
@@ -100,6 +101,28 @@ pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
         return burn::tensor::activation::gelu(x);
     }
     Tensor::from_dispatch(Dispatch::normal_gelu(x.into_dispatch()))
+}
+
+/// `dropout.forward(x)`: zero in place of each value with the layer's probability, the others larger by as much.
+///
+/// It has kernels of its own for tensors of f32 on Flex, and drops other values than Burn's for the same seed of the device: as independent of
+/// each other, and the same with any number of threads. Burn's generator gives the seed, so `device.seed(..)` decides here, too. Otherwise Burn's
+/// `forward` runs.
+pub fn dropout<const D: usize>(dropout: &Dropout, x: Tensor<D>) -> Tensor<D> {
+    let device = x.device();
+    let drops = device.is_autodiff() && dropout.training.is_enabled();
+    if !drops || !is_taken(&x) || !(f64::MIN_POSITIVE..1.0).contains(&dropout.prob) {
+        return dropout.forward(x);
+    }
+    let mask = dropout::Mask { seed: drawn(&device), keep: 1.0 - dropout.prob };
+    Tensor::from_dispatch(Dispatch::drop_out(x.into_dispatch(), mask))
+}
+
+/// 64 bits of the generator of Burn's device.
+fn drawn(device: &Device) -> u64 {
+    // Whole numbers below 2^16 are exact.
+    let parts = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &device.clone().inner());
+    parts.into_data().iter::<f32>().fold(0, |seed, part| seed << 16 | u64::from(part as u16))
 }
 
 /// Whether the kernels take it. Burn knows what becomes of a tensor without elements.

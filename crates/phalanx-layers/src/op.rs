@@ -12,6 +12,7 @@ use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_autodiff::{Autodiff, NodeId};
 use burn_flex::{FlexTensor, Layout};
 
+use super::dropout::Mask;
 use super::normalisation::Statistics;
 use super::{convolution, gelu, memory, normalisation};
 
@@ -36,6 +37,9 @@ pub trait LayerOps: Backend {
 
     /// `gelu`, under a name that Burn's backends do not have.
     fn normal_gelu(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// The values that `mask` keeps.
+    fn drop_out(x: FloatTensor<Self>, mask: Mask) -> FloatTensor<Self>;
 }
 
 impl LayerOps for Flex {
@@ -71,6 +75,12 @@ impl LayerOps for Flex {
         let x = x.to_contiguous();
         // SAFETY: it writes every value.
         unsafe { like(&x, |y| gelu::forward(values(&x), y)) }
+    }
+
+    fn drop_out(x: FlexTensor, mask: Mask) -> FlexTensor {
+        let x = x.to_contiguous();
+        // SAFETY: it writes every value.
+        unsafe { like(&x, |y| mask.apply(values(&x), y)) }
     }
 }
 
@@ -134,6 +144,29 @@ impl<C: CheckpointStrategy> LayerOps for Autodiff<Flex, C> {
                 prep.finish(saved, Flex::normal_gelu(x.into_primitive()))
             }
             OpsKind::UnTracked(prep) => prep.finish(Flex::normal_gelu(x.into_primitive())),
+        }
+    }
+
+    fn drop_out(x: FloatTensor<Self>, mask: Mask) -> FloatTensor<Self> {
+        let y = Flex::drop_out(x.primitive().clone(), mask);
+        match DropOut.prepare::<C>([x.node()]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(mask, y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+}
+
+/// Backward of [`LayerOps::drop_out`], which drops what forward has dropped.
+#[derive(Debug)]
+struct DropOut;
+
+impl Backward<Flex, 1> for DropOut {
+    type State = Mask;
+
+    fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let dy = gradients.consume::<Flex>(&ops.node);
+        if let [Some(node)] = ops.parents {
+            gradients.register::<Flex>(node.id, Flex::drop_out(dy, ops.state));
         }
     }
 }

@@ -1,7 +1,7 @@
 use burn::module::{Module, Param};
 use burn::nn::conv::Conv2dConfig;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer};
-use burn::nn::{BatchNormConfig, LinearConfig};
+use burn::nn::{BatchNormConfig, DropoutConfig, LinearConfig};
 use burn::tensor::{Bool, Distribution, Gradients, TensorData};
 
 use super::*;
@@ -282,6 +282,48 @@ fn gelu_and_its_gradient_are_burns() {
             assert!(apart < CLOSE, "{threads} threads, {dims:?}, gradient: {apart}");
         }
     });
+}
+
+#[test]
+fn the_gradient_passes_where_the_value_was_kept() {
+    let device = Device::flex().autodiff();
+    let layer = DropoutConfig::new(0.3).init();
+    with_threads(|threads| {
+        for dims in [[3, 5], [700, 70]] {
+            let x = (numbers(dims, 1, &device) + 2.0).require_grad();
+            let y = dropout(&layer, x.clone());
+            let factors: Vec<f32> = (y.clone() / x.clone()).into_data().iter().collect();
+            let is_kept = |factor: &&f32| (**factor - 1.0 / 0.7).abs() < CLOSE;
+            let kept = factors.iter().filter(is_kept).count();
+            assert!(factors.iter().all(|factor| *factor == 0.0 || is_kept(&factor)), "{threads} threads");
+            let share = kept as f64 / factors.len() as f64;
+            assert!(factors.len() < 1000 || (share - 0.7).abs() < 0.02, "{threads} threads: {share}");
+            let dx: Vec<f32> =
+                x.grad(&y.sum().backward()).expect("x has a gradient").into_data().iter().collect();
+            assert!(std::iter::zip(&dx, &factors).all(|(dx, factor)| (dx - factor).abs() < CLOSE));
+            if factors.len() > 1000 {
+                let again: Vec<f32> = (dropout(&layer, x.clone()) / x).into_data().iter().collect();
+                assert_ne!(again, factors);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_dropout_that_drops_nothing_is_burns_own() {
+    let device = Device::flex().autodiff();
+    let x = || numbers::<2>([30, 40], 1, &device);
+    let unchanged = |layer: &Dropout, x: Tensor<2>| {
+        assert_eq!(dropout(layer, x.clone()).into_data(), x.into_data());
+    };
+    unchanged(&DropoutConfig::new(0.0).init(), x());
+    let layer = DropoutConfig::new(0.5).init();
+    unchanged(&layer, x().inner());
+    unchanged(&layer.clone().freeze(), x());
+    let empty = Tensor::<2>::empty([0, 4], &device);
+    assert_eq!(dropout(&layer, empty).dims(), [0, 4]);
+    let double = dropout(&layer, x().cast(DType::F64));
+    assert_eq!(double.dtype(), DType::F64);
 }
 
 fn linear_layers(layer: &TransformerEncoderLayer) -> [&Linear; 6] {

@@ -7,7 +7,7 @@ use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoder, Transfo
 use burn::tensor::activation::{quiet_softmax, softmax};
 use burn::tensor::{Bool, Tensor};
 
-use crate::{gelu, linear};
+use crate::{dropout, gelu, linear};
 
 /// What keeps a token from attending to others.
 #[derive(Clone)]
@@ -17,7 +17,7 @@ struct Masks {
 }
 
 /// `encoder.forward(TransformerEncoderInput::new(x).mask_pad(mask_pad).mask_attn(mask_attn))`: of `[samples, length, width]`, each with
-/// [`linear`] and [`gelu`].
+/// [`linear`], [`gelu`] and [`dropout`].
 ///
 /// `mask_pad`, of `[samples, length]`, is true for tokens to which none attends; `mask_attn`, of `[samples, length, length]`, for tokens to
 /// which one does not attend.
@@ -35,13 +35,13 @@ pub fn transformer_encoder(
 }
 
 fn encoder_layer(layer: &TransformerEncoderLayer, x: Tensor<3>, masks: Masks) -> Tensor<3> {
-    let TransformerEncoderLayer { mha, pwff, norm_1, norm_2, dropout, norm_first } = layer;
+    let TransformerEncoderLayer { mha, pwff, norm_1, norm_2, dropout: dropped, norm_first } = layer;
     if *norm_first {
-        let x = x.clone() + dropout.forward(self_attention(mha, norm_2.forward(x), masks));
-        return x.clone() + dropout.forward(feed_forward(pwff, norm_1.forward(x)));
+        let x = x.clone() + dropout(dropped, self_attention(mha, norm_2.forward(x), masks));
+        return x.clone() + dropout(dropped, feed_forward(pwff, norm_1.forward(x)));
     }
-    let x = norm_1.forward(x.clone() + dropout.forward(self_attention(mha, x, masks)));
-    norm_2.forward(x.clone() + dropout.forward(feed_forward(pwff, x)))
+    let x = norm_1.forward(x.clone() + dropout(dropped, self_attention(mha, x, masks)));
+    norm_2.forward(x.clone() + dropout(dropped, feed_forward(pwff, x)))
 }
 
 fn self_attention(mha: &MultiHeadAttention, x: Tensor<3>, masks: Masks) -> Tensor<3> {
@@ -57,7 +57,7 @@ fn self_attention(mha: &MultiHeadAttention, x: Tensor<3>, masks: Masks) -> Tenso
         scores = scores.mask_fill(mask.reshape([samples, 1, length, length]), mha.min_float);
     }
     let weights = if mha.quiet_softmax { quiet_softmax(scores, 3) } else { softmax(scores, 3) };
-    let context = mha.dropout.forward(weights).matmul(value).swap_dims(1, 2);
+    let context = dropout(&mha.dropout, weights).matmul(value).swap_dims(1, 2);
     linear(&mha.output, context.reshape([samples, length, width]))
 }
 
@@ -67,5 +67,5 @@ fn feed_forward(pwff: &PositionWiseFeedForward, x: Tensor<3>) -> Tensor<3> {
         Activation::Gelu(Gelu { approximate: false }) => gelu(x),
         other => other.forward(x),
     };
-    linear(&pwff.linear_outer, pwff.dropout.forward(x))
+    linear(&pwff.linear_outer, dropout(&pwff.dropout, x))
 }

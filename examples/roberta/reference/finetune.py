@@ -82,7 +82,7 @@ groups = [
     {"params": [p for name, p in named if not plain(name)], "weight_decay": options.weight_decay},
     {"params": [p for name, p in named if plain(name)], "weight_decay": 0.0},
 ]
-optimizer = torch.optim.AdamW(groups, lr=options.lr, eps=1e-8)
+optimizer = torch.optim.AdamW(groups, lr=options.lr, eps=1e-8, fused=True)
 each = -(-len(train) // options.ranks)
 total = -(-each // options.batch_size) * options.epochs
 warmup = -int(-(options.warmup * total) // 1)

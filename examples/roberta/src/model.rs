@@ -10,6 +10,7 @@ use burn::nn::{
 };
 use burn::tensor::{Device, Int, Tensor, activation};
 use phalanx_burn::parallel::tensor::{ParallelLinear, TensorGroup, TensorPlan, VocabParallelEmbedding};
+use phalanx_layers::dropout;
 
 use crate::config::{Activation, Config};
 use crate::inputs::Inputs;
@@ -145,7 +146,7 @@ impl Embeddings {
         let x = self.word_embeddings.forward(inputs.tokens.clone())
             + self.token_type_embeddings.forward(inputs.types.clone())
             + self.position_embeddings.forward(inputs.positions.clone());
-        self.dropout.forward(self.norm.forward(x))
+        dropout(&self.dropout, self.norm.forward(x))
     }
 }
 
@@ -164,7 +165,7 @@ impl Layer {
     fn forward(&self, x: Tensor<3>, bias: &Tensor<4>) -> Tensor<3> {
         let x = self.attention.forward(x, bias);
         let inner = gelu(self.intermediate.forward(x.clone()), self.gelu_tanh);
-        self.norm.forward(self.dropout.forward(self.output.forward(inner)) + x)
+        self.norm.forward(dropout(&self.dropout, self.output.forward(inner)) + x)
     }
 }
 
@@ -193,11 +194,11 @@ impl Attention {
         let layers = [&self.query, &self.key, &self.value];
         let [query, key, value] = ParallelLinear::forward_each(layers, x.clone()).map(split);
         let scores = query.matmul(key.transpose()) / (self.head_size as f64).sqrt() + bias.clone();
-        let weights = self.weights_dropout.forward(activation::softmax(scores, 3));
+        let weights = dropout(&self.weights_dropout, activation::softmax(scores, 3));
         let context = weights.matmul(value).swap_dims(1, 2);
         let [.., heads, head_size] = context.dims();
         let context = context.reshape([batch, length, heads * head_size]);
-        self.norm.forward(self.dropout.forward(self.output.forward(context)) + x)
+        self.norm.forward(dropout(&self.dropout, self.output.forward(context)) + x)
     }
 }
 
@@ -405,7 +406,7 @@ impl Classifier {
         let x = self.backbone.pass(hidden, inputs);
         match &self.classifier {
             None => Passed::Hidden(x),
-            Some(head) => Passed::Logits(head.out.forward(head.dropout.forward(head.pooled(x)))),
+            Some(head) => Passed::Logits(head.out.forward(dropout(&head.dropout, head.pooled(x)))),
         }
     }
 
@@ -418,7 +419,7 @@ impl Classifier {
 impl ClassificationHead {
     fn pooled(&self, x: Tensor<3>) -> Tensor<2> {
         let first = x.narrow(1, 0, 1).squeeze_dim::<2>(1);
-        activation::tanh(self.dense.forward(self.dropout_before.forward(first)))
+        activation::tanh(self.dense.forward(dropout(&self.dropout_before, first)))
     }
 }
 
