@@ -1,8 +1,7 @@
 //! Dropout, on slices.
 //!
-//! Burn draws each number from its one generator, which is made for secrets, and keeps all of them for backward: of a BERT's step on two ranks
-//! that was an eighth. Here the generator gives a seed, from which chunks of the tensor have quick generators of their own, and backward draws the
-//! same numbers again.
+//! Burn draws each number from its one generator, which is made for secrets, and keeps all of them for backward. Here the generator gives a seed,
+//! from which chunks of the tensor have quick generators of their own, and backward draws the same numbers again.
 
 use std::iter::zip;
 use std::mem::MaybeUninit;
@@ -16,8 +15,6 @@ use rayon::prelude::*;
 const CHUNK: usize = 1 << 14;
 /// Numbers that are drawn before they are used.
 const BLOCK: usize = 256;
-/// An odd number without a pattern, so that the seeds of chunks lie apart: 2^64 / φ.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// Which values are kept.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +26,8 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// Writes every value of `y`: that of `x` divided by the probability that it is kept, or zero times it. The same for the gradient.
+    /// Writes every value of `y`: those of `x` that are kept, divided by the probability, and zero times the others. Backward does the same
+    /// to the gradient.
     pub fn apply(&self, x: &[f32], y: &mut [MaybeUninit<f32>]) {
         assert_eq!(x.len(), y.len(), "tensors that do not fit");
         let chunks = y.par_chunks_mut(CHUNK).zip(x.par_chunks(CHUNK)).enumerate();
@@ -46,7 +44,7 @@ impl Mask {
         let scale = (1.0 / self.keep) as f32;
         // So many of the 2^32 numbers keep a value; one at least.
         let last = (self.keep * 2f64.powi(32) - 1.0).round() as u32;
-        let mut generator = SmallRng::seed_from_u64(self.seed.wrapping_add(number.wrapping_mul(STEP)));
+        let mut generator = SmallRng::seed_from_u64(self.seed ^ mixed(number));
         let mut random = [0; BLOCK];
         for (x, y) in zip(x.chunks(BLOCK), y.chunks_mut(BLOCK)) {
             for pair in random.as_chunks_mut::<2>().0 {
@@ -63,6 +61,14 @@ impl Mask {
             );
         }
     }
+}
+
+/// A number for each chunk whose bits have nothing to do with those of its neighbours': the last step of Austin Appleby's MurmurHash3. A generator
+/// makes its state from the seed by steps of one length, so seeds that lie a step apart would share most of it.
+fn mixed(number: u64) -> u64 {
+    let folded = |bits: u64| bits ^ bits >> 33;
+    let first = folded(number).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    folded(folded(first).wrapping_mul(0xc4ce_b9fe_1a85_ec53))
 }
 
 #[cfg(test)]
@@ -104,8 +110,12 @@ mod tests {
         let first = mask(1);
         agree(&first[..CHUNK], &first[CHUNK..]);
         agree(&first[1..], &first[..first.len() - 1]);
-        for seed in [2, 1 + STEP, u64::MAX] {
-            agree(&first, &mask(seed));
+        // The last is the length of the generator's own steps.
+        for seed in [2, u64::MAX, 0x9e37_79b9_7f4a_7c16] {
+            let other = mask(seed);
+            agree(&first, &other);
+            agree(&first[CHUNK..], &other[..CHUNK]);
+            agree(&first[..CHUNK], &other[CHUNK..]);
         }
         assert_eq!(first, mask(1));
     }

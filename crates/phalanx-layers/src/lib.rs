@@ -111,17 +111,19 @@ pub fn gelu<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 pub fn dropout<const D: usize>(dropout: &Dropout, x: Tensor<D>) -> Tensor<D> {
     let device = x.device();
     let drops = device.is_autodiff() && dropout.training.is_enabled();
-    if !drops || !is_taken(&x) || !(f64::MIN_POSITIVE..1.0).contains(&dropout.prob) {
+    let is_probability = dropout.prob > 0.0 && dropout.prob < 1.0;
+    if !drops || !is_probability || !is_taken(&x) {
         return dropout.forward(x);
     }
     let mask = dropout::Mask { seed: drawn(&device), keep: 1.0 - dropout.prob };
     Tensor::from_dispatch(Dispatch::drop_out(x.into_dispatch(), mask))
 }
 
-/// 64 bits of the generator of Burn's device.
+/// 64 bits from the generator of Burn's device.
 fn drawn(device: &Device) -> u64 {
-    // Whole numbers below 2^16 are exact.
-    let parts = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), &device.clone().inner());
+    // f32 has whole numbers below 2^16, whatever type the device gives tensors by default.
+    let options = (&device.clone().inner(), DType::F32);
+    let parts = Tensor::<1>::random([4], Distribution::Uniform(0.0, 65_536.0), options);
     parts.into_data().iter::<f32>().fold(0, |seed, part| seed << 16 | u64::from(part as u16))
 }
 

@@ -35,13 +35,13 @@ pub fn transformer_encoder(
 }
 
 fn encoder_layer(layer: &TransformerEncoderLayer, x: Tensor<3>, masks: Masks) -> Tensor<3> {
-    let TransformerEncoderLayer { mha, pwff, norm_1, norm_2, dropout: dropped, norm_first } = layer;
+    let TransformerEncoderLayer { mha, pwff, norm_1, norm_2, dropout: between, norm_first } = layer;
     if *norm_first {
-        let x = x.clone() + dropout(dropped, self_attention(mha, norm_2.forward(x), masks));
-        return x.clone() + dropout(dropped, feed_forward(pwff, norm_1.forward(x)));
+        let x = x.clone() + dropout(between, self_attention(mha, norm_2.forward(x), masks));
+        return x.clone() + dropout(between, feed_forward(pwff, norm_1.forward(x)));
     }
-    let x = norm_1.forward(x.clone() + dropout(dropped, self_attention(mha, x, masks)));
-    norm_2.forward(x.clone() + dropout(dropped, feed_forward(pwff, x)))
+    let x = norm_1.forward(x.clone() + dropout(between, self_attention(mha, x, masks)));
+    norm_2.forward(x.clone() + dropout(between, feed_forward(pwff, x)))
 }
 
 fn self_attention(mha: &MultiHeadAttention, x: Tensor<3>, masks: Masks) -> Tensor<3> {

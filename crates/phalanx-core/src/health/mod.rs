@@ -341,8 +341,8 @@ impl Health {
         if !state.failure.report(&error) {
             return;
         }
-        self.blame(&error);
         self.failed.store(true, Ordering::Release);
+        self.blame(&error);
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {

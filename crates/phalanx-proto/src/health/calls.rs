@@ -135,7 +135,8 @@ impl Calls {
         })
     }
 
-    /// Looks whether this rank, `own`, has made another call where a peer waits.
+    /// Looks whether this rank, `own`, has made another call where a peer waits. What differs stays, for whoever else looks before the group
+    /// has failed.
     ///
     /// # Errors
     /// With both calls, if it has.
@@ -143,10 +144,13 @@ impl Calls {
         let Self { last, waiting, .. } = self;
         let mut outcome = Ok(());
         waiting.retain(|&(peer, ref theirs, told)| {
+            if outcome.is_err() {
+                return true;
+            }
             let there = last.get(place(theirs.sequence)).copied().flatten();
             // This rank may still reach it.
             let Some(call) = there.filter(|call| call.sequence >= theirs.sequence) else { return true };
-            if call.sequence == theirs.sequence && outcome.is_ok() {
+            if call.sequence == theirs.sequence {
                 // A rank that waits in the same call gets a frame of it, and finds another history itself. Then it tells the
                 // calls before it, of which the first that differs is here.
                 let history = if told == Told::Waiting { call.history } else { theirs.history };
@@ -154,7 +158,7 @@ impl Calls {
                 outcome =
                     checked.map_err(|error| error.in_operation(call.call.to_string(), Some(call.sequence)));
             }
-            false
+            outcome.is_err()
         });
         outcome
     }

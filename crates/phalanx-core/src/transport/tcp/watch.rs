@@ -542,7 +542,8 @@ mod tests {
             watch.answer_goodbyes();
         });
         let mut received = Buffered::default();
-        while received.fill(&peer).is_ok() {}
+        peer.socket().set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert!(received.fill(&peer).is_err(), "nothing more comes after an answer");
         assert!(matches!(received.next(), Ok(Some(Control::Failure(_)))));
     }
 }
