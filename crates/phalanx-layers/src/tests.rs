@@ -303,8 +303,8 @@ fn the_gradient_passes_where_the_value_was_kept() {
             assert!(std::iter::zip(&dx, &factors).all(|(dx, factor)| (dx - factor).abs() < CLOSE));
             // Where value and gradient lie transposed, as between heads.
             let turned = dropout(&layer, x.clone().swap_dims(0, 1));
-            let factors = turned.clone() / x.clone().swap_dims(0, 1);
-            let expected = numbers([dims[1], dims[0]], 5, &device) * factors;
+            let turned_factors = turned.clone() / x.clone().swap_dims(0, 1);
+            let expected = numbers([dims[1], dims[0]], 5, &device) * turned_factors;
             let dx = x.grad(&weighted_gradients(turned)).expect("x has a gradient");
             assert!(between([expected.inner().swap_dims(0, 1), dx.inner()]) < CLOSE);
             if factors.len() > 1000 {
