@@ -232,8 +232,8 @@ mod tests {
         assert!(error.is_mismatch() && error.peer() == Some(peer), "{text}");
         assert!(text.contains("rank 0 calls broadcast(8 x f32) #3"), "{text}");
         assert!(text.contains("rank 2 calls all_gather(8 x f32) #3"), "{text}");
-        // It has been reported.
-        calls.compare(ME).unwrap();
+        // Whoever looks before the group has failed finds it, too.
+        assert_eq!(calls.compare(ME).unwrap_err().to_string(), text);
         // The same call, and one that ended long ago.
         calls.hear(peer, header(Operation::Broadcast, 3), Told::Waiting);
         calls.compare(ME).unwrap();
