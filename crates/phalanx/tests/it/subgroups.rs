@@ -235,8 +235,13 @@ fn the_failure_of_a_part_is_its_own() {
     }
 }
 
-/// Fabrics whose ranks meet in a store. Threads without connections have none.
-const CONNECTED: [Fabric; 3] = [Fabric::Tcp, Fabric::SharedMemory, Fabric::TwoHosts];
+/// Runs ranks that have a store to meet in, over each fabric that has connections.
+fn with_a_store(world: u32, rank: impl Fn(Fabric, ProcessGroup, &SharedStore) + Sync) {
+    for fabric in [Fabric::Tcp, Fabric::SharedMemory, Fabric::TwoHosts] {
+        let store: SharedStore = Arc::<MemoryStore>::default();
+        run(world, fabric, |group| rank(fabric, group, &store));
+    }
+}
 
 fn part(group: &ProcessGroup, store: &SharedStore, name: &str, list: &[u32]) -> Result<ProcessGroup> {
     group.part(store.clone(), name, &ranks(list), WAIT_LIMIT)
@@ -244,73 +249,64 @@ fn part(group: &ProcessGroup, store: &SharedStore, name: &str, list: &[u32]) -> 
 
 #[test]
 fn members_alone_meet_in_a_store_in_the_order_that_they_name() {
-    for fabric in CONNECTED {
-        let store: SharedStore = Arc::<MemoryStore>::default();
-        run(4, fabric, |group| {
-            let own = group.rank().get();
-            // Ranks 0 and 2 do not even know of it; the pairs after it have names of their own, and are made at the same time.
-            if own % 2 == 1 {
-                let odd = part(&group, &store, "odd", &[3, 1]).unwrap();
-                assert_eq!((odd.rank().get(), odd.world_size().get()), ((3 - own) / 2, 2));
-                assert_eq!(odd.global_rank(Rank::MAIN).unwrap(), Rank::new(3));
-                assert_eq!(sum_of_ranks(&odd), 4);
-                let mut data = [own as i32];
-                odd.broadcast(&mut data, Rank::MAIN).unwrap();
-                assert_eq!(data, [3]);
-                odd.close().unwrap();
-            }
-            let pair = [own / 2 * 2, own / 2 * 2 + 1];
-            let pair = part(&group, &store, &format!("pair {}", own / 2), &pair).unwrap();
-            assert_eq!(sum_of_ranks(&pair), i64::from(own / 2 * 4 + 1));
-            // One of all, and one of one.
-            let all = part(&group, &store, "all", &[0, 1, 2, 3]).unwrap();
-            assert_eq!((sum_of_ranks(&all), all.rank()), (6, group.rank()));
-            let alone = part(&group, &store, &format!("alone {own}"), &[own]).unwrap();
-            assert_eq!(sum_of_ranks(&alone), i64::from(own));
-            assert_eq!(sum_of_ranks(&group), 6);
-        });
-    }
+    with_a_store(4, |_, group, store| {
+        let own = group.rank().get();
+        // Ranks 0 and 2 do not even know of it; the pairs after it have names of their own, and are made at the same time.
+        if own % 2 == 1 {
+            let odd = part(&group, store, "odd", &[3, 1]).unwrap();
+            assert_eq!((odd.rank().get(), odd.world_size().get()), ((3 - own) / 2, 2));
+            assert_eq!(odd.global_rank(Rank::MAIN).unwrap(), Rank::new(3));
+            assert_eq!(sum_of_ranks(&odd), 4);
+            let mut data = [own as i32];
+            odd.broadcast(&mut data, Rank::MAIN).unwrap();
+            assert_eq!(data, [3]);
+            odd.close().unwrap();
+        }
+        let pair = [own / 2 * 2, own / 2 * 2 + 1];
+        let pair = part(&group, store, &format!("pair {}", own / 2), &pair).unwrap();
+        assert_eq!(sum_of_ranks(&pair), i64::from(own / 2 * 4 + 1));
+        // One of all, and one of one.
+        let all = part(&group, store, "all", &[0, 1, 2, 3]).unwrap();
+        assert_eq!((sum_of_ranks(&all), all.rank()), (6, group.rank()));
+        let alone = part(&group, store, &format!("alone {own}"), &[own]).unwrap();
+        assert_eq!(sum_of_ranks(&alone), i64::from(own));
+        assert_eq!(sum_of_ranks(&group), 6);
+    });
 }
 
 #[test]
 fn a_part_whose_members_differ_is_refused_on_all() {
-    for fabric in CONNECTED {
-        let store: SharedStore = Arc::<MemoryStore>::default();
-        run(3, fabric, |group| {
-            let list = if group.rank().is_main() { [0, 1, 2] } else { [0, 2, 1] };
-            // In their places ranks 1 and 2 are each other.
-            let error = part(&group, &store, "same", &list).unwrap_err();
-            assert!(error.is_mismatch(), "{fabric:?}: {error}");
-            assert_eq!(sum_of_ranks(&part(&group, &store, "next", &[2, 1, 0]).unwrap()), 3);
-        });
-    }
+    with_a_store(3, |fabric, group, store| {
+        let list = if group.rank().is_main() { [0, 1, 2] } else { [0, 2, 1] };
+        // In their places ranks 1 and 2 are each other.
+        let error = part(&group, store, "same", &list).unwrap_err();
+        assert!(error.is_mismatch(), "{fabric:?}: {error}");
+        assert_eq!(sum_of_ranks(&part(&group, store, "next", &[2, 1, 0]).unwrap()), 3);
+    });
 }
 
 #[test]
 fn a_part_names_who_is_missing_and_refuses_who_is_no_member() {
-    for fabric in CONNECTED {
-        let store: SharedStore = Arc::<MemoryStore>::default();
-        run(3, fabric, |group| {
-            let own = group.rank().get();
-            for (list, reason) in [
-                (&[(own + 1) % 3][..], "not among the members"),
-                (&[own, own], "in the list twice"),
-                (&[own, 3], "outside"),
-                (&[], "at least one"),
-            ] {
-                let error = part(&group, &store, "bad", list).unwrap_err();
-                assert!(error.is_invalid_argument() && error.to_string().contains(reason), "{error}");
-            }
-            group.barrier().unwrap();
-            if own != 2 {
-                let all = ranks(&[0, 1, 2]);
-                let error = group.part(store.clone(), "late", &all, Duration::from_secs(3)).unwrap_err();
-                assert!(error.is_timeout(), "{fabric:?}: {error}");
-                assert!(error.to_string().contains("rank 2"), "{fabric:?}: {error}");
-            }
-            assert_eq!(sum_of_ranks(&group), 3);
-        });
-    }
+    with_a_store(3, |fabric, group, store| {
+        let own = group.rank().get();
+        for (list, reason) in [
+            (&[(own + 1) % 3][..], "not among the members"),
+            (&[own, own], "in the list twice"),
+            (&[own, 3], "outside"),
+            (&[], "at least one"),
+        ] {
+            let error = part(&group, store, "bad", list).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains(reason), "{error}");
+        }
+        group.barrier().unwrap();
+        if own != 2 {
+            let all = ranks(&[0, 1, 2]);
+            let error = group.part(store.clone(), "late", &all, Duration::from_secs(3)).unwrap_err();
+            assert!(error.is_timeout(), "{fabric:?}: {error}");
+            assert!(error.to_string().contains("rank 2"), "{fabric:?}: {error}");
+        }
+        assert_eq!(sum_of_ranks(&group), 3);
+    });
     let alone = ProcessGroup::alone().unwrap();
     let error = part(&alone, &(Arc::<MemoryStore>::default() as SharedStore), "none", &[0]).unwrap_err();
     assert!(error.is_invalid_argument(), "{error}");
@@ -318,17 +314,14 @@ fn a_part_names_who_is_missing_and_refuses_who_is_no_member() {
 
 #[test]
 fn a_part_can_be_made_of_a_group_that_has_failed() {
-    for fabric in CONNECTED {
-        let store: SharedStore = Arc::<MemoryStore>::default();
-        run(3, fabric, |group| {
-            let group = patient(&group);
-            if group.rank().is_main() {
-                group.abort(Error::aborted("the loss is not a number"));
-            }
-            // Here or there it fails.
-            assert!(group.barrier().unwrap_err().is_aborted());
-            let whole = part(&group, &store, "again", &[0, 1, 2]).unwrap();
-            assert_eq!(sum_of_ranks(&whole), 3);
-        });
-    }
+    with_a_store(3, |_, group, store| {
+        let group = patient(&group);
+        if group.rank().is_main() {
+            group.abort(Error::aborted("the loss is not a number"));
+        }
+        // Here or there it fails.
+        assert!(group.barrier().unwrap_err().is_aborted());
+        let whole = part(&group, store, "again", &[0, 1, 2]).unwrap();
+        assert_eq!(sum_of_ranks(&whole), 3);
+    });
 }

@@ -226,7 +226,7 @@ impl Connections {
     }
 
     /// The group has failed: send the cause to every peer, then wake the threads that wait on other connections.
-    pub(super) fn alarm(&self, error: &Error) {
+    fn alarm(&self, error: &Error) {
         self.tell(&Control::Failure(Notice::of(error)), |_| true);
         self.shut();
     }
@@ -368,9 +368,10 @@ fn finish<'a>(mut open: Vec<End<'a>>, mut has_ended: impl FnMut(&End<'a>) -> boo
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
+    use std::sync::mpsc;
     use std::time::Instant;
 
     use super::*;
@@ -380,6 +381,40 @@ mod tests {
         let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         own.set_nonblocking(true).unwrap();
         (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    /// Fails `health` in another thread, which has a processor only now and then: returns when it is about to tell the peers.
+    pub(in super::super) fn fail_slowly(
+        health: &Arc<Health>,
+        connections: &Arc<Connections>,
+    ) -> JoinHandle<()> {
+        let (begun, begins) = mpsc::channel();
+        let alarmed = connections.clone();
+        health.on_failure(Box::new(move |error| {
+            begun.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+            alarmed.alarm(error);
+        }));
+        let failing = health.clone();
+        let thread = std::thread::spawn(move || drop(failing.fail(Error::mismatch("the calls differ"))));
+        begins.recv().unwrap();
+        thread
+    }
+
+    #[test]
+    fn a_rank_that_leaves_lets_the_cause_of_a_failure_be_told_first() {
+        let (own, mut peer) = pair();
+        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
+        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+        let failing = fail_slowly(&health, &connections);
+        let (silent, leave_grace) = (Arc::default(), LEAVE_GRACE);
+        drop(Monitor { stop: None, thread: None, caller: None, connections, health, silent, leave_grace });
+        failing.join().unwrap();
+        peer.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut received = Buffered::default();
+        peer.read_to_end(&mut received.bytes).unwrap();
+        assert!(matches!(received.next(), Ok(Some(Control::Failure(_)))));
+        assert_eq!(received.next().unwrap(), Some(Control::Goodbye));
     }
 
     #[test]

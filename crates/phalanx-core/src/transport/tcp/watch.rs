@@ -473,10 +473,11 @@ impl Peer {
 mod tests {
     use std::io::IoSlice;
     use std::net::{TcpListener, TcpStream};
-    use std::sync::{Arc, mpsc};
+    use std::sync::Arc;
 
     use rustix::event::{PollFd, PollFlags};
 
+    use super::super::control::tests::fail_slowly;
     use super::*;
     use crate::poll::poll;
 
@@ -525,22 +526,12 @@ mod tests {
         let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
         let (_stop, stopped) = UnixStream::pair().unwrap();
         let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
-        let (begun, begins) = mpsc::channel();
-        let alarmed = connections.clone();
-        // As of a thread that has a processor only now and then.
-        health.on_failure(Box::new(move |error| {
-            begun.send(()).unwrap();
-            std::thread::sleep(Duration::from_millis(200));
-            alarmed.alarm(error);
-        }));
         let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
         let mut watch = Watch::new(ranks, &connections, &health, Heartbeat::default(), &stopped).unwrap();
         watch.peers[0].awaits_answer = Some(Instant::now());
-        std::thread::scope(|scope| {
-            scope.spawn(|| health.fail(Error::mismatch("the calls differ")));
-            begins.recv().unwrap();
-            watch.answer_goodbyes();
-        });
+        let failing = fail_slowly(&health, &connections);
+        watch.answer_goodbyes();
+        failing.join().unwrap();
         let mut received = Buffered::default();
         peer.socket().set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert!(received.fill(&peer).is_err(), "nothing more comes after an answer");
