@@ -148,16 +148,18 @@ impl SyncBatchNorm {
         let sums =
             shim::sum_over_ranks(&part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
-        let mean = sums.f_narrow(0, 0, channels)?.f_div(&total)?;
+        // Where no rank has a sample, the statistics are zeros and not 0/0.
+        let divisor = total.f_clamp_min(1.0)?;
+        let mean = sums.f_narrow(0, 0, channels)?.f_div(&divisor)?;
         // If all values are equal, rounding may give a small negative number; NaN stays NaN.
         let variance = sums
             .f_narrow(0, channels, channels)?
-            .f_div(&total)?
+            .f_div(&divisor)?
             .f_sub(&mean.f_square()?)?
             .f_clamp_min(0.0)?;
 
-        // After a failure they are NaN, and the caller gets the cause.
-        if exchange.failure().is_none() {
+        // After a failure they are NaN, and the caller gets the cause. A batch of no sample changes nothing.
+        if exchange.failure().is_none() && total.f_double_value(&[0])? != 0.0 {
             self.update(&mean, &variance, &total)?;
         }
         let mut wide = vec![1; size.len()];

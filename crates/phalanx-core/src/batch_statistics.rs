@@ -50,6 +50,9 @@ impl Moments {
     pub fn from_sums(sums: &[f64]) -> Self {
         let (values, sums) = (sums[0], &sums[1..]);
         let (sums, squares) = sums.split_at(sums.len() / 2);
+        if values == 0.0 {
+            return Self::none(sums.len());
+        }
         let mean: Vec<f64> = sums.iter().map(|sum| sum / values).collect();
         // If all values are equal, rounding may give a small negative number. `max` would hide NaN.
         let variance = |(square, mean): (&f64, &f64)| {

@@ -61,6 +61,18 @@ pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
 /// As Burn's `forward`: if `x` has other channels than the layer.
 pub fn batch_norm(norm: &BatchNorm, x: Tensor<4>) -> Tensor<4> {
     let device = x.device();
+    if x.shape().num_elements() == 0 {
+        let [mean, variance] =
+            [&norm.running_mean, &norm.running_var].map(|state| state.value().to_device(&device));
+        return burn::tensor::module::batch_norm(
+            x,
+            norm.gamma.val(),
+            norm.beta.val(),
+            mean,
+            variance,
+            norm.epsilon,
+        );
+    }
     if !is_taken(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
         return norm.forward(x);
     }
@@ -86,6 +98,11 @@ pub fn linear<const D: usize>(linear: &Linear, x: Tensor<D>) -> Tensor<D> {
     let mut dims = x.dims();
     if D < 2 {
         return linear.forward(x);
+    }
+    // Burn takes a 0 among the dimensions of `reshape` for the one that the tensor has there, and its own `forward` reads memory that is not the
+    // tensor's then.
+    if let Some(empty) = dims[1..D - 1].iter().position(|&length| length == 0) {
+        return self::linear(linear, x.swap_dims(0, 1 + empty)).swap_dims(0, 1 + empty);
     }
     let [rows, width] = [dims[..D - 1].iter().product(), dims[D - 1]];
     let y = linear.forward(x.reshape([rows, width]));

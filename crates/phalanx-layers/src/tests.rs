@@ -216,6 +216,23 @@ fn a_tensor_without_elements_is_burns_own() {
     assert_eq!(gelu(empty.clone()).dims(), [0, 4, 5, 5]);
     let norm = BatchNormConfig::new(4).init(&device);
     assert_eq!(batch_norm(&norm, empty).dims(), [0, 4, 5, 5]);
+    let layer = LinearConfig::new(6, 3).init(&device);
+    for dims in [[0, 2, 6], [2, 0, 6]] {
+        let y = linear(&layer, Tensor::<3>::zeros(dims, &device));
+        assert_eq!(y.dims(), [dims[0], dims[1], 3]);
+    }
+}
+
+#[test]
+fn an_empty_batch_leaves_the_running_statistics() {
+    let device = Device::flex().autodiff();
+    let norm = BatchNormConfig::new(4).init(&device);
+    let statistics = || [&norm.running_mean, &norm.running_var].map(|state| state.value_sync().into_data());
+    drop(batch_norm(&norm, numbers([3, 4, 5, 5], 1, &device)));
+    let before = statistics();
+    let y = batch_norm(&norm, Tensor::<4>::zeros([0, 4, 5, 5], &device));
+    assert_eq!(y.dims(), [0, 4, 5, 5]);
+    assert_eq!(statistics(), before);
 }
 
 #[test]
@@ -345,6 +362,19 @@ fn masks(samples: usize, length: usize, device: &Device) -> (Tensor<2, Bool>, Te
         Tensor::from_data(TensorData::new(pad, [samples, length]), device),
         Tensor::from_data(TensorData::new(attn, [samples, length, length]), device),
     )
+}
+
+#[test]
+fn one_mask_may_be_for_all_samples() {
+    let device = Device::flex();
+    let encoder = TransformerEncoderConfig::new(32, 64, 4, 1).with_dropout(0.0).init(&device);
+    let x = numbers([3, 8, 32], 1, &device);
+    let (pad, attn) = masks(1, 8, &device);
+    let input = TransformerEncoderInput::new(x.clone())
+        .mask_pad(pad.clone().repeat_dim(0, 3))
+        .mask_attn(attn.clone().repeat_dim(0, 3));
+    let encoded = transformer_encoder(&encoder, x, Some(pad), Some(attn));
+    assert!(between([encoder.forward(input), encoded]) < CLOSE);
 }
 
 /// On both sides of the multiples of 32, where Burn takes another way.

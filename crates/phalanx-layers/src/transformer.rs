@@ -51,10 +51,12 @@ fn self_attention(mha: &MultiHeadAttention, x: Tensor<3>, masks: Masks) -> Tenso
     });
     let mut scores = query.matmul(key.transpose()).div_scalar((mha.d_k as f32).sqrt());
     if let Some(mask) = masks.pad {
+        let [samples, length] = mask.dims();
         scores = scores.mask_fill(mask.reshape([samples, 1, 1, length]), mha.min_float);
     }
     if let Some(mask) = masks.attn {
-        scores = scores.mask_fill(mask.reshape([samples, 1, length, length]), mha.min_float);
+        let [samples, rows, columns] = mask.dims();
+        scores = scores.mask_fill(mask.reshape([samples, 1, rows, columns]), mha.min_float);
     }
     let weights = if mha.quiet_softmax { quiet_softmax(scores, 3) } else { softmax(scores, 3) };
     let context = dropout(&mha.dropout, weights).matmul(value).swap_dims(1, 2);

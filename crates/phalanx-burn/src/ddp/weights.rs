@@ -35,7 +35,7 @@ impl<M: Module> Ddp<M> {
     /// give the gradients of the same mean.
     ///
     /// **A rank without samples** has the weight 0. It runs a forward and a backward pass all the same, of any sample or of an empty
-    /// batch. What that gives does not matter: gradients may be NaN, as those of the mean of nothing are, or missing. Only where
+    /// batch. (Of a sample, if the model has Burn's own `BatchNorm`: an empty batch makes its running statistics NaN.) What that gives does not matter: gradients may be NaN, as those of the mean of nothing are, or missing. Only where
     /// the pass itself has collectives, as above, must its loss be finite: their sums take in what it brings.
     ///
     /// Gradients of [`backward_no_sync_weighted`](Self::backward_no_sync_weighted) since the last call are in the result, each with

@@ -207,8 +207,8 @@ impl SyncBatchNorm {
             layer,
         );
 
-        // After a failure they are NaN.
-        if self.exchange.failure().is_none() {
+        // After a failure they are NaN. A batch of no sample, on any rank, has none, and changes nothing.
+        if moments.values > 0.0 && self.exchange.failure().is_none() {
             self.update(&self.running_mean, mean);
             self.update(&self.running_var, variance);
         }

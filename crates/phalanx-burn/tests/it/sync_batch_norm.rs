@@ -190,6 +190,27 @@ fn batches_may_differ_in_size_and_be_empty() {
 }
 
 #[test]
+fn a_step_without_any_sample_leaves_the_running_statistics() {
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let norm = SyncBatchNorm::new(layer(), &group);
+            let statistics = || {
+                let norm = norm.clone().into_batch_norm();
+                [norm.running_mean, norm.running_var].map(|running| values(running.value_sync()))
+            };
+            let from = 10 * group.rank().index();
+            drop(norm.forward(samples(from, from + 4, [0, CHANNELS, 2])));
+            let before = statistics();
+            let output = norm.forward(samples(0, 0, [0, CHANNELS, 2]));
+            assert_eq!(output.dims(), [0, CHANNELS, 2]);
+            assert_eq!(statistics(), before, "{ranks} ranks");
+            drop(norm.forward(samples(from, from + 4, [0, CHANNELS, 2])));
+            assert!(statistics() != before && statistics().iter().flatten().all(|value| value.is_finite()));
+        });
+    }
+}
+
+#[test]
 fn evaluation_uses_the_running_statistics_and_exchanges_nothing() {
     let outputs = run(2, |group| {
         let norm = SyncBatchNorm::new(layer(), &group);
