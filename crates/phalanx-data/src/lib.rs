@@ -67,7 +67,7 @@ pub use error::LoadError;
 pub use loader::{Batches, DataLoader, DataLoaderBuilder, Position};
 pub use sampler::{Sampler, Sampling, from_fn};
 pub use stream::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamLoaderBuilder, StreamPosition};
-pub use worker::{WorkerInfo, worker_info};
+pub use worker::{WorkerInfo, set_item, worker_info};
 
 /// The programs of the README and of the guide must compile.
 #[cfg(all(doctest, feature = "image", feature = "json", feature = "lmdb"))]

@@ -23,6 +23,8 @@ pub struct WorkerInfo {
     /// A seed of (the loader's seed, epoch, index of the item): the same whoever loads the item. What draws from it augments
     /// each item alike with any number of workers and ranks, and after a resume. In a stream, of the shard in place of the item.
     pub item_seed: u64,
+    /// The loader's, of which the others are made.
+    pub(crate) loader_seed: u64,
 }
 
 impl WorkerInfo {
@@ -33,12 +35,12 @@ impl WorkerInfo {
         (rank, world_size): (Rank, WorldSize),
     ) -> Self {
         let own = mix(&[WORKER, seed, epoch, u64::from(rank.get()), id as u64]);
-        Self { id, num_workers, rank, world_size, epoch, seed: own, item_seed: 0 }
+        Self { id, num_workers, rank, world_size, epoch, seed: own, item_seed: 0, loader_seed: seed }
     }
 
     /// As it loads the item at `index` by a loader with this `seed`.
     pub(crate) fn at(self, seed: u64, index: usize) -> Self {
-        Self { item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }
+        Self { loader_seed: seed, item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }
     }
 }
 
@@ -76,6 +78,13 @@ thread_local! {
 #[doc(alias = "get_worker_info")]
 pub fn worker_info() -> Option<WorkerInfo> {
     CURRENT.get()
+}
+
+/// Says that the item that is being loaded is the one at `index` of all items. For a data set that gives a rank's items in an order of its own: the
+/// loader knows the item by its place there, at which each rank has another one, and with the same [`item_seed`](WorkerInfo::item_seed) all ranks
+/// would augment alike. What is read afterwards for the same item draws from the seed of `index`. Does nothing outside of loaders.
+pub fn set_item(index: usize) {
+    CURRENT.set(CURRENT.get().map(|worker| worker.at(worker.loader_seed, index)));
 }
 
 /// Runs `code` as what this worker does.

@@ -77,6 +77,14 @@ impl<M: LearnerModel> Average<M> {
         }
     }
 
+    /// Forgets what has been added up.
+    pub fn drop_held(&mut self) {
+        match &mut self.engine {
+            Engine::Alone { held } => *held = None,
+            Engine::Together { sink, .. } => sink.drop_held(),
+        }
+    }
+
     /// The average of what has been added up.
     pub fn sum(&mut self, model: &M) -> Result<GradientsParams> {
         match &mut self.engine {

@@ -47,6 +47,8 @@ impl<D> Sampled<D> {
 impl<I, D: Dataset<I>> Dataset<I> for Sampled<D> {
     fn get(&self, index: usize) -> Result<I, DatasetError> {
         let sample = self.shard.order.read().1[index];
+        #[cfg(feature = "data")]
+        phalanx_data::set_item(sample);
         self.dataset.get(sample)
     }
 

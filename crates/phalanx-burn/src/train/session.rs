@@ -108,6 +108,8 @@ where
         loop {
             let item = self.wanted(items.next());
             let (true, Some(item)) = (exchange::all(self.group, item.is_some())?, item) else {
+                // As Burn's trainer: batches that are too few for a step are no part of the next epoch's first one.
+                average.drop_held();
                 return Ok(());
             };
             iteration += 1;

@@ -63,6 +63,8 @@ impl<D: Dataset + 'static> DataLoader<D> {
 impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// The next pass over the data: that of the epoch after the last one that was begun, or after [`resume`](Self::resume) the
     /// one that was cut off. Workers begin at once.
+    ///
+    /// All ranks begin the same passes. For a look at a few items on one rank there is [`slice`](Self::slice), which has a position of its own.
     pub fn iter(&self) -> Batches<D, B> {
         Batches::begin(self.inner.clone())
     }

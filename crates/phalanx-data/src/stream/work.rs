@@ -94,7 +94,12 @@ impl<D: IterableDataset, B> Reading<D, B> {
         if let Some(init) = &self.init {
             match as_worker(worker, || guarded(worker, || During::Start, || init(&worker))) {
                 Ok(()) => self.init = None,
-                Err(error) => return Some(Some(Err(error))),
+                Err(error) => {
+                    // A loop that goes on finds the end here, and not the same error for ever.
+                    (self.init, self.open) = (None, None);
+                    self.shards.clear();
+                    return Some(Some(Err(error)));
+                }
             }
         }
         while self.items.len() < self.batch_size {

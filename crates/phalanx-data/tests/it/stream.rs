@@ -114,6 +114,18 @@ fn errors_and_panics_name_shard_and_place() {
     }
 }
 
+#[test]
+fn a_worker_that_cannot_begin_gives_one_error_and_then_the_end() {
+    for workers in [0, 2] {
+        let loader = StreamLoader::builder(Numbers(100)).shards(4).num_workers(workers).batch_size(3);
+        let loader = loader.worker_init(|_| Err(Error::other("no licence"))).build().unwrap();
+        let errors: Vec<String> =
+            loader.iter().take(10).map(|batch| batch.unwrap_err().to_string()).collect();
+        assert_eq!(errors.len(), workers.max(1), "{errors:?}");
+        assert!(errors.iter().all(|error| error.contains("no licence")), "{errors:?}");
+    }
+}
+
 /// What a producer sends, as in online learning.
 struct Queue(Mutex<Option<Receiver<u32>>>);
 

@@ -127,3 +127,55 @@ fn an_item_that_one_rank_s_worker_cannot_load_is_the_error_of_every_rank() {
         });
     }
 }
+
+/// A loader that drops its last batch never says that it is at its end.
+#[test]
+fn batches_too_few_for_a_step_are_no_part_of_the_next_epoch() {
+    // Three batches of 4 and one sample for each rank, and two batches a step.
+    let valid: Vec<usize> = (100..100 + VALID).collect();
+    let (net, setup) = (Net::new(false), Setup { accumulate: Some(2), stop_after: EPOCHS });
+    let dropping = |ranks: usize| {
+        let order: Vec<usize> = (0..13 * ranks).map(|place| place % 13).collect();
+        let loader = phalanx_data::DataLoader::builder(ours(&order)).batch_size(4).drop_last(true);
+        BurnLoader::new(&loader.build().unwrap(), Rows, &device()).shared()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let loaders = (dropping(1), loader(&valid, VALID));
+    let expected = train(net.twin(), loaders, folder.path(), &setup, TrainingStrategy::default());
+    for ranks in [1, 2] {
+        let trained = run(ranks as u32, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let loaders = (dropping(ranks), loader(&valid, VALID));
+            train(net.twin(), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
+        });
+        for ours in &trained {
+            let apart = distance(ours, &expected.weights);
+            assert!(apart < 1e-5, "{ranks} ranks: {apart:e}");
+        }
+    }
+}
+
+#[test]
+fn a_strategy_s_sample_has_the_same_seed_on_whatever_rank_and_others_have_others() {
+    const SAMPLES: usize = 24;
+    let drawn = run(2, |group| {
+        let strategy = DdpStrategy::new(&group);
+        let seeded = |index: usize| Ok((index, phalanx_data::worker_info().unwrap().item_seed));
+        let numbers = || InMemory::new((0..SAMPLES).collect());
+        // Drawn before the strategy samples, and after.
+        let inside = ToBurn(phalanx_data::Dataset::map(numbers(), seeded));
+        let inside = FromBurn::new(strategy.sampled(inside, 42));
+        let outside = FromBurn::new(strategy.sampled(ToBurn(numbers()), 42));
+        let outside = phalanx_data::Dataset::map(outside, seeded);
+        let inside = phalanx_data::DataLoader::builder(inside).num_workers(2).build().unwrap();
+        let outside = phalanx_data::DataLoader::builder(outside).build().unwrap();
+        let inside: Vec<(usize, u64)> = inside.iter().flat_map(Result::unwrap).collect();
+        let outside: Vec<(usize, u64)> = outside.iter().flat_map(Result::unwrap).collect();
+        assert_eq!(inside, outside);
+        inside
+    });
+    let seeds: std::collections::BTreeMap<usize, u64> = drawn.iter().flatten().copied().collect();
+    let different: std::collections::BTreeSet<u64> = seeds.values().copied().collect();
+    assert_eq!((seeds.len(), different.len()), (SAMPLES, SAMPLES));
+    assert!(drawn.iter().flatten().all(|(index, seed)| seeds[index] == *seed));
+}
