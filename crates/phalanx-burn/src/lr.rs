@@ -89,7 +89,8 @@ impl LrScheduler for ScaledLrScheduler {
 }
 
 /// A learning rate that grows linearly to `peak` over the first `warmup` of `steps` steps, and then falls to zero along
-/// a cosine: transformers' `get_cosine_schedule_with_warmup`, made of Burn's own schedulers.
+/// a cosine: transformers' `get_cosine_schedule_with_warmup`, made of Burn's own schedulers. The first step has `peak / warmup`, where
+/// transformers' has 0 and learns nothing; from the peak on the rates are the same.
 ///
 /// ```
 /// let mut rates = phalanx_burn::cosine_with_warmup(0.1, 2, 6)?;
