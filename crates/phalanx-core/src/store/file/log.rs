@@ -1,12 +1,14 @@
-//! The log: a header, then records, each with a checksum.
+//! The log: a header, then changes, each with a checksum.
 //!
 //! ```text
-//! header   8 bytes "PHXSTOR" 1
-//! record   u64 checksum of what follows · u32 key length · u32 value length, or !0 for a removal · key · value
+//! header   8 bytes "PHXSTOR" 2
+//! change   u64 checksum of what follows · u32 bytes of the entries · entries
+//! entry    u32 key length · u32 value length, or !0 for a removal · key · value
 //! ```
 //!
-//! Integers are little-endian. Readers take no lock: for them an incomplete record, or one with a wrong checksum, has
-//! not been written yet. Writers hold the file's lock, so such a record is one whose writer has died.
+//! Integers are little-endian. Readers take no lock: for them an incomplete change, or one with a wrong checksum, has
+//! not been written yet. Writers hold the file's lock, so such a change is one whose writer has died, or has found no space on the disk.
+//! A change of several keys has one checksum, so that no reader sees a part of it.
 
 use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
@@ -18,19 +20,21 @@ use crate::hash::fnv1a;
 use super::super::table::{Refusal, Table};
 use super::super::{MAX_KEY, MAX_VALUE};
 
-const HEADER: [u8; 8] = *b"PHXSTOR\x01";
+const HEADER: [u8; 8] = *b"PHXSTOR\x02";
 /// The value length of a removal.
 const REMOVED: u32 = u32::MAX;
 /// The longest log.
 const MAX_LOG: u64 = 4 << 30;
-const RECORD: usize = 16;
+/// The bytes of a change before its entries, and of an entry before its key.
+const CHANGE_HEAD: usize = 12;
+const ENTRY_HEAD: usize = 8;
 
 /// An open log and its content.
 #[derive(Debug)]
 pub(super) struct Log {
     pub file: File,
     pub table: Table,
-    /// The end of the last complete record.
+    /// The end of the last complete change.
     end: u64,
 }
 
@@ -68,27 +72,31 @@ impl Log {
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 
-    /// Reads the records added since the last call.
+    /// Reads the changes added since the last call.
     pub fn catch_up(&mut self) -> io::Result<()> {
         let length = self.file.metadata()?.len();
         if length < self.end {
-            // A writer without space on the disk has removed records that were read here.
-            self.table = Table::default();
-            self.end = HEADER.len() as u64;
+            let why = format!(
+                "the file has {length} bytes, and had {}: something else than a store has cut it",
+                self.end
+            );
+            return Err(io::Error::new(ErrorKind::InvalidData, why));
         }
-        if length <= self.end {
+        if length == self.end {
             return Ok(());
         }
         self.file.seek(SeekFrom::Start(self.end))?;
         let mut reader = BufReader::new(&self.file);
-        while let Some((key, value)) = read_record(&mut reader)? {
-            self.end += (RECORD + key.len() + value.as_ref().map_or(0, Vec::len)) as u64;
-            match value {
-                Some(value) => {
-                    let set = self.table.set(&key, value);
-                    set.map_err(|refusal| io::Error::new(ErrorKind::InvalidData, refusal))?;
+        while let Some(Change { bytes, entries }) = read_change(&mut reader)? {
+            self.end += bytes as u64;
+            for (key, value) in entries {
+                match value {
+                    Some(value) => {
+                        let set = self.table.set(&key, value);
+                        set.map_err(|refusal| io::Error::new(ErrorKind::InvalidData, refusal))?;
+                    }
+                    None => drop(self.table.delete(&key)),
                 }
-                None => drop(self.table.delete(&key)),
             }
         }
         Ok(())
@@ -118,16 +126,17 @@ impl Log {
     }
 
     fn append(&mut self, keys: &[&str]) -> io::Result<()> {
-        let mut bytes = Vec::new();
+        let mut entries = Vec::new();
         for key in keys {
             let value = self.table.get(key.as_bytes());
-            push_record(&mut bytes, key.as_bytes(), value.as_deref());
+            push_entry(&mut entries, key.as_bytes(), value.as_deref());
         }
+        let bytes = framed(&entries);
         if self.end + bytes.len() as u64 > MAX_LOG {
             let why = format!("the log is full: it holds {} bytes", self.end);
             return Err(io::Error::new(ErrorKind::FileTooLarge, why));
         }
-        // A writer that died may have left bytes after the last complete record.
+        // A writer that died may have left bytes after the last complete change.
         self.file.set_len(self.end)?;
         self.file.seek(SeekFrom::Start(self.end))?;
         if let Err(error) = self.file.write_all(&bytes) {
@@ -146,41 +155,67 @@ impl Log {
     }
 }
 
-fn push_record(bytes: &mut Vec<u8>, key: &[u8], value: Option<&[u8]>) {
-    let start = bytes.len();
-    bytes.extend([0; 8]);
-    bytes.extend((key.len() as u32).to_le_bytes());
-    bytes.extend(value.map_or(REMOVED, |value| value.len() as u32).to_le_bytes());
-    bytes.extend(key);
-    bytes.extend(value.unwrap_or_default());
-    let sum = checksum(&[&bytes[start + 8..]]);
-    bytes[start..start + 8].copy_from_slice(&sum.to_le_bytes());
+fn push_entry(entries: &mut Vec<u8>, key: &[u8], value: Option<&[u8]>) {
+    entries.extend((key.len() as u32).to_le_bytes());
+    entries.extend(value.map_or(REMOVED, |value| value.len() as u32).to_le_bytes());
+    entries.extend(key);
+    entries.extend(value.unwrap_or_default());
 }
 
-type Record = (Vec<u8>, Option<Vec<u8>>);
+/// A change with these entries.
+fn framed(entries: &[u8]) -> Vec<u8> {
+    // `append` writes no log in which a change would have more bytes.
+    let length = u32::try_from(entries.len()).unwrap_or(u32::MAX).to_le_bytes();
+    let sum = checksum(&[&length, entries]).to_le_bytes();
+    [&sum[..], &length, entries].concat()
+}
 
-/// The next record; `None` if it is incomplete.
-fn read_record(reader: &mut impl Read) -> io::Result<Option<Record>> {
-    let mut head = [0; RECORD];
+struct Change {
+    /// With its head.
+    bytes: usize,
+    entries: Vec<Entry>,
+}
+
+type Entry = (Vec<u8>, Option<Vec<u8>>);
+
+/// The next change; `None` if it is incomplete.
+fn read_change(reader: &mut impl Read) -> io::Result<Option<Change>> {
+    let mut head = [0; CHANGE_HEAD];
     if !fill(reader, &mut head)? {
         return Ok(None);
     }
-    let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-    let sum = u64::from(word(0)) | u64::from(word(4)) << 32;
-    let (key_length, value_length) = (word(8) as usize, word(12));
-    let present = value_length != REMOVED;
-    let value_length = if present { value_length as usize } else { 0 };
-    // Checked before memory is allocated.
-    if key_length > MAX_KEY || value_length > MAX_VALUE {
+    let [sum, length] = [&head[..8], &head[8..]];
+    let mut entries = Vec::new();
+    // It takes memory for what is there, whatever length is claimed.
+    reader.take(u64::from(word(length))).read_to_end(&mut entries)?;
+    if entries.len() != word(length) as usize || checksum(&[length, &entries]).to_le_bytes() != sum {
         return Ok(None);
     }
-    let mut key = vec![0; key_length];
-    let mut value = vec![0; value_length];
-    if !fill(reader, &mut key)? || !fill(reader, &mut value)? || sum != checksum(&[&head[8..], &key, &value])
-    {
-        return Ok(None);
+    Ok(parse(&entries).map(|parsed| Change { bytes: CHANGE_HEAD + entries.len(), entries: parsed }))
+}
+
+/// `None` if they are not whole, or longer than a store takes.
+fn parse(mut rest: &[u8]) -> Option<Vec<Entry>> {
+    let mut entries = Vec::new();
+    while !rest.is_empty() {
+        let (head, behind) = rest.split_at_checked(ENTRY_HEAD)?;
+        let (key_length, value_length) = (word(head) as usize, word(&head[4..]));
+        let is_present = value_length != REMOVED;
+        let value_length = if is_present { value_length as usize } else { 0 };
+        if key_length > MAX_KEY || value_length > MAX_VALUE {
+            return None;
+        }
+        let (key, behind) = behind.split_at_checked(key_length)?;
+        let (value, behind) = behind.split_at_checked(value_length)?;
+        entries.push((key.to_vec(), is_present.then(|| value.to_vec())));
+        rest = behind;
     }
-    Ok(Some((key, present.then_some(value))))
+    Some(entries)
+}
+
+/// Of the first four bytes.
+fn word(bytes: &[u8]) -> u32 {
+    bytes.iter().take(4).rev().fold(0, |word, byte| word << 8 | u32::from(*byte))
 }
 
 /// Reads all of `bytes`; `false` if the file ends before.
@@ -202,16 +237,55 @@ fn checksum(pieces: &[&[u8]]) -> u64 {
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
     let (mut rest, mut any) = (bytes, false);
-    while let Ok(Some((key, value))) = read_record(&mut rest) {
-        let mut written = Vec::new();
-        push_record(&mut written, &key, value.as_deref());
+    while let Ok(Some(change)) = read_change(&mut rest) {
+        let mut entries = Vec::new();
+        change.entries.iter().for_each(|(key, value)| push_entry(&mut entries, key, value.as_deref()));
+        let written = framed(&entries);
+        assert_eq!(written.len(), change.bytes);
         assert!(bytes[..bytes.len() - rest.len()].ends_with(&written));
         any = true;
     }
     let (key, value) = bytes.split_at(bytes.len().min(8));
-    let mut written = Vec::new();
-    push_record(&mut written, key, Some(value));
-    assert_eq!(read_record(&mut &*written).ok(), Some(Some((key.to_vec(), Some(value.to_vec())))));
-    assert!(matches!(read_record(&mut &written[..written.len() - 1]), Ok(None)), "it is not whole");
+    let mut entries = Vec::new();
+    push_entry(&mut entries, key, Some(value));
+    push_entry(&mut entries, value.get(..8).unwrap_or_default(), None);
+    let written = framed(&entries);
+    let read = read_change(&mut &*written).ok().flatten().map(|change| change.entries);
+    let expected =
+        [(key.to_vec(), Some(value.to_vec())), (value.get(..8).unwrap_or_default().to_vec(), None)];
+    assert_eq!(read.as_deref(), Some(&expected[..]));
+    assert!(matches!(read_change(&mut &written[..written.len() - 1]), Ok(None)), "it is not whole");
     any
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_of_several_keys_is_read_as_a_whole_or_not_at_all() {
+        let file = tempfile::tempfile().unwrap();
+        write_header(&file).unwrap();
+        let mut log = Log::new(file.try_clone().unwrap());
+        let change = |table: &mut Table| {
+            table.set(b"one", vec![1; 40])?;
+            table.set(b"two", vec![2; 40])?;
+            Ok(((), true))
+        };
+        log.change(&["one", "two"], change).unwrap().unwrap();
+        let whole = file.metadata().unwrap().len();
+        let values = |file: &File| {
+            let mut reader = Log::new(file.try_clone().unwrap());
+            reader.catch_up().unwrap();
+            [b"one", b"two"].map(|key| reader.table.get(key).is_some())
+        };
+        assert_eq!(values(&file), [true; 2]);
+        for length in HEADER.len() as u64..whole {
+            file.set_len(length).unwrap();
+            assert_eq!(values(&file), [false; 2], "{length} of {whole} bytes");
+        }
+        // Who has read the change learns that it is gone.
+        let error = log.catch_up().unwrap_err();
+        assert!(error.to_string().contains("something else than a store has cut it"), "{error}");
+    }
 }
