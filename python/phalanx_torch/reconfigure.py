@@ -8,6 +8,7 @@ so that must live on: not in a process that may die.
 # mypy: disable-error-code="override"
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
+import datetime
 import hashlib
 import sys
 import uuid
@@ -102,19 +103,35 @@ class ReconfigurableGroup(ProcessGroup):
             # Why it has failed is known to whoever has called something in it.
             pass
         store = c10d.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
-        self._agree(store, handles)
+        self._agree(store, rank, handles, timeout)
         native = self._met(store, rank, len(handles), timeout)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0
         return ended([], 0)
 
-    def _agree(self, store: c10d.Store, handles: list[str]) -> None:
-        """An error if another rank has come with other handles."""
+    def _agree(self, store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
+        """Waits until all have come with the same handles; the error of one that has come with others is everybody's."""
         own = hashlib.sha256("\n".join(handles).encode()).hexdigest()
-        found = bytes(store.compare_set("handles", "", own)).decode()
-        if found != own:
-            raise Error("reconfigure: another rank has been given other handles, or in another order, for the same uuid", "mismatch")
+        refused = Error("reconfigure: the ranks have been given different handles, or in another order, for the same uuid", "mismatch")
+        if bytes(store.compare_set("handles", "", own)).decode() != own:
+            store.compare_set("verdict", "", "refused")
+            raise refused
+        store.set(f"came/{rank}", "")
+        if store.add("came", 1) == len(handles):
+            store.compare_set("verdict", "", "agreed")
+        try:
+            store.wait(["verdict"], timeout)
+        except RuntimeError as error:
+            # Stores raise different kinds of it.
+            missing = [other for other in range(len(handles)) if not store.check([f"came/{other}"])]
+            raise Error(
+                f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s: {error}",
+                "timeout",
+                missing[0] if len(missing) == 1 else None,
+            ) from error
+        if bytes(store.get("verdict")).decode() == "refused":
+            raise refused
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> "Ended | Work":
         self._refuse_if_failed(operation)

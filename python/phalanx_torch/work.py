@@ -74,7 +74,7 @@ def ended(tensors: Any, sequence: int) -> Ended:
 
 
 class Work(dist.Work):
-    """One operation; ``finish`` is called once on its end, before anybody learns of it."""
+    """One operation; ``finish`` is called once on its end, before anybody learns of it, and also if nobody waits."""
 
     # Set when the profiler knows of the end, if it is to know.
     _told: threading.Event | None = None
@@ -99,6 +99,9 @@ class Work(dist.Work):
         self._lock = threading.Lock()
         if native is None:
             self._settle()
+        elif finish is not None:
+            # Whether results come to a program that drops its works is not to depend on how its tensors lie.
+            native.when_done(self.exception, always=True)
 
     def _copied(self) -> BaseException | None:
         """Copies the results back; whoever comes meanwhile waits for that. Returns its error, to all, or None."""

@@ -275,7 +275,10 @@ impl Received {
         self.table.lock().admit(peer, head).inspect_err(|error| group.abort(error.clone()))?;
         let mut bytes = Vec::new();
         let received = bytes.try_reserve_exact(head.bytes).map_err(|error| {
-            Error::other(error).with_remedy("receive messages sooner, or send smaller ones")
+            let error = Error::other(error).with_remedy("receive messages sooner, or send smaller ones");
+            // Its content would be taken for the next message's head.
+            group.abort(error.clone());
+            error
         });
         let received = received.and_then(|()| {
             bytes.resize(head.bytes, 0u8);

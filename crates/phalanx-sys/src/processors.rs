@@ -4,13 +4,26 @@ use std::fs;
 use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
+use rustix::thread::sched_getaffinity;
+
 /// Whether each of `ranks` ranks of this host can have a processor of its own. If not, one that polls may keep another from going on.
 ///
 /// All processors of the host count, not those that this process is bound to: a launcher may bind each rank to its own. Ranks that share some
-/// of them yield while they poll.
+/// of them yield while they poll. Of a container's quota only so many count as it has time for: ranks that poll would use up each other's.
 pub fn suffice_for(ranks: usize) -> bool {
-    static ONLINE: OnceLock<usize> = OnceLock::new();
-    ranks <= *ONLINE.get_or_init(online)
+    static USABLE: OnceLock<usize> = OnceLock::new();
+    ranks <= *USABLE.get_or_init(usable)
+}
+
+fn usable() -> usize {
+    let bound = sched_getaffinity(None).map_or(usize::MAX, |set| set.count() as usize);
+    within_quota(online(), bound, available_parallelism().map_or(usize::MAX, usize::from))
+}
+
+/// `available` is the smaller of the processors to which this process is `bound` and of a container's quota. Where it is the quota, that counts;
+/// the quota of a process that is bound to fewer processors is not known from it.
+fn within_quota(online: usize, bound: usize, available: usize) -> usize {
+    if available < bound { online.min(available) } else { online }
 }
 
 /// From the kernel, because libraries of C differ in whether they count those to which a process is bound.
@@ -35,8 +48,16 @@ mod tests {
 
     #[test]
     fn processors_suffice_for_as_many_ranks_as_there_are_processors() {
-        assert!(suffice_for(1) && suffice_for(online()));
-        assert!(!suffice_for(online() + 1));
+        assert!(suffice_for(1) && suffice_for(usable()));
+        assert!(!suffice_for(usable() + 1));
+    }
+
+    #[test]
+    fn a_quota_counts_and_a_binding_does_not() {
+        assert_eq!(within_quota(8, 8, 8), 8);
+        assert_eq!(within_quota(8, 1, 1), 8, "bound to one, without a quota");
+        assert_eq!(within_quota(64, 64, 2), 2, "a quota of two processors");
+        assert_eq!(within_quota(2, 2, 4), 2);
     }
 
     #[test]

@@ -33,6 +33,8 @@ struct LinkState {
     outgoing: Window,
     /// Calls of the peer.
     incoming: Window,
+    /// How many of the peer's calls have left `incoming` and are being answered.
+    answering: usize,
     pending: HashMap<u64, Pending>,
     last_call: u64,
     /// Objects of the peer that this rank no longer holds, and that the peer has not been told of.
@@ -58,6 +60,7 @@ impl Link {
         let state = LinkState {
             outgoing: Window::new(theirs),
             incoming: Window::new(own),
+            answering: 0,
             pending: HashMap::new(),
             last_call: 0,
             released: Vec::new(),
@@ -188,7 +191,14 @@ impl Link {
 
     /// Before a call of the peer is answered: its place is free when the peer has the answer.
     pub(super) fn leave(&self, head: &Head) {
-        self.state.lock().incoming.leave(head.depth, head.length);
+        let mut state = self.state.lock();
+        state.incoming.leave(head.depth, head.length);
+        state.answering += 1;
+    }
+
+    /// The answer has been sent, or could not be.
+    pub(super) fn has_answered(&self) {
+        self.state.lock().answering -= 1;
         self.changed.notify_all();
     }
 
@@ -247,7 +257,7 @@ impl Link {
 
     /// Waits until the peer has the answers to its calls. False if it has not by the deadline.
     pub(super) fn await_served(&self, deadline: Deadline) -> bool {
-        self.await_until(deadline, |state| state.incoming.is_empty())
+        self.await_until(deadline, |state| state.incoming.is_empty() && state.answering == 0)
     }
 
     fn await_until(&self, deadline: Deadline, is_over: impl Fn(&LinkState) -> bool) -> bool {

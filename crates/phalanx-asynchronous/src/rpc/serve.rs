@@ -171,6 +171,7 @@ impl Shared {
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
         let _ = link.send(&head, &payload, Deadline::after(self.send_timeout));
+        link.has_answered();
     }
 
     /// Tells `owner` which of its objects this rank no longer holds.

@@ -182,3 +182,15 @@ pub(crate) fn connect_in_process(world: WorldSize) -> Vec<Connected> {
     };
     in_process::connect(world).into_iter().map(connected).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_this_host_are_those_that_the_launcher_counts_or_that_are_near() {
+        assert_eq!(local_ranks(0, 1), 1);
+        assert_eq!(local_ranks(1, 4), 4, "a sub-group of two of four ranks");
+        assert_eq!(local_ranks(2, 1), 3, "a launcher that says nothing");
+    }
+}

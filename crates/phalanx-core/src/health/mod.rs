@@ -342,12 +342,13 @@ impl Health {
             return;
         }
         self.failed.store(true, Ordering::Release);
-        self.blame(&error);
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {
             alarm(&error);
         }
+        // A file: neither the peers nor those who look at the state wait for a disk. It is there before anyone here learns of the failure.
+        self.blame(&error);
         self.state.lock().failure.announced();
         self.changed.notify_all();
     }

@@ -46,6 +46,12 @@ impl fmt::Debug for Session {
 }
 
 impl Session {
+    /// What encrypts, once both have agreed on it.
+    #[cfg(test)]
+    pub(crate) fn cipher(&self) -> Option<rustls::CipherSuite> {
+        self.tls.negotiated_cipher_suite().map(|suite| suite.suite())
+    }
+
     pub(super) fn new(mut tls: Connection) -> Self {
         tls.set_buffer_limit(Some(OUTGOING));
         Self { tls, incoming: Vec::new(), start: 0, end: 0, plain: Vec::new(), heard: 0, is_admitted: false }

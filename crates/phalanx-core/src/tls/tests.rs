@@ -29,7 +29,7 @@ pub(crate) fn unchecked(ca: &Authority, certificate: &Certificate) -> Tls {
 }
 
 #[test]
-fn the_quick_cipher_comes_first_and_none_is_missing() {
+fn the_quick_cipher_is_chosen_and_none_is_missing() {
     let suites = |provider: CryptoProvider| -> Vec<CipherSuite> {
         provider.cipher_suites.iter().map(|suite| suite.suite()).collect()
     };
@@ -38,6 +38,9 @@ fn the_quick_cipher_comes_first_and_none_is_missing() {
     own.sort_unstable_by_key(|suite| u16::from(*suite));
     all.sort_unstable_by_key(|suite| u16::from(*suite));
     assert_eq!(own, all);
+    let tls = good();
+    let (_, client, server) = handshake(&tls, &tls, usize::MAX).unwrap();
+    assert_eq!([client.cipher(), server.cipher()], [Some(CipherSuite::TLS13_AES_128_GCM_SHA256); 2]);
 }
 
 /// A certificate of a CA of its own.

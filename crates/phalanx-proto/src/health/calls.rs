@@ -117,6 +117,7 @@ impl Calls {
         self.waiting.retain(|(known, ..)| *known != peer);
         self.waiting.push((peer, theirs, told));
         if told == Told::Last {
+            self.lasts.retain(|(known, _)| *known != peer);
             self.lasts.push((peer, theirs));
         }
     }

@@ -56,13 +56,28 @@ impl Outbound {
         Self { peer, medium: Medium::Mailbox { mailbox, peer: notifier } }
     }
 
-    /// Sends `bytes` through the ring, which need not be a frame.
+    /// Sends `bytes`, which need not be a frame, or what there is room for.
     #[cfg(test)]
     pub(crate) fn push_raw(&mut self, bytes: &[u8]) {
-        let Medium::Ring { ring, peer } = &mut self.medium else { panic!("this line is no ring") };
-        ring.push(bytes).unwrap();
-        ring.publish();
-        peer.doorbell().ring();
+        match &mut self.medium {
+            Medium::Ring { ring, peer } => {
+                ring.push(bytes).unwrap();
+                ring.publish();
+                peer.doorbell().ring();
+            }
+            Medium::Stream(stream) => {
+                let connection = loop {
+                    match stream.get().unwrap() {
+                        Some(connection) => break connection,
+                        None => stream.ask(),
+                    }
+                    std::thread::yield_now();
+                };
+                // The peer may have gone, or not read for long.
+                let _ = connection.send(&[IoSlice::new(bytes)]);
+            }
+            Medium::Mailbox { .. } => panic!("this line has no bytes"),
+        }
     }
 
     /// Sends as much as possible now of a frame with this `payload`.

@@ -281,12 +281,16 @@ impl Connections {
     }
 
     /// Sends a message to every peer for which `meant` is true. A peer that it does not reach sees the connection
-    /// close, or no more heartbeats of this rank.
+    /// close, or no more heartbeats of this rank; one that only a part of it reaches, because it has read nothing for long, sees it close.
     pub(super) fn tell(&self, message: &Control, meant: impl Fn(Rank) -> bool) {
         let Ok(bytes) = control::encode(message) else { return };
         for (peer, stream) in self.control.iter().enumerate() {
             if let Some(stream) = stream.as_ref().filter(|_| meant(Rank::new(peer as u32))) {
-                let _ = stream.send(&[IoSlice::new(&bytes)]);
+                let sent = stream.send(&[IoSlice::new(&bytes)]);
+                if sent.is_ok_and(|(count, _)| 0 < count && count < bytes.len()) {
+                    // What came next would be taken for the rest.
+                    stream.finish_sending();
+                }
             }
         }
     }
@@ -328,11 +332,17 @@ impl Parting<'_> {
         has_ended
     }
 
+    /// Each is compared before the next one takes its place.
+    fn hear_call(&self, peer: Rank, call: Header, told: Told) {
+        self.health.calls(|calls| calls.hear(peer, call, told));
+        self.health.compare_calls();
+    }
+
     fn hear(&self, peer: Rank, message: Control) {
         match message {
-            Control::Waiting(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Waiting)),
-            Control::Latest(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Latest)),
-            Control::Last(call) => self.health.calls(|calls| calls.hear(peer, call, Told::Last)),
+            Control::Waiting(call) => self.hear_call(peer, call, Told::Waiting),
+            Control::Latest(call) => self.hear_call(peer, call, Told::Latest),
+            Control::Last(call) => self.hear_call(peer, call, Told::Last),
             // Whatever else fails from now on, this rank has left before.
             Control::Failure(notice) => {
                 let error = notice.into_error(peer, self.health.host(peer));
