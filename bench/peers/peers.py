@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -113,6 +113,10 @@ def installed(case: Case, environment: str, program: str) -> Path:
 def floor(case: Case) -> Start:
     case.only("all_reduce")
     return Start([compiled(case, "floor", "cc", "floor.c"), str(case.ranks), *case.listed()])
+
+
+def copying_floor(case: Case) -> Start:
+    return replace(floor(case), environment={"FLOOR_COPIES": "1"})
 
 
 def tcp_floor(case: Case) -> Start:
@@ -232,11 +236,12 @@ def oneccl(case: Case) -> Start:
 
 
 # Names as `phalanx bench` gives them to its own curves, so that a later run replaces the right one.
-FLOOR, TCP_FLOOR = "bare loop", "bare sockets"
+FLOOR, COPYING_FLOOR, TCP_FLOOR = "bare loop", "bare loop that copies", "bare sockets"
 REGISTERED, SHM, TCP = "Phalanx, shm, registered", "Phalanx, shm", "Phalanx, tcp"
 PYTHON, ARRAYS, MPI_ARRAYS = "phalanx_torch", "phalanx_torch, NumPy", "mpi4py, Open MPI 5"
 PEERS = {
     "floor": Peer(FLOOR, floor, limit=True),
+    "copying-floor": Peer(COPYING_FLOOR, copying_floor, limit=True),
     "tcp-floor": Peer(TCP_FLOOR, tcp_floor, limit=True),
     "registered": Peer(REGISTERED, phalanx("shm", "registered")),
     "shm": Peer(SHM, phalanx("shm", "ordinary")),

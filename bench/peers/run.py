@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from peers import ARRAYS, COLLECTIVES, FLOOR, FOLDER, MPI_ARRAYS, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
+from peers import ARRAYS, COLLECTIVES, COPYING_FLOOR, FLOOR, FOLDER, MPI_ARRAYS, PEERS, PHALANX_BENCH, PYTHON, REGISTERED, SHM, TCP, TCP_FLOOR
 from peers import Case, Missing, Start, chosen, machine
 
 OURS = {REGISTERED: "registered", SHM: "shm", TCP: "tcp", PYTHON: PYTHON, ARRAYS: ARRAYS}
@@ -214,7 +214,7 @@ def table(medians: dict[str, Times], sizes: list[int]) -> None:
             row.append(f"{min(there)[0] / medians[ours][size]:.2f} {min(there)[1]}" if both else "–")
         print(f"| {' | '.join(row)} |")
     print()
-    pairs = [(REGISTERED, FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
+    pairs = [(REGISTERED, FLOOR), (SHM, COPYING_FLOOR), (TCP, TCP_FLOOR), ("gloo", TCP)]
     pairs += [(name, ours) for ours in (SHM, REGISTERED, PYTHON) for name in others]
     pairs.append((MPI_ARRAYS, ARRAYS))
     for one, other in pairs:

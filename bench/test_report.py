@@ -1,0 +1,123 @@
+"""`python -m unittest discover bench` tests report.py and compile_time.py; it needs Python alone."""
+
+import contextlib
+import io
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import compile_time
+import report
+
+HEAD = "# part: {}\n# machine: one\n# date: today\n# commit: abc\n# command: do it\n\n"
+HOSTS = """\
+# all_reduce, 2 hosts, 1 rank each, link 10gbit, medians of 4 rounds
+       bytes      ours us      bare us  ours/bare  ours/link  bare/link
+          64          3.5          2.5       1.41
+     1048576        880.8        880.0       1.00       1.05       1.05
+"""
+PLANE = """\
+3950 calls in random order, us
+        call   bytes  phalanx p50       p99     gloo p50       p99  p50 ratio
+   broadcast     100         26.2      70.1         95.4     155.6       3.6x
+   broadcast    4096         28.3      90.2        100.8     175.2       3.6x
+objects and groups, medians of 200, us
+                                      phalanx       gloo    ratio
+            all_gather_object, 100 B      141.7      439.8     3.1x
+                           new_group     1770.9      977.1     0.6x
+"""
+
+
+def step(framework: str | None, model: str, alone: float, two: float) -> str:
+    row = {"framework": framework} if framework else {}
+    return json.dumps(row | {"model": model, "alone_ms": alone, "slower_ms": alone, "step_ms": two}) + "\n"
+
+
+class Folder(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def part(self, name: str, output: str) -> None:
+        (self.folder / f"{name}.txt").write_text(HEAD.format(name) + output)
+
+    def report(self) -> dict[str, str]:
+        """How each target stands, by what it is."""
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            report.report(self.folder)
+        lines = shown.getvalue().splitlines()[1:]
+        self.assertEqual(len(lines), len(report.TARGETS))
+        return {target.what: line.strip() for target, line in zip(report.TARGETS, lines)}
+
+    def test_what_was_not_run_is_not_measured(self) -> None:
+        for line in self.report().values():
+            self.assertTrue(line.startswith("not measured") and "not run" in line, line)
+
+    def test_a_part_that_failed_is_not_measured(self) -> None:
+        self.part("hosts-floor", HOSTS + "\n# failed: exit code 3\n")
+        line = self.report()["between two hosts / bare sockets, up to 4 KiB"]
+        self.assertIn("failed: exit code 3", line)
+
+    def test_targets_are_met_or_missed_by_name(self) -> None:
+        self.part("hosts-floor", HOSTS)
+        self.part("python-plane", PLANE)
+        for model in report.MODELS:
+            steps = "".join(step(None, model, 100, two) + step("pytorch", model, 90, 150) for two in (104, 200, 103))
+            with (self.folder / "scaling.txt").open("a") as file:
+                file.write((HEAD.format("scaling") if not file.tell() else "") + steps)
+        found = self.report()
+        self.assertEqual(
+            found["between two hosts / bare sockets, up to 4 KiB"],
+            "MISSED        between two hosts / bare sockets, up to 4 KiB, at most 1.3: all_reduce of 64 B at 10gbit 1.41 (1 of 1)",
+        )
+        self.assertTrue(found["between two hosts / bytes over the rate, from 1 MiB"].startswith("met"))
+        self.assertIn("broadcast 90.20 (1 of 1)", found["beside NCCL: p99 of calls of 4 KiB, µs"])
+        self.assertIn("new_group 0.60 (1 of 1)", found["beside NCCL: gloo / ours, new_group"])
+        # The medians: 150 / 104, and 104 / 100.
+        self.assertIn("1.44 to 1.44", found["a step of two ranks: PyTorch's DDP / ours"])
+        self.assertIn("1.04 to 1.04", found["a step of two ranks / the slower of two that train alone"])
+
+    def test_a_peer_that_is_quicker_is_found_among_the_peers_alone(self) -> None:
+        rows = [("bare loop", 1.0, True), ("Phalanx, shm", 10.0, False), ("Phalanx, tcp", 2.0, False), ("gloo", 9.0, False), ("MPICH", 20.0, False)]
+        lines = [{"name": name, "collective": "all_reduce", "ranks": 2, "bytes": 4096, "time_us": time, "limit": limit} for name, time, limit in rows]
+        (self.folder / "peers-2.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.part("peers-2", "")
+        line = self.report()["all_reduce, two ranks: the quickest peer / ordinary memory"]
+        self.assertIn("all_reduce of 4 KiB, 2 ranks 0.90 (1 of 1)", line)
+
+    def test_only_the_parts_that_were_run_are_written(self) -> None:
+        self.part("mnist", "epoch 1\n\n| a | b |\n|---|---|\n| 1 | 2 |\n")
+        page = "before\n<!-- bench/all mnist -->\nold\n<!-- end -->\nbetween\n<!-- bench/all tls -->\nkept\n<!-- end -->\nbehind\n"
+        written, done = report.rewritten(page, self.folder)
+        self.assertEqual(done, ["mnist"])
+        self.assertIn("kept", written)
+        self.assertNotIn("old", written)
+        self.assertIn("```text\nepoch 1\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", written)
+        self.assertTrue(written.startswith("before\n") and written.endswith("behind\n") and "\nbetween\n" in written)
+        # Once more gives the same.
+        self.assertEqual(report.rewritten(written, self.folder)[0], written)
+
+    def test_the_parts_of_the_page_and_of_the_targets_exist(self) -> None:
+        parts = set((Path(__file__).parent / "all").read_text().split("parts() {")[1].split("\nEND\n")[0].splitlines())
+        names = {line.split(" | ")[0] for line in parts if " | " in line}
+        marks = set(report.re.findall(r"<!-- bench/all ([\w-]+) -->", report.PAGE.read_text()))
+        self.assertLessEqual(marks | {target.part for target in report.TARGETS}, names)
+        self.assertTrue(marks)
+
+
+class Compile(unittest.TestCase):
+    def test_the_bare_crate_has_what_mnist_has_of_burn(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            compile_time.make_bare(Path(folder) / "bare")
+            manifest = (Path(folder) / "bare/Cargo.toml").read_text()
+        self.assertIn('burn-flex = { version = "', manifest)
+        self.assertIn('features = ["x86-v4"] }', manifest)
+        self.assertIn("[profile.dev.package.burn-flex]\nopt-level = 3", manifest)
+        self.assertNotIn("phalanx", manifest)
+
+
+if __name__ == "__main__":
+    unittest.main()
