@@ -25,6 +25,7 @@ PLANE = """\
 objects and groups, medians of 200, us
                                       phalanx       gloo    ratio
             all_gather_object, 100 B      141.7      439.8     3.1x
+           all_gather_object, 4096 B      141.7      439.8     3.1x
                            new_group     1770.9      977.1     0.6x
 """
 
@@ -41,7 +42,7 @@ class Folder(unittest.TestCase):
         self.folder = Path(folder.name)
 
     def part(self, name: str, output: str) -> None:
-        (self.folder / f"{name}.txt").write_text(HEAD.format(name) + output)
+        (self.folder / f"{name}.txt").write_text(f"{HEAD.format(name)}{output}\n# ended\n")
 
     def report(self) -> dict[str, str]:
         """How each target stands, by what it is."""
@@ -57,17 +58,16 @@ class Folder(unittest.TestCase):
             self.assertTrue(line.startswith("not measured") and "not run" in line, line)
 
     def test_a_part_that_failed_is_not_measured(self) -> None:
-        self.part("hosts-floor", HOSTS + "\n# failed: exit code 3\n")
-        line = self.report()["between two hosts / bare sockets, up to 4 KiB"]
-        self.assertIn("failed: exit code 3", line)
+        for end, why in (("\n# failed: exit code 3\n", "failed: exit code 3"), ("", "interrupted")):
+            (self.folder / "hosts-floor.txt").write_text(HEAD.format("hosts-floor") + HOSTS + end)
+            line = self.report()["between two hosts / bare sockets, up to 4 KiB"]
+            self.assertIn(why, line)
 
     def test_targets_are_met_or_missed_by_name(self) -> None:
         self.part("hosts-floor", HOSTS)
         self.part("python-plane", PLANE)
-        for model in report.MODELS:
-            steps = "".join(step(None, model, 100, two) + step("pytorch", model, 90, 150) for two in (104, 200, 103))
-            with (self.folder / "scaling.txt").open("a") as file:
-                file.write((HEAD.format("scaling") if not file.tell() else "") + steps)
+        runs = [(model, two) for two in (104, 200, 103) for model in report.MODELS]
+        self.part("scaling", "".join(step(None, model, 100, two) + step("pytorch", model, 90, 150) for model, two in runs))
         found = self.report()
         self.assertEqual(
             found["between two hosts / bare sockets, up to 4 KiB"],
@@ -77,8 +77,8 @@ class Folder(unittest.TestCase):
         self.assertIn("broadcast 90.20 (1 of 1)", found["beside NCCL: p99 of calls of 4 KiB, µs"])
         self.assertIn("new_group 0.60 (1 of 1)", found["beside NCCL: gloo / ours, new_group"])
         # The medians: 150 / 104, and 104 / 100.
-        self.assertIn("1.44 to 1.44", found["a step of two ranks: PyTorch's DDP / ours"])
-        self.assertIn("1.04 to 1.04", found["a step of two ranks / the slower of two that train alone"])
+        self.assertIn("1.44 to 1.44 (3 values)", found["a step of two ranks: PyTorch's DDP / ours"])
+        self.assertIn("1.04 to 1.04 (3 values)", found["a step of two ranks / the slower of two that train alone"])
 
     def test_a_peer_that_is_quicker_is_found_among_the_peers_alone(self) -> None:
         rows = [("bare loop", 1.0, True), ("Phalanx, shm", 10.0, False), ("Phalanx, tcp", 2.0, False), ("gloo", 9.0, False), ("MPICH", 20.0, False)]
@@ -103,7 +103,7 @@ class Folder(unittest.TestCase):
     def test_the_parts_of_the_page_and_of_the_targets_exist(self) -> None:
         parts = set((Path(__file__).parent / "all").read_text().split("parts() {")[1].split("\nEND\n")[0].splitlines())
         names = {line.split(" | ")[0] for line in parts if " | " in line}
-        marks = set(report.re.findall(r"<!-- bench/all ([\w-]+) -->", report.PAGE.read_text()))
+        marks = set(report.re.findall(r"(?m)^<!-- bench/all ([\w-]+) -->$", report.PAGE.read_text()))
         self.assertLessEqual(marks | {target.part for target in report.TARGETS}, names)
         self.assertTrue(marks)
 

@@ -11,6 +11,7 @@ so that must live on: not in a process that may die.
 import datetime
 import hashlib
 import sys
+import time
 import uuid
 from typing import Any, NoReturn
 
@@ -103,8 +104,10 @@ class ReconfigurableGroup(ProcessGroup):
             # Why it has failed is known to whoever has called something in it.
             pass
         store = c10d.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        begin = time.monotonic()
         self._agree(store, rank, handles, timeout)
-        native = self._met(store, rank, len(handles), timeout)
+        rest = timeout - datetime.timedelta(seconds=time.monotonic() - begin)
+        native = self._met(store, rank, len(handles), max(rest, datetime.timedelta(seconds=1)))
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0
@@ -123,8 +126,11 @@ class ReconfigurableGroup(ProcessGroup):
         try:
             store.wait(["verdict"], timeout)
         except RuntimeError as error:
-            # Stores raise different kinds of it.
-            missing = [other for other in range(len(handles)) if not store.check([f"came/{other}"])]
+            # Stores raise different kinds of it. One whose server has gone answers nothing more.
+            try:
+                missing = [other for other in range(len(handles)) if not store.check([f"came/{other}"])]
+            except RuntimeError:
+                raise error from None
             raise Error(
                 f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s: {error}",
                 "timeout",

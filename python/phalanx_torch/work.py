@@ -78,6 +78,7 @@ class Work(dist.Work):
 
     # Set when the profiler knows of the end, if it is to know.
     _told: threading.Event | None = None
+    _is_inference = False
 
     def __init__(
         self,
@@ -100,6 +101,8 @@ class Work(dist.Work):
         if native is None:
             self._settle()
         elif finish is not None:
+            # PyTorch refuses to write into tensors of inference mode outside of it, and a thread for callbacks is outside.
+            self._is_inference = torch.is_inference_mode_enabled()
             # Whether results come to a program that drops its works is not to depend on how its tensors lie.
             native.when_done(self.exception, always=True)
 
@@ -109,7 +112,7 @@ class Work(dist.Work):
             finish, self._finish = self._finish, None
             if finish is not None:
                 try:
-                    with torch.no_grad():
+                    with torch.inference_mode(self._is_inference), torch.no_grad():
                         finish()
                 except Exception as error:
                     self._error = error

@@ -98,7 +98,7 @@ class Ended:
     def error(self):
         return None
 
-    def when_done(self, callback):
+    def when_done(self, callback, always=False):
         return False
 
 

@@ -189,3 +189,25 @@ def too_late(rank):
 
 def test_a_receive_that_cannot_start_ends(ranks):
     ranks(2, too_late)
+
+
+def drops_its_works(rank):
+    """A result comes back also if nobody waits for the work, however the tensor lies."""
+    for make in (lambda: torch.ones(4, 3).t(), lambda: torch.ones(3, 4, dtype=torch.int16)):
+        tensor = make()
+        dist.all_reduce(tensor, async_op=True)
+        end = time.monotonic() + 60
+        while (tensor != 2).any():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    with torch.inference_mode():
+        for _ in range(50):
+            tensor = torch.full((4, 3), float(rank)).t()
+            work = dist.all_reduce(tensor, async_op=True)
+            time.sleep(0.001)
+            work.wait()
+            assert (tensor == 1).all()
+
+
+def test_results_come_back_without_a_wait(ranks):
+    ranks(2, drops_its_works)

@@ -100,9 +100,15 @@ pub fn linear<const D: usize>(linear: &Linear, x: Tensor<D>) -> Tensor<D> {
         return linear.forward(x);
     }
     // Burn takes a 0 among the dimensions of `reshape` for the one that the tensor has there, and its own `forward` reads memory that is not the
-    // tensor's then.
-    if let Some(empty) = dims[1..D - 1].iter().position(|&length| length == 0) {
-        return self::linear(linear, x.swap_dims(0, 1 + empty)).swap_dims(0, 1 + empty);
+    // tensor's then. So the empty dimension comes first; the result of several has no graph, and none is missed.
+    let empty: Vec<usize> = (0..D - 1).filter(|&side| dims[side] == 0).collect();
+    match empty[..] {
+        [] | [0] => {}
+        [side] => return self::linear(linear, x.swap_dims(0, side)).swap_dims(0, side),
+        _ => {
+            [_, dims[D - 1]] = linear.weight.dims();
+            return Tensor::zeros(dims, (&x.device(), x.dtype()));
+        }
     }
     let [rows, width] = [dims[..D - 1].iter().product(), dims[D - 1]];
     let y = linear.forward(x.reshape([rows, width]));

@@ -217,7 +217,7 @@ fn a_tensor_without_elements_is_burns_own() {
     let norm = BatchNormConfig::new(4).init(&device);
     assert_eq!(batch_norm(&norm, empty).dims(), [0, 4, 5, 5]);
     let layer = LinearConfig::new(6, 3).init(&device);
-    for dims in [[0, 2, 6], [2, 0, 6]] {
+    for dims in [[0, 2, 6], [2, 0, 6], [0, 0, 6]] {
         let y = linear(&layer, Tensor::<3>::zeros(dims, &device));
         assert_eq!(y.dims(), [dims[0], dims[1], 3]);
     }

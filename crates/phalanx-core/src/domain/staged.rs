@@ -7,11 +7,14 @@
 //! owner finds it. So a cache line of a window goes to one other processor and comes back, and no byte is copied from
 //! window to window.
 //!
-//! A rank of a group has 512 KiB of staging buffers, and 2 MiB once a peer has been late, so that it can run ahead.
+//! A rank of a group has 512 KiB of staging buffers, and 2 MiB once a peer has been late, so that it can run ahead. Where processors
+//! [reread slowly](rereads_slowly), what is only copied takes turns with all of them, and goes in longer pieces.
 
 use std::ops::Range;
 
 use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share, with_all};
+
+use phalanx_sys::processors::rereads_slowly;
 
 use super::routes::Routes;
 use super::{Block, InPlace, Job, LINE, direct};
@@ -21,6 +24,9 @@ use crate::error::{Error, Result};
 /// What a rank copies or combines between two waits: large enough for the cost of a wait, and small enough that the
 /// next rank finds it in a cache.
 const PIECE: usize = 64 << 10;
+/// The same where windows take turns with all buffers, so that these together are longer than a second-level cache; from this many pieces on.
+const LONG_PIECE: usize = 128 << 10;
+const LONG_PIECES: usize = 4;
 /// With more ranks, all of them combine a result for one.
 const FEW: usize = 3;
 
@@ -218,7 +224,8 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
 
     /// The longest block must be the same on every rank, so that all have the same number of windows.
     fn of_blocks((ranks, blocks): (usize, usize), longest: usize, given: F) -> Self {
-        let bytes = (WINDOW / blocks).min(PIECE) / LINE * LINE;
+        let piece = if rereads_slowly() && longest >= LONG_PIECES * LONG_PIECE { LONG_PIECE } else { PIECE };
+        let bytes = (WINDOW / blocks).min(piece) / LINE * LINE;
         Self { given, ranks, blocks, bytes, count: longest.div_ceil(bytes).max(1) }
     }
 
@@ -264,6 +271,9 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         let work = |operation: &mut Staging<'_, '_>, number| {
             operation.take(|windows, memory| work(windows, memory, number))
         };
+        if rereads_slowly() {
+            operation.rotate();
+        }
         operation.pass(self.count, self.filler(me), work, None)
     }
 

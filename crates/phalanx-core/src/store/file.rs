@@ -27,7 +27,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// A store in a file, for ranks that share a file system.
 ///
 /// One process [`create`](Self::create)s it, replacing any file of that name, and removes it when it is dropped. The
-/// others [`open`](Self::open) it. A writer that dies in the middle of a change leaves an incomplete record at the end.
+/// others [`open`](Self::open) it. A writer that dies in the middle of a change leaves an incomplete one at the end.
 /// Readers ignore it, and the next writer removes it.
 ///
 /// A file that an earlier job left is a complete store, so `open` alone cannot distinguish it from this job's.
@@ -62,7 +62,7 @@ impl FileStore {
             let why = match OpenOptions::new().read(true).write(true).open(&path) {
                 Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
                     Some(log) => return Ok(Self::new(path, log, false)),
-                    None => "holds no store",
+                    None => "holds no store of this version",
                 },
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
                 Err(error) => return Err(unusable(&path, "open", error)),
@@ -70,7 +70,7 @@ impl FileStore {
             if !backoff.pause() {
                 let cause = format!("the file {} {why}", path.display());
                 return Err(Error::timeout(cause).in_operation("store open", None).with_remedy(
-                    "does rank 0 run, with the same path on a file system that all ranks share?",
+                    "does rank 0 run, with the same path on a file system that all ranks share? If an earlier job has left the file, remove it",
                 ));
             }
         }

@@ -262,7 +262,7 @@ fn loom_windows_come_back_when_all_have_combined_into_them() {
 
 /// A window that nobody takes back, and then those of another call. The first of these is staged before that call, or after
 /// its header.
-fn two_calls(mut control_block: ControlBlock, is_ahead: bool) {
+fn two_calls(mut control_block: ControlBlock, is_ahead: bool, rotates: bool) {
     let me = control_block.me();
     for (call, count) in [(0, 1), (1, 2)] {
         let fill = |memory: &[u8], window: &mut [u8]| fill(me)(call, memory, window);
@@ -275,6 +275,9 @@ fn two_calls(mut control_block: ControlBlock, is_ahead: bool) {
         };
         let outcome =
             control_block.in_place(CALL, &mut [0], (divided(2), unregistered), &mut go_on, |operation| {
+                if rotates {
+                    operation.rotate();
+                }
                 operation.pass(count, |_, memory, window| fill(memory, window), read, None)
             });
         assert_eq!(outcome, Ok(()));
@@ -283,10 +286,15 @@ fn two_calls(mut control_block: ControlBlock, is_ahead: bool) {
 
 #[test]
 fn loom_the_next_call_leaves_windows_alone_that_are_still_read() {
-    model(2, Some(2), |control_block| two_calls(control_block, true));
+    model(2, Some(2), |control_block| two_calls(control_block, true, false));
 }
 
 #[test]
 fn loom_windows_are_free_when_all_have_begun_the_next_call() {
-    model(2, Some(2), |control_block| two_calls(control_block, false));
+    model(2, Some(2), |control_block| two_calls(control_block, false, false));
+}
+
+#[test]
+fn loom_windows_that_take_turns_with_all_buffers_are_left_alone_too() {
+    model(2, Some(2), |control_block| two_calls(control_block, true, true));
 }

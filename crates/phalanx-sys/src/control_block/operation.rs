@@ -54,6 +54,8 @@ pub struct SharedOperation<'a, 'w, E> {
     /// Whether all members have given the same division.
     pub(super) divides_alike: bool,
     pub(super) windows: Windows,
+    /// Whether the windows of this call are to take turns with all buffers.
+    pub(super) rotates: bool,
     pub(super) watch: Watch<'w, E>,
 }
 
@@ -124,8 +126,15 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             false if all(&direct) => Protocol::Direct,
             false => Protocol::Staged,
         };
-        let mut operation =
-            SharedOperation { control_block, memory, protocol, divides_alike, windows, watch };
+        let mut operation = SharedOperation {
+            control_block,
+            memory,
+            protocol,
+            divides_alike,
+            windows,
+            rotates: false,
+            watch,
+        };
         let outcome = work(&mut operation)?;
         let SharedOperation { control_block, protocol, watch, .. } = operation;
         if protocol == Protocol::Direct {

@@ -295,6 +295,12 @@ fn read_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -
     operation.pass(count, numbered(me), read, None)
 }
 
+/// The same, in all buffers in turn.
+fn read_rotating(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
+    operation.rotate();
+    read_windows(operation, count)
+}
+
 /// Passes `count` windows, into each of which every other rank adds ten times its own number plus one.
 fn combine_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
     let (me, ranks) = (operation.me(), operation.members());
@@ -346,6 +352,50 @@ fn windows_pass_in_order() {
                 assert_eq!(usize::from(memory[0]), count);
             }
         });
+    }
+}
+
+/// Calls whose windows take turns with all buffers, and others, one of whose windows may be staged ahead in any buffer.
+#[test]
+fn windows_pass_in_order_in_all_buffers() {
+    for has_all in [None, Some(false)] {
+        run(3, |control_block, _| {
+            control_block.staging.has_all = has_all;
+            let me = control_block.me();
+            let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
+            for (index, count) in [1, 9, 40, 8, 2, 1, 1, 40, 17, 1].into_iter().enumerate() {
+                for kind in 0..3 {
+                    let unregistered = if (index + kind) % 2 == 0 {
+                        Unregistered::InWindow(&first)
+                    } else {
+                        Unregistered::Later
+                    };
+                    let division = if kind == 1 { WINDOWS } else { SHARES };
+                    control_block
+                        .in_place(CALL, &mut [0; 8], (division, unregistered), &mut go_on, |operation| {
+                            match kind {
+                                0 => read_rotating(operation, count),
+                                1 => combine_windows(operation, count),
+                                _ => read_windows(operation, count),
+                            }
+                        })
+                        .unwrap();
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn windows_that_rotate_are_in_the_next_buffer_each() {
+    let mut staging = Staging::default();
+    staging.rotates = true;
+    for number in 0..20 {
+        let buffer = staging.free_buffer();
+        assert_eq!(buffer, number as usize % BUFFERS);
+        staging.buffers[number as usize % BUFFERS] = buffer;
+        staging.staged += 1;
+        staging.free = staging.staged.saturating_sub(3);
     }
 }
 

@@ -9,6 +9,9 @@
 //! window is in the usual buffer in which the last one is not, or in the first free one if that is in use. Its owner
 //! publishes which one that is beside `staged`. While the others work on a small window, its owner fetches the lines of the
 //! other usual buffer, which they have in their caches.
+//!
+//! Where processors write slowly to what another one has read ([`rereads_slowly`](crate::processors::rereads_slowly)), windows that are only read
+//! take turns with all buffers: by the time that one is filled again, its lines have left the readers' caches.
 
 use std::ops::Range;
 
@@ -36,6 +39,8 @@ pub(super) struct Staging {
     pub(super) buffers: [usize; BUFFERS],
     /// Whether there is memory for more than the usual buffers. None if it was never asked for.
     pub(super) has_all: Option<bool>,
+    /// Whether windows take turns with all buffers, for which there is memory.
+    pub(super) rotates: bool,
 }
 
 /// Called with a window's number in its call, the window, and this rank's memory.
@@ -67,12 +72,16 @@ impl Staging {
         self.buffers[slot(number)]
     }
 
-    /// The usual buffer in which the last window is not, if it is free, and otherwise the first that is.
+    /// The buffer whose turn it is, if it is free, and otherwise the first that is.
     pub(super) fn free_buffer(&self) -> usize {
         let in_use = (self.free..self.staged).fold(0u32, |in_use, number| in_use | 1 << self.buffer(number));
-        let other = self.other_buffer();
-        if in_use & 1 << other == 0 {
-            return other;
+        let next = if self.rotates {
+            self.last_buffer().map_or(0, |last| (last + 1) % BUFFERS)
+        } else {
+            self.other_buffer()
+        };
+        if in_use & 1 << next == 0 {
+            return next;
         }
         let buffer = (!in_use).trailing_zeros() as usize;
         assert!(buffer < BUFFERS, "more is staged than there are buffers");
@@ -81,8 +90,16 @@ impl Staging {
 
     /// The usual buffer in which the last window is not.
     fn other_buffer(&self) -> usize {
-        let last = self.staged.checked_sub(1).map(|number| self.buffers[slot(number)]);
-        usize::from(last == Some(0))
+        usize::from(self.last_buffer() == Some(0))
+    }
+
+    fn last_buffer(&self) -> Option<usize> {
+        self.staged.checked_sub(1).map(|number| self.buffers[slot(number)])
+    }
+
+    /// How many windows a rank fills before it works on the first of them.
+    fn turns(&self) -> usize {
+        if self.rotates { BUFFERS } else { USUAL }
     }
 }
 
@@ -94,6 +111,11 @@ enum Step {
 }
 
 impl<E> SharedOperation<'_, '_, E> {
+    /// Lets the windows of this call take turns with all buffers, if there is memory for them. For windows that are only read.
+    pub fn rotate(&mut self) {
+        self.rotates = true;
+    }
+
     /// Passes `count` windows, at least one. `fill` copies this rank's memory into the window with a number. `work` then
     /// calls [`take`](Self::take) or [`combine_staged`](Self::combine_staged), once for each window. `take_back`, if
     /// given, gets each of this rank's windows when all ranks have done that. If members pass different `count`s, they wait
@@ -118,11 +140,18 @@ impl<E> SharedOperation<'_, '_, E> {
             (first + u64::from(ahead), first),
             "windows have passed before, or a call has failed"
         );
+        self.control_block.staging.rotates = self.rotates && self.control_block.has_all_buffers();
+        let turns = self.control_block.staging.turns();
+        // Windows of earlier calls of which it is not known that all have taken them.
+        while self.control_block.staging.in_use() - usize::from(ahead) + turns > BUFFERS {
+            self.control_block.await_all(TAKEN, self.control_block.staging.free + 1, &mut *self.watch)?;
+            self.control_block.staging.free += 1;
+        }
         let (mut staged, mut taken, mut back) = (usize::from(ahead), 0, 0);
         loop {
-            let step = if staged < count && staged < taken + USUAL {
+            let step = if staged < count && staged < taken + turns {
                 // Fill the buffer that comes back next, or another one if that takes long.
-                let has_buffer = staged - back < USUAL || !self.is_back() && self.has_buffer();
+                let has_buffer = staged - back < turns || !self.is_back() && self.has_buffer();
                 if has_buffer { Step::Stage } else { Step::TakeBack }
             } else if taken < staged {
                 // If a peer is late, this rank does what it can do without it.
