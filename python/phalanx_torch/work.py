@@ -78,7 +78,6 @@ class Work(dist.Work):
 
     # Set when the profiler knows of the end, if it is to know.
     _told: threading.Event | None = None
-    _is_inference = False
 
     def __init__(
         self,
@@ -98,11 +97,11 @@ class Work(dist.Work):
         self._operation = operation
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
+        # PyTorch refuses to write into tensors of inference mode outside of it, and a thread for callbacks is outside.
+        self._is_inference = finish is not None and torch.is_inference_mode_enabled()
         if native is None:
             self._settle()
         elif finish is not None:
-            # PyTorch refuses to write into tensors of inference mode outside of it, and a thread for callbacks is outside.
-            self._is_inference = torch.is_inference_mode_enabled()
             # Whether results come to a program that drops its works is not to depend on how its tensors lie.
             native.when_done(self.exception, always=True)
 

@@ -201,11 +201,12 @@ def drops_its_works(rank):
             assert time.monotonic() < end
             time.sleep(0.01)
     with torch.inference_mode():
-        for _ in range(50):
+        for asynchronous in [False] * 20 + [True] * 50:
             tensor = torch.full((4, 3), float(rank)).t()
-            work = dist.all_reduce(tensor, async_op=True)
-            time.sleep(0.001)
-            work.wait()
+            work = dist.all_reduce(tensor, async_op=asynchronous)
+            if asynchronous:
+                time.sleep(0.001)
+                work.wait()
             assert (tensor == 1).all()
 
 
