@@ -18,15 +18,21 @@ with_libtorch 2.13.0 "$target/python" "$python"
 on_stand_in() {
     local torch
     torch=$(python3 -c 'import torch; print(torch.__path__[0])')
-    mkdir -p "$target"
-    library=$(cd "$target" && pwd)/libstand_in_cuda.so
+    mkdir -p "$target/stand_in"
+    folder=$(cd "$target/stand_in" && pwd)
+    local sources=../crates/phalanx-nccl/tests/stand_in c=(-std=gnu11 -O1 -fPIC -shared -Wall -Wextra -Werror -pthread)
+    local beside=(-L"$folder" -l:libcuda.so.1 "-Wl,-rpath,\$ORIGIN")
+    "${CC:-cc}" "${c[@]}" -o "$folder/libcuda.so.1" "$sources/cuda.c"
+    "${CC:-cc}" "${c[@]}" -o "$folder/libnccl.so.2" "$sources/nccl.c" "${beside[@]}"
+    library=$folder/libtorch_cuda.so
     if [ ! "$library" -nt tests/stand_in/cuda.cpp ]; then
         "${CXX:-c++}" -std=c++20 -O1 -fPIC -shared -Wall -Wextra -Werror -isystem "$torch/include" \
-            tests/stand_in/cuda.cpp -o "$library" -L"$torch/lib" -ltorch_cpu -lc10
+            tests/stand_in/cuda.cpp -o "$library" -L"$torch/lib" -ltorch_cpu -lc10 "${beside[@]}"
     fi
     local host
     host=$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')
-    export "CARGO_TARGET_${host}_RUNNER=env LD_PRELOAD=$library PHALANX_TEST_DEVICE=cuda RUST_TEST_THREADS=1"
+    local libraries="PHALANX_CUDA_LIBRARY=$folder/libcuda.so.1 PHALANX_NCCL_LIBRARY=$folder/libnccl.so.2"
+    export "CARGO_TARGET_${host}_RUNNER=env LD_PRELOAD=$library $libraries PHALANX_TEST_DEVICE=cuda RUST_TEST_THREADS=1"
 }
 
 if [ "${1:-}" = cuda ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A training step of phalanx-tch beside PyTorch's DistributedDataParallel over gloo: the same libtorch, one thread a rank.
+"""A training step of phalanx-tch beside PyTorch's DistributedDataParallel over gloo, or on GPUs over NCCL: the same libtorch, one thread a rank.
 
 Two processes of each take turns, step by step, so that what slows the machine for a while slows all:
 
@@ -10,6 +10,7 @@ Two processes of each take turns, step by step, so that what slows the machine f
 
     tch/check.sh ./compare.py mlp encoder resnet
     tch/check.sh ./compare.py --keep-memory mlp encoder resnet
+    ./compare.py --device cuda mlp encoder resnet           with libtorch_cuda.so in LD_PRELOAD; ranks share a GPU where there are too few
 
 It builds nothing: run tch/check.sh first. PyTorch runs with gradient_as_bucket_view, as phalanx-tch always does. Times are
 medians, but for `slower` of both ranks' means."""
@@ -29,7 +30,7 @@ WARM_UP = 3
 KINDS = ("together", "apart", "alone")
 
 
-def peer(model: str) -> None:
+def peer(model: str, backend: str, device: str) -> None:
     """A rank of PyTorch's: as examples/compare.rs."""
     sys.path.insert(0, PEERS)
     import ddp
@@ -37,7 +38,11 @@ def peer(model: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        number = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        torch.cuda.set_device(number)
+        torch.set_default_device(f"cuda:{number}")
+    dist.init_process_group(backend)
     # Gradients lie in their buckets, as ours do.
     together = ddp.Trainer(ddp.MODELS[model](), True, view=True)
     apart = ddp.Trainer(ddp.MODELS[model](), False)
@@ -50,12 +55,16 @@ def peer(model: str) -> None:
 class Pair:
     """Two ranks that wait for lines."""
 
-    def __init__(self, command: list[str], keep_memory: bool) -> None:
+    def __init__(self, command: list[str], keep_memory: bool, is_shared: bool) -> None:
         port = free_port()
         self.ranks = []
         for rank in range(2):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
             variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+            if is_shared:
+                # NCCL refuses two ranks of one host on one device, and tells hosts apart by this.
+                variables |= {"NCCL_HOSTID": f"host-of-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+                variables |= {"NCCL_IB_DISABLE": 1, "NCCL_P2P_DISABLE": 1, "NCCL_SHM_DISABLE": 1}
             if keep_memory:
                 variables |= {"MALLOC_MMAP_THRESHOLD_": 1 << 30, "MALLOC_TRIM_THRESHOLD_": 1 << 32}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
@@ -85,9 +94,24 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def compare(model: str, steps: int, ours: str, keep_memory: bool) -> None:
-    commands = {"phalanx-tch": [ours, model], "PyTorch": [sys.executable, __file__, "--peer", model]}
-    pairs = {name: Pair(command, keep_memory) for name, command in commands.items()}
+def gpus() -> int:
+    """How many this machine has."""
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True)
+    return len(listed.stdout.splitlines())
+
+
+def compare(model: str, steps: int, ours: str, keep_memory: bool, device: str) -> None:
+    theirs = [sys.executable, __file__, "--device", device, "--peer", model]
+    commands = {"phalanx-tch": [ours, model], "PyTorch": theirs}
+    if device == "cuda":
+        commands = {
+            "phalanx-tch, NCCL": [ours, model, "nccl"],
+            "phalanx-tch, the host's memory": [ours, model, "cuda"],
+            "PyTorch": [*theirs, "--backend", "nccl"],
+            "PyTorch, gloo": theirs,
+        }
+    is_shared = device == "cuda" and gpus() < 2
+    pairs = {name: Pair(command, keep_memory, is_shared) for name, command in commands.items()}
     counts = {pair.parameters() for pair in pairs.values()}
     assert len(counts) == 1, f"the models differ: {counts}"
     times = {(name, kind): [] for name in pairs for kind in ("together", "apart", "slower", "alone")}
@@ -117,17 +141,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="a multiple of 3 gives each kind each place equally often")
     parser.add_argument("--ours", default=os.path.join(HERE, os.environ.get("CARGO_TARGET_DIR", "target"), "debug/examples/compare"))
     parser.add_argument("--keep-memory", action="store_true", help="on both sides, glibc keeps memory that is freed")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--backend", default="gloo", help=argparse.SUPPRESS)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("models", nargs="*", choices=["mlp", "encoder", "resnet", []])
     arguments = parser.parse_args()
     if arguments.peer:
-        return peer(arguments.peer)
+        return peer(arguments.peer, arguments.backend, arguments.device)
     if not os.access(arguments.ours, os.X_OK):
         sys.exit(f"{arguments.ours} is not there: run tch/check.sh first, which builds it")
     print("| model | | alone, ms | apart, ms | slower, ms | two ranks, ms | apart / two ranks | slower / two ranks | PyTorch's two ranks / these |")
     print("|---|---|---|---|---|---|---|---|---|")
     for model in arguments.models or ["mlp", "encoder", "resnet"]:
-        compare(model, arguments.steps, arguments.ours, arguments.keep_memory)
+        compare(model, arguments.steps, arguments.ours, arguments.keep_memory, arguments.device)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,12 @@ class ResNet(nn.Module):
 MODELS = {"mlp": Mlp, "encoder": Encoder, "resnet": ResNet}
 
 
+def synchronize() -> None:
+    """Waits for the device that tensors are made on, if it is a GPU."""
+    if torch.get_default_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 class Trainer:
     """A replica, and what trains it."""
 
@@ -121,11 +127,13 @@ class Trainer:
     def step(self) -> float:
         """Trains one step; gives its milliseconds."""
         sample = self.bare.sample()
+        synchronize()
         start = time.perf_counter()
         answers = torch.randint(self.bare.CLASSES, (self.bare.BATCH,))
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(sample), answers).backward()
         self.optimizer.step()
+        synchronize()
         return 1e3 * (time.perf_counter() - start)
 
 

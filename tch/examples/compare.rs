@@ -1,5 +1,5 @@
-//! A rank of `compare.py`: trains a step of the model that its argument names whenever a line on standard input asks for one,
-//! and prints its milliseconds.
+//! A rank of `compare.py`: trains a step of the model that its first argument names whenever a line on standard input asks for one,
+//! and prints its milliseconds. The second argument says where: `cpu`; `cuda`, with gradients averaged in the host's memory; or `nccl`.
 //!
 //! The models, batches and the optimizer are those of `bench/peers/ddp.py`.
 
@@ -8,14 +8,13 @@ use std::io::BufRead;
 use std::time::Instant;
 
 use phalanx::ProcessGroup;
-use phalanx_tch::{Ddp, Optimizer, Rule};
+use phalanx_nccl::DeviceGroup;
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use tch::nn::{self, ConvConfig, Module, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-const FLOATS: (Kind, Device) = (Kind::Float, Device::Cpu);
-const INTS: (Kind, Device) = (Kind::Int64, Device::Cpu);
 /// Small enough that nothing is learned.
 const LEARNING_RATE: f64 = 1e-6;
 
@@ -23,7 +22,7 @@ const LEARNING_RATE: f64 = 1e-6;
 struct Subject {
     batch: i64,
     classes: i64,
-    sample: fn() -> Tensor,
+    sample: fn(Device) -> Tensor,
     logits: Box<dyn Fn(&Tensor) -> Tensor>,
 }
 
@@ -40,7 +39,7 @@ fn mlp(root: &Path<'_>) -> Subject {
     Subject {
         batch: 128,
         classes: 10,
-        sample: || Tensor::randn([128, 1024], FLOATS),
+        sample: |device| Tensor::randn([128, 1024], (Kind::Float, device)),
         logits: Box::new(logits),
     }
 }
@@ -53,14 +52,14 @@ fn encoder(root: &Path<'_>) -> Subject {
     let layers: Vec<_> = (0..6).map(|index| encoder_layer(&(root / index), WIDTH, 8)).collect();
     let head = nn::linear(root / "head", WIDTH, 32, Default::default());
     let logits = move |x: &Tensor| {
-        let embedded = tokens.forward(x) + positions.forward(&Tensor::arange(64, INTS));
+        let embedded = tokens.forward(x) + positions.forward(&Tensor::arange(64, (Kind::Int64, x.device())));
         let encoded = layers.iter().fold(embedded, |x, layer| layer(&x));
         head.forward(&encoded.mean_dim(1, false, Kind::Float))
     };
     Subject {
         batch: 8,
         classes: 32,
-        sample: || Tensor::randint(7300, [8, 64], INTS),
+        sample: |device| Tensor::randint(7300, [8, 64], (Kind::Int64, device)),
         logits: Box::new(logits),
     }
 }
@@ -109,7 +108,7 @@ fn resnet(root: &Path<'_>) -> Subject {
     Subject {
         batch: 64,
         classes: 10,
-        sample: || Tensor::randn([64, 3, 32, 32], FLOATS),
+        sample: |device| Tensor::randn([64, 3, 32, 32], (Kind::Float, device)),
         logits: Box::new(logits),
     }
 }
@@ -135,6 +134,7 @@ fn block(root: &Path<'_>, (from, to, stride): (i64, i64, i64)) -> Layer {
 
 /// A replica, and what trains it.
 struct Trainer {
+    device: Device,
     subject: Subject,
     ddp: Ddp,
     optimizer: Optimizer,
@@ -142,8 +142,14 @@ struct Trainer {
 }
 
 impl Trainer {
-    fn new(model: &str, group: &ProcessGroup) -> Outcome<Self> {
-        let store = VarStore::new(Device::Cpu);
+    fn new(model: &str, place: &str, group: &ProcessGroup) -> Outcome<Self> {
+        let number = || group.local_rank() as usize % tch::Cuda::device_count().max(1) as usize;
+        let device = match place {
+            "cpu" => Device::Cpu,
+            "cuda" | "nccl" => Device::Cuda(number()),
+            other => return Err(format!("there is no device {other}").into()),
+        };
+        let store = VarStore::new(device);
         let subject = match model {
             "mlp" => mlp(&store.root()),
             "encoder" => encoder(&store.root()),
@@ -151,20 +157,35 @@ impl Trainer {
             other => return Err(format!("there is no model {other}").into()),
         };
         let parameters = store.trainable_variables().iter().map(Tensor::numel).sum();
-        let (ddp, optimizer) = (Ddp::new(&store, group)?, Optimizer::new(&store, Rule::ADAMW)?);
-        Ok(Self { subject, ddp, optimizer, parameters })
+        let ddp = match place {
+            "nccl" => {
+                let cuda = phalanx_nccl::Device::open(u32::try_from(number())?)?;
+                Ddp::with_nccl(&store, &DeviceGroup::new(group.clone(), &cuda)?, DdpOptions::default())?
+            }
+            _ => Ddp::new(&store, group)?,
+        };
+        let optimizer = Optimizer::new(&store, Rule::ADAMW)?;
+        Ok(Self { device, subject, ddp, optimizer, parameters })
+    }
+
+    fn synchronize(&self) {
+        if let Device::Cuda(number) = self.device {
+            tch::Cuda::synchronize(number as i64);
+        }
     }
 
     /// Trains one step; gives its milliseconds.
     fn step(&mut self) -> Outcome<f64> {
         let Subject { batch, classes, sample, logits } = &self.subject;
-        let input = sample();
+        let input = sample(self.device);
+        self.synchronize();
         let start = Instant::now();
-        let answers = Tensor::randint(*classes, [*batch], INTS);
+        let answers = Tensor::randint(*classes, [*batch], (Kind::Int64, self.device));
         self.optimizer.zero_grad()?;
         let loss = self.ddp.forward(|| logits(&input).cross_entropy_for_logits(&answers))?;
         self.ddp.backward(&loss)?;
         self.optimizer.step(LEARNING_RATE)?;
+        self.synchronize();
         Ok(start.elapsed().as_secs_f64() * 1e3)
     }
 }
@@ -172,9 +193,11 @@ impl Trainer {
 fn main() -> Outcome<()> {
     tch::set_num_threads(1);
     let model = std::env::args().nth(1).ok_or("which model: mlp, encoder or resnet?")?;
+    let place = std::env::args().nth(2).unwrap_or_else(|| "cpu".into());
     let group = phalanx::init()?;
-    let mut together = Trainer::new(&model, &group)?;
-    let mut apart = Trainer::new(&model, &ProcessGroup::alone()?)?;
+    let mut together = Trainer::new(&model, &place, &group)?;
+    let alone = ProcessGroup::alone()?;
+    let mut apart = Trainer::new(&model, &place, &alone)?;
     println!("{}", apart.parameters);
     for line in std::io::stdin().lock().lines() {
         match line?.as_str() {

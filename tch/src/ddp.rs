@@ -2,6 +2,7 @@
 
 mod comm_hook;
 mod evaluate;
+mod nccl;
 mod regroup;
 mod weights;
 
@@ -18,6 +19,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use self::weights::Accumulated;
+use crate::nccl::{Hook, InPlace};
 use crate::shim;
 use crate::sink::Sink;
 use crate::tensors::{self, Inventory, Shared, torch};
@@ -46,7 +48,8 @@ impl Default for DdpOptions {
 /// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
 ///
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
-/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back. As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
+/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back, or averaged where they lie
+/// ([`with_nccl`](Self::with_nccl)). As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
 /// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) leaves none,
 /// tch's own optimizers leave zeros.
 ///
@@ -62,6 +65,8 @@ pub struct Ddp {
     inventory: Inventory,
     /// All collectives of this `Ddp` go through it.
     group: JoinGroup,
+    /// What averages the gradients, if the group does not.
+    nccl: Option<phalanx_nccl::Communicator>,
     /// None in a world of one, which needs neither hooks nor a reducer.
     sink: Option<Arc<Sink>>,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
@@ -92,15 +97,21 @@ impl Ddp {
 
     /// Like [`new`](Self::new), with options.
     pub fn with_options(store: &VarStore, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
-        Self::of(tensors::shared(store), group.into(), &options)
+        Self::of(tensors::shared(store), group.into(), None, &options)
     }
 
-    fn of(variables: Shared, group: JoinGroup, options: &DdpOptions) -> Result<Self> {
-        let (inventory, sink) = prepare(&variables, &group, options)?;
+    fn of(
+        variables: Shared,
+        group: JoinGroup,
+        nccl: Option<phalanx_nccl::Communicator>,
+        options: &DdpOptions,
+    ) -> Result<Self> {
+        let (inventory, sink) = prepare(&variables, &group, nccl.as_ref(), options)?;
         let ddp = Self {
             variables,
             inventory,
             group,
+            nccl,
             sink,
             buffers_stale: false,
             has_torn: false,
@@ -228,7 +239,7 @@ impl Ddp {
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
     pub fn communicated_bytes(&self) -> u64 {
-        self.sink.as_ref().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()))
+        self.sink.as_ref().map_or(0, |sink| sink.communicated_bytes())
     }
 
     /// The bytes of each bucket, in the order in which they are sent; none in a world of one.
@@ -352,6 +363,7 @@ fn settle(device: Device) {
 fn prepare(
     variables: &Shared,
     group: &JoinGroup,
+    nccl: Option<&phalanx_nccl::Communicator>,
     options: &DdpOptions,
 ) -> Result<(Inventory, Option<Arc<Sink>>)> {
     let prepared = || {
@@ -361,8 +373,19 @@ fn prepare(
         }
         verify_state(&group.in_call(Caller::DdpNew), inventory.contract())?;
         let specs = Inventory::specs(&inventory.parameters);
-        let reducer = Reducer::new(Arc::new(group.clone()), specs, options.reducer.clone())?;
-        let sink = Arc::new(Sink::new(reducer, &inventory.parameters));
+        let (communicator, reducer) = (Arc::new(group.clone()), options.reducer.clone());
+        let sink = match nccl {
+            None => Sink::new(Reducer::new(communicator, specs, reducer)?, &inventory.parameters, None),
+            Some(nccl) => {
+                let in_place = InPlace::new(nccl, &inventory.parameters)?;
+                let hook = Box::new(Hook(in_place.clone()));
+                let reducer = Reducer::elsewhere(communicator, specs, reducer, hook)?;
+                // NCCL connects ranks in the first call, and not in the first backward pass.
+                nccl.barrier()?;
+                Sink::new(reducer, &inventory.parameters, Some(in_place))
+            }
+        };
+        let sink = Arc::new(sink);
         sink.hook(&inventory.parameters)?;
         Ok((inventory, Some(sink)))
     };

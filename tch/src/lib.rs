@@ -38,16 +38,18 @@
 //! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
 //! | `TorchState` of Horovod, `torch.save` | [`TrainState`] |
 //!
-//! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on Linux, on processors.
+//! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on Linux, on processors and on CUDA devices.
 //!
 //! # On CUDA devices
 //!
-//! Each rank has a device: `VarStore::new(Device::Cuda(group.local_rank() as usize))`. Gradients are averaged in the host's memory, as by
-//! gloo: each is copied there when it is ready, and its average is copied back. Nothing here goes over NCCL. All variables of a `VarStore` are
+//! Each rank has a device: `VarStore::new(Device::Cuda(group.local_rank() as usize))`. [`Ddp::with_nccl`] has NCCL average the gradients where
+//! they lie. [`Ddp::new`] averages them in the host's memory, as gloo does: each is copied there when it is ready, and its average is copied
+//! back. All variables of a `VarStore` are
 //! on one device. Ranks that are threads of one process need a device each: libtorch has one thread for a device, in which a rank that waits
 //! for another, as [`SyncBatchNorm`] does in backward, would wait for itself.
 
 mod ddp;
+mod nccl;
 mod optimizer;
 mod shim;
 mod sink;

@@ -17,6 +17,7 @@
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -190,6 +191,15 @@ char *phx_write(const at::Tensor *tensor, void *data) {
     return guarded([&] {
         c10::NoGradGuard guard;
         tensor->data().copy_(here(*tensor, data));
+    });
+}
+
+// The calling thread's current stream of CUDA device `index`: what libtorch queues here next goes there.
+char *phx_current_stream(int32_t index, void **stream) {
+    return guarded([&] {
+        const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+        const auto current = guard.getStream(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
+        *stream = guard.getStreamNativeHandle(current);
     });
 }
 

@@ -32,6 +32,7 @@ unsafe extern "C" {
     fn phx_may_become(gradient: *const C_tensor, leaf: *const C_tensor) -> bool;
     fn phx_read(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
     fn phx_write(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
+    fn phx_current_stream(index: i32, stream: *mut *mut c_void) -> *mut c_char;
     fn phx_storage_bytes(tensor: *const C_tensor) -> usize;
     fn phx_hook(
         leaf: *const C_tensor,
@@ -144,6 +145,27 @@ pub(crate) fn write(tensor: &Tensor, elements: &[u8]) -> Result<()> {
     check_length(tensor, elements.len())?;
     // SAFETY: as in `read`; libtorch only reads there.
     outcome(unsafe { phx_write(tensor.as_ptr(), elements.as_ptr().cast_mut().cast()) })
+}
+
+/// The calling thread's current stream of a CUDA device, as the number of a `CUstream`.
+pub(crate) fn current_stream(ordinal: u32) -> Result<usize> {
+    let index =
+        i32::try_from(ordinal).map_err(|_| Error::invalid_argument("a device's number is too large"))?;
+    let mut stream = ptr::null_mut();
+    // SAFETY: it writes a pointer there.
+    outcome(unsafe { phx_current_stream(index, &mut stream) })?;
+    Ok(stream.addr())
+}
+
+/// The address of a tensor in a device's memory, and how many bytes it has there, row by row.
+pub(crate) fn device_memory(tensor: &Tensor) -> Result<(u64, usize)> {
+    let bytes = tensor.numel() * tensor.kind().elt_size_in_bytes();
+    // SAFETY: a handle that lives as long as this borrow.
+    let there = if is_plain(tensor) { unsafe { phx_storage_bytes(tensor.as_ptr()) } } else { 0 };
+    if is_here(tensor) || !tensor.is_contiguous() || bytes > there {
+        return Err(Error::invalid_argument("a tensor does not lie row by row in the memory of a device"));
+    }
+    Ok((tensor.data_ptr().addr() as u64, bytes))
 }
 
 fn check_length(tensor: &Tensor, bytes: usize) -> Result<()> {

@@ -9,6 +9,7 @@ use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Error, Rank, Result};
 use tch::Tensor;
 
+use crate::nccl::InPlace;
 use crate::shim;
 use crate::tensors::{Named, torch};
 
@@ -27,6 +28,8 @@ pub(crate) enum Delivery {
 pub(crate) struct Sink(HookedReducer<Deliveries>);
 
 pub(crate) struct Deliveries {
+    /// What averages gradients where they lie; else they go to the reducer's buckets.
+    in_place: Option<Arc<InPlace>>,
     delivery: Delivery,
     /// In the reducer's order.
     parameters: Vec<Named>,
@@ -49,8 +52,10 @@ pub(crate) struct Deliveries {
 }
 
 impl Sink {
-    pub fn new(reducer: Reducer, parameters: &[Named]) -> Self {
+    /// For `reducer`, whose gradients are averaged `in_place` if it has no memory for them.
+    pub fn new(reducer: Reducer, parameters: &[Named], in_place: Option<Arc<InPlace>>) -> Self {
         let deliveries = Deliveries {
+            in_place,
             delivery: Delivery::Ignore,
             parameters: parameters.to_vec(),
             views: parameters.iter().map(|_| None).collect(),
@@ -86,6 +91,13 @@ impl Sink {
             }
         }
         Ok(())
+    }
+
+    /// The bytes of all gradients that were sent.
+    pub fn communicated_bytes(&self) -> u64 {
+        let in_place =
+            self.0.with_state(|deliveries| deliveries.in_place.as_ref().map_or(0, |one| one.bytes()));
+        in_place + self.with_reducer(|reducer| reducer.communicated_bytes())
     }
 
     /// The model runs forward. Returns the failure of an earlier backward pass, if there was one.
@@ -187,9 +199,13 @@ impl Deliveries {
     /// `.grad` has.
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
-        let Self { parameters, given, held, .. } = self;
+        let Self { parameters, given, held, in_place, .. } = self;
+        in_place.iter().for_each(|in_place| in_place.begin());
         let unused = |index: usize, memory: &mut [u8]| {
             (given[index], held[index]) = (true, false);
+            if let Some(in_place) = in_place {
+                return in_place.prepare(index).map(drop);
+            }
             match gradient(&parameters[index])? {
                 Some(gradient) => write(&gradient, memory),
                 None => {
@@ -307,6 +323,13 @@ impl Deliveries {
 
     /// Gives the reducer what is in `.grad`. If that lies in the parameter's place in its bucket, nothing is copied.
     fn give(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
+        if let Some(in_place) = &self.in_place {
+            if in_place.prepare(index)? {
+                self.given[index] = true;
+                reducer.ready_elsewhere(index)?;
+            }
+            return Ok(());
+        }
         let parameter = &self.parameters[index];
         let Some(gradient) = gradient(parameter)? else { return Ok(()) };
         let source = gradient.data_ptr().cast_const().cast::<u8>(); // On a device no place in a bucket.
@@ -327,6 +350,15 @@ impl Deliveries {
 
     /// Makes each parameter's average its gradient: where it lies, or in the memory of the parameter's device.
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
+        if let Some(in_place) = &self.in_place {
+            for (index, parameter) in self.parameters.iter().enumerate() {
+                // No rank had one, and there are only zeros.
+                if !reducer.has_average(index)? {
+                    shim::set_gradient(&parameter.tensor, None)?;
+                }
+            }
+            return in_place.settle();
+        }
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;
             let Some(average) = reducer.gradient(index)? else {

@@ -13,6 +13,7 @@ use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx_nccl::DeviceGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
@@ -119,8 +120,9 @@ impl<T> TrainState<T> {
     /// As [`Ddp::new`].
     pub fn with_options(mut self, options: DdpOptions) -> Result<Self> {
         self.options = options;
-        let group = self.ddp.group().clone();
-        self.sharing(group)
+        let (group, nccl, ranks) =
+            (self.ddp.group().clone(), self.ddp.nccl().cloned(), self.ddp.world_size());
+        self.moved(group, nccl, ranks)
     }
 
     /// Makes the [`ddp`](Self::ddp) change its group through `handle`, a [`GroupHandle`](phalanx::GroupHandle), so that
@@ -130,14 +132,19 @@ impl<T> TrainState<T> {
     /// As [`Ddp::new`].
     pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
         let ranks = self.ddp.world_size();
-        self.moved(handle.into(), ranks)
+        self.moved(handle.into(), None, ranks)
     }
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
-    fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+    fn moved(
+        mut self,
+        handle: JoinGroup,
+        nccl: Option<phalanx_nccl::Communicator>,
+        ranks: WorldSize,
+    ) -> Result<Self> {
         self.ddp.check_nothing_held()?;
         let (hook, is_absent) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_absent());
-        self.ddp = self.ddp.again(handle, &self.options)?;
+        self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         if is_absent {
@@ -155,7 +162,19 @@ impl<T> TrainState<T> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();
         shared.rebind(group.clone())?;
-        self.moved(shared, ranks)
+        self.moved(shared, None, ranks)
+    }
+
+    /// As [`with_group`](Self::with_group), for variables on a CUDA device, whose gradients NCCL averages, as
+    /// [`Ddp::with_nccl`] says.
+    ///
+    /// # Errors
+    /// As [`Ddp::with_nccl`].
+    pub fn with_nccl(self, group: &DeviceGroup) -> Result<Self> {
+        let shared = self.ddp.group().clone();
+        let ranks = self.ddp.world_size();
+        shared.rebind(group.host().clone())?;
+        self.moved(shared, Some(group.device().clone()), ranks)
     }
 
     /// Lets `averager` average the model after each [step](Self::step) after which it is due. It is saved and loaded with the rest.
@@ -410,6 +429,8 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
             })?;
         }
         self.optimizer.save(writer, "optimizer")?;
+        // What was read is computed: no call of NCCL's that it comes from fails later.
+        self.ddp.check_settled()?;
         if let Some(averager) = &self.averager {
             writer.value("averager", &averager.steps())?;
         }

@@ -27,6 +27,7 @@ impl Ddp {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut Optimizer) -> Result<T>,
     ) -> Result<T> {
+        self.check_on_host("join")?;
         let group = self.group.clone();
         let joined = group.join(options, || body(self, optimizer))?;
         if joined.uneven {
@@ -43,11 +44,12 @@ impl Ddp {
     /// Changes to `group`, on all of whose ranks the variables are equal already; it checks that they are the same.
     /// What belonged to the previous group, such as a communication hook, is removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
+        self.check_on_host("an elastic job")?;
         self.unhook();
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
         // Made again: parameters may have been frozen since.
-        (self.inventory, self.sink) = prepare(&self.variables, &self.group, options)?;
+        (self.inventory, self.sink) = prepare(&self.variables, &self.group, None, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
         self.accumulated = Accumulated::default();
         // Those that are there belong to a step that was not finished.
@@ -65,6 +67,7 @@ impl Ddp {
     /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
     /// it off.
     pub(crate) fn backward_replayable(&mut self, loss: &Tensor) -> Result<()> {
+        self.check_on_host("an elastic job")?;
         if let Some(sink) = &self.sink {
             if self.group.running().is_some() {
                 return Err(Error::invalid_argument(
@@ -118,10 +121,20 @@ impl Ddp {
         &self.group
     }
 
-    /// The same variables in another group, from rank 0.
-    pub(crate) fn again(mut self, group: phalanx::join::JoinGroup, options: &DdpOptions) -> Result<Self> {
+    /// The same variables in another group, from rank 0, with gradients that `nccl` averages, if it is there.
+    pub(crate) fn again(
+        mut self,
+        group: phalanx::join::JoinGroup,
+        nccl: Option<phalanx_nccl::Communicator>,
+        options: &DdpOptions,
+    ) -> Result<Self> {
         self.unhook();
-        Self::of(self.variables.clone(), group, options)
+        Self::of(self.variables.clone(), group, nccl, options)
+    }
+
+    /// What averages its gradients, if its group does not.
+    pub(crate) fn nccl(&self) -> Option<&phalanx_nccl::Communicator> {
+        self.nccl.as_ref()
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use phalanx::launch::{Event, Outcome, Stream};
+use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::reducer::ReducerOptions;
 use phalanx::{Error, ProcessGroup, Rank, Result};
-use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
+use phalanx_tch::{DdpOptions, Optimizer, Rule};
 use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
@@ -16,20 +16,45 @@ const STEPS: usize = 12;
 const BATCH: usize = 4;
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("two_and_three_processes_train_as_one", || check("plain", &[2, 3])),
-    ("accumulated_batches_train_as_large_ones", || check("no_sync", &[2, 3])),
-    ("parameters_that_some_ranks_do_not_use_train_as_in_one_process", || check("unused", &[2, 3])),
-    ("a_static_graph_with_unused_parameters_trains_as_in_one_process", || check("static", &[2, 3])),
+    ("two_and_three_processes_train_as_one", || check("plain", &[2, 3], HOST)),
+    ("accumulated_batches_train_as_large_ones", || check("no_sync", &[2, 3], HOST)),
+    ("parameters_that_some_ranks_do_not_use_train_as_in_one_process", || check("unused", &[2, 3], HOST)),
+    ("a_static_graph_with_unused_parameters_trains_as_in_one_process", || check("static", &[2, 3], HOST)),
     ("averages_that_are_accumulated_with_unused_parameters_are_those_of_one_process", || {
-        check("accumulated unused", &[2, 3]);
-        check("accumulated static", &[2, 3]);
+        check("accumulated unused", &[2, 3], HOST);
+        check("accumulated static", &[2, 3], HOST);
     }),
-    ("a_parameter_that_a_synchronised_pass_does_not_use_is_still_averaged", || check("held", &[2])),
-    ("an_unused_parameter_is_named_on_every_rank", unused_is_named),
-    ("a_static_graph_that_changes_is_refused", changed_graph_is_refused),
-    ("a_dead_peer_is_named", dead_peer_is_named),
-    ("a_second_backward_pass_is_not_waited_for", refused_backward_is_not_waited_for),
+    ("a_parameter_that_a_synchronised_pass_does_not_use_is_still_averaged", || check("held", &[2], HOST)),
+    ("an_unused_parameter_is_named_on_every_rank", || unused_is_named(HOST)),
+    ("a_static_graph_that_changes_is_refused", || changed_graph_is_refused(HOST)),
+    ("a_dead_peer_is_named", || dead_peer_is_named(HOST)),
+    ("a_second_backward_pass_is_not_waited_for", || refused_backward_is_not_waited_for(HOST)),
 ];
+
+/// The same, with gradients that NCCL averages where they lie.
+pub const OVER_NCCL: &[(&str, fn())] = &[
+    ("over_nccl_two_and_three_processes_train_as_one", || check("plain", &[2, 3], NCCL)),
+    ("over_nccl_accumulated_batches_train_as_large_ones", || check("no_sync", &[2, 3], NCCL)),
+    ("over_nccl_parameters_that_some_ranks_do_not_use_train_as_in_one_process", || {
+        check("unused", &[2, 3], NCCL);
+        check("static", &[2, 3], NCCL);
+    }),
+    ("over_nccl_averages_that_are_accumulated_with_unused_parameters_are_those_of_one_process", || {
+        check("accumulated unused", &[2, 3], NCCL);
+        check("accumulated static", &[2, 3], NCCL);
+    }),
+    ("over_nccl_a_parameter_that_a_synchronised_pass_does_not_use_is_still_averaged", || {
+        check("held", &[2], NCCL);
+    }),
+    ("over_nccl_an_unused_parameter_is_named_on_every_rank", || unused_is_named(NCCL)),
+    ("over_nccl_a_static_graph_that_changes_is_refused", || changed_graph_is_refused(NCCL)),
+    ("over_nccl_a_dead_peer_is_named", || dead_peer_is_named(NCCL)),
+    ("over_nccl_a_second_backward_pass_is_not_waited_for", || refused_backward_is_not_waited_for(NCCL)),
+];
+
+/// The variable that has NCCL average gradients, and what it is set to.
+const NCCL: &[(&str, &str)] = &[(crate::nccl::NCCL, "1")];
+const HOST: &[(&str, &str)] = &[];
 
 /// One of its experts answers; the last layer is never asked.
 struct Experts {
@@ -127,7 +152,7 @@ fn reference(case: &str, ranks: usize, start: &Path) -> Vec<Vec<f32>> {
     floats(&model.store)
 }
 
-fn check(case: &str, worlds: &[u32]) {
+fn check(case: &str, worlds: &[u32], variables: &[(&str, &str)]) {
     tch::set_num_threads(1);
     for &ranks in worlds {
         let folder = tempfile::tempdir().unwrap();
@@ -137,7 +162,7 @@ fn check(case: &str, worlds: &[u32]) {
         let expected = reference(case, ranks as usize, &start);
         assert!(distance(&expected, &floats(&fresh.store)) > 0.01, "the reference has not moved");
         let mut stderr = String::new();
-        let job = crate::job(&format!("equivalence {case}"), ranks, folder.path());
+        let job = job(case, ranks, folder.path(), variables);
         let report = crate::run(&job, |event| note(event, &mut stderr));
         assert!(matches!(report.outcome, Outcome::Succeeded), "{case}, {ranks} ranks: {stderr}");
         let of = |rank: u32| {
@@ -151,6 +176,11 @@ fn check(case: &str, worlds: &[u32]) {
         let apart = distance(&of(0), &expected);
         assert!(apart < 1e-5, "{case}: {ranks} ranks are {apart:e} away");
     }
+}
+
+fn job(case: &str, ranks: u32, folder: &Path, variables: &[(&str, &str)]) -> Job {
+    let job = crate::job(&format!("equivalence {case}"), ranks, folder);
+    variables.iter().fold(job, |job, (name, value)| job.variable(name, value))
 }
 
 pub fn note(event: &Event<'_>, stderr: &mut String) {
@@ -172,7 +202,7 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
         // Only rank 0 has the model that counts.
         model.store.load(folder.join("start.safetensors")).unwrap();
     }
-    let mut ddp = Ddp::with_options(&model.store, &group, options(case))?;
+    let mut ddp = crate::nccl::ddp(&model.store, &group, options(case))?;
     let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
     for step in 0..STEPS {
         optimizer.zero_grad()?;
@@ -204,7 +234,7 @@ fn fail(case: &str, group: &ProcessGroup) -> Result<()> {
     let (rank, ranks) = (group.rank(), group.world_size().count());
     let last = rank.index() + 1 == ranks;
     let model = Experts::new(2);
-    let mut ddp = Ddp::with_options(&model.store, group, options(case))?;
+    let mut ddp = crate::nccl::ddp(&model.store, group, options(case))?;
     for step in 0..4 {
         let is_other = last && step == 2;
         if is_other && case == "dead" {
@@ -217,38 +247,38 @@ fn fail(case: &str, group: &ProcessGroup) -> Result<()> {
             ddp.backward(&loss)?;
         }
     }
+    // Calls of NCCL's that nobody has waited for may fail until here.
+    ddp.replicas_identical()?;
     Err(Error::aborted("it went well"))
 }
 
 /// What the ranks say in the end.
-fn failure(case: &str, ranks: u32) -> (Outcome, String) {
+fn failure(case: &str, ranks: u32, variables: &[(&str, &str)]) -> (Outcome, String) {
     let folder = tempfile::tempdir().unwrap();
     let mut stderr = String::new();
-    let report = crate::run(&crate::job(&format!("equivalence {case}"), ranks, folder.path()), |event| {
-        note(event, &mut stderr);
-    });
+    let report = crate::run(&job(case, ranks, folder.path(), variables), |event| note(event, &mut stderr));
     assert!(!stderr.contains("it went well"), "{stderr}");
     (report.outcome, stderr)
 }
 
-fn unused_is_named() {
-    let (_, text) = failure("named", 3);
+fn unused_is_named(variables: &[(&str, &str)]) {
+    let (_, text) = failure("named", 3, variables);
     assert_each_says(3, &text, &["rank 2", "`expert1.weight`", "find_unused_parameters"]);
 }
 
-fn changed_graph_is_refused() {
-    let (_, text) = failure("changed", 2);
+fn changed_graph_is_refused(variables: &[(&str, &str)]) {
+    let (_, text) = failure("changed", 2, variables);
     assert_each_says(2, &text, &["rank 1", "`expert1.weight`"]);
 }
 
-fn dead_peer_is_named() {
-    let (outcome, text) = failure("dead", 3);
+fn dead_peer_is_named(variables: &[(&str, &str)]) {
+    let (outcome, text) = failure("dead", 3, variables);
     assert!(matches!(&outcome, Outcome::Failed(failure) if failure.rank == Rank::new(2)), "{outcome:?}");
     assert_each_says(2, &text, &["rank 2"]);
 }
 
-fn refused_backward_is_not_waited_for() {
-    let (_, text) = failure("twice", 2);
+fn refused_backward_is_not_waited_for(variables: &[(&str, &str)]) {
+    let (_, text) = failure("twice", 2, variables);
     assert_each_says(2, &text, &["a second time"]);
 }
 

@@ -6,6 +6,7 @@ mod common;
 mod device;
 mod elastic;
 mod equivalence;
+mod nccl;
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -22,10 +23,12 @@ const FOLDER: &str = "PHALANX_TEST_FOLDER";
 
 fn main() {
     if let Ok(role) = std::env::var(ROLE) {
+        nccl::prepare();
         tch::set_num_threads(1);
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
         let outcome = match role.split_once(' ') {
             Some(("equivalence", case)) => equivalence::play(case, &folder),
+            Some(("nccl", case)) => nccl::play(case),
             Some(("elastic", case)) => elastic::play(case, &folder),
             None if role == "device" => device::play(&folder),
             _ => panic!("no role {role}"),
@@ -45,9 +48,11 @@ fn main() {
             Ok(())
         })
     };
-    let on_devices = device::ON_DEVICES.iter().map(|test| {
+    let on_devices = device::ON_DEVICES.iter().map(|test| ("device", test));
+    let on_devices = on_devices.chain(equivalence::OVER_NCCL.iter().map(|test| ("equivalence", test)));
+    let on_devices = on_devices.chain(nccl::TESTS.iter().map(|test| ("nccl", test))).map(|test| {
         let needs = common::device() == tch::Device::Cpu;
-        trial(("device", test)).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
+        trial(test).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
     });
     let trials = tests.map(trial).chain(on_devices);
     // One after the other: each starts several processes.

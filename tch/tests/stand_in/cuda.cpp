@@ -6,18 +6,17 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <thread>
-#include <unordered_map>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -52,14 +51,119 @@ DeviceIndex devices() {
     return count;
 }
 
+// The stand-in for libcuda (crates/phalanx-nccl/tests/stand_in), whose streams are threads that do one job after the other.
+extern "C" {
+typedef struct context *CUcontext;
+typedef struct stream *CUstream;
+typedef struct event *CUevent;
+int cuInit(unsigned flags);
+int cuDevicePrimaryCtxRetain(CUcontext *context, int device);
+int cuCtxPushCurrent_v2(CUcontext context);
+int cuCtxPopCurrent_v2(CUcontext *context);
+int cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority);
+int cuLaunchHostFunc(CUstream stream, void (*run)(void *), void *data);
+int cuEventCreate(CUevent *event, unsigned flags);
+int cuEventDestroy_v2(CUevent event);
+int cuEventRecord(CUevent event, CUstream stream);
+int cuEventQuery(CUevent event);
+int cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags);
+int standin_await(CUstream stream);
+void standin_foreign(void *(*elements)(const void *pointer, size_t bytes, int device));
+}
+
+void check(int code) { TORCH_CHECK(code == 0, "CUDA error: ", code, " of the stand-in"); }
+
+// A device is this thread's current one for libcuda, until this is gone.
+class Bound {
+public:
+    explicit Bound(DeviceIndex device) {
+        static const std::vector<CUcontext> contexts = [] {
+            check(cuInit(0));
+            std::vector<CUcontext> contexts(devices());
+            for (DeviceIndex index = 0; index < devices(); ++index) check(cuDevicePrimaryCtxRetain(&contexts[index], index));
+            return contexts;
+        }();
+        check(cuCtxPushCurrent_v2(contexts.at(device)));
+    }
+    ~Bound() {
+        CUcontext popped;
+        cuCtxPopCurrent_v2(&popped);
+    }
+    Bound(const Bound &) = delete;
+    Bound &operator=(const Bound &) = delete;
+};
+
+thread_local DeviceIndex current = 0;
+thread_local StreamId streams[most_devices] = {};
+
+// A device's streams, by libtorch's numbers. 0 is the default stream, which libcuda calls NULL.
+class Streams {
+public:
+    StreamId make(DeviceIndex device) {
+        const Bound bound(device);
+        CUstream made;
+        check(cuStreamCreateWithPriority(&made, 1, 0));
+        std::lock_guard<std::mutex> lock(mutex);
+        all[device].push_back(made);
+        return static_cast<StreamId>(all[device].size());
+    }
+    CUstream native(DeviceIndex device, StreamId id) {
+        std::lock_guard<std::mutex> lock(mutex);
+        return id == 0 ? nullptr : all[device].at(static_cast<size_t>(id - 1));
+    }
+    StreamId count(DeviceIndex device) {
+        std::lock_guard<std::mutex> lock(mutex);
+        return static_cast<StreamId>(all[device].size());
+    }
+
+private:
+    std::mutex mutex;
+    std::vector<CUstream> all[most_devices];
+};
+
+Streams &all_streams() {
+    static Streams &streams = *new Streams;
+    return streams;
+}
+
+// Queues `job` on a stream, where it begins late: who does not wait for it, or for an event behind it, sees what was there before.
+void queue(DeviceIndex device, StreamId id, std::chrono::microseconds delay, std::function<void()> job) {
+    struct Late {
+        std::chrono::microseconds delay;
+        std::function<void()> job;
+    };
+    const auto run = [](void *data) {
+        const std::unique_ptr<Late> late(static_cast<Late *>(data));
+        std::this_thread::sleep_for(late->delay);
+        late->job();
+    };
+    const Bound bound(device);
+    check(cuLaunchHostFunc(all_streams().native(device, id), run, new Late{delay, std::move(job)}));
+}
+
+constexpr std::chrono::microseconds late(100);
+// Of a copy that its caller does not wait for.
+constexpr std::chrono::milliseconds later(20);
+
+void await(DeviceIndex device, StreamId id) {
+    const Bound bound(device);
+    check(standin_await(all_streams().native(device, id)));
+}
+
+// Waits for what this thread's current stream of a device has to do.
+void settle(DeviceIndex device) { await(device, streams[device]); }
+
 // The memory of all devices: addresses that a program may not touch, as those of a real device, and as many bytes beside them, where the
-// elements are. It begins with NaNs, and so it does when it is used again.
+// elements are. It begins with NaNs. When it is freed, it is used again in the order of the stream on which it was taken, as by libtorch's caching
+// allocator, and has NaNs from there on.
 class Memory {
 public:
-    void *allocate(size_t bytes) {
+    Memory() { standin_foreign(&Memory::find); }
+
+    void *allocate(size_t bytes, DeviceIndex device, StreamId stream) {
         const size_t size = (bytes + 511) / 512 * 512;
         std::lock_guard<std::mutex> lock(mutex);
-        auto &same = unused[size];
+        auto &same = unused[{size, device, stream}];
         char *place = addresses + used;
         if (!same.empty()) {
             place = same.back();
@@ -67,25 +171,36 @@ public:
         } else {
             TORCH_CHECK(size <= whole - used, "CUDA out of memory: the stand-in has ", whole, " B");
             used += size;
+            std::memset(elements(place), 0xff, size);
         }
-        sizes[place] = size;
-        std::memset(elements(place), 0xff, size);
+        blocks[place] = {size, device, stream};
         return place;
     }
 
     void release(void *place) {
+        Block block;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            const auto found = blocks.find(static_cast<char *>(place));
+            if (found == blocks.end()) std::abort(); // Freed twice, or never allocated.
+            block = found->second;
+            blocks.erase(found);
+        }
+        const auto [size, device, stream] = block;
+        queue(device, stream, std::chrono::microseconds(0), [this, place, size = size] { std::memset(elements(place), 0xff, size); });
         std::lock_guard<std::mutex> lock(mutex);
-        const auto found = sizes.find(static_cast<char *>(place));
-        if (found == sizes.end()) std::abort(); // Freed twice, or never allocated.
-        std::memset(elements(place), 0xff, found->second);
-        unused[found->second].push_back(found->first);
-        sizes.erase(found);
+        unused[block].push_back(static_cast<char *>(place));
     }
 
     // Where the bytes of an address are.
     char *elements(const void *address) const { return bytes + (static_cast<const char *>(address) - addresses); }
 
 private:
+    using Block = std::tuple<size_t, DeviceIndex, StreamId>;
+
+    // For the other stand-ins: where these bytes of a device are.
+    static void *find(const void *address, size_t size, int device);
+
     static char *reserve(int access) {
         void *place = mmap(nullptr, whole, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (place == MAP_FAILED) throw std::bad_alloc();
@@ -94,8 +209,8 @@ private:
 
     static constexpr size_t whole = size_t{1} << 34;
     std::mutex mutex;
-    std::map<size_t, std::vector<char *>> unused;
-    std::unordered_map<char *, size_t> sizes;
+    std::map<Block, std::vector<char *>> unused;
+    std::map<char *, Block> blocks;
     size_t used = 0;
     char *const addresses = reserve(PROT_NONE);
     char *const bytes = reserve(PROT_READ | PROT_WRITE);
@@ -107,47 +222,16 @@ Memory &memory() {
     return memory;
 }
 
-// Copies between a device and this machine that their caller does not wait for. They are made late, in their order.
-class Pending {
-public:
-    void add(std::function<void()> copy) {
-        std::lock_guard<std::mutex> lock(mutex);
-        copies.push_back(std::move(copy));
-        if (copies.size() == 1) std::thread([this] { run(); }).detach();
-    }
-
-    // Waits for all of them. What comes later on a device does so.
-    void settle() {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [this] { return copies.empty(); });
-    }
-
-private:
-    void run() {
-        std::unique_lock<std::mutex> lock(mutex);
-        while (!copies.empty()) {
-            const auto copy = copies.front();
-            lock.unlock();
-            std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            copy();
-            lock.lock();
-            copies.pop_front();
-        }
-        changed.notify_all();
-    }
-
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<std::function<void()>> copies;
-};
-
-Pending &pending() {
-    static Pending &pending = *new Pending;
-    return pending;
+void *Memory::find(const void *address, size_t size, int device) {
+    auto &memory = ::memory();
+    std::lock_guard<std::mutex> lock(memory.mutex);
+    auto after = memory.blocks.upper_bound(const_cast<char *>(static_cast<const char *>(address)));
+    if (after == memory.blocks.begin()) return nullptr;
+    const auto &[place, block] = *--after;
+    const auto offset = static_cast<size_t>(static_cast<const char *>(address) - place);
+    const bool is_there = offset <= std::get<0>(block) && size <= std::get<0>(block) - offset && std::get<1>(block) == device;
+    return is_there ? memory.elements(address) : nullptr;
 }
-
-thread_local DeviceIndex current = 0;
-thread_local StreamId streams[most_devices] = {};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return c10::kCUDA; }
@@ -170,28 +254,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Stream getStream(Device device) const override { return stream(device, streams[index(device)]); }
     Stream getDefaultStream(Device device) const override { return stream(device, 0); }
     Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
-    Stream getNewStream(Device device, int) const override {
-        static std::atomic<StreamId> last{0};
-        return stream(device, ++last);
-    }
+    Stream getNewStream(Device device, int) const override { return stream(device, all_streams().make(index(device))); }
     Stream exchangeStream(Stream next) const override {
         const Stream before = getStream(next.device());
         streams[next.device_index()] = next.id();
         return before;
     }
     void *getStreamNativeHandle(const Stream stream) const override {
-        return reinterpret_cast<void *>(0x1000 + 0x100 * stream.device_index() + stream.id());
+        return all_streams().native(stream.device_index(), stream.id());
     }
-    bool queryStream(const Stream &) const override { return true; }
-    void synchronizeStream(const Stream &) const override { pending().settle(); }
-    void synchronizeDevice(const DeviceIndex) const override { pending().settle(); }
+    bool queryStream(const Stream &stream) const override {
+        synchronizeStream(stream);
+        return true;
+    }
+    void synchronizeStream(const Stream &stream) const override { await(stream.device_index(), stream.id()); }
+    void synchronizeDevice(const DeviceIndex device) const override {
+        for (StreamId id = 0; id <= all_streams().count(device); ++id) await(device, id);
+    }
 
-    // A kernel is done when the call that began it returns, and so nothing waits for another stream.
-    void record(void **event, const Stream &, const DeviceIndex, const c10::EventFlag) const override { *event = &streams; }
-    void block(void *, const Stream &) const override {}
-    bool queryEvent(void *) const override { return true; }
-    void synchronizeEvent(void *) const override { pending().settle(); }
-    void destroyEvent(void *, const DeviceIndex) const noexcept override {}
+    void record(void **event, const Stream &stream, const DeviceIndex, const c10::EventFlag) const override {
+        const Bound bound(stream.device_index());
+        auto *native = static_cast<CUevent>(*event);
+        if (!native) check(cuEventCreate(&native, 2));
+        *event = native;
+        check(cuEventRecord(native, all_streams().native(stream.device_index(), stream.id())));
+    }
+    void block(void *event, const Stream &stream) const override {
+        if (!event) return;
+        const Bound bound(stream.device_index());
+        check(cuStreamWaitEvent(all_streams().native(stream.device_index(), stream.id()), static_cast<CUevent>(event), 0));
+    }
+    bool queryEvent(void *event) const override {
+        const Bound bound(current);
+        return !event || cuEventQuery(static_cast<CUevent>(event)) == 0;
+    }
+    void synchronizeEvent(void *event) const override {
+        while (!queryEvent(event)) std::this_thread::sleep_for(late);
+    }
+    void destroyEvent(void *event, const DeviceIndex) const noexcept override {
+        if (event) cuEventDestroy_v2(static_cast<CUevent>(event));
+    }
     void recordDataPtrOnStream(const c10::DataPtr &, const Stream &) const override {}
 
 private:
@@ -204,11 +306,12 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 struct Allocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
-        void *place = bytes ? memory().allocate(bytes) : nullptr;
+        void *place = bytes ? memory().allocate(bytes, current, streams[current]) : nullptr;
         return {place, place, &release, Device(c10::kCUDA, current)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &release; }
     void copy_data(void *to, const void *from, size_t bytes) const override {
+        settle(current);
         std::memcpy(memory().elements(to), memory().elements(from), bytes);
     }
     static void release(void *place) {
@@ -236,7 +339,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     c10::Allocator *getCUDADeviceAllocator() const override { return &allocator; }
     Device getDeviceFromPtr(void *) const override { return Device(c10::kCUDA, current); }
     const at::Generator &getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
-    void deviceSynchronize(DeviceIndex) const override { pending().settle(); }
+    void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
 };
 // The macro names the class within this namespace.
 using at::CUDAHooksRegistry;
@@ -252,12 +355,18 @@ Tensor elements(const Tensor &tensor) {
 }
 
 void transfer(const Tensor &to, const Tensor &from, bool non_blocking) {
-    pending().settle();
-    if (non_blocking && to.is_cuda() != from.is_cuda()) {
-        pending().add([to, from] { elements(to).copy_(elements(from)); });
-    } else {
+    if (!to.is_cuda() && !non_blocking) {
+        settle(from.device().index());
         elements(to).copy_(elements(from));
+        return;
     }
+    const auto device = to.is_cuda() ? to.device().index() : from.device().index();
+    if (from.is_cuda() && from.device().index() != device) settle(from.device().index());
+    // Ordinary memory of this machine may be changed when the call returns. That of a device is used again in the order of its stream.
+    const Tensor source = from.is_cuda() || non_blocking ? elements(from) : from.clone();
+    const bool is_later = non_blocking && to.is_cuda() != from.is_cuda();
+    queue(device, streams[device], is_later ? std::chrono::microseconds(later) : late,
+          [to = elements(to), source] { to.copy_(source); });
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout>, std::optional<Device> device,
@@ -304,7 +413,7 @@ Tensor copy_from_and_resize(const Tensor &self, const Tensor &to) {
 }
 
 at::Scalar item(const Tensor &self) {
-    pending().settle();
+    settle(self.device().index());
     return elements(self).item();
 }
 
@@ -314,7 +423,7 @@ void record_stream(Tensor &, Stream) {}
 std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const std::optional<Tensor> &weight, const std::optional<Tensor> &bias,
                                               const std::optional<Tensor> &mean, const std::optional<Tensor> &variance, bool training,
                                               double momentum, double epsilon) {
-    pending().settle();
+    settle(input.device().index());
     const auto here = [](const std::optional<Tensor> &tensor) {
         return tensor && tensor->defined() ? std::optional<Tensor>(elements(*tensor)) : std::nullopt;
     };
@@ -326,7 +435,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const std::op
 
 // All other operations: on copies of their arguments, with the kernels of processors.
 void fall_back(const c10::OperatorHandle &operation, torch::jit::Stack *stack) {
-    pending().settle();
     at::native::cpu_fallback(operation, stack);
 }
 

@@ -16,10 +16,12 @@ impl Reducer {
     /// What needs the bytes is an error: [`ready`](Self::ready), [`gradient`](Self::gradient) and their relatives,
     /// [`shard`](Self::shard), [`keep_gradients`](Self::keep_gradients), [`regrouped`](Self::regrouped) and [`register_hook`](Self::register_hook).
     ///
+    /// With [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or [`static_graph`](ReducerOptions::static_graph) a bucket may have
+    /// gradients that did not come: `hook` averages zeros in their place. [`has_average`](Self::has_average) says which no rank had.
+    ///
     /// # Errors
-    /// As [`new`](Self::new), also if ranks differ in the [description](CommHook::describe) of `hook`; and with
-    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or [`static_graph`](ReducerOptions::static_graph), which write zeros
-    /// for gradients that do not come.
+    /// As [`new`](Self::new), also if ranks differ in the [description](CommHook::describe) of `hook`; and with these two options, if `hook`
+    /// does not [make zeros](CommHook::makes_zeros).
     pub fn elsewhere(
         group: Arc<dyn Communicator>,
         parameters: Vec<ParameterSpec>,
@@ -28,7 +30,7 @@ impl Reducer {
     ) -> Result<Self> {
         let reducer = Self::averaged_by(hook, true, group, parameters, options)?;
         // The ranks have compared their options: all get this error, or none.
-        if reducer.accepts_unused() {
+        if reducer.accepts_unused() && !reducer.hook.makes_zeros() {
             return Err(Error::invalid_argument(format!(
                 "find_unused_parameters or static_graph is set, and gradients are averaged where they lie, by {}: there is no memory in which a \
                  gradient that does not come could be zero",
@@ -50,6 +52,15 @@ impl Reducer {
             return Err(Error::invalid_argument(cause).with_remedy("call ready, with the gradient"));
         }
         self.accept(index, None, |_| Ok(()))
+    }
+
+    /// Whether any rank had a gradient for the parameter at `index`, from [`finish`](Self::finish) to the next [`start`](Self::start): if none
+    /// had, it has no average.
+    ///
+    /// # Errors
+    /// If there is no such parameter, or no average.
+    pub fn has_average(&self, index: usize) -> Result<bool> {
+        Ok(self.state.average(index)?.is_some())
     }
 
     /// An error of `call` if gradients lie [elsewhere](Self::elsewhere).

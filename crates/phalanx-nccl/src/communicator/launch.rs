@@ -42,11 +42,16 @@ impl Shared {
         let (world, device) = (self.group.world_size(), self.stream.device());
         calls.iter().try_for_each(|call| call.check(world, self.group.rank(), device.ordinal()))?;
         let (deadline, name) = (Deadline::after(timeout), call::name(calls));
-        if let [Call::Send { peer, .. } | Call::Recv { peer, .. }] = calls
-            && *peer == self.group.rank()
-        {
-            return Err(Error::invalid_argument(format!("{name}: that is this rank itself"))
-                .with_remedy("make both calls as one, with group_calls"));
+        let rank = self.group.rank();
+        let sends =
+            calls.iter().filter(|call| matches!(call, Call::Send { peer, .. } if *peer == rank)).count();
+        let recvs =
+            calls.iter().filter(|call| matches!(call, Call::Recv { peer, .. } if *peer == rank)).count();
+        if sends != recvs {
+            return Err(Error::invalid_argument(format!(
+                "{name}: it has {sends} sends to this rank itself, and {recvs} receives from it"
+            ))
+            .with_remedy("make both calls as one, with group_calls"));
         }
         self.make_room(&name, deadline)?;
         let Some(calling) = self.calling.try_lock_until(deadline.instant()) else {
@@ -69,10 +74,11 @@ impl Shared {
         self.add(flight.clone());
         // SAFETY: no other thread is in a call of NCCL, and the caller answers for the memory.
         let queued = unsafe { self.queue(calls, world.count()) }.and_then(|()| self.settle(deadline));
-        drop(calling);
+        // Before another thread queues its call, which this one's end is not to wait for.
         let queued = queued.and_then(|()| Ok(Event::at_end_of(&self.stream)?)).map(|end| {
             let _ = flight.end.set(end);
         });
+        drop(calling);
         let launched = queued.map_err(|refusal| {
             // What other ranks wait for will not come.
             let error = flight.says(self.unless_left(&flight, refusal));

@@ -138,7 +138,6 @@ impl Communicator {
     /// # Errors
     /// If the driver refuses, or a graph is captured from the stream.
     pub fn after(&self, stream: &Stream) -> Result<&Self> {
-        stream.check_not_captured()?;
         self.stream().wait_for(stream)?;
         Ok(self)
     }

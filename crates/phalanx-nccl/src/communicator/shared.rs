@@ -176,6 +176,13 @@ impl Shared {
         self.changed.notify_all();
     }
 
+    /// For the watchdog, after the abort: whether the device may still run kernels of calls. It asks the driver, which does not wait.
+    pub(super) fn may_run(&self) -> bool {
+        let flights: Vec<_> = self.state.lock().flights.iter().cloned().collect();
+        // A device that is broken runs nothing.
+        flights.iter().any(|flight| flight.end.get().is_some_and(|end| matches!(end.is_reached(), Ok(false))))
+    }
+
     /// The abort is over: no kernel uses memory any more.
     pub(super) fn aborted(&self) {
         let mut state = self.state.lock();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use phalanx::{Deadline, Error};
 
 use super::record;
-use super::shared::{SETTLE_TIMEOUT, Shared};
+use super::shared::{Handle, SETTLE_TIMEOUT, Shared};
 use crate::cuda::Pause;
 use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, SUCCESS};
 
@@ -97,6 +97,11 @@ fn stop(shared: &Shared) {
     drop(shared.calling.try_lock_for(SETTLE_TIMEOUT));
     // SAFETY: after the failure nobody uses it, but for a call that is stuck in it.
     if unsafe { stop_bound(&shared.nccl, shared.raw()) } {
+        // Where several ranks are threads of one process, NCCL returns before the kernels have ended, but to the last of them.
+        let mut pause = Pause::default();
+        while shared.may_run() {
+            pause.pause();
+        }
         shared.aborted();
     }
 }
@@ -132,8 +137,7 @@ fn end(shared: &Arc<Shared>) {
         }
     }
     if state == SUCCESS {
-        // SAFETY: it is finalized, and nobody uses it after this.
-        unsafe { (shared.nccl.ncclCommDestroy)(raw) };
+        destroy(shared);
     } else if let Some(cause) = shared.group.watched_failure() {
         shared.fail(cause);
         abort(shared);
@@ -167,6 +171,26 @@ fn finalize(shared: &Arc<Shared>, returned: &Arc<OnceLock<Code>>) -> std::io::Re
             let _ = returned.set(unsafe { (shared.nccl.ncclCommFinalize)(raw) });
         }
     })
+}
+
+/// `ncclCommDestroy`, which waits until NCCL's own thread has sent what the other ranks have not received yet, and has no limit: on a thread
+/// that keeps neither the communicator nor the group, for some seconds.
+fn destroy(shared: &Shared) {
+    struct Finalized(Nccl, crate::cuda::Device, Handle);
+    let finalized = Finalized(shared.nccl.clone(), shared.stream.device().clone(), Handle(shared.raw()));
+    let name = format!("phalanx-nccl-free-{}", shared.group.rank());
+    let thread = std::thread::Builder::new().name(name).spawn(move || {
+        let whole = finalized; // Not its parts, of which the pointer alone is not Send.
+        let Finalized(nccl, device, Handle(raw)) = whole;
+        if let Ok(_bound) = device.bind() {
+            // SAFETY: it is finalized, and nobody uses it after this.
+            unsafe { (nccl.ncclCommDestroy)(raw) };
+        }
+    });
+    let (deadline, mut pause) = (Deadline::after(END_TIMEOUT), Pause::default());
+    while thread.as_ref().is_ok_and(|thread| !thread.is_finished()) && !deadline.has_passed() {
+        pause.pause();
+    }
 }
 
 /// `ncclCommAbort`. Returns whether it was done.

@@ -12,9 +12,8 @@ use super::raw::OUT_OF_MEMORY;
 use super::stream::Stream;
 use crate::element::Element;
 
-/// Elements in the memory of a device, which are freed with this value; while calls of communicators are in flight on the device, when all is
-/// done that was queued before on any [`Stream`]. Other work with them, on a stream for which there is no [`Stream`], is done before
-/// they are dropped.
+/// Elements in the memory of a device, which are freed with this value, when all is done that was queued before on any [`Stream`]. Other
+/// work with them, on a stream for which there is no [`Stream`], is done before they are dropped.
 ///
 /// Copies are queued on a stream, and waited for. What other streams do with the buffer must be ordered before, by
 /// [`Stream::wait_for`] or [`Work::wait`](crate::Work::wait).
@@ -55,7 +54,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// Copies `elements` into the buffer.
     ///
     /// # Errors
-    /// If their number is another one, or the stream does not get to the copy. A drop of the buffer then waits for the stream.
+    /// If their number is another one, a graph is captured from the stream, or the stream does not get to the copy.
     pub fn write(&mut self, stream: &Stream, elements: &[T]) -> Result<()> {
         self.check(stream, elements.len())?;
         if elements.is_empty() {
@@ -121,7 +120,7 @@ impl<T: Element> DeviceBuffer<T> {
         }
         let _bound = stream.device().bind()?;
         let cuda = stream.device().cuda();
-        // SAFETY: both have as many bytes on this device. Neither is freed before the copy is done.
+        // SAFETY: both have as many bytes on this device. Neither is freed before what is queued on the stream is done.
         let code =
             unsafe { (cuda.cuMemcpyDtoDAsync_v2)(self.pointer, other.pointer, self.bytes(), stream.raw()) };
         cuda.check("cuMemcpyDtoDAsync", code)
@@ -139,6 +138,7 @@ impl<T: Element> DeviceBuffer<T> {
 
     /// For what is queued on `stream` from now on, and for all when that is waited for.
     fn unspecified(stream: &Stream, len: usize) -> Result<Self> {
+        stream.check_not_captured()?;
         let device = stream.device();
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::out_of_memory(format!("{len} elements")))?;
@@ -164,7 +164,7 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(Self { device: device.clone(), pointer, len, _elements: PhantomData })
     }
 
-    /// This buffer, if what fills it is done. If that is late, it may still come, and a free would wait for it: the memory then stays.
+    /// This buffer, if what fills it is done. If that is late, it may still come, and who frees memory would wait for it: the memory then stays.
     fn when(self, filled: Result<()>) -> Result<Self> {
         match filled {
             Ok(()) => Ok(self),
@@ -182,6 +182,7 @@ impl<T: Element> DeviceBuffer<T> {
     }
 
     fn check(&self, stream: &Stream, len: usize) -> Result<()> {
+        stream.check_not_captured()?;
         if stream.device() != &self.device {
             return Err(Error::invalid_argument(format!("{self:?} is not on the device of {stream:?}")));
         }

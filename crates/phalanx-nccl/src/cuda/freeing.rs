@@ -1,10 +1,12 @@
 //! When the memory of a device is freed.
 //!
-//! `cuMemFree` waits for all that is queued on the device. While calls of communicators are in flight it would wait for other ranks, and
-//! behind a collective that never ends it would hang. So while there are none, dropped memory is freed with it at once. Else
-//! it is kept until all that was queued on the device's streams before is done, which the poller of a communicator asks, and is
-//! then freed in the order of a stream of its own (`cuMemFreeAsync`), which waits for nothing. A program that always has a call in flight
-//! would otherwise never free anything. A device without memory pools frees only when no call is in flight.
+//! Memory of a pool (`cuMemAllocAsync`) is freed in the order of a stream of its own, which waits for the ends of all streams that this crate
+//! knows: `cuMemFree` would not wait for what is queued (the driver's documentation says so of memory of pools). While calls of communicators are
+//! in flight, that stream would wait for other ranks, and behind a collective that never ends everything freed later would
+//! wait, too. So meanwhile dropped memory is kept until all that was queued before is done, which the poller of a communicator asks. A program that
+//! always has a call in flight would otherwise never free anything.
+//!
+//! A device without memory pools frees with `cuMemFree`, which waits for all that is queued on the device, and only when no call is in flight.
 //!
 //! After a failure nothing is freed until the abort is over: kernels that it ends, and NCCL's threads, may touch memory until then.
 //!
@@ -52,7 +54,7 @@ struct Queued {
     /// The ends of streams that are no longer known.
     ends: Vec<Arc<Event>>,
     /// Whether a stream is no longer known that had no end that could be asked for: from then on memory is freed only when no call is in
-    /// flight.
+    /// flight, and after a wait for the whole device.
     is_unknown: bool,
     /// Memory, and the events after which nothing uses it; in the order in which it was dropped.
     batches: Vec<(Vec<Block>, Vec<Arc<Event>>)>,
@@ -104,15 +106,17 @@ impl Device {
         }
     }
 
-    /// Frees the memory at `pointer`, or, while calls are in flight, notes it for [`free_dropped`](Self::free_dropped).
+    /// Frees the memory at `pointer` when all is done that is queued now; while calls are in flight, or a graph is captured,
+    /// [`free_dropped`](Self::free_dropped) does so later.
     pub(super) fn free(&self, pointer: u64) {
-        let mut memory = self.memory().lock();
-        if memory.is_in_use() {
+        let is_in_use = {
+            let mut memory = self.memory().lock();
             memory.dropped.push((self.clone(), pointer));
             memory.all_dropped += 1;
-        } else {
-            drop(memory);
-            self.free_now(pointer);
+            memory.is_in_use()
+        };
+        if !is_in_use {
+            self.free_dropped();
         }
     }
 
@@ -126,29 +130,31 @@ impl Device {
             let dropped = if takes { std::mem::take(&mut memory.dropped) } else { Vec::new() };
             (dropped, memory.is_in_use(), memory.aborting > 0)
         };
-        let mut freed = Vec::new();
-        if !is_in_use {
-            freed = dropped;
-            freed.extend(std::mem::take(&mut queued.batches).into_iter().flat_map(|(blocks, _)| blocks));
-        } else if !is_aborting && self.has_pools() {
+        let mut count = 0;
+        if self.has_pools() {
             if !dropped.is_empty() {
                 match queued.all_ends() {
                     Some(ends) => queued.batches.push((dropped, ends)),
+                    None if queued.is_unknown && !is_in_use && self.await_all() => {
+                        queued.batches.push((dropped, Vec::new()));
+                    }
                     // The next look tries again.
                     None => self.memory().lock().dropped.extend(dropped),
                 }
             }
             let is_reached = |end: &Arc<Event>| end.is_reached().unwrap_or(false);
-            while queued.batches.first().is_some_and(|(_, ends)| ends.iter().all(is_reached)) {
-                freed.extend(queued.batches.remove(0).0);
+            let is_over = |ends: &[Arc<Event>]| !is_in_use || !is_aborting && ends.iter().all(is_reached);
+            while queued.batches.first().is_some_and(|(_, ends)| is_over(ends)) {
+                let (blocks, ends) = queued.batches.remove(0);
+                count += blocks.len() as u64;
+                blocks.into_iter().for_each(|(device, pointer)| device.free_behind(pointer, &ends));
             }
+        } else {
+            count += dropped.len() as u64;
+            dropped.into_iter().for_each(|(device, pointer)| device.free_now(pointer));
         }
         queued.prune();
         drop(queued);
-        let count = freed.len() as u64;
-        for (device, pointer) in freed {
-            if is_in_use { device.free_in_order(pointer) } else { device.free_now(pointer) }
-        }
         self.memory().lock().all_freed += count;
     }
 
@@ -166,6 +172,7 @@ impl Device {
         freed < until
     }
 
+    /// Frees memory that is of no pool.
     fn free_now(&self, pointer: u64) {
         if let Ok(_bound) = self.bind() {
             // SAFETY: whoever has dropped it was its only owner. The driver waits for all that is queued on the device.
@@ -173,15 +180,26 @@ impl Device {
         }
     }
 
-    /// Frees memory that nothing uses any more, without waiting for what is queued on the device.
-    fn free_in_order(&self, pointer: u64) {
-        if let Ok(_bound) = self.bind()
-            && let Ok(stream) = self.freeing_stream()
-        {
-            // SAFETY: whoever has dropped it was its only owner, and all that was queued before is done. It is of a pool, as all
-            // memory of a device that has pools.
+    /// Frees memory of a pool when the events are reached, after which nothing uses it. No thread waits. If the driver refuses to wait for
+    /// them, the memory stays.
+    fn free_behind(&self, pointer: u64, ends: &[Arc<Event>]) {
+        let Ok(_bound) = self.bind() else { return };
+        let Ok(stream) = self.freeing_stream() else { return };
+        let waits = |end: &Arc<Event>| {
+            // SAFETY: both are alive. The driver keeps what it needs of the event.
+            unsafe { (self.cuda().cuStreamWaitEvent)(stream, end.raw(), 0) == raw::SUCCESS }
+        };
+        if ends.iter().all(waits) {
+            // SAFETY: whoever has dropped it was its only owner, and the stream waits for all that was queued before. It is of a pool, as
+            // all memory of a device that has pools.
             unsafe { (self.cuda().cuMemFreeAsync)(pointer, stream) };
         }
+    }
+
+    /// Waits for all that is queued on the device. False if the driver refuses, as while a graph is captured.
+    fn await_all(&self) -> bool {
+        // SAFETY: it has no conditions.
+        self.bind().is_ok_and(|_bound| unsafe { (self.cuda().cuCtxSynchronize)() == raw::SUCCESS })
     }
 
     fn memory(&self) -> &'static Mutex<Memory> {

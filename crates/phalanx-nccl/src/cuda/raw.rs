@@ -57,6 +57,7 @@ functions! {
         fn cuThreadExchangeStreamCaptureMode(*mut c_int) -> Code;
         fn cuStreamDestroy_v2(Stream) -> Code;
         fn cuStreamIsCapturing(Stream, *mut c_int) -> Code;
+        fn cuCtxSynchronize() -> Code;
         fn cuStreamWaitEvent(Stream, Event, c_uint) -> Code;
         fn cuEventCreate(*mut Event, c_uint) -> Code;
         fn cuEventDestroy_v2(Event) -> Code;

@@ -77,18 +77,21 @@ impl Stream {
     /// What is queued on this stream from now on waits for what has been queued on `other` so far. No thread waits.
     ///
     /// # Errors
-    /// If the driver refuses.
+    /// If the driver refuses, or a graph is captured from one of them.
     #[doc(alias("wait_stream", "cudaStreamWaitEvent"))]
     pub fn wait_for(&self, other: &Self) -> Result<()> {
+        self.check_not_captured()?;
+        other.check_not_captured()?;
         self.wait_for_event(&Event::at_end_of(other)?)
     }
 
-    /// An error if a graph is captured from it: a collective that waits for it, or for which it waits, would become a part of the graph.
+    /// An error if a graph is captured from it: what is queued on it, or waits for it, would become a part of the graph.
     pub(crate) fn check_not_captured(&self) -> Result<()> {
         if event::is_capturing(&self.device, self.raw)? {
-            let cause = format!("a graph is captured from {self:?}, and collectives cannot be captured");
+            let cause =
+                format!("a graph is captured from {self:?}, and what this crate queues cannot be captured");
             return Err(
-                Error::invalid_argument(cause).with_remedy("call them before the capture, or after it")
+                Error::invalid_argument(cause).with_remedy("make this call before the capture, or after it")
             );
         }
         Ok(())
@@ -104,8 +107,9 @@ impl Stream {
     /// Waits until all that has been queued so far is done.
     ///
     /// # Errors
-    /// If `deadline` passes first, or a kernel has failed.
+    /// If `deadline` passes first, a kernel has failed, or a graph is captured from the stream.
     pub fn synchronize(&self, deadline: Deadline) -> Result<()> {
+        self.check_not_captured()?;
         let event = Event::at_end_of(self)?;
         let mut pause = Pause::default();
         while !event.is_reached()? {

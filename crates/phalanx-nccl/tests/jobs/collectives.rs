@@ -177,10 +177,10 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
         let is_root = nccl.rank() == last;
         expect(&data, "reduce", &|index| if is_root { combined(index) } else { number(me, index) })?;
     }
-    // The average of numbers that all ranks have is that number, for integers too.
-    let mut data = DeviceBuffer::from_slice(stream, &vec![T::small(6); len])?;
+    // Twice the ranks' numbers have an average that is whole, for integers too.
+    let mut data = DeviceBuffer::from_slice(stream, &vec![T::small(2 * me); len])?;
     nccl.all_reduce(&mut data, ReduceOp::Avg)?;
-    expect(&data, "average", &|_| 6)?;
+    expect(&data, "average", &|_| world.get() - 1)?;
 
     for root in world.ranks() {
         let mut data = buffer(len)?;

@@ -28,6 +28,9 @@ pub const TESTS: &[Test] = &[
     ("a_call_behind_other_work_of_the_device_ends_with_its_time_out", 1, Needs::StandIn, behind),
     ("a_blocking_communicator_fails_as_another_does", 3, Needs::StandIn, blocking),
     ("the_end_of_a_communicator_waits_for_no_other_rank", 2, Needs::Nothing, ends_alone),
+    ("a_communicator_that_is_not_destroyed_holds_up_no_rank", 2, Needs::StandIn, || {
+        ends_alone_with(&[("STANDIN_NCCL_DESTROY_HANG", "600000")]);
+    }),
     ("a_call_that_ends_after_its_time_out_succeeds_or_fails_and_not_both", 1, Needs::StandIn, tardy),
     ("the_program_ends_it_alone", 1, Needs::Nothing, aborts_alone),
     ("the_program_ends_it_on_every_rank", 3, Needs::Nothing, aborts),
@@ -299,7 +302,7 @@ fn ends_alone() {
 
 fn ends_alone_with(variables: &[(&str, &str)]) {
     let outputs = World::start("faults::ends_alone", 2, variables, &[]).outputs();
-    check(&outputs, &[0], &["done"]);
+    check(&outputs, &[0, 1], &["done"]);
 }
 
 fn tardy() {

@@ -29,8 +29,10 @@ struct stream {
     uint64_t queued, done;
     struct stream *next;
 };
-struct event { pthread_mutex_t lock; pthread_cond_t changed; uint64_t recorded, reached; int references; };
-struct block { char *start; size_t bytes; int device; struct block *next; };
+/* A place in a stream. An event is the last one at which it was recorded; who waits for an earlier one goes on waiting for that. */
+struct point { pthread_mutex_t lock; pthread_cond_t changed; int reached, references; };
+struct event { pthread_mutex_t lock; struct point *last; };
+struct block { char *start; size_t bytes; int device, pooled; struct block *next; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct context contexts[MOST_DEVICES];
@@ -96,9 +98,19 @@ static int host_is_device(void) {
     return text && strcmp(text, "0");
 }
 
+/* Memory that another stand-in has for devices: where these bytes of a device are, or NULL. */
+static void *(*foreign)(const void *pointer, size_t bytes, int device);
+void standin_foreign(void *(*elements)(const void *pointer, size_t bytes, int device)) { foreign = elements; }
+
+/* For the stand-in of NCCL: where the bytes are that the device has. */
+void *standin_elements(const void *pointer, size_t bytes, int device) {
+    void *found = foreign ? foreign(pointer, bytes, device) : NULL;
+    return found ? found : (void *)pointer;
+}
+
 /* For the stand-in of NCCL: does the device have these bytes? */
 int standin_has(const void *pointer, size_t bytes, int device) {
-    int found = bytes == 0 || (device == 0 && host_is_device());
+    int found = bytes == 0 || (device == 0 && host_is_device()) || (foreign && foreign(pointer, bytes, device));
     pthread_mutex_lock(&lock);
     for (struct block *b = blocks; b && !found; b = b->next)
         found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
@@ -109,6 +121,8 @@ int standin_has(const void *pointer, size_t bytes, int device) {
 /* The type of memory (2) and the number of its device (9). As the real one, it knows only memory of devices. */
 CUresult cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
     int device = host_is_device() ? 0 : -1;
+    for (int other = 0; foreign && other < devices(); other++)
+        if (foreign((void *)(uintptr_t)pointer, 1, other)) device = other;
     pthread_mutex_lock(&lock);
     for (struct block *b = blocks; b; b = b->next)
         if ((char *)(uintptr_t)pointer >= b->start && (char *)(uintptr_t)pointer < b->start + b->bytes) device = b->device;
@@ -274,6 +288,13 @@ static void await_idle(CUstream stream) {
     pthread_mutex_unlock(&stream->lock);
 }
 
+/* For other stand-ins: waits for what is queued on a stream of the current device. */
+CUresult standin_await(CUstream stream) {
+    if (!(stream = resolve(stream))) return INVALID_HANDLE;
+    await_idle(stream);
+    return SUCCESS;
+}
+
 /* As the real one, it ends when what is queued is done, and does not wait for that. */
 CUresult cuStreamDestroy_v2(CUstream stream) {
     if (!resolve(stream)) return INVALID_HANDLE;
@@ -303,41 +324,45 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
     atomic_fetch_add(&events, 1);
     *event = calloc(1, sizeof **event);
     pthread_mutex_init(&(*event)->lock, NULL);
-    pthread_cond_init(&(*event)->changed, NULL);
-    (*event)->references = 1;
     return SUCCESS;
 }
-static void release(CUevent event) {
-    pthread_mutex_lock(&event->lock);
-    int left = --event->references;
-    pthread_mutex_unlock(&event->lock);
-    if (!left) free(event);
+static void release(struct point *point) {
+    pthread_mutex_lock(&point->lock);
+    int left = --point->references;
+    pthread_mutex_unlock(&point->lock);
+    if (!left) free(point);
 }
-CUresult cuEventDestroy_v2(CUevent event) { release(event); return SUCCESS; }
-
-struct mark { CUevent event; uint64_t number; };
-static struct mark *mark(CUevent event, uint64_t number) {
-    struct mark *mark = malloc(sizeof *mark);
-    *mark = (struct mark){event, number};
-    event->references++;
-    return mark;
+/* The event's last point, which the caller releases; NULL if it was never recorded. */
+static struct point *last(CUevent event) {
+    pthread_mutex_lock(&event->lock);
+    struct point *point = event->last;
+    if (point) {
+        pthread_mutex_lock(&point->lock);
+        point->references++;
+        pthread_mutex_unlock(&point->lock);
+    }
+    pthread_mutex_unlock(&event->lock);
+    return point;
+}
+CUresult cuEventDestroy_v2(CUevent event) {
+    if (event->last) release(event->last);
+    free(event);
+    return SUCCESS;
 }
 static void reach(void *data) {
-    struct mark *mark = data;
-    pthread_mutex_lock(&mark->event->lock);
-    if (mark->event->reached < mark->number) mark->event->reached = mark->number;
-    pthread_cond_broadcast(&mark->event->changed);
-    pthread_mutex_unlock(&mark->event->lock);
-    release(mark->event);
-    free(mark);
+    struct point *point = data;
+    pthread_mutex_lock(&point->lock);
+    point->reached = 1;
+    pthread_cond_broadcast(&point->changed);
+    pthread_mutex_unlock(&point->lock);
+    release(point);
 }
 static void await(void *data) {
-    struct mark *mark = data;
-    pthread_mutex_lock(&mark->event->lock);
-    while (mark->event->reached < mark->number) pthread_cond_wait(&mark->event->changed, &mark->event->lock);
-    pthread_mutex_unlock(&mark->event->lock);
-    release(mark->event);
-    free(mark);
+    struct point *point = data;
+    pthread_mutex_lock(&point->lock);
+    while (!point->reached) pthread_cond_wait(&point->changed, &point->lock);
+    pthread_mutex_unlock(&point->lock);
+    release(point);
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     if (!resolve(stream)) return INVALID_HANDLE;
@@ -346,34 +371,41 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
         capture.invalidated = 1;
         return CAPTURE_UNSUPPORTED;
     }
+    struct point *point = calloc(1, sizeof *point);
+    pthread_mutex_init(&point->lock, NULL);
+    pthread_cond_init(&point->changed, NULL);
+    point->references = 2; /* The event's, and the stream's. */
     pthread_mutex_lock(&event->lock);
-    struct mark *end = mark(event, ++event->recorded);
+    struct point *before = event->last;
+    event->last = point;
     pthread_mutex_unlock(&event->lock);
-    return enqueue(stream, reach, end);
+    if (before) release(before);
+    return enqueue(stream, reach, point);
 }
 CUresult cuEventQuery(CUevent event) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
-    pthread_mutex_lock(&event->lock);
-    CUresult code = event->reached >= event->recorded ? SUCCESS : NOT_READY;
-    pthread_mutex_unlock(&event->lock);
+    struct point *point = last(event);
+    if (!point) return SUCCESS;
+    pthread_mutex_lock(&point->lock);
+    CUresult code = point->reached ? SUCCESS : NOT_READY;
+    pthread_mutex_unlock(&point->lock);
+    release(point);
     return code;
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     if (flags || !resolve(stream)) return INVALID_HANDLE;
-    pthread_mutex_lock(&event->lock);
-    struct mark *until = mark(event, event->recorded);
-    pthread_mutex_unlock(&event->lock);
-    return enqueue(stream, await, until);
+    struct point *point = last(event);
+    return point ? enqueue(stream, await, point) : SUCCESS;
 }
 
-static CUresult allocate(uint64_t *pointer, size_t bytes) {
+static CUresult allocate(uint64_t *pointer, size_t bytes, int pooled) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
     if (bytes > (size_t)1 << 30) return OUT_OF_MEMORY;
     struct block *block = malloc(sizeof *block);
-    *block = (struct block){malloc(bytes), bytes, standin_current_device(), NULL};
+    *block = (struct block){malloc(bytes), bytes, standin_current_device(), pooled, NULL};
     memset(block->start, 0xa5, bytes);
     pthread_mutex_lock(&lock);
     block->next = blocks;
@@ -382,7 +414,7 @@ static CUresult allocate(uint64_t *pointer, size_t bytes) {
     *pointer = (uintptr_t)block->start;
     return SUCCESS;
 }
-CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes); }
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes, 0); }
 static CUresult free_block(uintptr_t pointer) {
     pthread_mutex_lock(&lock);
     struct block **at = &blocks, *found = NULL;
@@ -395,8 +427,7 @@ static CUresult free_block(uintptr_t pointer) {
     free(found);
     return SUCCESS;
 }
-/* As the real one, it waits for all that is queued on the device. */
-CUresult cuMemFree_v2(uint64_t pointer) {
+CUresult cuCtxSynchronize(void) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&lock);
@@ -404,7 +435,18 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     pthread_mutex_unlock(&lock);
     for (; list; list = list->next)
         if (list->device == standin_current_device()) await_idle(list);
-    return free_block(pointer);
+    return SUCCESS;
+}
+/* As the real one, it waits for all that is queued on the device, but not if the memory is of a pool. */
+CUresult cuMemFree_v2(uint64_t pointer) {
+    if (!depth) return INVALID_CONTEXT;
+    if (disturbs()) return CAPTURE_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    int pooled = 0;
+    for (struct block *b = blocks; b; b = b->next) pooled |= (uintptr_t)b->start == pointer && b->pooled;
+    pthread_mutex_unlock(&lock);
+    CUresult code = pooled ? SUCCESS : cuCtxSynchronize();
+    return code ? code : free_block(pointer);
 }
 
 /* Pools: allocated at once, freed in the order of the stream. STANDIN_CUDA_POOLS=0: there are none. */
@@ -419,7 +461,7 @@ CUresult cuMemAllocAsync(uint64_t *pointer, size_t bytes, CUstream stream) {
     int pools;
     cuDeviceGetAttribute(&pools, 115, 0);
     if (!pools) return NOT_SUPPORTED;
-    return resolve(stream) ? allocate(pointer, bytes) : INVALID_HANDLE;
+    return resolve(stream) ? allocate(pointer, bytes, 1) : INVALID_HANDLE;
 }
 static void free_later(void *data) { free_block((uintptr_t)data); }
 CUresult cuMemFreeAsync(uint64_t pointer, CUstream stream) { return enqueue(stream, free_later, (void *)(uintptr_t)pointer); }

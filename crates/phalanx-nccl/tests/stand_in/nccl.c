@@ -28,6 +28,7 @@ enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALI
 int standin_current_device(void);
 int standin_first_device(void);
 int standin_has(const void *pointer, size_t bytes, int device);
+void *standin_elements(const void *pointer, size_t bytes, int device);
 int cuLaunchHostFunc(cudaStream_t stream, void (*run)(void *), void *data);
 int cuCtxPushCurrent_v2(void *context);
 int cuCtxPopCurrent_v2(void **context);
@@ -438,6 +439,8 @@ static ncclResult_t note(struct call call) {
     size_t from = call.kind == REDUCE_SCATTER ? bytes * comm->ranks : bytes, to = call.kind == ALL_GATHER ? bytes * comm->ranks : bytes;
     if ((call.from && !standin_has(call.from, from, comm->device)) || (call.to && !standin_has(call.to, to, comm->device)))
         return fail(INVALID_ARGUMENT, "an address that is not the device's");
+    if (call.from) call.from = standin_elements(call.from, from, comm->device);
+    if (call.to) call.to = standin_elements(call.to, to, comm->device);
     calls[call_count++] = call;
     return SUCCESS;
 }
@@ -483,6 +486,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
+    if (!comm->aborted) nap(1000L * number("STANDIN_NCCL_DESTROY_HANG", 0));
     while (atomic_load(&comm->pending)) nap(200);
     munmap(comm->shared, sizeof(struct shared));
     free(comm);

@@ -104,6 +104,12 @@ pub trait CommHook: Send {
     fn accepts_weights(&self) -> bool {
         false
     }
+
+    /// Whether it averages zeros for a parameter that has no gradient on this rank, where gradients lie
+    /// [elsewhere](super::Reducer::elsewhere). False by default.
+    fn makes_zeros(&self) -> bool {
+        false
+    }
 }
 
 /// A bucket with all its gradients.

@@ -12,23 +12,28 @@ use crate::reducer::hooks::{GradBucket, Pending};
 type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
 
 /// Averages on the shelf, and ends each bucket only when the reducer waits for it.
-struct OnShelf(Shelf, &'static str);
+struct OnShelf {
+    shelf: Shelf,
+    name: &'static str,
+    makes_zeros: bool,
+}
 
 impl CommHook for OnShelf {
     fn describe(&self) -> String {
-        self.1.to_owned()
+        self.name.to_owned()
     }
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         assert_eq!(bucket.buffer.len(), 0, "there is no memory in a bucket");
         let mut works = Vec::new();
         for place in &*bucket.gradients {
-            let gradient = self.0.lock().remove(&place.parameter).unwrap();
+            let gradient = self.shelf.lock().remove(&place.parameter);
+            let gradient = gradient.or_else(|| self.makes_zeros.then(|| vec![0.0; place.elements.len()])).unwrap();
             assert_eq!(gradient.len(), place.elements.len());
             let work = group.all_reduce_async(Buffer::from_slice(&gradient), ReduceOp::Avg)?;
             works.push((place.parameter, work));
         }
-        let (shelf, done) = (self.0.clone(), Arc::new(AtomicBool::new(false)));
+        let (shelf, done) = (self.shelf.clone(), Arc::new(AtomicBool::new(false)));
         let is_completed = done.clone();
         Ok(Pending::elsewhere(
             move || is_completed.load(Ordering::Relaxed),
@@ -53,12 +58,46 @@ impl CommHook for OnShelf {
     fn load(&mut self, state: HookState) -> Result<()> {
         state.nothing()
     }
+
+    fn makes_zeros(&self) -> bool {
+        self.makes_zeros
+    }
 }
 
 fn elsewhere(group: &Arc<FakeGroup>, sizes: &[usize], options: ReducerOptions) -> Result<(Reducer, Shelf)> {
     let shelf = Shelf::default();
-    let hook = Box::new(OnShelf(shelf.clone(), "on a shelf"));
+    let hook = Box::new(OnShelf { shelf: shelf.clone(), name: "on a shelf", makes_zeros: false });
     Reducer::elsewhere(group.clone(), parameters(sizes), options, hook).map(|reducer| (reducer, shelf))
+}
+
+#[test]
+fn a_hook_that_makes_zeros_averages_what_only_some_ranks_have() {
+    // Rank 0 uses the first parameter, rank 1 the second, both the third, and nobody the last.
+    let sizes = [2, 2, 2, 2];
+    for options in [buckets_of(4).find_unused_parameters(true), buckets_of(4).static_graph(true)] {
+        run(2, |group| {
+            let (rank, shelf) = (group.rank(), Shelf::default());
+            let hook = OnShelf { shelf: shelf.clone(), name: "on a shelf", makes_zeros: true };
+            let made = Reducer::elsewhere(group.clone(), parameters(&sizes), options.clone(), Box::new(hook));
+            let mut reducer = made.unwrap();
+            for step in 0..3 {
+                reducer.start().unwrap();
+                for index in [2, rank.index()] {
+                    shelf.lock().insert(index, gradient(rank, index, step, 2));
+                    reducer.ready_elsewhere(index).unwrap();
+                }
+                reducer.finish().unwrap();
+                let averages = std::mem::take(&mut *shelf.lock());
+                assert_eq!(averages[&2], expected(2, 2, step, 2), "step {step}");
+                for index in [0, 1] {
+                    let only = gradient(Rank::new(index as u32), index, step, 2);
+                    assert_eq!(averages[&index], [only[0] / 2.0, only[1] / 2.0], "step {step}");
+                }
+                let had = (0..4).map(|index| reducer.has_average(index).unwrap());
+                assert_eq!(had.collect::<Vec<_>>(), [true, true, true, false], "step {step}");
+            }
+        });
+    }
 }
 
 #[test]

@@ -1,0 +1,70 @@
+//! A [`Ddp`] whose gradients NCCL averages.
+
+use phalanx::join::JoinGroup;
+use phalanx::{Error, Result};
+use phalanx_nccl::DeviceGroup;
+use tch::nn::VarStore;
+
+use super::{Ddp, DdpOptions};
+use crate::tensors;
+
+impl Ddp {
+    /// Like [`with_options`](Self::with_options), for variables on a CUDA device, whose gradients NCCL averages in `.grad`, while backward goes
+    /// on: nothing of them is copied, and no thread waits for the device. All ranks call it together. Everything else, such as comparing the
+    /// models, parameters at the beginning, buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
+    /// [host](DeviceGroup::host).
+    ///
+    /// ```no_run
+    /// # fn main() -> phalanx::Result<()> {
+    /// use phalanx_nccl::DeviceGroup;
+    /// use phalanx_tch::{Ddp, DdpOptions};
+    /// use tch::nn::{self, VarStore};
+    ///
+    /// let group = phalanx::init()?;
+    /// let cuda = phalanx_nccl::Device::of_local_rank(&group)?;
+    /// let group = DeviceGroup::new(group, &cuda)?; // init_process_group("cpu:gloo,cuda:nccl")
+    /// let store = VarStore::new(tch::Device::Cuda(cuda.ordinal() as usize));
+    /// let model = nn::linear(store.root(), 8, 3, Default::default());
+    /// let mut ddp = Ddp::with_nccl(&store, &group, DdpOptions::default())?;
+    /// // forward, backward and step as on any other device
+    /// # drop((ddp, model));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// When [`backward`](Self::backward) returns, the averages are queued: what libtorch queues on the current stream from then on waits for
+    /// them. A call that fails after that is the error of the next [`backward`](Self::backward), collective or save of a state, and the steps
+    /// since are worth nothing, as with PyTorch.
+    ///
+    /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere.
+    /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
+    /// [`join`](Self::join) and elastic jobs. [`with_options`](Self::with_options) has them all, through the host's memory.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); if the variables are not on the communicator's device; on every rank also if some ranks average otherwise. In a
+    /// world of one nothing is averaged, and nothing is refused.
+    #[doc(alias("nccl", "init_process_group"))]
+    pub fn with_nccl(store: &VarStore, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
+        let nccl = Some(group.device().clone());
+        Self::of(tensors::shared(store), JoinGroup::from(group.host()), nccl, &options)
+    }
+
+    /// An error if `call` cannot be made because NCCL averages the gradients where they lie. It ends the group: the others may not make it.
+    pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
+        match &self.sink {
+            Some(sink) if self.nccl.is_some() => sink.call(|_| {
+                let cause = format!(
+                    "{call}: NCCL averages these gradients where they lie, in the memory of the device"
+                );
+                Err(Error::invalid_argument(cause)
+                    .with_remedy("do without it, or average in the host's memory, with Ddp::with_options"))
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The failure of a call of NCCL's that nobody has waited for: what has been computed since is worth nothing.
+    pub(crate) fn check_settled(&self) -> Result<()> {
+        self.nccl.as_ref().and_then(phalanx_nccl::Communicator::failure).map_or(Ok(()), Err)
+    }
+}

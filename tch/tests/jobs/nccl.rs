@@ -1,0 +1,258 @@
+//! Gradients that NCCL averages: on the stand-ins for libtorch's devices, libcuda and libnccl each rank has a device of its own; on a real GPU
+//! all are on the first one, which NCCL permits to ranks of different hosts.
+
+use phalanx::join::JoinOptions;
+use phalanx::launch::Outcome;
+use phalanx::reducer::ReducerOptions;
+use phalanx::reducer::hooks::AllReduce;
+use phalanx::{ProcessGroup, Result};
+use phalanx_nccl::DeviceGroup;
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
+use tch::nn::{Init, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::common::{device, elements};
+
+/// Those that need a CUDA device.
+pub const TESTS: &[(&str, fn())] = &[
+    ("gradients_are_those_of_one_process_whatever_memory_they_share", || job("shared", 2)),
+    ("averages_are_there_for_what_follows_without_a_wait", || job("at once", 2)),
+    ("types_of_16_bits_and_of_64_are_averaged", || job("kinds", 2)),
+    ("a_state_with_nccl_saves_and_loads", || job("state", 2)),
+    ("what_cannot_be_done_in_place_is_refused_by_name", || job("refused", 2)),
+    ("a_world_of_one_averages_nothing", || job("refused", 1)),
+];
+
+/// Set for ranks of other tests that are to average by NCCL.
+pub const NCCL: &str = "PHALANX_TEST_NCCL";
+
+fn job(case: &str, ranks: u32) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stderr = String::new();
+    let job = crate::job(&format!("nccl {case}"), ranks, folder.path()).variable(NCCL, "1");
+    let report = crate::run(&job, |event| crate::equivalence::note(event, &mut stderr));
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{case}: {stderr}");
+}
+
+/// Gives this rank a device of its own, or what NCCL needs where ranks share one. For a process that has one thread.
+#[allow(unsafe_code)]
+pub fn prepare() {
+    if std::env::var_os(NCCL).is_none() {
+        return;
+    }
+    let rank = std::env::var("RANK").unwrap();
+    let host = format!("host-of-rank-{rank}");
+    let variables = [
+        ("STANDIN_CUDA_FIRST", rank.as_str()),
+        ("NCCL_HOSTID", &host),
+        ("NCCL_SOCKET_IFNAME", "lo"),
+        ("NCCL_IB_DISABLE", "1"),
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_SHM_DISABLE", "1"),
+    ];
+    for (name, value) in variables {
+        // SAFETY: no other thread has been started yet.
+        unsafe { std::env::set_var(name, value) };
+    }
+}
+
+/// A `Ddp` whose gradients NCCL averages if the test says so.
+pub fn ddp(store: &VarStore, group: &ProcessGroup, options: DdpOptions) -> Result<Ddp> {
+    match std::env::var_os(NCCL) {
+        Some(_) => Ddp::with_nccl(store, &devices(group)?, options),
+        None => Ddp::with_options(store, group, options),
+    }
+}
+
+fn devices(group: &ProcessGroup) -> Result<DeviceGroup> {
+    DeviceGroup::new(group.clone(), &phalanx_nccl::Device::open(0)?)
+}
+
+/// Several buckets.
+fn options() -> DdpOptions {
+    let mut options = DdpOptions::default();
+    options.reducer = ReducerOptions::default().bucket_cap_mb(0.0005);
+    options
+}
+
+/// What this program does as a rank.
+pub fn play(case: &str) -> Result<()> {
+    let group = phalanx::init()?;
+    match case {
+        "shared" => shared(&group),
+        "at once" => at_once(&group),
+        "kinds" => kinds(&group),
+        "state" => state(&group),
+        "refused" => refused(&group),
+        other => panic!("no case {other}"),
+    }
+}
+
+fn ones(sizes: &[i64], number: f64) -> Tensor {
+    Tensor::full(sizes, number, (Kind::Float, device()))
+}
+
+/// The gradients of `flat`, `turned` and `added` are views of one tensor, which backward needs until it comes to `first`: averaged in place,
+/// they would change each other, and that of `first`.
+fn shared(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let variable = |name: &str, sizes: &[i64]| store.root().var(name, sizes, Init::Const(0.5));
+    let (first, flat) = (variable("first", &[4, 6]), variable("flat", &[24]));
+    let (turned, added) = (variable("turned", &[6, 4]), variable("added", &[4, 6]));
+    let loss = |rank: usize| {
+        let x = Tensor::arange(24, (Kind::Float, device())).reshape([4, 6]) * (rank as f64 + 1.0);
+        let sum = x * &first + flat.reshape([4, 6]) + turned.tr() + &added;
+        (&sum * &sum).sum(Kind::Float)
+    };
+    let all = [&first, &flat, &turned, &added];
+    let expected: Vec<Vec<f32>> = {
+        let both = loss(0) + loss(1);
+        (both / 2.0).backward();
+        all.iter().map(|one| elements(&one.grad())).collect()
+    };
+    let mut ddp = ddp(&store, group, options())?;
+    for _ in 0..4 {
+        let loss = ddp.forward(|| loss(group.rank().index()))?;
+        zero_grad(&store);
+        ddp.backward(&loss)?;
+        for (one, expected) in all.iter().zip(&expected) {
+            assert_eq!(&elements(&one.grad()), expected);
+            assert!(one.grad().is_contiguous());
+        }
+    }
+    Ok(())
+}
+
+/// Gradients are none, as `set_to_none=True` leaves them.
+fn zero_grad(store: &VarStore) {
+    Optimizer::new(store, Rule::sgd(0.0)).unwrap().zero_grad().unwrap();
+}
+
+/// What is queued right behind backward, and the memory of gradients that are dropped then, wait for the averages.
+fn at_once(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64, 64], Init::Const(0.0))).collect();
+    let rank = group.rank().index() as f64 + 1.0;
+    let mut ddp = ddp(&store, group, options())?;
+    for step in 1..6 {
+        let loss = ddp.forward(|| {
+            let parts = layers
+                .iter()
+                .enumerate()
+                .map(|(index, one)| one.sum(Kind::Float) * (rank * (index + step) as f64));
+            parts.reduce(|a, b| a + b).unwrap()
+        })?;
+        ddp.backward(&loss)?;
+        // Queued before anybody has waited for the device.
+        let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+        zero_grad(&store);
+        // In the memory of the gradients.
+        let others: Vec<Tensor> = layers.iter().map(|_| ones(&[64, 64], 7.0)).collect();
+        for (index, (seen, other)) in seen.iter().zip(&others).enumerate() {
+            let average = 1.5 * (index + step) as f32;
+            assert!(elements(seen).iter().all(|one| *one == average * 2.0), "step {step}, {index}");
+            assert!(elements(other).iter().all(|one| *one == 7.0), "step {step}, {index}");
+        }
+    }
+    Ok(())
+}
+
+fn kinds(group: &ProcessGroup) -> Result<()> {
+    for kind in [Kind::Half, Kind::BFloat16, Kind::Double] {
+        let mut store = VarStore::new(device());
+        drop(store.root().var("one", &[5], Init::Const(1.0)));
+        drop(store.root().var("none", &[0, 3], Init::Const(1.0)));
+        store.set_kind(kind);
+        let (one, none) = (&store.variables()["one"], &store.variables()["none"]);
+        let group = group.split(Some(0), 0)?.unwrap();
+        let mut ddp = ddp(&store, &group, options())?;
+        let loss =
+            ddp.forward(|| (one * (group.rank().index() as f64 * 2.0 + 1.0)).sum(kind) + none.sum(kind))?;
+        ddp.backward(&loss)?;
+        assert_eq!(one.grad().kind(), kind);
+        assert_eq!(elements(&one.grad()), [2.0; 5]);
+        assert_eq!(none.grad().size(), [0, 3]);
+    }
+    Ok(())
+}
+
+fn state(group: &ProcessGroup) -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let make = || {
+        let store = VarStore::new(device());
+        let one = store.root().var("one", &[8], Init::Const(1.0));
+        let optimizer = Optimizer::new(&store, Rule::ADAMW)?;
+        TrainState::new(&store, optimizer, 0u32)?.with_nccl(&devices(group)?).map(|state| (one, state))
+    };
+    let (one, mut state) = make()?;
+    for _ in 0..3 {
+        let number = group.rank().index() as f64 + 1.0;
+        let loss = state.ddp.forward(|| (&one * number).square().sum(Kind::Float))?;
+        state.optimizer.zero_grad()?;
+        state.ddp.backward(&loss)?;
+        state.ddp.clip_grad_norm(0.5)?;
+        state.step(0.1)?;
+    }
+    let checkpoints = phalanx::checkpoint::Checkpoints::open(folder.path(), group)?;
+    state.checkpoint(&checkpoints)?;
+    checkpoints.finish()?;
+    let trained = elements(&one);
+    drop(state);
+    let (one, mut state) = make()?;
+    assert!(state.resume(&checkpoints)?);
+    assert_eq!(elements(&one), trained);
+    assert_eq!(state.steps(), 3);
+    assert!(state.ddp.replicas_identical()?);
+    Ok(())
+}
+
+fn refused(group: &ProcessGroup) -> Result<()> {
+    type Call = fn(&mut Ddp, &VarStore) -> Result<()>;
+    let cases: [(&str, Call); 3] = [
+        ("a weighted step", |ddp, store| {
+            let loss = ddp.forward(|| store.variables()["one"].sum(Kind::Float))?;
+            ddp.backward_weighted(&loss, 1.0)
+        }),
+        ("register_comm_hook", |ddp, _| ddp.register_comm_hook(AllReduce)),
+        ("join", |ddp, store| {
+            let mut optimizer = Optimizer::new(store, Rule::sgd(0.0))?;
+            ddp.join(&mut optimizer, JoinOptions::default(), |_, _| Ok(()))
+        }),
+    ];
+    for (words, call) in cases {
+        let store = VarStore::new(device());
+        drop(store.root().var("one", &[3], Init::Const(1.0)));
+        // A refusal ends its group.
+        let part = group.split(Some(0), 0)?.unwrap();
+        let called = call(&mut ddp(&store, &part, options())?, &store);
+        match group.world_size().get() {
+            1 => called?,
+            _ => {
+                let error = called.unwrap_err().to_string();
+                assert!(error.contains(words) && error.contains("NCCL averages"), "{words}: {error}");
+            }
+        }
+    }
+    if group.world_size().get() == 1 {
+        return Ok(());
+    }
+    let part = group.split(Some(0), 0)?.unwrap();
+    let store = VarStore::new(tch::Device::Cpu);
+    drop(store.root().var("one", &[3], Init::Const(1.0)));
+    let error = ddp(&store, &part, options()).unwrap_err().to_string();
+    assert!(error.contains("`one` is on Cpu") && error.contains("Device::Cuda(0)"), "{error}");
+    // Some average by NCCL and some do not.
+    let part = group.split(Some(0), 0)?.unwrap();
+    let store = VarStore::new(device());
+    drop(store.root().var("one", &[3], Init::Const(1.0)));
+    let error = match group.rank().is_main() {
+        true => ddp(&store, &part, options()).unwrap_err(),
+        false => {
+            let _communicator = devices(&part)?;
+            Ddp::with_options(&store, &part, options()).unwrap_err()
+        }
+    };
+    assert!(error.to_string().contains("averaged by is"), "{error}");
+    group.barrier()
+}
