@@ -19,7 +19,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use self::weights::Accumulated;
-use crate::nccl::{Hook, InPlace};
+use crate::nccl::{Hook, OnDevice};
 use crate::shim;
 use crate::sink::Sink;
 use crate::tensors::{self, Inventory, Shared, torch};
@@ -48,8 +48,8 @@ impl Default for DdpOptions {
 /// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
 ///
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
-/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back, or averaged where they lie
-/// ([`with_nccl`](Self::with_nccl)). As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
+/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back; or they lie in buckets
+/// of the device ([`with_nccl`](Self::with_nccl)). As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
 /// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) leaves none,
 /// tch's own optimizers leave zeros.
 ///
@@ -377,12 +377,12 @@ fn prepare(
         let sink = match nccl {
             None => Sink::new(Reducer::new(communicator, specs, reducer)?, &inventory.parameters, None),
             Some(nccl) => {
-                let in_place = InPlace::new(nccl, &inventory.parameters)?;
-                let hook = Box::new(Hook(in_place.clone()));
+                let on_device = OnDevice::new(nccl, &inventory.parameters)?;
+                let hook = Box::new(Hook(on_device.clone()));
                 let reducer = Reducer::elsewhere(communicator, specs, reducer, hook)?;
                 // NCCL connects ranks in the first call, and not in the first backward pass.
                 nccl.barrier()?;
-                Sink::new(reducer, &inventory.parameters, Some(in_place))
+                Sink::new(reducer, &inventory.parameters, Some(on_device))
             }
         };
         let sink = Arc::new(sink);

@@ -1,14 +1,12 @@
-//! Gradients that NCCL averages in `.grad`, where backward has left them.
+//! Gradients that NCCL averages on the device, in buckets of its memory.
 //!
-//! 1. A parameter's hook notes the stream on which its gradient is computed. Nobody waits. A gradient that lies in memory of others, or not row by
-//!    row, is copied on that stream first, and the copy is `.grad`.
-//! 2. When all gradients of a bucket are queued, NCCL's stream is told to wait for those streams, and one group of NCCL's calls averages them in
-//!    place. A parameter without a gradient on this rank gets zeros, if parameters may be unused.
-//! 3. At the end of backward all these streams, and the one on which the program goes on, are told to wait for NCCL's. No thread waits for the
-//!    device: a call that fails later is the error of the next call, and of a save ([`check`](InPlace::check)).
-//!
-//! Who frees a gradient meanwhile does not free its memory: a call holds it until it is queued, and libtorch then uses the memory again in the
-//! order of the stream on which it was taken, which waits by then.
+//! 1. A parameter's hook notes the stream on which its gradient is computed. Nobody waits.
+//! 2. When all gradients of a bucket are queued, they are copied into the bucket, on the device, and each `.grad` is its place there, as in PyTorch
+//!    with `gradient_as_bucket_view`: a gradient that backward adds to what is there needs no copy. A parameter without a gradient on this
+//!    rank gets zeros, if parameters may be unused. NCCL's stream is told to wait for all that, and averages the bucket by one call.
+//!    One call for each gradient, without buckets, took 1.4 to 3.5 times as long as PyTorch's step on a real GPU.
+//! 3. At the end of backward the streams, and the one on which the program goes on, are told to wait for NCCL's. No thread waits for the
+//!    device: a call that fails later is the error of the next call, and of a save ([`check`](OnDevice::check)).
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 use std::marker::PhantomData;
@@ -16,31 +14,54 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
-use phalanx::reducer::hooks::{CommHook, GradBucket, HookState, Pending};
+use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{DType, Error, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, DeviceMemory, Element, Stream, Work};
-use tch::{Device, Tensor};
+use tch::{Device, TchError, Tensor};
 
 use crate::shim;
 use crate::tensors::{Named, torch};
 
-/// The most calls that NCCL takes as one are 2048.
-const CALLS: usize = 1024;
-
-/// Averages the gradients of a model's parameters, each in its `.grad`.
-pub(crate) struct InPlace {
+/// Averages the gradients of a model's parameters.
+pub(crate) struct OnDevice {
     nccl: Communicator,
     state: Mutex<State>,
-    /// The bytes of all gradients that were averaged.
+    /// The bytes of all buckets that were averaged.
     bytes: AtomicU64,
 }
 
 struct State {
     parameters: Vec<Named>,
+    /// By number.
+    buckets: Vec<Option<Bucket>>,
     /// The streams, as `CUstream`s, that take part in this backward pass.
     streams: Vec<usize>,
     /// Those of them for which NCCL's stream does not wait yet.
     ahead: Vec<usize>,
+}
+
+/// A bucket's memory, which it keeps.
+struct Bucket {
+    gradients: Arc<[GradientPlace]>,
+    memory: Tensor,
+    /// The places of the gradients in it.
+    places: Vec<Tensor>,
+}
+
+impl Bucket {
+    fn new(parameters: &[Named], gradients: Arc<[GradientPlace]>) -> std::result::Result<Self, TchError> {
+        let _guard = tch::no_grad_guard();
+        let len = gradients.iter().map(|place| place.elements.end).max().unwrap_or(0);
+        let like = gradients.first().map_or(0, |place| place.parameter);
+        let like = &parameters[like].tensor;
+        let memory = Tensor::f_empty(i64::try_from(len).unwrap_or(i64::MAX), (like.kind(), like.device()))?;
+        let place = |place: &GradientPlace| {
+            let (start, count) = (place.elements.start as i64, place.elements.len() as i64);
+            memory.f_narrow(0, start, count)?.f_view(parameters[place.parameter].tensor.size().as_slice())
+        };
+        let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
+        Ok(Self { gradients, memory, places })
+    }
 }
 
 impl State {
@@ -56,13 +77,14 @@ impl State {
     }
 }
 
-impl InPlace {
+impl OnDevice {
     /// For these parameters, which must be on the communicator's device.
     pub fn new(nccl: &Communicator, parameters: &[Named]) -> Result<Arc<Self>> {
         let ordinal = nccl.device().ordinal();
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
-            let state = State { parameters: parameters.to_vec(), streams: Vec::new(), ahead: Vec::new() };
+            let (buckets, streams, ahead) = Default::default();
+            let state = State { parameters: parameters.to_vec(), buckets, streams, ahead };
             return Ok(Arc::new(Self {
                 nccl: nccl.clone(),
                 state: Mutex::new(state),
@@ -85,9 +107,8 @@ impl InPlace {
         state.ahead.clear();
     }
 
-    /// The gradient of the parameter at `index` is queued on this thread's current stream; false if there is none. From here on NCCL may have
-    /// it.
-    pub fn prepare(&self, index: usize) -> Result<bool> {
+    /// The gradient of the parameter at `index` is queued on this thread's current stream; false if there is none.
+    pub fn is_queued(&self, index: usize) -> Result<bool> {
         let state = &mut *lock(&self.state);
         let Named { spec, tensor: leaf } = &state.parameters[index];
         let gradient = leaf.grad();
@@ -103,14 +124,6 @@ impl InPlace {
                 "the gradient of parameter {spec} is sparse, of another type, or on another device"
             ))
             .with_remedy("dense gradients in the type and on the device of their parameter are averaged"));
-        }
-        // The graph may still need memory that it shares, and ranks must agree on the order of elements.
-        if !(gradient.is_contiguous() && shim::may_become(&gradient, leaf)) {
-            let copy = tch::no_grad(|| {
-                let mut copy = Tensor::f_empty(leaf.size(), (leaf.kind(), leaf.device()))?;
-                copy.f_copy_(&gradient).map(|_| copy)
-            });
-            shim::set_gradient(leaf, Some(&copy.map_err(torch)?))?;
         }
         state.note_stream(self.ordinal())?;
         Ok(true)
@@ -139,61 +152,69 @@ impl InPlace {
         self.nccl.device().ordinal()
     }
 
-    /// Queues the averaging of the gradients of `parameters`, which are of type `T`.
-    fn launch<T: Element>(&self, parameters: &[usize]) -> Result<Vec<Work<Vec<Lent<T>>>>> {
-        let mut lent = Vec::with_capacity(parameters.len());
-        let state = &mut *lock(&self.state);
-        for &index in parameters {
-            let leaf = state.parameters[index].tensor.shallow_clone();
-            if leaf.numel() == 0 {
-                continue; // It has no address.
-            }
-            let mut gradient = leaf.grad();
-            if !gradient.defined() {
-                gradient = tch::no_grad(|| Tensor::f_zeros(leaf.size(), (leaf.kind(), leaf.device())))
-                    .map_err(torch)?;
-                shim::set_gradient(&leaf, Some(&gradient))?;
-                state.note_stream(self.ordinal())?;
-            }
-            // Since its hook nobody but the program can have changed `.grad`.
-            if !(gradient.is_contiguous() && shim::may_become(&gradient, &leaf)) {
-                let spec = &state.parameters[index].spec;
-                let cause = format!(
-                    "in backward, before it was averaged, the gradient of parameter {spec} was replaced, or a view of it was made"
-                );
-                return Err(Error::invalid_argument(cause).with_remedy("look at gradients after backward"));
-            }
-            lent.push(Lent::new(gradient, self.nccl.device())?);
+    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. They are of type `T`.
+    fn launch<T: Element>(
+        &self,
+        number: usize,
+        gradients: &Arc<[GradientPlace]>,
+    ) -> Result<Option<Work<Lent<T>>>> {
+        let State { parameters, buckets, ahead, .. } = &mut *lock(&self.state);
+        if buckets.len() <= number {
+            buckets.resize_with(number + 1, || None);
         }
-        for raw in std::mem::take(&mut state.ahead) {
+        let kept = buckets[number].take().filter(|bucket| bucket.gradients == *gradients);
+        let bucket = match kept {
+            Some(bucket) => bucket,
+            // The bytes of the same gradients in another order are free by now: memory is used again in the order of the stream.
+            None => Bucket::new(parameters, gradients.clone()).map_err(torch)?,
+        };
+        let here = self.stream_of_thread()?;
+        for raw in std::mem::take(ahead) {
             // SAFETY: it was a thread's current stream in this backward pass. libtorch never destroys its own; a program that makes
             // another one current keeps it as long as it has work on it, and so until backward is over.
-            self.nccl.after(&unsafe { Stream::from_raw(self.nccl.device(), raw) })?;
-        }
-        let mut works = Vec::new();
-        let mut lent = lent.into_iter().peekable();
-        while lent.peek().is_some() {
-            let mut calls = self.nccl.group_calls();
-            for one in lent.by_ref().take(CALLS) {
-                self.bytes.fetch_add((one.len * size_of::<T>()) as u64, Ordering::Relaxed);
-                calls = calls.all_reduce(one, ReduceOp::Avg);
+            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
+            if stream.as_raw() != here.as_raw() {
+                here.wait_for(&stream)?;
             }
-            works.push(calls.launch()?);
         }
-        Ok(works)
+        let (mut to, mut from) = (Vec::new(), Vec::new());
+        for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
+            let leaf = &parameters[gradient.parameter].tensor;
+            let own = leaf.grad();
+            if !own.defined() {
+                drop(tch::no_grad(|| place.shallow_clone().f_zero_()).map_err(torch)?);
+            } else if own.data_ptr() != place.data_ptr() || !own.is_contiguous() {
+                to.push(place.shallow_clone());
+                from.push(own);
+            }
+        }
+        shim::copy_all(&to, &from)?;
+        for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
+            shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))?;
+        }
+        let lent = Lent::new(bucket.memory.shallow_clone(), self.nccl.device())?;
+        buckets[number] = Some(bucket);
+        if lent.len == 0 {
+            return Ok(None); // It has no address.
+        }
+        self.bytes.fetch_add((lent.len * size_of::<T>()) as u64, Ordering::Relaxed);
+        self.nccl.after(&here)?.all_reduce_async(lent, ReduceOp::Avg).map(Some)
+    }
+
+    /// This thread's current stream.
+    fn stream_of_thread(&self) -> Result<Stream> {
+        let raw = shim::current_stream(self.ordinal())?;
+        // SAFETY: it is current, and used before this thread returns to the program.
+        Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
     }
 
     fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket) -> Result<Pending> {
-        let parameters: Vec<usize> = bucket.gradients.iter().map(|place| place.parameter).collect();
-        let works = Arc::new(Mutex::new(self.launch::<T>(&parameters)?));
-        let (this, under_way) = (self.clone(), works.clone());
-        let is_completed = move || lock(&under_way).iter().all(Work::is_completed);
+        let work = Arc::new(Mutex::new(self.launch::<T>(bucket.index, &bucket.gradients)?));
+        let (this, under_way) = (self.clone(), work.clone());
+        let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
         Ok(Pending::elsewhere(is_completed, move || {
-            let raw = shim::current_stream(this.ordinal())?;
-            // SAFETY: as in `launch`.
-            let stream = unsafe { Stream::from_raw(this.nccl.device(), raw) };
-            for work in std::mem::take(&mut *lock(&works)) {
-                drop(work.order(&stream)?);
+            if let Some(work) = lock(&work).take() {
+                drop(work.order(&this.stream_of_thread()?)?);
             }
             Ok(bucket.buffer)
         }))
@@ -212,10 +233,10 @@ fn index_of(device: Device) -> Option<u32> {
     }
 }
 
-/// A gradient while NCCL has it.
+/// A bucket's memory while NCCL has it.
 struct Lent<T> {
     /// Keeps the memory.
-    _gradient: Tensor,
+    _tensor: Tensor,
     device: phalanx_nccl::Device,
     pointer: u64,
     len: usize,
@@ -223,19 +244,21 @@ struct Lent<T> {
 }
 
 impl<T: Element> Lent<T> {
-    fn new(gradient: Tensor, device: &phalanx_nccl::Device) -> Result<Self> {
-        let (pointer, bytes) = shim::device_memory(&gradient)?;
+    fn new(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Self> {
+        let (pointer, bytes) = shim::device_memory(&tensor)?;
         let len = bytes / size_of::<T>();
-        if len != gradient.numel() {
-            return Err(Error::invalid_argument("a gradient has another type than its parameter"));
+        if len != tensor.numel() {
+            return Err(Error::invalid_argument(
+                "a bucket's gradients are of another type than their parameters",
+            ));
         }
-        Ok(Self { _gradient: gradient, device: device.clone(), pointer, len, _elements: PhantomData })
+        Ok(Self { _tensor: tensor, device: device.clone(), pointer, len, _elements: PhantomData })
     }
 }
 
 // SAFETY: `shim::device_memory` has the address and the size of a tensor that is held as long as this is, and that lies on the communicator's
-// device row by row, as `prepare` and `launch` have checked. What else uses the elements is queued on streams that NCCL's has waited for, or that
-// wait for NCCL's at the end of backward (`settle`).
+// device row by row. What else uses the elements is queued on streams that NCCL's has waited for, or that wait for NCCL's at the end of
+// backward (`settle`).
 unsafe impl<T: Element> DeviceMemory for Lent<T> {
     type Element = T;
 
@@ -252,8 +275,8 @@ unsafe impl<T: Element> DeviceMemory for Lent<T> {
     }
 }
 
-/// The hook of a reducer whose gradients [`InPlace`] averages.
-pub(crate) struct Hook(pub Arc<InPlace>);
+/// The hook of a reducer whose gradients [`OnDevice`] averages.
+pub(crate) struct Hook(pub Arc<OnDevice>);
 
 impl CommHook for Hook {
     fn describe(&self) -> String {

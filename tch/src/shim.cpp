@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/from_blob.h>
@@ -191,6 +192,14 @@ char *phx_write(const at::Tensor *tensor, void *data) {
     return guarded([&] {
         c10::NoGradGuard guard;
         tensor->data().copy_(here(*tensor, data));
+    });
+}
+
+// Copies each of `from` to the tensor of `to` at its place, on a device by few kernels.
+char *phx_copy_all(at::Tensor *const *to, at::Tensor *const *from, size_t count) {
+    return guarded([&] {
+        c10::NoGradGuard guard;
+        if (count != 0) at::_foreach_copy_(list(to, count), list(from, count));
     });
 }
 

@@ -32,6 +32,7 @@ unsafe extern "C" {
     fn phx_may_become(gradient: *const C_tensor, leaf: *const C_tensor) -> bool;
     fn phx_read(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
     fn phx_write(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
+    fn phx_copy_all(to: *const *mut C_tensor, from: *const *mut C_tensor, count: usize) -> *mut c_char;
     fn phx_current_stream(index: i32, stream: *mut *mut c_void) -> *mut c_char;
     fn phx_storage_bytes(tensor: *const C_tensor) -> usize;
     fn phx_hook(
@@ -145,6 +146,16 @@ pub(crate) fn write(tensor: &Tensor, elements: &[u8]) -> Result<()> {
     check_length(tensor, elements.len())?;
     // SAFETY: as in `read`; libtorch only reads there.
     outcome(unsafe { phx_write(tensor.as_ptr(), elements.as_ptr().cast_mut().cast()) })
+}
+
+/// Copies each of `from` to the tensor of `to` at its place, which has its shape.
+pub(crate) fn copy_all(to: &[Tensor], from: &[Tensor]) -> Result<()> {
+    if to.len() != from.len() {
+        return Err(Error::invalid_argument("copies need as many sources as places"));
+    }
+    let (to, from) = (handles(to), handles(from));
+    // SAFETY: as many live handles in each list; libtorch compares their shapes.
+    outcome(unsafe { phx_copy_all(to.as_ptr(), from.as_ptr(), to.len()) })
 }
 
 /// The calling thread's current stream of a CUDA device, as the number of a `CUstream`.

@@ -9,7 +9,7 @@ use phalanx::reducer::{HookedReducer, Reducer};
 use phalanx::{Error, Rank, Result};
 use tch::Tensor;
 
-use crate::nccl::InPlace;
+use crate::nccl::OnDevice;
 use crate::shim;
 use crate::tensors::{Named, torch};
 
@@ -28,8 +28,8 @@ pub(crate) enum Delivery {
 pub(crate) struct Sink(HookedReducer<Deliveries>);
 
 pub(crate) struct Deliveries {
-    /// What averages gradients where they lie; else they go to the reducer's buckets.
-    in_place: Option<Arc<InPlace>>,
+    /// What averages gradients on their device; else they go to the reducer's buckets.
+    on_device: Option<Arc<OnDevice>>,
     delivery: Delivery,
     /// In the reducer's order.
     parameters: Vec<Named>,
@@ -52,10 +52,10 @@ pub(crate) struct Deliveries {
 }
 
 impl Sink {
-    /// For `reducer`, whose gradients are averaged `in_place` if it has no memory for them.
-    pub fn new(reducer: Reducer, parameters: &[Named], in_place: Option<Arc<InPlace>>) -> Self {
+    /// For `reducer`, whose gradients are averaged `on_device` if its buckets have no memory.
+    pub fn new(reducer: Reducer, parameters: &[Named], on_device: Option<Arc<OnDevice>>) -> Self {
         let deliveries = Deliveries {
-            in_place,
+            on_device,
             delivery: Delivery::Ignore,
             parameters: parameters.to_vec(),
             views: parameters.iter().map(|_| None).collect(),
@@ -95,9 +95,9 @@ impl Sink {
 
     /// The bytes of all gradients that were sent.
     pub fn communicated_bytes(&self) -> u64 {
-        let in_place =
-            self.0.with_state(|deliveries| deliveries.in_place.as_ref().map_or(0, |one| one.bytes()));
-        in_place + self.with_reducer(|reducer| reducer.communicated_bytes())
+        let on_device =
+            self.0.with_state(|deliveries| deliveries.on_device.as_ref().map_or(0, |one| one.bytes()));
+        on_device + self.with_reducer(|reducer| reducer.communicated_bytes())
     }
 
     /// The model runs forward. Returns the failure of an earlier backward pass, if there was one.
@@ -199,12 +199,12 @@ impl Deliveries {
     /// `.grad` has.
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
-        let Self { parameters, given, held, in_place, .. } = self;
-        in_place.iter().for_each(|in_place| in_place.begin());
+        let Self { parameters, given, held, on_device, .. } = self;
+        on_device.iter().for_each(|on_device| on_device.begin());
         let unused = |index: usize, memory: &mut [u8]| {
             (given[index], held[index]) = (true, false);
-            if let Some(in_place) = in_place {
-                return in_place.prepare(index).map(drop);
+            if let Some(on_device) = on_device {
+                return on_device.is_queued(index).map(drop);
             }
             match gradient(&parameters[index])? {
                 Some(gradient) => write(&gradient, memory),
@@ -323,8 +323,8 @@ impl Deliveries {
 
     /// Gives the reducer what is in `.grad`. If that lies in the parameter's place in its bucket, nothing is copied.
     fn give(&mut self, reducer: &mut Reducer, index: usize) -> Result<()> {
-        if let Some(in_place) = &self.in_place {
-            if in_place.prepare(index)? {
+        if let Some(on_device) = &self.on_device {
+            if on_device.is_queued(index)? {
                 self.given[index] = true;
                 reducer.ready_elsewhere(index)?;
             }
@@ -350,14 +350,14 @@ impl Deliveries {
 
     /// Makes each parameter's average its gradient: where it lies, or in the memory of the parameter's device.
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
-        if let Some(in_place) = &self.in_place {
+        if let Some(on_device) = &self.on_device {
             for (index, parameter) in self.parameters.iter().enumerate() {
                 // No rank had one, and there are only zeros.
                 if !reducer.has_average(index)? {
                     shim::set_gradient(&parameter.tensor, None)?;
                 }
             }
-            return in_place.settle();
+            return on_device.settle();
         }
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;

@@ -9,8 +9,8 @@ use super::{Ddp, DdpOptions};
 use crate::tensors;
 
 impl Ddp {
-    /// Like [`with_options`](Self::with_options), for variables on a CUDA device, whose gradients NCCL averages in `.grad`, while backward goes
-    /// on: nothing of them is copied, and no thread waits for the device. All ranks call it together. Everything else, such as comparing the
+    /// Like [`with_options`](Self::with_options), for variables on a CUDA device, whose gradients NCCL averages on the device, while backward
+    /// goes on: they lie in buckets of its memory, as with `gradient_as_bucket_view`, and no thread waits for the device. All ranks call it together. Everything else, such as comparing the
     /// models, parameters at the beginning, buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
     /// [host](DeviceGroup::host).
     ///
@@ -49,13 +49,11 @@ impl Ddp {
         Self::of(tensors::shared(store), JoinGroup::from(group.host()), nccl, &options)
     }
 
-    /// An error if `call` cannot be made because NCCL averages the gradients where they lie. It ends the group: the others may not make it.
+    /// An error if `call` cannot be made because NCCL averages the gradients on the device. It ends the group: the others may not make it.
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
         match &self.sink {
             Some(sink) if self.nccl.is_some() => sink.call(|_| {
-                let cause = format!(
-                    "{call}: NCCL averages these gradients where they lie, in the memory of the device"
-                );
+                let cause = format!("{call}: NCCL averages these gradients in the memory of the device");
                 Err(Error::invalid_argument(cause)
                     .with_remedy("do without it, or average in the host's memory, with Ddp::with_options"))
             }),
