@@ -138,7 +138,14 @@ _KINDS = {
         "ALLTOALL_BASE",
         1,
     ),
-    "barrier": _Kind("barrier", lambda opts: (torch.empty(0),), lambda opts: (list(opts.device_ids), *_how(opts)), "barrier", "BARRIER", 0),
+    "barrier": _Kind(
+        "barrier",
+        lambda opts: (torch.empty(0, device="cpu"),),
+        lambda opts: (list(opts.device_ids), *_how(opts)),
+        "barrier",
+        "BARRIER",
+        0,
+    ),
     "send": _Kind("send", lambda tensors, *_: (tensors,), lambda _, peer, tag: (peer, tag), "send", "SEND", 0),
     "recv": _Kind("recv_", lambda tensors, *_: (tensors,), lambda _, peer, tag: (peer, tag), "recv", "RECV", 0),
     "recv_anysource": _Kind(

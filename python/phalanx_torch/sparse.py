@@ -14,12 +14,15 @@ def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how
     """Adds up tensors in coordinate format: every rank gets the elements of all. Returns when that is done."""
     if op[0] != 0:
         raise ValueError("all_reduce: sparse tensors can only be summed")
+    if not tensor.is_cpu:
+        # Before the first exchange: the other ranks would wait for the next one.
+        raise TypeError(f"this tensor is on {tensor.device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one")
     native, size = group._native, group.size()
     how = (how[0], True)
     own = tensor.detach().coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
-    sizes = torch.tensor([indices.size(1), *tensor.shape])
-    all_sizes = torch.empty(size, sizes.numel(), dtype=sizes.dtype)
+    sizes = torch.tensor([indices.size(1), *tensor.shape], device="cpu")
+    all_sizes = torch.empty(size, sizes.numel(), dtype=sizes.dtype, device="cpu")
     native.all_gather_single(all_sizes, sizes, how)
     if (all_sizes[:, 1:] != sizes[1:]).any():
         raise ValueError(f"all_reduce: the sparse tensors have different shapes: {all_sizes[:, 1:].tolist()}")
@@ -28,7 +31,9 @@ def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how
     native.all_gather(all_indices, indices.t().contiguous(), how)
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
     native.all_gather(all_values, values, how)
-    total = torch.sparse_coo_tensor(torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, check_invariants=True).coalesce()
+    total = torch.sparse_coo_tensor(
+        torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, device="cpu", check_invariants=True
+    ).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
     group._sequence += 1

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import SINCE_2_15, processes
+from ports import free_port
 
 import phalanx_torch
+import phalanx_torch.horovod as hvd
 from phalanx_torch.device_backend import DeviceBackend, takes_backends_in_python
 
 WITHOUT_ACCELERATOR = """
@@ -139,3 +141,45 @@ def beside_another(rank, folder):
 @pytest.mark.skipif(not SINCE_2_15, reason="before PyTorch 2.15 a group in Python is the whole group")
 def test_each_device_has_its_backend(tmp_path):
     processes(2, beside_another, tmp_path)
+
+
+def with_default_device(rank, folder):
+    # What this package makes for itself is on the CPU, wherever the program's tensors are made.
+    torch.set_default_device("meta")
+    dist.init_process_group("phalanx", f"file://{folder}/store", rank=rank, world_size=2)
+    cpu = torch.device("cpu")
+    sparse = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64, device=cpu), torch.ones(1, device=cpu), (3,), device=cpu)
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [2.0, 0.0, 0.0]
+    with torch.profiler.profile():
+        dist.barrier()
+    with pytest.raises(TypeError, match="is on meta; phalanx moves tensors on the CPU"):
+        dist.all_reduce(torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1), (3,)))
+    objects = [None, None]
+    dist.all_gather_object(objects, rank)
+    assert objects == [0, 1]
+    dist.destroy_process_group()
+    hvd.init()
+    assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
+    assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
+    splits = torch.ones(2, dtype=torch.int32, device=cpu)
+    assert hvd.alltoall(torch.full((2,), float(rank), device=cpu), splits)[0].tolist() == [0.0, 1.0]
+    weight = torch.nn.Parameter(torch.full((2, 2), float(rank), device=cpu))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    if rank == 0:
+        weight.grad = torch.ones(2, 2, device=cpu)
+        optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert optimizer.state[weight]["momentum_buffer"].tolist() == [[1.0] * 2] * 2
+    hvd.shutdown()
+
+
+def test_a_default_device_of_the_program_is_none_of_ours(tmp_path):
+    port = free_port()
+
+    def body(rank, folder):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        with_default_device(rank, folder)
+
+    processes(2, body, tmp_path)

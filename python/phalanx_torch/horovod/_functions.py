@@ -41,11 +41,11 @@ def broadcast_object(
     """The root's object, on every rank. It is pickled: ranks must trust each other."""
     name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
     is_root = process_set._root(int(root_rank)) == process_set.rank()
-    own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([own.numel()])
+    own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([own.numel()], device="cpu")
     _synchronized(broadcast_async_(length, root_rank, f"{name}.length", process_set))
     if not is_root:
-        own = torch.empty(int(length), dtype=torch.uint8)
+        own = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     _synchronized(broadcast_async_(own, root_rank, f"{name}.data", process_set))
     return obj if is_root else _read(own)
 
@@ -54,7 +54,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other."""
     name = process_set._numbered("allgather_object") if name is None else f"allgather_object.{name}"
     own = _written(obj)
-    lengths = _synchronized(allgather_async(torch.tensor([own.numel()]), f"{name}.length", process_set))
+    lengths = _synchronized(allgather_async(torch.tensor([own.numel()], device="cpu"), f"{name}.length", process_set))
     every = _synchronized(allgather_async(own, f"{name}.data", process_set))
     return [_read(part) for part in every.split(lengths.tolist())]
 
@@ -116,7 +116,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         # Those with the same number share a tensor.
         places: dict[int, _Place] = {}
         _replaced(frame, _Place, lambda one: places.setdefault(one.index, one))
-        tensors = [torch.empty(places[index].shape, dtype=places[index].dtype) for index in sorted(places)]
+        tensors = [torch.empty(places[index].shape, dtype=places[index].dtype, device="cpu") for index in sorted(places)]
     own = [tensor.detach().contiguous() for tensor in tensors]
     handles = [broadcast_async_(tensor, root_rank, f"optimizer.{index}") for index, tensor in enumerate(own)]
     for handle in handles:

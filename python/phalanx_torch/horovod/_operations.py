@@ -430,7 +430,7 @@ def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set
 def _rows(native: _native.Handle, index: int, template: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The result with this index, of the type of ``template``."""
     # The native part has a dimension more for elements that are several of those it knows.
-    out = torch.empty(shape[: template.dim()], dtype=template.dtype)
+    out = torch.empty(shape[: template.dim()], dtype=template.dtype, device="cpu")
     native.copy_to(index, out)
     return out
 
@@ -471,7 +471,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         process_set = ctx.process_set
-        counts = allgather_(torch.tensor([ctx.rows]), process_set)
+        counts = allgather_(torch.tensor([ctx.rows], device="cpu"), process_set)
         reduced = _synchronized(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
         before = counts[: process_set.rank()].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
@@ -571,7 +571,7 @@ def broadcast(
 def _split_sizes(splits: _Splits | None) -> list[int] | None:
     if splits is None:
         return None
-    splits = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
+    splits = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
     if not _is_integer(splits) or splits.dim() != 1:
         raise ValueError(f"alltoall: splits are integers, one for each rank, and not {splits.dtype} of shape {tuple(splits.shape)}")
     if splits.numel() and splits.min() < 0:
@@ -585,7 +585,7 @@ def _alltoall_async(tensor: torch.Tensor, splits: _Splits | None, name: str | No
 
     def finish(done: _native.Handle) -> tuple[torch.Tensor, torch.Tensor]:
         received = _rows(done, 0, lent, done.shapes()[0])
-        return received, torch.tensor(done.splits(), dtype=torch.int32)
+        return received, torch.tensor(done.splits(), dtype=torch.int32, device="cpu")
 
     return _start(lambda: native.alltoall(name, lent, sizes), finish)
 

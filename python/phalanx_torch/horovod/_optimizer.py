@@ -199,8 +199,8 @@ class _Distributed(_Base):
         sparse_dim = self._sparse_dims.get(p)
         if sparse_dim is None:
             return torch.zeros_like(p)
-        indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
-        return torch.sparse_coo_tensor(indices, p.new_empty((0, *p.shape[sparse_dim:])), p.shape, check_invariants=True)
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=p.device)
+        return torch.sparse_coo_tensor(indices, p.new_empty((0, *p.shape[sparse_dim:])), p.shape, device=p.device, check_invariants=True)
 
     def _allreduce_sparse(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         if self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1:
