@@ -1,8 +1,10 @@
 //! Gradients that NCCL averages: on the stand-ins for libtorch's devices, libcuda and libnccl each rank has a device of its own; on a real GPU
 //! all are on the first one, which NCCL permits to ranks of different hosts.
 
+use std::path::{Path, PathBuf};
+
 use phalanx::join::JoinOptions;
-use phalanx::launch::Outcome;
+use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::AllReduce;
 use phalanx::{ProcessGroup, Result};
@@ -23,13 +25,29 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_world_of_one_averages_nothing", || job("refused", 1)),
 ];
 
+/// Those that need the stand-in, whose calls can be held up.
+pub const ON_STAND_IN: &[(&str, fn())] =
+    &[("backward_waits_for_no_call_and_a_bucket_is_one", backward_waits_for_no_call)];
+
 /// Set for ranks of other tests that are to average by NCCL.
 pub const NCCL: &str = "PHALANX_TEST_NCCL";
 
 fn job(case: &str, ranks: u32) {
+    job_with(case, ranks, |job, _| job);
+}
+
+fn backward_waits_for_no_call() {
+    job_with("held", 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
+}
+
+/// Names a file: the stand-in's calls begin when it exists.
+const HOLD: &str = "STANDIN_NCCL_HOLD";
+
+fn job_with(case: &str, ranks: u32, more: impl FnOnce(Job, &Path) -> Job) {
     let folder = tempfile::tempdir().unwrap();
     let mut stderr = String::new();
     let job = crate::job(&format!("nccl {case}"), ranks, folder.path()).variable(NCCL, "1");
+    let job = more(job, folder.path());
     let report = crate::run(&job, |event| crate::equivalence::note(event, &mut stderr));
     assert!(matches!(report.outcome, Outcome::Succeeded), "{case}: {stderr}");
 }
@@ -81,6 +99,7 @@ pub fn play(case: &str) -> Result<()> {
     match case {
         "shared" => shared(&group),
         "at once" => at_once(&group),
+        "held" => held(&group),
         "kinds" => kinds(&group),
         "state" => state(&group),
         "refused" => refused(&group),
@@ -154,6 +173,46 @@ fn at_once(group: &ProcessGroup) -> Result<()> {
             assert!(elements(seen).iter().all(|one| *one == average * 2.0), "step {step}, {index}");
             assert!(elements(other).iter().all(|one| *one == 7.0), "step {step}, {index}");
         }
+    }
+    Ok(())
+}
+
+/// Backward returns while its calls are held up, one for each bucket, and what is queued then waits for them.
+fn held(group: &ProcessGroup) -> Result<()> {
+    let go = PathBuf::from(std::env::var_os(HOLD).unwrap());
+    let release = || std::fs::write(&go, "").unwrap();
+    if group.rank().is_main() {
+        release();
+    }
+    let devices = devices(group)?;
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64], Init::Const(0.0))).collect();
+    let mut ddp = Ddp::with_nccl(&store, &devices, options())?;
+    let rank = group.rank().index() as f64 + 1.0;
+    let nccl = devices.device();
+    for step in 0..3 {
+        // What is held up begins with the calls of this step.
+        group.barrier()?;
+        if group.rank().is_main() && go.exists() {
+            std::fs::remove_file(&go).unwrap();
+        }
+        group.barrier()?;
+        let before = nccl.calls().last().map_or(0, |call| call.sequence.0 + 1);
+        let loss = ddp.forward(|| {
+            layers.iter().map(|one| one.sum(Kind::Float) * rank).reduce(|a, b| a + b).unwrap()
+        })?;
+        zero_grad(&store);
+        ddp.backward(&loss)?;
+        assert!(!go.exists(), "somebody has waited");
+        let calls: Vec<_> = nccl.calls().into_iter().filter(|call| call.sequence.0 >= before).collect();
+        assert_eq!(calls.len(), ddp.bucket_bytes().len(), "step {step}: {calls:?}");
+        assert!(calls.iter().all(|call| call.name.contains("all_reduce(avg")), "{calls:?}");
+        group.barrier()?;
+        if group.rank().is_main() {
+            release();
+        }
+        assert!(layers.iter().all(|one| elements(&one.grad()) == [1.5; 64]), "step {step}");
     }
     Ok(())
 }
