@@ -55,7 +55,8 @@ fn main() {
         trial(test).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
     });
     let on_stand_in = nccl::ON_STAND_IN.iter().map(|test| {
-        let needs = std::env::var_os("PHALANX_CUDA_LIBRARY").is_none() || common::device() == tch::Device::Cpu;
+        let needs =
+            std::env::var_os("PHALANX_CUDA_LIBRARY").is_none() || common::device() == tch::Device::Cpu;
         trial(("nccl", test)).with_kind("needs the stand-in for NCCL").with_ignored_flag(needs)
     });
     let trials = tests.map(trial).chain(on_devices).chain(on_stand_in);

@@ -199,9 +199,8 @@ fn held(group: &ProcessGroup) -> Result<()> {
         }
         group.barrier()?;
         let before = nccl.calls().last().map_or(0, |call| call.sequence.0 + 1);
-        let loss = ddp.forward(|| {
-            layers.iter().map(|one| one.sum(Kind::Float) * rank).reduce(|a, b| a + b).unwrap()
-        })?;
+        let loss = ddp
+            .forward(|| layers.iter().map(|one| one.sum(Kind::Float) * rank).reduce(|a, b| a + b).unwrap())?;
         zero_grad(&store);
         ddp.backward(&loss)?;
         assert!(!go.exists(), "somebody has waited");

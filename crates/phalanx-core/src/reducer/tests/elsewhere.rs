@@ -28,7 +28,8 @@ impl CommHook for OnShelf {
         let mut works = Vec::new();
         for place in &*bucket.gradients {
             let gradient = self.shelf.lock().remove(&place.parameter);
-            let gradient = gradient.or_else(|| self.makes_zeros.then(|| vec![0.0; place.elements.len()])).unwrap();
+            let gradient =
+                gradient.or_else(|| self.makes_zeros.then(|| vec![0.0; place.elements.len()])).unwrap();
             assert_eq!(gradient.len(), place.elements.len());
             let work = group.all_reduce_async(Buffer::from_slice(&gradient), ReduceOp::Avg)?;
             works.push((place.parameter, work));
