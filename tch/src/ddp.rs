@@ -137,6 +137,10 @@ impl Ddp {
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
         self.loaded_hook.check_taken(self.hooked())?;
+        if self.group.running().is_some() {
+            // Ranks that are done answer the host's calls alone.
+            self.check_on_host("join")?;
+        }
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;

@@ -57,7 +57,9 @@ impl Bucket {
         let memory = Tensor::f_empty(i64::try_from(len).unwrap_or(i64::MAX), (like.kind(), like.device()))?;
         let place = |place: &GradientPlace| {
             let (start, count) = (place.elements.start as i64, place.elements.len() as i64);
-            memory.f_narrow(0, start, count)?.f_view(parameters[place.parameter].tensor.size().as_slice())
+            let shape = parameters[place.parameter].tensor.size();
+            // No view for autograd: `zero_grad` of libtorch's optimizers detaches gradients in place, which views refuse.
+            memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
         Ok(Self { gradients, memory, places })
@@ -100,16 +102,15 @@ impl OnDevice {
         )))
     }
 
-    /// A backward pass begins.
-    pub fn begin(&self) {
-        let state = &mut *lock(&self.state);
-        state.streams.clear();
-        state.ahead.clear();
+    /// Backward has queued a gradient on this thread's current stream, and leaves it there for now.
+    pub fn held(&self) -> Result<()> {
+        lock(&self.state).note_stream(self.ordinal())
     }
 
     /// The gradient of the parameter at `index` is queued on this thread's current stream; false if there is none.
     pub fn is_queued(&self, index: usize) -> Result<bool> {
         let state = &mut *lock(&self.state);
+        self.check_place(&state.parameters[index])?;
         let Named { spec, tensor: leaf } = &state.parameters[index];
         let gradient = leaf.grad();
         if !gradient.defined() {
@@ -148,6 +149,20 @@ impl OnDevice {
         self.bytes.load(Ordering::Relaxed)
     }
 
+    /// An error if the parameter is no longer what it was when the `Ddp` was made.
+    fn check_place(&self, parameter: &Named) -> Result<()> {
+        parameter.check_kind()?;
+        let (spec, place) = (&parameter.spec, parameter.tensor.device());
+        if index_of(place) == Some(self.ordinal()) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "parameter {spec} is on {place:?} now, and the communicator on CUDA device {}",
+            self.ordinal()
+        ))
+        .with_remedy("move the VarStore before the Ddp is made"))
+    }
+
     fn ordinal(&self) -> u32 {
         self.nccl.device().ordinal()
     }
@@ -158,7 +173,8 @@ impl OnDevice {
         number: usize,
         gradients: &Arc<[GradientPlace]>,
     ) -> Result<Option<Work<Lent<T>>>> {
-        let State { parameters, buckets, ahead, .. } = &mut *lock(&self.state);
+        let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
+        gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
             buckets.resize_with(number + 1, || None);
         }
@@ -189,6 +205,11 @@ impl OnDevice {
             }
         }
         shim::copy_all(&to, &from)?;
+        // A gradient that is freed now is used again in the order of the stream on which backward took its memory.
+        for raw in streams.iter().filter(|raw| **raw != here.as_raw()) {
+            // SAFETY: as above.
+            unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
+        }
         for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
             shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))?;
         }
@@ -247,10 +268,8 @@ impl<T: Element> Lent<T> {
     fn new(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Self> {
         let (pointer, bytes) = shim::device_memory(&tensor)?;
         let len = bytes / size_of::<T>();
-        if len != tensor.numel() {
-            return Err(Error::invalid_argument(
-                "a bucket's gradients are of another type than their parameters",
-            ));
+        if len != tensor.numel() || index_of(tensor.device()) != Some(device.ordinal()) {
+            return Err(Error::invalid_argument("a bucket has another type or device than its parameters"));
         }
         Ok(Self { _tensor: tensor, device: device.clone(), pointer, len, _elements: PhantomData })
     }

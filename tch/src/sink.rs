@@ -200,7 +200,6 @@ impl Deliveries {
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
         let Self { parameters, given, held, on_device, .. } = self;
-        on_device.iter().for_each(|on_device| on_device.begin());
         let unused = |index: usize, memory: &mut [u8]| {
             (given[index], held[index]) = (true, false);
             if let Some(on_device) = on_device {
@@ -255,7 +254,7 @@ impl Deliveries {
             }
             Delivery::Hold => {
                 self.held[index] |= !is_void;
-                Ok(())
+                self.on_device.as_ref().map_or(Ok(()), |on_device| on_device.held())
             }
             Delivery::Ignore => {
                 if self.is_awaited {

@@ -52,17 +52,27 @@ impl Ddp {
     /// An error if `call` cannot be made because NCCL averages the gradients on the device. It ends the group: the others may not make it.
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
         match &self.sink {
-            Some(sink) if self.nccl.is_some() => sink.call(|_| {
-                let cause = format!("{call}: NCCL averages these gradients in the memory of the device");
-                Err(Error::invalid_argument(cause)
-                    .with_remedy("do without it, or average in the host's memory, with Ddp::with_options"))
-            }),
+            Some(sink) if self.nccl.is_some() => sink.call(|_| Err(refused(call))),
             _ => Ok(()),
         }
+    }
+
+    /// An error if it cannot change to another group, also in a world of one.
+    pub(super) fn check_elastic(&self) -> Result<()> {
+        self.check_on_host(ELASTIC)?;
+        if self.nccl.is_some() { Err(refused(ELASTIC)) } else { Ok(()) }
     }
 
     /// The failure of a call of NCCL's that nobody has waited for: what has been computed since is worth nothing.
     pub(crate) fn check_settled(&self) -> Result<()> {
         self.nccl.as_ref().and_then(phalanx_nccl::Communicator::failure).map_or(Ok(()), Err)
     }
+}
+
+const ELASTIC: &str = "an elastic job";
+
+fn refused(call: &str) -> Error {
+    let cause = format!("{call}: NCCL averages these gradients in the memory of the device");
+    Error::invalid_argument(cause)
+        .with_remedy("do without it, or average in the host's memory, with Ddp::with_options")
 }

@@ -44,7 +44,7 @@ impl Ddp {
     /// Changes to `group`, on all of whose ranks the variables are equal already; it checks that they are the same.
     /// What belonged to the previous group, such as a communication hook, is removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
-        self.check_on_host("an elastic job")?;
+        self.check_elastic()?;
         self.unhook();
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
@@ -67,7 +67,7 @@ impl Ddp {
     /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
     /// it off.
     pub(crate) fn backward_replayable(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_on_host("an elastic job")?;
+        self.check_elastic()?;
         if let Some(sink) = &self.sink {
             if self.group.running().is_some() {
                 return Err(Error::invalid_argument(

@@ -10,7 +10,7 @@ use phalanx::reducer::hooks::AllReduce;
 use phalanx::{ProcessGroup, Result};
 use phalanx_nccl::DeviceGroup;
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
-use tch::nn::{Init, VarStore};
+use tch::nn::{self, Init, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::common::{device, elements};
@@ -19,6 +19,7 @@ use crate::common::{device, elements};
 pub const TESTS: &[(&str, fn())] = &[
     ("gradients_are_those_of_one_process_whatever_memory_they_share", || job("shared", 2)),
     ("averages_are_there_for_what_follows_without_a_wait", || job("at once", 2)),
+    ("optimizers_of_tch_train_and_a_type_that_changed_is_refused", || job("own", 2)),
     ("types_of_16_bits_and_of_64_are_averaged", || job("kinds", 2)),
     ("a_state_with_nccl_saves_and_loads", || job("state", 2)),
     ("what_cannot_be_done_in_place_is_refused_by_name", || job("refused", 2)),
@@ -100,6 +101,7 @@ pub fn play(case: &str) -> Result<()> {
         "shared" => shared(&group),
         "at once" => at_once(&group),
         "held" => held(&group),
+        "own" => own(&group),
         "kinds" => kinds(&group),
         "state" => state(&group),
         "refused" => refused(&group),
@@ -213,6 +215,32 @@ fn held(group: &ProcessGroup) -> Result<()> {
         }
         assert!(layers.iter().all(|one| elements(&one.grad()) == [1.5; 64]), "step {step}");
     }
+    Ok(())
+}
+
+/// tch's own optimizers and `zero_grad` of its tensors, and what changes after the `Ddp` was made.
+fn own(group: &ProcessGroup) -> Result<()> {
+    let mut store = VarStore::new(device());
+    let one = store.root().var("one", &[4], Init::Const(1.0));
+    let mut optimizer = nn::Sgd::default().build(&store, 0.5).unwrap();
+    let mut ddp = ddp(&store, group, options())?;
+    for step in 0..4 {
+        let number = group.rank().index() as f64 + 1.0;
+        let loss = ddp.forward(|| (&one * number).sum(Kind::Float))?;
+        match step % 2 {
+            0 => optimizer.zero_grad(),
+            _ => one.shallow_clone().zero_grad(),
+        }
+        ddp.backward(&loss)?;
+        assert_eq!(elements(&one.grad()), [1.5; 4], "step {step}");
+        optimizer.step();
+        assert_eq!(elements(&one), [1.0 - 0.75 * (step as f32 + 1.0); 4], "step {step}");
+    }
+    optimizer.zero_grad();
+    store.set_kind(Kind::Double);
+    let loss = ddp.forward(|| one.sum(Kind::Double))?;
+    let error = ddp.backward(&loss).unwrap_err().to_string();
+    assert!(error.contains("type"), "{error}");
     Ok(())
 }
 

@@ -98,8 +98,11 @@ fn stop(shared: &Shared) {
     // SAFETY: after the failure nobody uses it, but for a call that is stuck in it.
     if unsafe { stop_bound(&shared.nccl, shared.raw()) } {
         // Where several ranks are threads of one process, NCCL returns before the kernels have ended, but to the last of them.
-        let mut pause = Pause::default();
+        let (deadline, mut pause) = (Deadline::after(SETTLE_TIMEOUT), Pause::default());
         while shared.may_run() {
+            if deadline.has_passed() {
+                return; // What is dropped stays, as while an abort does not return.
+            }
             pause.pause();
         }
         shared.aborted();

@@ -53,8 +53,8 @@ struct Queued {
     streams: Vec<(Device, usize)>,
     /// The ends of streams that are no longer known.
     ends: Vec<Arc<Event>>,
-    /// Whether a stream is no longer known that had no end that could be asked for: from then on memory is freed only when no call is in
-    /// flight, and after a wait for the whole device.
+    /// Whether a stream is no longer known that had no end that could be asked for: then memory is freed only when no call is in
+    /// flight, after a wait for the whole device.
     is_unknown: bool,
     /// Memory, and the events after which nothing uses it; in the order in which it was dropped.
     batches: Vec<(Vec<Block>, Vec<Arc<Event>>)>,
@@ -136,6 +136,7 @@ impl Device {
                 match queued.all_ends() {
                     Some(ends) => queued.batches.push((dropped, ends)),
                     None if queued.is_unknown && !is_in_use && self.await_all() => {
+                        queued.is_unknown = false;
                         queued.batches.push((dropped, Vec::new()));
                     }
                     // The next look tries again.
