@@ -50,8 +50,8 @@ impl Default for DdpOptions {
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
 /// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back; or they lie in buckets
 /// of the device ([`with_nccl`](Self::with_nccl)). As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
-/// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) leaves none,
-/// tch's own optimizers leave zeros.
+/// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) and
+/// tch's own optimizers leave none, `Tensor::zero_grad` leaves zeros.
 ///
 /// A tensor that several layers share (tied weights) is one parameter: its gradient is the sum of all uses. The variable that a layer had
 /// before gets no gradient any more, so [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is needed, or make it frozen.

@@ -96,7 +96,7 @@ impl Optimizer {
 
     /// Leaves all parameters without a gradient: before each step, or before the first backward pass of several. It is PyTorch's
     /// `zero_grad(set_to_none=True)`: a parameter that the next backward pass does not use keeps its value, whatever its momentum and the
-    /// weight decay. tch's own optimizers leave zeros, which count as gradients.
+    /// weight decay. tch's own optimizers do the same; `Tensor::zero_grad` leaves zeros, which count as gradients.
     ///
     /// # Errors
     /// Of libtorch.

@@ -237,6 +237,7 @@ fn own(group: &ProcessGroup) -> Result<()> {
         assert_eq!(elements(&one), [1.0 - 0.75 * (step as f32 + 1.0); 4], "step {step}");
     }
     optimizer.zero_grad();
+    assert!(!one.grad().defined(), "tch's optimizers leave no gradients");
     store.set_kind(Kind::Double);
     let loss = ddp.forward(|| one.sum(Kind::Double))?;
     let error = ddp.backward(&loss).unwrap_err().to_string();
