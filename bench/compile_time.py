@@ -76,7 +76,8 @@ def make_bare(folder: Path) -> None:
             known = re.search(rf"^{name[0]} = \{{ (version.*?) \}}", versions, re.MULTILINE)[1]
             features = re.search(r"features = \[.*?\]", line)[0]
             dependencies.append(f"{name[0]} = {{ {re.sub(r', features = .*', '', known)}, {features} }}")
-    profile = workspace[workspace.index("[profile.dev]") : workspace.index("[profile.release]")]
+    # Without what it says of our own packages.
+    profile = workspace[workspace.index("[profile.dev]") : workspace.index("# Much of Burn is compiled in those")]
     (folder / "src").mkdir(parents=True)
     (folder / "src/main.rs").write_text(BARE)
     package = '[package]\nname = "bare"\nversion = "0.1.0"\nedition = "2024"\n\n[workspace]\n\n[dependencies]\n'
