@@ -9,14 +9,13 @@
 //!    device: a call that fails later is the error of the next call, and of a save ([`check`](OnDevice::check)).
 #![allow(unsafe_code)] // NCCL takes addresses.
 
-use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{DType, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, DeviceMemory, Element, Stream, Work};
+use phalanx_nccl::{Communicator, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, TchError, Tensor};
 
 use crate::shim;
@@ -172,7 +171,7 @@ impl OnDevice {
         &self,
         number: usize,
         gradients: &Arc<[GradientPlace]>,
-    ) -> Result<Option<Work<Lent<T>>>> {
+    ) -> Result<Option<Work<DeviceSlice<T>>>> {
         let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
@@ -213,12 +212,12 @@ impl OnDevice {
         for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
             shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))?;
         }
-        let lent = Lent::new(bucket.memory.shallow_clone(), self.nccl.device())?;
+        let lent = lend::<T>(bucket.memory.shallow_clone(), self.nccl.device())?;
         buckets[number] = Some(bucket);
-        if lent.len == 0 {
+        if lent.is_empty() {
             return Ok(None); // It has no address.
         }
-        self.bytes.fetch_add((lent.len * size_of::<T>()) as u64, Ordering::Relaxed);
+        self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
         self.nccl.after(&here)?.all_reduce_async(lent, ReduceOp::Avg).map(Some)
     }
 
@@ -254,44 +253,17 @@ fn index_of(device: Device) -> Option<u32> {
     }
 }
 
-/// A bucket's memory while NCCL has it.
-struct Lent<T> {
-    /// Keeps the memory.
-    _tensor: Tensor,
-    device: phalanx_nccl::Device,
-    pointer: u64,
-    len: usize,
-    _elements: PhantomData<fn() -> T>,
-}
-
-impl<T: Element> Lent<T> {
-    fn new(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Self> {
-        let (pointer, bytes) = shim::device_memory(&tensor)?;
-        let len = bytes / size_of::<T>();
-        if len != tensor.numel() || index_of(tensor.device()) != Some(device.ordinal()) {
-            return Err(Error::invalid_argument("a bucket has another type or device than its parameters"));
-        }
-        Ok(Self { _tensor: tensor, device: device.clone(), pointer, len, _elements: PhantomData })
+/// The memory of a bucket, for NCCL. It keeps the tensor.
+fn lend<T: Element>(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
+    let (pointer, bytes) = shim::device_memory(&tensor)?;
+    let len = bytes / size_of::<T>();
+    if len != tensor.numel() || index_of(tensor.device()) != Some(device.ordinal()) {
+        return Err(Error::invalid_argument("a bucket has another type or device than its parameters"));
     }
-}
-
-// SAFETY: `shim::device_memory` has the address and the size of a tensor that is held as long as this is, and that lies on the communicator's
-// device row by row. What else uses the elements is queued on streams that NCCL's has waited for, or that wait for NCCL's at the end of
-// backward (`settle`).
-unsafe impl<T: Element> DeviceMemory for Lent<T> {
-    type Element = T;
-
-    fn device(&self) -> &phalanx_nccl::Device {
-        &self.device
-    }
-
-    fn pointer(&self) -> u64 {
-        self.pointer
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
+    // SAFETY: `shim::device_memory` has the address and the size of a tensor that is held as long as this is, and that lies on the
+    // communicator's device row by row. What else uses the elements is queued on streams that NCCL's has waited for, or that wait for
+    // NCCL's at the end of backward (`settle`).
+    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(tensor))
 }
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.

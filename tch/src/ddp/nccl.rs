@@ -51,10 +51,8 @@ impl Ddp {
 
     /// An error if `call` cannot be made because NCCL averages the gradients on the device. It ends the group: the others may not make it.
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
-        match &self.sink {
-            Some(sink) if self.nccl.is_some() => sink.call(|_| Err(refused(call))),
-            _ => Ok(()),
-        }
+        let Some(sink) = self.sink.as_ref().filter(|_| self.nccl.is_some()) else { return Ok(()) };
+        sink.call(|_| Err(refused(call)))
     }
 
     /// An error if it cannot change to another group, also in a world of one.

@@ -1,5 +1,6 @@
 //! Memory on a device, whoever owns it.
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -43,6 +44,7 @@ pub struct DeviceSlice<T> {
     device: Device,
     pointer: u64,
     len: usize,
+    _keeper: Option<Box<dyn Any + Send>>,
     _elements: PhantomData<T>,
 }
 
@@ -54,7 +56,13 @@ impl<T: Element> DeviceSlice<T> {
     /// is. While a call has it, nothing else uses it. If the communicator fails, all this holds until
     /// [`Communicator::is_aborting`](crate::Communicator::is_aborting) is false.
     pub unsafe fn from_raw(device: &Device, pointer: u64, len: usize) -> Self {
-        Self { device: device.clone(), pointer, len, _elements: PhantomData }
+        Self { device: device.clone(), pointer, len, _keeper: None, _elements: PhantomData }
+    }
+
+    /// The same, and drops `keeper`, such as the tensor that has this memory, when it is dropped itself.
+    #[must_use]
+    pub fn keeping(self, keeper: impl Send + 'static) -> Self {
+        Self { _keeper: Some(Box::new(keeper)), ..self }
     }
 }
 

@@ -304,6 +304,9 @@ async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::Un
                         inside.update(|clients| clients - usize::from(told.get()));
                     });
                     pending_clients.push(task, admitted);
+                    // Who is accepted is heard before the next ones are: in a flood it would be the oldest that nobody has heard yet, and
+                    // be closed.
+                    tokio::task::yield_now().await;
                 }
                 Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
                 Err(error) => {
