@@ -318,7 +318,7 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// An error, which ends the group, if `call` cannot be made because NCCL averages the gradients where they lie.
+    /// An error, which ends the group, if `call` cannot be made because NCCL averages the gradients.
     fn check_on_host(&self, call: &str) -> Result<()> {
         self.engine.check_on_host(call).map_err(|error| self.fail(error))
     }
@@ -334,9 +334,9 @@ impl<M: Module> Ddp<M> {
     /// The averages in the buckets, times `scale`, in the form that Burn's optimizers take.
     fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
         #[cfg(feature = "nccl")]
-        if let Some(shelf) = self.engine.shelf() {
+        if let Some(on_device) = self.engine.on_device() {
             // Neither `join` nor weights, whose factors there are, are accepted with it.
-            return crate::nccl::averages(held(&self.model), shelf, &self.inventory.indices);
+            return crate::nccl::averages(held(&self.model), reducer, on_device, &self.inventory.indices);
         }
         let handover = Handover { scale, view: self.gradient_as_bucket_view };
         averages(held(&self.model), reducer, &self.inventory.indices, handover)
@@ -390,7 +390,7 @@ impl<M: Module> Ddp<M> {
         let by_group =
             self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()));
         #[cfg(feature = "nccl")]
-        let by_group = by_group + self.engine.shelf().map_or(0, crate::nccl::Shelf::bytes);
+        let by_group = by_group + self.engine.on_device().map_or(0, crate::nccl::OnDevice::bytes);
         by_group
     }
 

@@ -1,98 +1,332 @@
-//! Gradients that NCCL averages on the device, where backward has left them.
+//! Gradients that NCCL averages on the device, in buckets of its memory.
 //!
-//! 1. A parameter's hook runs when the device has been given the work for its gradient. The gradient is taken out of the graph, in one
-//!    piece and in memory that is nobody else's: if the graph still uses it, or a parameter shares it, it is copied on the device.
-//! 2. A fence goes into the device's queue. It is waited for [some hooks later](crate::read_back::InFlight), as copies are: CubeCL shows
-//!    its streams to nobody, so that NCCL's stream cannot wait for them, and the thread has to.
-//! 3. When all gradients of a bucket are computed, one group of NCCL's calls averages them in place. The memory is held until it is done.
-//! 4. At the end of backward the thread waits for the calls, each with its time-out, and the tensors become Burn's again.
+//! 1. A parameter's hook runs when the device has been given the work for its gradient. The gradient is kept as it is. Nobody waits.
+//! 2. When all gradients of a bucket are there, the device is told to copy them into one piece of memory, which is new in each step and has zeros
+//!    for a parameter that has no gradient on this rank. A fence goes behind that into the device's queue.
+//! 3. A thread of its own waits for the fences, one after the other, and makes a call of NCCL's for each bucket: CubeCL shows its streams to
+//!    nobody, so that NCCL's stream cannot wait for them.
+//! 4. At the end of backward the program's thread waits for the calls. The averages are places in the buckets.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
-use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread;
+use std::time::Duration;
 
 use burn::backend::Cube;
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType as BurnDType, Device, Tensor, bf16, f16};
-use burn_cubecl::CubeDevice;
+use burn::tensor::{DType as BurnDType, Device, Shape, Slice, Tensor, bf16, f16};
 use burn_cubecl::cubecl::cuda::CudaRuntime;
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
-use phalanx::reducer::hooks::{CommHook, GradBucket, HookState, Pending};
+use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
-use phalanx::{Communicator, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{DeviceMemory, Element, Work};
+use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result};
+use phalanx_nccl::{DeviceSlice, Element, Work};
 
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
 
-/// The most calls that NCCL takes as one are 2048.
-const CALLS: usize = 1024;
-
-/// A gradient in a device's memory, in one piece that nothing else uses.
+/// A gradient in a device's memory.
 pub(crate) struct Resident(CubeTensor);
 
 impl Resident {
     pub fn of(tensor: FloatTensor<Cube>) -> Self {
-        let tensor = into_contiguous(Cube::computed(tensor));
-        // Backward may go on with this memory, or have given it to another parameter, too.
-        Self(if tensor.can_mut() { tensor } else { tensor.copy() })
+        Self(Cube::computed(tensor))
     }
 
-    fn elements(&self) -> usize {
-        self.0.meta.shape().num_elements()
-    }
-
-    fn dtype(&self) -> BurnDType {
-        self.0.dtype
-    }
-
-    /// Its address, if CubeCL knows one that can be CUDA's, with the number of its bytes, and what keeps it there.
-    fn address(&self) -> Result<Option<(u64, u64, Held)>> {
-        let (client, handle) = (&self.0.client, self.0.handle.clone());
-        let lost = |cause| Lost::by(cause).of("a gradient");
-        Ok(Some(match &self.0.device {
-            CubeDevice::Cuda(_) => {
-                let memory = client.get_resource::<<CudaRuntime as Runtime>::Server>(handle).map_err(lost)?;
-                (memory.resource().ptr, memory.resource().size, Box::new(memory))
-            }
-            #[cfg(feature = "cpu")]
-            CubeDevice::Cpu(_) => {
-                use burn_cubecl::cubecl::cpu::CpuRuntime;
-                let memory = client.get_resource::<<CpuRuntime as Runtime>::Server>(handle).map_err(lost)?;
-                let (first, size) = memory.resource().get_write_ptr_and_length();
-                (first.expose_provenance() as u64, size as u64, Box::new(memory))
-            }
-            _ => return Ok(None),
-        }))
-    }
-
-    /// Its address in the memory of `device`, and what keeps it there.
-    fn lend(&self, device: &phalanx_nccl::Device) -> Result<(u64, Held)> {
-        let Some((pointer, size, held)) = self.address()? else { return Err(not_on(device)) };
-        if size < (self.elements() * self.0.dtype.size()) as u64 {
-            return Err(Error::invalid_argument("a gradient has less memory than elements"));
+    /// An error if it is not the gradient of `spec`.
+    fn check(self, spec: &ParameterSpec) -> Result<CubeTensor> {
+        let (own, elements) = (self.0.dtype, self.0.meta.shape().num_elements());
+        if dtype(own)? == spec.dtype && elements == spec.elements() && own != BurnDType::Flex32 {
+            return Ok(self.0);
         }
-        // An address that is none of the device's would be its end.
-        if !device.holds(pointer)? {
-            return Err(not_on(device));
-        }
-        Ok((pointer, held))
+        Err(Error::invalid_argument(format!("the gradient of {spec} has {elements} x {own:?}")))
+    }
+}
+
+/// Averages the gradients of one model's parameters.
+pub(crate) struct OnDevice {
+    nccl: phalanx_nccl::Communicator,
+    device: CubeDevice,
+    state: Mutex<State>,
+    /// To the thread that makes NCCL's calls.
+    calls: Sender<Call>,
+    /// The bytes of all gradients that were averaged.
+    bytes: AtomicU64,
+}
+
+/// By the index of the parameter.
+struct State {
+    /// The sums of gradients that are to be averaged in a later backward pass.
+    held: Vec<Option<CubeTensor>>,
+    /// The gradients of this backward pass, and then their averages.
+    gradients: Vec<Option<CubeTensor>>,
+}
+
+/// Waits for a fence, and makes a call of NCCL's.
+type Call = Box<dyn FnOnce() + Send>;
+
+impl OnDevice {
+    /// For a model on `device`. Also gives the reducer that says when what is averaged.
+    pub fn new(
+        nccl: &phalanx_nccl::Communicator,
+        device: &Device,
+        group: Arc<dyn Communicator>,
+        parameters: Vec<ParameterSpec>,
+        options: ReducerOptions,
+    ) -> Result<(Arc<Self>, Reducer)> {
+        let device = check(device, nccl.device())?;
+        let (calls, queue) = channel::<Call>();
+        // It ends when this `OnDevice` is dropped.
+        let thread = thread::Builder::new().name("phalanx-nccl-calls".into());
+        let started = thread.spawn(move || queue.into_iter().for_each(|call| call()));
+        drop(started.map_err(|cause| Error::aborted(format!("no thread for NCCL's calls: {cause}")))?);
+        let none = || parameters.iter().map(|_| None).collect();
+        let state = Mutex::new(State { held: none(), gradients: none() });
+        let this = Arc::new(Self { nccl: nccl.clone(), device, state, calls, bytes: AtomicU64::new(0) });
+        let reducer = Reducer::elsewhere(group, parameters, options, Box::new(Hook(this.clone())))?;
+        Ok((this, reducer))
     }
 
-    fn into_tensor(self) -> FloatTensor<Cube> {
-        Cube::stored(self.0)
+    /// Keeps the gradient of a parameter for this backward pass, with what is held for it.
+    pub fn put(&self, index: usize, spec: &ParameterSpec, gradient: Resident) -> Result<()> {
+        self.hold(index, spec, gradient)?;
+        let State { held, gradients } = &mut *self.state.lock();
+        gradients[index] = held[index].take();
+        Ok(())
+    }
+
+    /// Adds a gradient to what is held for its parameter.
+    pub fn hold(&self, index: usize, spec: &ParameterSpec, gradient: Resident) -> Result<()> {
+        let gradient = gradient.check(spec)?;
+        let held = &mut self.state.lock().held[index];
+        *held = Some(match held.take() {
+            Some(sum) => CubeBackend::float_add(sum, gradient),
+            None => gradient,
+        });
+        Ok(())
+    }
+
+    /// What is held belongs to this backward pass from now on: the indices of its parameters.
+    pub fn hand_over(&self) -> Vec<usize> {
+        let State { held, gradients } = &mut *self.state.lock();
+        let mut indices = Vec::new();
+        for (index, (held, gradient)) in held.iter_mut().zip(gradients).enumerate() {
+            if let Some(sum) = held.take() {
+                *gradient = Some(sum);
+                indices.push(index);
+            }
+        }
+        indices
+    }
+
+    /// Drops what a pass has left that did not come to its end.
+    pub fn clear(&self) {
+        self.state.lock().gradients.fill_with(|| None);
+    }
+
+    /// Drops what is held.
+    pub fn drop_held(&self) {
+        self.state.lock().held.fill_with(|| None);
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, index: usize) -> Result<CubeTensor> {
+        let gradient = self.state.lock().gradients.get_mut(index).and_then(Option::take);
+        gradient.ok_or_else(|| Error::aborted(format!("the average of parameter {index} is not there")))
+    }
+
+    /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
+    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, dtype: BurnDType) -> Result<Pending> {
+        let own = |place: &GradientPlace| self.state.lock().gradients[place.parameter].take();
+        let own = bucket.gradients.iter().map(|place| (own(place), place.elements.len()));
+        let memory = BucketMemory::of(own.collect(), &self.device, dtype);
+        let elements: usize = memory.places.iter().map(Range::len).sum();
+        self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
+        if elements == 0 {
+            self.keep(&bucket.gradients, &memory);
+            return Ok(Pending::ready(bucket.buffer)); // It has no address.
+        }
+        // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
+        let lent = memory.lend::<T>(self.nccl.device())?;
+        let fence = ReadBack::fence(&memory.tensor);
+        let (launched, launching) = channel();
+        let nccl = self.nccl.clone();
+        let call = move || {
+            let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
+            let work = computed.and_then(|()| nccl.all_reduce_async(lent, ReduceOp::Avg));
+            drop(nccl); // Its end is not this thread's.
+            // Nobody waits for it after a failure.
+            let _kept = launched.send(work);
+        };
+        self.calls.send(Box::new(call)).map_err(|_| gone())?;
+        let stage = Arc::new(Mutex::new(Stage::<T>::Computing(launching)));
+        let (this, under_way) = (self.clone(), stage.clone());
+        Ok(Pending::elsewhere(
+            move || under_way.lock().is_completed(),
+            move || {
+                let stage = std::mem::replace(&mut *stage.lock(), Stage::Over);
+                stage.wait(this.nccl.timeout())?;
+                this.keep(&bucket.gradients, &memory);
+                Ok(bucket.buffer)
+            },
+        ))
+    }
+
+    /// What lies in a bucket are the gradients from now on.
+    fn keep(&self, gradients: &[GradientPlace], memory: &BucketMemory) {
+        let mut state = self.state.lock();
+        for (place, range) in gradients.iter().zip(&memory.places) {
+            state.gradients[place.parameter] = Some(memory.part(range, &place.shape));
+        }
+    }
+}
+
+/// How far the averaging of a bucket is.
+enum Stage<T: Element> {
+    /// The device computes it, or the thread has not come to it.
+    Computing(Receiver<Result<Work<DeviceSlice<T>>>>),
+    Launched(Result<Work<DeviceSlice<T>>>),
+    Over,
+}
+
+impl<T: Element> Stage<T> {
+    fn is_completed(&mut self) -> bool {
+        if let Self::Computing(launching) = self {
+            match launching.try_recv() {
+                Ok(work) => *self = Self::Launched(work),
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => return true,
+            }
+        }
+        !matches!(self, Self::Launched(Ok(work)) if !work.is_completed())
+    }
+
+    /// Waits until it is averaged: for the device as long as `timeout`, and then for NCCL with the call's own.
+    fn wait(self, timeout: Duration) -> Result<()> {
+        let work = match self {
+            Self::Computing(launching) => launching.recv_timeout(timeout).map_err(|cause| match cause {
+                RecvTimeoutError::Disconnected => gone(),
+                RecvTimeoutError::Timeout => Error::timeout(format!(
+                    "the device has not computed a bucket of gradients, or NCCL has not taken its call, within {} s",
+                    timeout.as_secs_f64()
+                ))
+                .with_remedy(
+                    "see the device's own messages; where a step takes longer, the group needs a longer time-out",
+                ),
+            })?,
+            Self::Launched(work) => work,
+            Self::Over => return Ok(()),
+        };
+        work?.wait().map(drop)
+    }
+}
+
+fn gone() -> Error {
+    Error::aborted("the thread that makes NCCL's calls has panicked, as its message on stderr says")
+}
+
+/// The gradients of a bucket, in one piece of the device's memory.
+struct BucketMemory {
+    tensor: CubeTensor,
+    /// The elements of each gradient.
+    places: Vec<Range<usize>>,
+    /// A gradient begins at a multiple of so many elements, where CubeCL's kernels can begin.
+    step: usize,
+}
+
+impl BucketMemory {
+    /// Has `device` copy the gradients, each of so many elements. One that is not there has zeros.
+    fn of(gradients: Vec<(Option<CubeTensor>, usize)>, device: &CubeDevice, dtype: BurnDType) -> Self {
+        let alignment = device.client().properties().memory.alignment as usize;
+        let (mut end, step) = (0usize, alignment.div_ceil(dtype.size()).max(1));
+        let place = |&(_, elements): &(_, usize)| {
+            let from = end;
+            end = (from + elements).next_multiple_of(step);
+            from..from + elements
+        };
+        let places: Vec<_> = gradients.iter().map(place).collect();
+        let mut tensor = CubeBackend::float_zeros(Shape::new([end]), device, dtype.into());
+        for ((gradient, elements), place) in gradients.into_iter().zip(&places) {
+            if let Some(gradient) = gradient.filter(|_| elements > 0) {
+                let row = CubeBackend::float_reshape(gradient, Shape::new([elements]));
+                tensor = CubeBackend::float_slice_assign(tensor, &[Slice::from(place.clone())], row);
+            }
+        }
+        Self { tensor, places, step }
+    }
+
+    /// The tensor of this shape whose elements are those in `range`.
+    fn part(&self, range: &Range<usize>, shape: &[usize]) -> CubeTensor {
+        let (whole, shape) = (&self.tensor, Shape::from(shape.to_vec()));
+        if range.is_empty() {
+            return CubeBackend::float_zeros(shape, &whole.device, whole.dtype.into());
+        }
+        let end = range.end.next_multiple_of(self.step).min(whole.meta.shape().num_elements());
+        let [before, after] = [range.start, whole.meta.shape().num_elements() - end]
+            .map(|count| (count * whole.dtype.size()) as u64);
+        let handle = whole.handle.clone().offset_start(before).offset_end(after);
+        CubeTensor::new_contiguous(whole.client.clone(), whole.device.clone(), shape, handle, whole.dtype)
+    }
+
+    /// Its memory for NCCL, which holds it.
+    fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
+        let len = self.tensor.meta.shape().num_elements();
+        let (pointer, held) = lend(&self.tensor, device)?;
+        // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
+        // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
+        // is made when the device has done all that was queued before, the fence has been waited for; parts are given out when it is over.
+        Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
     }
 }
 
 type Held = Box<dyn Any + Send>;
+
+/// The address of a tensor's memory, with the number of its bytes, and what keeps it there; None if CubeCL knows none that can be CUDA's.
+fn address(tensor: &CubeTensor) -> Result<Option<(u64, u64, Held)>> {
+    let (client, handle) = (&tensor.client, tensor.handle.clone());
+    let lost = |cause| Lost::by(cause).of("a bucket of gradients");
+    Ok(Some(match &tensor.device {
+        CubeDevice::Cuda(_) => {
+            let memory = client.get_resource::<<CudaRuntime as Runtime>::Server>(handle).map_err(lost)?;
+            (memory.resource().ptr, memory.resource().size, Box::new(memory))
+        }
+        #[cfg(feature = "cpu")]
+        CubeDevice::Cpu(_) => {
+            use burn_cubecl::cubecl::cpu::CpuRuntime;
+            let memory = client.get_resource::<<CpuRuntime as Runtime>::Server>(handle).map_err(lost)?;
+            let (first, size) = memory.resource().get_write_ptr_and_length();
+            (first.expose_provenance() as u64, size as u64, Box::new(memory))
+        }
+        _ => return Ok(None),
+    }))
+}
+
+/// The address of a tensor in the memory of `device`, and what keeps it there.
+fn lend(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<(u64, Held)> {
+    let Some((pointer, size, held)) = address(tensor)? else { return Err(not_on(device)) };
+    if size < (tensor.meta.shape().num_elements() * tensor.dtype.size()) as u64 {
+        return Err(Error::invalid_argument("a tensor has less memory than elements"));
+    }
+    // An address that is none of the device's would be its end.
+    if !device.holds(pointer)? {
+        return Err(not_on(device));
+    }
+    Ok((pointer, held))
+}
 
 fn not_on(device: &phalanx_nccl::Device) -> Error {
     Error::invalid_argument(format!("the model is not in the memory of CUDA device {}", device.ordinal()))
@@ -102,154 +336,20 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
         ))
 }
 
-/// The gradients of one model, from their hooks to the optimizer.
-pub(crate) struct Shelf {
-    nccl: phalanx_nccl::Communicator,
-    places: Mutex<Vec<Option<Resident>>>,
-    /// The bytes of all gradients that were averaged.
-    bytes: AtomicU64,
-}
+/// The hook of a reducer whose gradients [`OnDevice`] averages.
+struct Hook(Arc<OnDevice>);
 
-impl Shelf {
-    /// A shelf, and the reducer that says when what is averaged.
-    pub fn new(
-        nccl: &phalanx_nccl::Communicator,
-        group: Arc<dyn Communicator>,
-        parameters: Vec<ParameterSpec>,
-        options: ReducerOptions,
-    ) -> Result<(Arc<Self>, Reducer)> {
-        let places = parameters.iter().map(|_| None).collect();
-        let shelf =
-            Arc::new(Self { nccl: nccl.clone(), places: Mutex::new(places), bytes: AtomicU64::new(0) });
-        let reducer = Reducer::elsewhere(group, parameters, options, Box::new(InPlace(shelf.clone())))?;
-        Ok((shelf, reducer))
-    }
-
-    /// Keeps the gradient of a parameter, whose `spec` it must have. What is given is done when the device has computed it.
-    pub fn put(&self, index: usize, spec: &ParameterSpec, gradient: Resident) -> Result<ReadBack> {
-        let arrived = dtype(gradient.dtype())?;
-        if arrived != spec.dtype
-            || gradient.elements() != spec.elements()
-            || gradient.dtype() == BurnDType::Flex32
-        {
-            return Err(Error::invalid_argument(format!(
-                "the gradient of {spec} has {} x {:?}",
-                gradient.elements(),
-                gradient.dtype()
-            )));
-        }
-        // Here and not later: the current stream of CubeCL's then waits for the one that computes the gradient, and the fence comes behind both.
-        if gradient.elements() > 0 {
-            drop(gradient.lend(self.nccl.device())?);
-        }
-        let fence = ReadBack::fence(&gradient.0);
-        match self.places.lock().get_mut(index) {
-            Some(place) => *place = Some(gradient),
-            None => return Err(Error::invalid_argument(format!("there is no parameter {index}"))),
-        }
-        Ok(fence)
-    }
-
-    /// Drops what a pass has left that did not come to its end.
-    pub fn clear(&self) {
-        self.places.lock().fill_with(|| None);
-    }
-
-    pub fn bytes(&self) -> u64 {
-        self.bytes.load(Ordering::Relaxed)
-    }
-
-    fn take(&self, index: usize) -> Result<Resident> {
-        let gradient = self.places.lock().get_mut(index).and_then(Option::take);
-        gradient.ok_or_else(|| Error::aborted(format!("the gradient of parameter {index} is not there")))
-    }
-
-    /// Starts to average the gradients of `parameters`, which are of type `T`.
-    fn launch<T: Element>(&self, parameters: &[usize]) -> Result<Vec<Work<Vec<Lent<T>>>>> {
-        let mut works = Vec::new();
-        // A tensor without elements has no address.
-        let is_empty = |index: &usize| matches!(self.places.lock().get(*index), Some(Some(gradient)) if gradient.elements() == 0);
-        let parameters: Vec<usize> = parameters.iter().copied().filter(|index| !is_empty(index)).collect();
-        for parameters in parameters.chunks(CALLS) {
-            let mut calls = self.nccl.group_calls();
-            for &parameter in parameters {
-                let resident = self.take(parameter)?;
-                let (pointer, held) = resident.lend(self.nccl.device())?;
-                let (device, len) = (self.nccl.device().clone(), resident.elements());
-                self.bytes.fetch_add((len * size_of::<T>()) as u64, Ordering::Relaxed);
-                let lent =
-                    Lent { parameter, resident, _held: held, device, pointer, len, _elements: PhantomData };
-                calls = calls.all_reduce(lent, ReduceOp::Avg);
-            }
-            works.push(calls.launch()?);
-        }
-        Ok(works)
-    }
-
-    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket) -> Result<Pending> {
-        let parameters: Vec<usize> = bucket.gradients.iter().map(|place| place.parameter).collect();
-        let works = Arc::new(Mutex::new(self.launch::<T>(&parameters)?));
-        let (shelf, under_way) = (self.clone(), works.clone());
-        let is_completed = move || under_way.lock().iter().all(Work::is_completed);
-        Ok(Pending::elsewhere(is_completed, move || {
-            let works = std::mem::take(&mut *works.lock());
-            for work in works {
-                for Lent { parameter, resident, .. } in work.wait()? {
-                    if let Some(place) = shelf.places.lock().get_mut(parameter) {
-                        *place = Some(resident);
-                    }
-                }
-            }
-            Ok(bucket.buffer)
-        }))
-    }
-}
-
-/// A gradient while NCCL has it.
-struct Lent<T> {
-    parameter: usize,
-    resident: Resident,
-    /// Keeps the memory where it is.
-    _held: Held,
-    device: phalanx_nccl::Device,
-    pointer: u64,
-    len: usize,
-    _elements: PhantomData<fn() -> T>,
-}
-
-// SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said to be
-// the device's, and it has `len` elements of this type, as `put` has checked. The tensor is the only one with this memory, and is
-// here, so nothing uses it until the call is done; the work that computes it is done, because its fence has been waited for.
-unsafe impl<T: Element> DeviceMemory for Lent<T> {
-    type Element = T;
-
-    fn device(&self) -> &phalanx_nccl::Device {
-        &self.device
-    }
-
-    fn pointer(&self) -> u64 {
-        self.pointer
-    }
-
-    fn len(&self) -> usize {
-        self.len
-    }
-}
-
-/// Averages a bucket's gradients where they lie.
-struct InPlace(Arc<Shelf>);
-
-impl CommHook for InPlace {
+impl CommHook for Hook {
     fn describe(&self) -> String {
         "NCCL".into()
     }
 
     fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         match bucket.buffer.dtype() {
-            phalanx::DType::F32 => self.0.average::<f32>(bucket),
-            phalanx::DType::F64 => self.0.average::<f64>(bucket),
-            phalanx::DType::F16 => self.0.average::<f16>(bucket),
-            phalanx::DType::BF16 => self.0.average::<bf16>(bucket),
+            DType::F32 => self.0.average::<f32>(bucket, BurnDType::F32),
+            DType::F64 => self.0.average::<f64>(bucket, BurnDType::F64),
+            DType::F16 => self.0.average::<f16>(bucket, BurnDType::F16),
+            DType::BF16 => self.0.average::<bf16>(bucket, BurnDType::BF16),
             other => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
@@ -265,47 +365,62 @@ impl CommHook for InPlace {
     fn load(&mut self, state: HookState) -> Result<()> {
         state.nothing()
     }
+
+    fn makes_zeros(&self) -> bool {
+        true
+    }
 }
 
-/// An error if the tensors of `device` are not in the memory of the communicator's device.
-pub(crate) fn check(device: &Device, nccl: &phalanx_nccl::Communicator) -> Result<()> {
+/// The device of CubeCL's that `device` is; an error if its tensors are not in the memory of the communicator's device.
+fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<CubeDevice> {
     let probe = Tensor::<1>::zeros([1], &device.clone().inner()).try_into_primitive::<Cube>();
-    let probe = probe.map_err(|_| not_on(nccl.device()))?;
-    Resident::of(probe).lend(nccl.device()).map(drop)
+    let probe = Cube::computed(probe.map_err(|_| not_on(cuda))?);
+    drop(lend(&probe, cuda)?);
+    Ok(probe.device.clone())
 }
 
-/// The averages on `shelf`, by the ids of `model`'s parameters, whose indices are `indices`.
+/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`.
 pub(crate) fn averages<M: Module>(
     model: &M,
-    shelf: &Shelf,
+    reducer: &Reducer,
+    on_device: &OnDevice,
     indices: &HashMap<ParamId, usize>,
 ) -> Result<GradientsParams> {
     let (gradients, seen) = (Ok(GradientsParams::new()), HashSet::new());
-    let mut averages = Averages { shelf, indices, seen, gradients };
+    let mut averages = Averages { reducer, on_device, indices, seen, gradients };
     model.visit(&mut averages);
     averages.gradients
 }
 
 struct Averages<'a> {
-    shelf: &'a Shelf,
+    reducer: &'a Reducer,
+    on_device: &'a OnDevice,
     indices: &'a HashMap<ParamId, usize>,
     /// A parameter that is used in several places has one gradient.
     seen: HashSet<ParamId>,
     gradients: Result<GradientsParams>,
 }
 
+impl Averages<'_> {
+    /// None if no rank had a gradient for the parameter, and there are only zeros.
+    fn take(&self, index: usize) -> Result<Option<FloatTensor<Cube>>> {
+        let average = self.on_device.take(index)?;
+        Ok(self.reducer.has_average(index)?.then(|| Cube::stored(average)))
+    }
+}
+
 impl ModuleVisitor for Averages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(&index) = self.indices.get(&param.id) else { return };
-        let Ok(gradients) = &mut self.gradients else { return };
-        if !self.seen.insert(param.id) {
+        if self.gradients.is_err() || !self.seen.insert(param.id) {
             return;
         }
-        match self.shelf.take(index) {
-            Ok(gradient) => {
-                gradients.register(param.id, Tensor::<D>::from_primitive::<Cube>(gradient.into_tensor()));
+        match (self.take(index), &mut self.gradients) {
+            (Ok(Some(average)), Ok(gradients)) => {
+                gradients.register(param.id, Tensor::<D>::from_primitive::<Cube>(average));
             }
-            Err(error) => self.gradients = Err(error),
+            (Err(error), gradients) => *gradients = Err(error),
+            _ => {}
         }
     }
 }
@@ -314,35 +429,38 @@ impl ModuleVisitor for Averages<'_> {
 mod tests {
     use super::*;
 
-    fn primitive(tensor: Tensor<2>) -> FloatTensor<Cube> {
-        tensor.try_into_primitive::<Cube>().unwrap()
-    }
-
-    fn place(resident: &Resident) -> u64 {
-        resident.address().unwrap().unwrap().0
+    fn primitive(tensor: Tensor<2>) -> CubeTensor {
+        Cube::computed(tensor.try_into_primitive::<Cube>().unwrap())
     }
 
     #[test]
-    fn memory_of_one_s_own_stays_where_it_is_and_what_others_use_is_copied() {
+    fn a_bucket_has_copies_row_by_row_and_zeros() {
         let device = Device::cpu();
-        let tensor = || Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &device);
-        let elements = |resident: Resident| -> Vec<f32> {
-            let tensor = Tensor::<2>::from_primitive::<Cube>(resident.into_tensor());
-            tensor.into_data().try_to_vec().unwrap()
-        };
-        let own = Resident::of(primitive(tensor()));
-        let first = place(&own);
-        let again = Resident::of(own.into_tensor());
-        assert_eq!(place(&again), first);
-        assert_eq!(elements(again), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-
-        let shared = tensor();
-        let other = Resident(Cube::computed(primitive(shared.clone())));
-        let copy = Resident::of(primitive(shared.clone()));
-        assert_ne!(place(&copy), place(&other));
-        assert_eq!(elements(copy), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-
-        // In one piece, row by row.
-        assert_eq!(elements(Resident::of(primitive(tensor().transpose()))), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        let tensor = Tensor::<2>::from_floats([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], &device);
+        let cube = primitive(tensor.clone()).device;
+        let gradients = vec![
+            (Some(primitive(tensor.clone())), 6),
+            (None, 2),
+            (Some(primitive(tensor.clone().transpose())), 6),
+            (Some(primitive(Tensor::zeros([0, 3], &device))), 0),
+        ];
+        let memory = BucketMemory::of(gradients, &cube, BurnDType::F32);
+        let shapes = [[2, 3], [1, 2], [3, 2], [0, 3]];
+        let parts = memory.places.iter().zip(&shapes).map(|(range, shape)| memory.part(range, shape));
+        let parts: Vec<Tensor<2>> =
+            parts.map(|part| Tensor::from_primitive::<Cube>(Cube::stored(part))).collect();
+        // Kernels that take several elements at once begin where each part does.
+        let sum = parts[0].clone() + parts[2].clone().transpose();
+        let elements = |tensor: Tensor<2>| -> Vec<f32> { tensor.into_data().try_to_vec().unwrap() };
+        assert_eq!(elements(sum), [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]);
+        let parts: Vec<_> = parts.into_iter().map(elements).collect();
+        assert_eq!(parts[0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        assert_eq!(parts[1], [0.0, 0.0]);
+        assert_eq!(parts[2], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        assert!(parts[3].is_empty());
+        // What the gradients were made of is as it was.
+        assert_eq!(elements(tensor), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        let alignment = cube.client().properties().memory.alignment as usize;
+        assert!(memory.places.iter().all(|place| (place.start * 4).is_multiple_of(alignment)));
     }
 }

@@ -41,14 +41,6 @@ impl ReadBack {
         self
     }
 
-    /// Notes in `trace` that the device has been given the work for the gradient of parameter `index`, and when it has done it.
-    #[cfg(feature = "nccl")]
-    pub fn traced_in_place(mut self, trace: &Trace, index: usize) -> Self {
-        trace.instant(Track::Backward, "gradient queued", Instant::now(), &[("parameter", index.into())]);
-        self.noted = Some((trace.clone(), "gradient computed", index));
-        self
-    }
-
     /// Waits for the elements, and calls `look` with them.
     pub fn wait<T>(self, look: impl FnOnce(TensorBytes<'_>) -> T) -> std::result::Result<T, Lost> {
         let Self { dtype, bytes, source, noted } = self;

@@ -1,16 +1,20 @@
 //! The receiver of hooks' gradients: they go to the reducer, or are added up here first.
 
 use std::sync::Arc;
+#[cfg(feature = "nccl")]
+use std::time::Instant;
 
 use phalanx::adapter::elements;
 use phalanx::reducer::{HookedReducer, Reducer};
+#[cfg(feature = "nccl")]
+use phalanx::trace::Track;
 use phalanx::{Buffer, DType, Error, Rank, Result};
 
 use crate::hook::GradientSink;
 #[cfg(feature = "nccl")]
-use crate::nccl::Shelf;
+use crate::nccl::{OnDevice, Resident};
 use crate::read_back::{InFlight, ReadBack};
-use crate::tensor_bytes::{self, Access, Away, TensorBytes};
+use crate::tensor_bytes::{self, Access, TensorBytes};
 
 /// What to do with a gradient that is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,9 +59,9 @@ pub(crate) struct Deliveries {
     void: Vec<bool>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
-    /// Where gradients wait that a device averages in its own memory.
+    /// Where gradients go that a device averages in its own memory.
     #[cfg(feature = "nccl")]
-    shelf: Option<Arc<Shelf>>,
+    on_device: Option<Arc<OnDevice>>,
 }
 
 /// The gradients that are held for one parameter.
@@ -83,18 +87,18 @@ impl Sink {
             void,
             in_flight,
             #[cfg(feature = "nccl")]
-            shelf: None,
+            on_device: None,
         };
         Self(HookedReducer::new(reducer, deliveries))
     }
 
-    /// Of a reducer whose gradients lie on `shelf`.
+    /// Of a reducer whose gradients are averaged `on_device`.
     #[cfg(feature = "nccl")]
-    pub fn in_place(reducer: Reducer, shelf: Arc<Shelf>) -> Self {
+    pub fn on_device(reducer: Reducer, on_device: Arc<OnDevice>) -> Self {
         let sink = Self::new(reducer);
         // A reducer that has just been made has not failed.
         let _kept = sink.0.attempt(|_, deliveries| {
-            deliveries.shelf = Some(shelf);
+            deliveries.on_device = Some(on_device);
             Ok(())
         });
         sink
@@ -109,7 +113,6 @@ impl Sink {
     pub fn set_delivery(&self, delivery: Delivery) -> Result<()> {
         self.0.attempt(|reducer, deliveries| {
             deliveries.land(reducer)?;
-            deliveries.check(delivery)?;
             deliveries.delivery = delivery;
             Ok(())
         })
@@ -121,7 +124,6 @@ impl Sink {
         self.0.attempt(|reducer, deliveries| {
             // Of a pass that was not ended.
             deliveries.clear();
-            deliveries.check(delivery)?;
             (deliveries.delivery, deliveries.is_void) = (delivery, weight == Some(0.0));
             match total {
                 Some(total) => reducer.start_weighted(total),
@@ -188,31 +190,19 @@ impl Deliveries {
         self.held.iter_mut().for_each(|held| held.any = false);
         self.void.fill(false);
         self.clear();
+        #[cfg(feature = "nccl")]
+        if let Some(on_device) = &self.on_device {
+            on_device.drop_held();
+        }
     }
 
     /// Drops what is on its way.
     fn clear(&mut self) {
         self.in_flight.clear();
         #[cfg(feature = "nccl")]
-        if let Some(shelf) = &self.shelf {
-            shelf.clear();
+        if let Some(on_device) = &self.on_device {
+            on_device.clear();
         }
-    }
-
-    /// An error if gradients are averaged where they lie, and cannot be added up before.
-    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
-    fn check(&self, delivery: Delivery) -> Result<()> {
-        #[cfg(feature = "nccl")]
-        if self.shelf.is_some() && delivery == Delivery::Hold {
-            return Err(Error::invalid_argument(
-                "gradients of several backward or forward passes were to be added up, and NCCL averages this model's gradients where they lie",
-            )
-            .with_remedy(
-                "make one forward pass for each backward, without backward_no_sync; or average in the memory of the processes, with Ddp::new",
-            ));
-        }
-        let _ = delivery;
-        Ok(())
     }
 
     /// A gradient is finished, or will be when its device has done its work.
@@ -223,8 +213,11 @@ impl Deliveries {
         match gradient {
             Access::Here(gradient) => self.ready(reducer, index, gradient),
             Access::Away(tensor) => {
-                let begun = self.begin(reducer, index, tensor)?;
-                match self.in_flight.push(index, begun) {
+                #[cfg(feature = "nccl")]
+                if let Some(on_device) = &self.on_device {
+                    return self.queued(reducer, on_device, index, tensor.stay()?);
+                }
+                match self.in_flight.push(index, tensor.read().traced(reducer.trace(), index)) {
                     Some((index, begun)) => self.arrived(reducer, index, begun),
                     None => Ok(()),
                 }
@@ -232,15 +225,27 @@ impl Deliveries {
         }
     }
 
-    /// Has the device copy a gradient; or puts it on the shelf.
-    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
-    fn begin(&self, reducer: &Reducer, index: usize, tensor: Box<dyn Away + '_>) -> Result<ReadBack> {
-        #[cfg(feature = "nccl")]
-        if let Some(shelf) = &self.shelf {
-            let Some(spec) = reducer.parameters().get(index) else { return Err(unknown(index)) };
-            return Ok(shelf.put(index, spec, tensor.stay()?)?.traced_in_place(reducer.trace(), index));
+    /// The device that averages a gradient has the work for it in its queue.
+    #[cfg(feature = "nccl")]
+    fn queued(
+        &self,
+        reducer: &mut Reducer,
+        on_device: &OnDevice,
+        index: usize,
+        gradient: Resident,
+    ) -> Result<()> {
+        let Some(spec) = reducer.parameters().get(index) else { return Err(unknown(index)) };
+        reducer.trace().instant(
+            Track::Backward,
+            "gradient queued",
+            Instant::now(),
+            &[("parameter", index.into())],
+        );
+        if self.delivery == Delivery::Hold {
+            return on_device.hold(index, spec, gradient);
         }
-        Ok(tensor.read().traced(reducer.trace(), index))
+        on_device.put(index, spec, gradient)?;
+        reducer.ready_elsewhere(index)
     }
 
     /// Waits for the gradients that are on their way, which are delivered as each arrives.
@@ -253,13 +258,7 @@ impl Deliveries {
 
     /// Waits for a gradient that is on its way, and delivers it.
     fn arrived(&mut self, reducer: &mut Reducer, index: usize, read: ReadBack) -> Result<()> {
-        let delivered = read.wait(|gradient| {
-            #[cfg(feature = "nccl")]
-            if self.shelf.is_some() {
-                return reducer.ready_elsewhere(index);
-            }
-            self.ready(reducer, index, gradient)
-        });
+        let delivered = read.wait(|gradient| self.ready(reducer, index, gradient));
         delivered.map_err(|lost| match reducer.parameters().get(index) {
             Some(parameter) => lost.of(format_args!("the gradient of {parameter}")),
             None => lost.of("a gradient"),
@@ -270,6 +269,10 @@ impl Deliveries {
     fn hand_over(&mut self, reducer: &mut Reducer) -> Result<()> {
         self.land(reducer)?;
         self.delivery = Delivery::Ignore;
+        #[cfg(feature = "nccl")]
+        if let Some(on_device) = &self.on_device {
+            on_device.hand_over().into_iter().try_for_each(|index| reducer.ready_elsewhere(index))?;
+        }
         for (index, held) in self.held.iter_mut().enumerate() {
             let is_void = self.void.get_mut(index).is_some_and(std::mem::take);
             if let Some(sum) = held.take() {

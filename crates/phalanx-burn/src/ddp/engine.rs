@@ -26,9 +26,9 @@ pub(crate) enum Engine<M> {
     Together {
         sink: Arc<Sink>,
         passes: Vec<Weak<Pass>>,
-        /// Where gradients lie that NCCL averages.
+        /// What averages gradients by NCCL.
         #[cfg(feature = "nccl")]
-        shelf: Option<Arc<nccl::Shelf>>,
+        on_device: Option<Arc<nccl::OnDevice>>,
     },
 }
 
@@ -36,7 +36,7 @@ pub(crate) enum Engine<M> {
 pub(crate) enum Averaging {
     /// In the memory of the processes, by their group.
     Host,
-    /// Where they lie.
+    /// In the memory of the device, by NCCL.
     #[cfg(feature = "nccl")]
     Nccl(phalanx_nccl::Communicator),
 }
@@ -61,36 +61,36 @@ impl<M> Engine<M> {
                 sink: Arc::new(Sink::new(Reducer::new(group, parameters, options)?)),
                 passes: Vec::new(),
                 #[cfg(feature = "nccl")]
-                shelf: None,
+                on_device: None,
             }),
             #[cfg(feature = "nccl")]
             Averaging::Nccl(communicator) => {
-                nccl::check(&inventory.device, communicator)?;
-                let (shelf, reducer) = nccl::Shelf::new(communicator, group, parameters, options)?;
+                let (on_device, reducer) =
+                    nccl::OnDevice::new(communicator, &inventory.device, group, parameters, options)?;
                 // NCCL connects ranks in the first call, and not in the first backward pass.
                 communicator.barrier()?;
-                let sink = Arc::new(Sink::in_place(reducer, shelf.clone()));
-                Ok(Self::Together { sink, passes: Vec::new(), shelf: Some(shelf) })
+                let sink = Arc::new(Sink::on_device(reducer, on_device.clone()));
+                Ok(Self::Together { sink, passes: Vec::new(), on_device: Some(on_device) })
             }
         }
     }
 
-    /// Where gradients lie that NCCL averages.
+    /// What averages gradients by NCCL.
     #[cfg(feature = "nccl")]
-    pub fn shelf(&self) -> Option<&nccl::Shelf> {
+    pub fn on_device(&self) -> Option<&nccl::OnDevice> {
         match self {
             Self::Alone { .. } => None,
-            Self::Together { shelf, .. } => shelf.as_deref(),
+            Self::Together { on_device, .. } => on_device.as_deref(),
         }
     }
 
-    /// An error if `call` cannot be made because NCCL averages the gradients where they lie.
+    /// An error if `call` cannot be made because NCCL averages the gradients.
     #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
     pub fn check_on_host(&self, call: &str) -> Result<()> {
         #[cfg(feature = "nccl")]
-        if self.shelf().is_some() {
+        if self.on_device().is_some() {
             return Err(Error::invalid_argument(format!(
-                "{call}: NCCL averages this model's gradients where they lie, in the memory of the device"
+                "{call}: NCCL averages this model's gradients, in the memory of the device"
             ))
             .with_remedy("do without it, or average in the memory of the processes, with Ddp::new"));
         }

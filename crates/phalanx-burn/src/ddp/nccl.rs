@@ -8,8 +8,8 @@ use phalanx_nccl::DeviceGroup;
 use super::{Averaging, Ddp, DdpOptions};
 
 impl<M: Module> Ddp<M> {
-    /// Like [`with_options`](Self::with_options), for a model on a CUDA device, whose gradients NCCL averages where they lie, while backward
-    /// goes on: nothing of them is copied, neither to the process's memory nor into buckets. All ranks call it together. Everything else,
+    /// Like [`with_options`](Self::with_options), for a model on a CUDA device, whose gradients NCCL averages in buckets of the device's memory, while
+    /// backward goes on: nothing of them is copied to the process's memory. All ranks call it together. Everything else,
     /// such as comparing the models, broadcasting buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
     /// [host](DeviceGroup::host).
     ///
@@ -30,12 +30,12 @@ impl<M: Module> Ddp<M> {
     /// # }
     /// ```
     ///
-    /// A gradient's calls begin when it is computed, which this process waits for some gradients later: CubeCL's streams cannot be
-    /// ordered with NCCL's. [`DdpOptions::gradient_as_bucket_view`] has no meaning here, since buckets have no memory.
+    /// A bucket's call is made when the device has computed its gradients, which a thread of this `Ddp`'s waits for; at the end of backward
+    /// the program's thread waits for the calls. No other calls may be made on `group` meanwhile. A bucket takes memory in each step, of which
+    /// its averages are parts: who keeps one keeps its bucket, and [`DdpOptions::gradient_as_bucket_view`] has no meaning here.
     ///
-    /// **These are refused**, by name: `find_unused_parameters`, `static_graph`,
-    /// [`backward_no_sync`](Self::backward_no_sync), [`backward_weighted`](Self::backward_weighted), several forward passes for one backward,
-    /// [`register_comm_hook`](Self::register_comm_hook), [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
+    /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
     /// and elastic jobs. [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///
     /// # Errors

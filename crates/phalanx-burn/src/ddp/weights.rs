@@ -127,7 +127,9 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<()> {
         self.engine.check_tracked(loss)?;
-        self.check_on_host("backward_no_sync")?;
+        if weight.is_some() {
+            self.check_on_host("backward_no_sync_weighted")?;
+        }
         self.accumulated = self.accumulate(weight)?;
         let model = held(&self.model);
         match &mut self.engine {

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use burn::module::{Module, Param};
+use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
@@ -24,6 +25,8 @@ mod stand_in;
 
 /// What a rank does.
 const WHAT: &str = "PHALANX_TEST_NCCL";
+/// How it trains.
+const CASE: &str = "PHALANX_TEST_NCCL_CASE";
 const RANKS: usize = 2;
 /// Rows of a rank's batch.
 const ROWS: usize = 4;
@@ -31,10 +34,14 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 4] = [
-        ("nccl_averages_gradients_where_they_lie", false, nccl_averages_gradients_where_they_lie),
+    let tests: [(&str, bool, fn()); 8] = [
+        ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
+        ("what_a_rank_does_not_use_counts_as_zero", false, || trained_as_one_process("unused")),
+        ("a_static_graph_may_have_unused_parameters", false, || trained_as_one_process("static")),
+        ("accumulated_gradients_are_averaged_once", false, || trained_as_one_process("accumulated")),
+        ("several_forward_passes_have_one_backward", false, || trained_as_one_process("together")),
         ("nccl_averages_while_backward_goes_on", false, nccl_averages_while_backward_goes_on),
-        ("what_cannot_be_done_in_place_is_refused_by_name", false, || job("refuse", &[HOST_IS_DEVICE])),
+        ("what_cannot_be_done_on_the_device_is_refused_by_name", false, || job("refuse", &[HOST_IS_DEVICE])),
         // The driver says whose memory an address is in, and is asked before NCCL gets it. Burn's memory on cuda is the device's.
         ("memory_that_is_not_the_device_s_is_refused", true, || job("elsewhere", &[])),
     ];
@@ -96,7 +103,7 @@ pub fn play() {
     match std::env::var(WHAT).unwrap().as_str() {
         "train" => {
             let group = DeviceGroup::new(group, &cuda).unwrap();
-            let trained = train(&group).unwrap();
+            let trained = train(&group, &std::env::var(CASE).unwrap()).unwrap();
             let path =
                 Path::new(&std::env::var(FOLDER).unwrap()).join(format!("{}.json", group.host().rank()));
             std::fs::write(path, serde_json::to_vec(&trained).unwrap()).unwrap();
@@ -139,21 +146,35 @@ impl Net {
         net.map(&mut Waves::default())
     }
 
-    /// Of the rows `from..to`; every [`ROWS`] of them have the same `adds`.
-    fn loss(&self, from: usize, to: usize) -> Tensor<1> {
-        let (x, _) = samples(from, to);
+    /// Of [`ROWS`] rows from `from` on, without the layers of these numbers.
+    fn loss(&self, from: usize, without: &[usize]) -> Tensor<1> {
+        let (x, _) = samples(from, from + ROWS);
         let first = x.clone() * self.first.val().unsqueeze();
-        let added =
-            self.adds.iter().fold(first, |sum, add| sum + add.val().repeat_dim(0, (to - from) / ROWS));
+        let added = self.adds.iter().fold(first, |sum, add| sum + add.val());
         let layer = |x: Tensor<2>, layer: &Layer| {
             ((x.clone() * layer.weight.val().unsqueeze() + layer.bias.val().unsqueeze()) * 0.2 + x).tanh()
         };
-        (self.layers.iter().fold(added * 0.1, layer) - x * 0.5).powi_scalar(2).mean()
+        let used = self.layers.iter().enumerate().filter(|(number, _)| !without.contains(number));
+        let out = used.fold(added * 0.1, |x, (_, one)| layer(x, one));
+        (out - x * 0.5).powi_scalar(2).mean()
     }
 }
 
+/// A layer that no rank uses in the cases with unused ones, where each rank leaves out the one of its own number, too.
+const IDLE: usize = 5;
+
+/// The passes of a rank's step: where its rows begin, and the layers that it leaves out.
+fn passes(case: &str, step: usize, rank: usize) -> Vec<(usize, Vec<usize>)> {
+    let count = if matches!(case, "accumulated" | "together") { 2 } else { 1 };
+    let without = if matches!(case, "unused" | "static") { vec![IDLE, rank] } else { Vec::new() };
+    let from = |pass| ((step * RANKS + rank) * count + pass) * ROWS;
+    (0..count).map(|pass| (from(pass), without.clone())).collect()
+}
+
+/// Decay changes a parameter whose gradient is zero, and not one that has none.
 fn sgd() -> ModuleOptimizer {
-    SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init()
+    let config = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
+    config.with_weight_decay(Some(WeightDecayConfig::new(0.1))).init()
 }
 
 fn options() -> DdpOptions {
@@ -163,29 +184,55 @@ fn options() -> DdpOptions {
     options
 }
 
-fn step(ddp: &mut Ddp<Net>, optimizer: &mut ModuleOptimizer, from: usize) -> Result<()> {
-    let loss = ddp.forward(|net| net.loss(from, from + ROWS))?;
-    let gradients = ddp.backward(&loss)?;
-    ddp.step(optimizer, 0.05, gradients)
-}
-
 /// One rank's part of the job.
-fn train(group: &DeviceGroup) -> Result<Vec<Vec<f32>>> {
-    let (mut ddp, mut optimizer) = (Ddp::with_nccl(Net::new(), group, options())?, sgd());
-    for number in 0..STEPS {
-        step(&mut ddp, &mut optimizer, (number * RANKS + group.host().rank().index()) * ROWS)?;
+fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
+    let mut options = options();
+    options.reducer = match case {
+        "unused" => options.reducer.find_unused_parameters(true),
+        "static" => options.reducer.static_graph(true),
+        _ => options.reducer,
+    };
+    let (mut ddp, mut optimizer) = (Ddp::with_nccl(Net::new(), group, options)?, sgd());
+    let rank = group.host().rank().index();
+    let before = calls(group);
+    for step in 0..STEPS {
+        let mut passes = passes(case, step, rank);
+        let (from, without) = passes.pop().unwrap();
+        let share = 1.0 / (passes.len() + 1) as f64;
+        let mut loss = ddp.forward(|net| net.loss(from, &without))? * share;
+        for (from, without) in passes {
+            if case == "together" {
+                loss = loss + ddp.forward(|net| net.loss(from, &without))? * share;
+            } else {
+                let first = ddp.forward(|net| net.loss(from, &without))? * share;
+                ddp.backward_no_sync(&first)?;
+            }
+        }
+        let gradients = ddp.backward(&loss)?;
+        let idle = gradients.get::<1>(ddp.model().layers[IDLE].weight.id);
+        assert_eq!(idle.is_none(), matches!(case, "unused" | "static"));
+        ddp.step(&mut optimizer, 0.05, gradients)?;
     }
     assert!(ddp.replicas_identical()?);
     assert_eq!(ddp.communicated_bytes(), (STEPS * ddp.model().num_params() * size_of::<f32>()) as u64);
+    // One for each bucket, and fewer buckets than parameters.
+    let calls = calls(group) - before;
+    assert!((STEPS * 4..STEPS * 10).contains(&calls), "{calls} calls of NCCL's in {STEPS} steps");
     Ok(floats(&ddp.model().valid()))
 }
 
+/// How many calls of NCCL's the group has made.
+fn calls(group: &DeviceGroup) -> usize {
+    group.device().calls().last().map_or(0, |call| call.sequence.0 as usize)
+}
+
 /// Plain Burn, with the batches of all ranks.
-fn reference() -> Vec<Vec<f32>> {
+fn reference(case: &str) -> Vec<Vec<f32>> {
     let (mut net, mut optimizer) = (Net::new(), sgd());
-    for number in 0..STEPS {
-        let from = number * RANKS * ROWS;
-        let loss = net.loss(from, from + RANKS * ROWS);
+    for step in 0..STEPS {
+        let passes: Vec<_> = (0..RANKS).flat_map(|rank| passes(case, step, rank)).collect();
+        let losses = passes.iter().map(|(from, without)| net.loss(*from, without));
+        let loss = losses.reduce(|sum, loss| sum + loss).unwrap() / passes.len() as f64;
         let gradients = GradientsParams::from_grads(loss.backward(), &net);
         net = optimizer.step(0.05, net, gradients);
     }
@@ -195,13 +242,13 @@ fn reference() -> Vec<Vec<f32>> {
 /// The variable with which the stand-in takes the memory of the process for that of its device.
 const HOST_IS_DEVICE: (&str, &str) = ("STANDIN_CUDA_HOST", "1");
 
-fn nccl_averages_gradients_where_they_lie() {
+fn trained_as_one_process(case: &'static str) {
     let folder = tempfile::tempdir().unwrap();
-    job("train", &[(FOLDER, folder.path().to_str().unwrap()), HOST_IS_DEVICE]);
+    job("train", &[(CASE, case), (FOLDER, folder.path().to_str().unwrap()), HOST_IS_DEVICE]);
     let left = |rank| std::fs::read(folder.path().join(format!("{rank}.json"))).unwrap();
     let trained: Vec<Vec<Vec<f32>>> =
         (0..RANKS).map(|rank| serde_json::from_slice(&left(rank)).unwrap()).collect();
-    let (expected, before) = (reference(), floats(&Net::new().valid()));
+    let (expected, before) = (reference(case), floats(&Net::new().valid()));
     assert!(distance(&expected, &before) > 0.01, "the reference has not moved");
     for (rank, ours) in trained.iter().enumerate() {
         assert_eq!(ours, &trained[0], "rank {rank} has other bits than rank 0");
@@ -210,28 +257,18 @@ fn nccl_averages_gradients_where_they_lie() {
     }
 }
 
-/// By the trace: the first bucket's calls are NCCL's before backward has come to the last gradient.
+/// By the trace: the first bucket's call is NCCL's before backward has come to the last gradient.
 fn nccl_averages_while_backward_goes_on() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let trace = ("PHALANX_TRACE", path.to_str().unwrap());
-    job("train", &[(FOLDER, folder.path().to_str().unwrap()), trace, HOST_IS_DEVICE]);
+    job("train", &[(CASE, "plain"), (FOLDER, folder.path().to_str().unwrap()), trace, HOST_IS_DEVICE]);
     check_overlap(&path, "gradient queued");
 }
 
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 10] = [
-        ("find_unused_parameters or static_graph is set", |group| {
-            let mut options = options();
-            options.reducer = options.reducer.find_unused_parameters(true);
-            Ddp::with_nccl(Net::new(), group, options).map(drop)
-        }),
-        ("find_unused_parameters or static_graph is set", |group| {
-            let mut options = options();
-            options.reducer = options.reducer.static_graph(true);
-            Ddp::with_nccl(Net::new(), group, options).map(drop)
-        }),
+    let cases: [(&str, Call); 7] = [
         ("the model is not in the memory of CUDA device 0", |group| {
             let net = Net::new().fork(&Device::flex().autodiff());
             Ddp::with_nccl(net, group, options()).map(drop)
@@ -240,20 +277,15 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
             true => Ddp::with_nccl(Net::new(), group, options()).map(drop),
             false => Ddp::with_options(Net::new(), group.host(), options()).map(drop),
         }),
-        ("backward_no_sync", |group| {
-            let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
-            let loss = ddp.forward(|net| net.loss(0, ROWS))?;
-            ddp.backward_no_sync(&loss)
-        }),
         ("backward_weighted", |group| {
             let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
-            let loss = ddp.forward(|net| net.loss(0, ROWS))?;
+            let loss = ddp.forward(|net| net.loss(0, &[]))?;
             ddp.backward_weighted(&loss, 1.0).map(drop)
         }),
-        ("several backward or forward passes", |group| {
+        ("backward_no_sync_weighted", |group| {
             let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
-            let (one, two) = (ddp.forward(|net| net.loss(0, ROWS))?, ddp.forward(|net| net.loss(0, ROWS))?);
-            ddp.backward(&(one + two)).map(drop)
+            let loss = ddp.forward(|net| net.loss(0, &[]))?;
+            ddp.backward_no_sync_weighted(&loss, 1.0)
         }),
         ("register_comm_hook", |group| {
             Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(AllReduce)
