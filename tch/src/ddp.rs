@@ -65,8 +65,10 @@ pub struct Ddp {
     inventory: Inventory,
     /// All collectives of this `Ddp` go through it.
     group: JoinGroup,
-    /// What averages the gradients, if the group does not.
+    /// What averages the gradients of a group that the program has made, if the group does not.
     nccl: Option<phalanx_nccl::Communicator>,
+    /// The device on which NCCL averages in each group of an elastic job.
+    cuda: Option<phalanx_nccl::Device>,
     /// None in a world of one, which needs neither hooks nor a reducer.
     sink: Option<Arc<Sink>>,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
@@ -106,12 +108,13 @@ impl Ddp {
         nccl: Option<phalanx_nccl::Communicator>,
         options: &DdpOptions,
     ) -> Result<Self> {
-        let (inventory, sink) = prepare(&variables, &group, nccl.as_ref(), options)?;
+        let (inventory, sink) = prepare(&variables, &group, nccl.as_ref(), false, options)?;
         let ddp = Self {
             variables,
             inventory,
             group,
             nccl,
+            cuda: None,
             sink,
             buffers_stale: false,
             has_torn: false,
@@ -363,11 +366,12 @@ fn settle(device: Device) {
 }
 
 /// Lists the variables, which the ranks of `group` compare, and hooks the parameters. An error ends the group: the others
-/// may be waiting for that.
+/// may be waiting for that. `waits`: the end of backward waits for `nccl`.
 fn prepare(
     variables: &Shared,
     group: &JoinGroup,
     nccl: Option<&phalanx_nccl::Communicator>,
+    waits: bool,
     options: &DdpOptions,
 ) -> Result<(Inventory, Option<Arc<Sink>>)> {
     let prepared = || {
@@ -381,7 +385,7 @@ fn prepare(
         let sink = match nccl {
             None => Sink::new(Reducer::new(communicator, specs, reducer)?, &inventory.parameters, None),
             Some(nccl) => {
-                let on_device = OnDevice::new(nccl, &inventory.parameters)?;
+                let on_device = OnDevice::new(nccl, &inventory.parameters, waits)?;
                 let hook = Box::new(Hook(on_device.clone()));
                 let reducer = Reducer::elsewhere(communicator, specs, reducer, hook)?;
                 // NCCL connects ranks in the first call, and not in the first backward pass.

@@ -7,6 +7,9 @@
 //!    One call for each gradient, without buckets, took 1.4 to 3.5 times as long as PyTorch's step on a real GPU.
 //! 3. At the end of backward the streams, and the one on which the program goes on, are told to wait for NCCL's. No thread waits for the
 //!    device: a call that fails later is the error of the next call, and of a save ([`check`](OnDevice::check)).
+//!
+//! In an elastic job the thread waits for the calls at the end of backward, so that a failure is one of this step. A step that can be done again keeps
+//! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
-use phalanx::{DType, Error, Rank, ReduceOp, Result};
+use phalanx::{DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, TchError, Tensor};
 
@@ -23,10 +26,20 @@ use crate::tensors::{Named, torch};
 
 /// Averages the gradients of a model's parameters.
 pub(crate) struct OnDevice {
-    nccl: Communicator,
+    device: phalanx_nccl::Device,
+    nccl: Mutex<Calls>,
+    /// Whether the end of backward waits for the calls.
+    waits: bool,
     state: Mutex<State>,
     /// The bytes of all buckets that were averaged.
     bytes: AtomicU64,
+}
+
+/// What makes NCCL's calls.
+enum Calls {
+    Of(Communicator),
+    /// The ranks of this group make a communicator for the next bucket.
+    Next(ProcessGroup),
 }
 
 struct State {
@@ -45,6 +58,10 @@ struct Bucket {
     memory: Tensor,
     /// The places of the gradients in it.
     places: Vec<Tensor>,
+    /// What it held in this step before it was averaged, if that may be averaged again.
+    kept: Option<Tensor>,
+    /// Whether other memory takes the place of this.
+    is_abandoned: bool,
 }
 
 impl Bucket {
@@ -61,7 +78,43 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        Ok(Self { gradients, memory, places })
+        Ok(Self { gradients, memory, places, kept: None, is_abandoned: false })
+    }
+
+    /// Takes other memory.
+    fn renew(&mut self, parameters: &[Named]) -> Result<()> {
+        let fresh = Self::new(parameters, self.gradients.clone()).map_err(torch)?;
+        *self = Self { kept: self.kept.take(), ..fresh };
+        Ok(())
+    }
+
+    /// Copies what is kept into its memory.
+    fn take_back(&self) -> Result<()> {
+        let Some(kept) = &self.kept else { return Ok(()) };
+        tch::no_grad(|| self.memory.shallow_clone().f_copy_(kept)).map(drop).map_err(torch)
+    }
+
+    /// The gradients of its parameters lie in it from now on.
+    fn place(&self, parameters: &[Named]) -> Result<()> {
+        let mut places = self.gradients.iter().zip(&self.places);
+        places.try_for_each(|(gradient, place)| {
+            shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))
+        })
+    }
+
+    /// Copies gradients that do not lie in their place there, and zeros for those that are not there.
+    fn fill(&self, parameters: &[Named]) -> Result<()> {
+        let (mut to, mut from) = (Vec::new(), Vec::new());
+        for (gradient, place) in self.gradients.iter().zip(&self.places) {
+            let own = parameters[gradient.parameter].tensor.grad();
+            if !own.defined() {
+                drop(tch::no_grad(|| place.shallow_clone().f_zero_()).map_err(torch)?);
+            } else if own.data_ptr() != place.data_ptr() || !own.is_contiguous() {
+                to.push(place.shallow_clone());
+                from.push(own);
+            }
+        }
+        shim::copy_all(&to, &from)
     }
 }
 
@@ -79,18 +132,15 @@ impl State {
 }
 
 impl OnDevice {
-    /// For these parameters, which must be on the communicator's device.
-    pub fn new(nccl: &Communicator, parameters: &[Named]) -> Result<Arc<Self>> {
-        let ordinal = nccl.device().ordinal();
+    /// For these parameters, which must be on the communicator's device. `waits`: no call is left behind at the end of backward.
+    pub fn new(nccl: &Communicator, parameters: &[Named], waits: bool) -> Result<Arc<Self>> {
+        let (device, ordinal) = (nccl.device().clone(), nccl.device().ordinal());
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
             let state = State { parameters: parameters.to_vec(), buckets, streams, ahead };
-            return Ok(Arc::new(Self {
-                nccl: nccl.clone(),
-                state: Mutex::new(state),
-                bytes: AtomicU64::new(0),
-            }));
+            let (nccl, state) = (Mutex::new(Calls::Of(nccl.clone())), Mutex::new(state));
+            return Ok(Arc::new(Self { device, nccl, waits, state, bytes: AtomicU64::new(0) }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -99,6 +149,51 @@ impl OnDevice {
         .with_remedy(format!(
             "make the VarStore on Device::Cuda({ordinal}); for variables that are elsewhere there is Ddp::with_options"
         )))
+    }
+
+    /// The ranks of `group` average from now on, if they do not already.
+    pub fn move_to(&self, group: &ProcessGroup) {
+        let mut calls = lock(&self.nccl);
+        let current = match &*calls {
+            Calls::Of(nccl) => nccl.group(),
+            Calls::Next(group) => group,
+        };
+        if current.is_same(group) {
+            return;
+        }
+        let last = std::mem::replace(&mut *calls, Calls::Next(group.clone()));
+        drop(calls);
+        // A call of the last one may still write their memory, and holds it.
+        lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
+        // Its end may take seconds. Without a thread it is now.
+        let _detached = std::thread::Builder::new().name("phalanx-nccl-end".into()).spawn(move || drop(last));
+    }
+
+    /// What makes the calls; the ranks make it together if their group is another one than before.
+    pub fn connect(&self) -> Result<Communicator> {
+        let calls = &mut *lock(&self.nccl);
+        let nccl = match calls {
+            Calls::Of(nccl) => return Ok(nccl.clone()),
+            Calls::Next(group) => Communicator::new(group, &self.device)?,
+        };
+        *calls = Calls::Of(nccl.clone());
+        Ok(nccl)
+    }
+
+    /// The gradients are what they were before this step averaged them: a world of one averages nothing.
+    pub fn restore(&self) -> Result<()> {
+        let State { parameters, buckets, .. } = &mut *lock(&self.state);
+        for bucket in buckets.iter_mut().flatten().filter(|bucket| bucket.kept.is_some()) {
+            bucket.renew(parameters)?;
+            bucket.take_back()?;
+            bucket.place(parameters)?;
+        }
+        Ok(())
+    }
+
+    /// A step begins: what was kept in the last one is not needed any more.
+    pub fn begin(&self) {
+        lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.kept = None);
     }
 
     /// Backward has queued a gradient on this thread's current stream, and leaves it there for now.
@@ -131,17 +226,25 @@ impl OnDevice {
 
     /// Backward is over, and all buckets are launched: what is queued from now on waits for the averages.
     pub fn settle(&self) -> Result<()> {
-        for raw in std::mem::take(&mut lock(&self.state).streams) {
+        let streams = std::mem::take(&mut lock(&self.state).streams);
+        if self.waits {
+            return Ok(()); // They are there.
+        }
+        let nccl = self.connect()?;
+        for raw in streams {
             // SAFETY: as in `launch`.
-            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
-            stream.wait_for(self.nccl.stream())?;
+            let stream = unsafe { Stream::from_raw(&self.device, raw) };
+            stream.wait_for(nccl.stream())?;
         }
         self.check()
     }
 
-    /// The failure of a call, also of one that nobody has waited for: what has been computed from its memory is worth nothing then.
+    /// The failure of a call that nobody has waited for: what has been computed from its memory is worth nothing then.
     pub fn check(&self) -> Result<()> {
-        self.nccl.failure().map_or(Ok(()), Err)
+        match &*lock(&self.nccl) {
+            Calls::Of(nccl) if !self.waits => nccl.failure().map_or(Ok(()), Err),
+            _ => Ok(()),
+        }
     }
 
     pub fn bytes(&self) -> u64 {
@@ -163,78 +266,77 @@ impl OnDevice {
     }
 
     fn ordinal(&self) -> u32 {
-        self.nccl.device().ordinal()
+        self.device.ordinal()
     }
 
-    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. They are of type `T`.
+    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. They are of type `T`. If the bucket is to be
+    /// kept, it can be launched again in the same step, with the same gradients.
     fn launch<T: Element>(
         &self,
         number: usize,
         gradients: &Arc<[GradientPlace]>,
+        keeps: bool,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
+        let nccl = self.connect()?;
         let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
             buckets.resize_with(number + 1, || None);
         }
-        let kept = buckets[number].take().filter(|bucket| bucket.gradients == *gradients);
-        let bucket = match kept {
-            Some(bucket) => bucket,
+        let bucket = match &mut buckets[number] {
+            Some(bucket) if bucket.gradients == *gradients => bucket,
             // The bytes of the same gradients in another order are free by now: memory is used again in the order of the stream.
-            None => Bucket::new(parameters, gradients.clone()).map_err(torch)?,
+            place => place.insert(Bucket::new(parameters, gradients.clone()).map_err(torch)?),
         };
+        if bucket.is_abandoned {
+            bucket.renew(parameters)?;
+        }
         let here = self.stream_of_thread()?;
         for raw in std::mem::take(ahead) {
             // SAFETY: it was a thread's current stream in this backward pass. libtorch never destroys its own; a program that makes
             // another one current keeps it as long as it has work on it, and so until backward is over.
-            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
+            let stream = unsafe { Stream::from_raw(&self.device, raw) };
             if stream.as_raw() != here.as_raw() {
                 here.wait_for(&stream)?;
             }
         }
-        let (mut to, mut from) = (Vec::new(), Vec::new());
-        for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
-            let leaf = &parameters[gradient.parameter].tensor;
-            let own = leaf.grad();
-            if !own.defined() {
-                drop(tch::no_grad(|| place.shallow_clone().f_zero_()).map_err(torch)?);
-            } else if own.data_ptr() != place.data_ptr() || !own.is_contiguous() {
-                to.push(place.shallow_clone());
-                from.push(own);
+        if bucket.kept.is_some() {
+            bucket.take_back()?;
+        } else {
+            bucket.fill(parameters)?;
+            if keeps {
+                bucket.kept = Some(tch::no_grad(|| bucket.memory.f_detach_copy()).map_err(torch)?);
             }
         }
-        shim::copy_all(&to, &from)?;
         // A gradient that is freed now is used again in the order of the stream on which backward took its memory.
         for raw in streams.iter().filter(|raw| **raw != here.as_raw()) {
             // SAFETY: as above.
-            unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
+            unsafe { Stream::from_raw(&self.device, *raw) }.wait_for(&here)?;
         }
-        for (gradient, place) in bucket.gradients.iter().zip(&bucket.places) {
-            shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))?;
-        }
-        let lent = lend::<T>(bucket.memory.shallow_clone(), self.nccl.device())?;
-        buckets[number] = Some(bucket);
+        bucket.place(parameters)?;
+        let lent = lend::<T>(bucket.memory.shallow_clone(), &self.device)?;
         if lent.is_empty() {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        self.nccl.after(&here)?.all_reduce_async(lent, ReduceOp::Avg).map(Some)
+        nccl.after(&here)?.all_reduce_async(lent, ReduceOp::Avg).map(Some)
     }
 
     /// This thread's current stream.
     fn stream_of_thread(&self) -> Result<Stream> {
         let raw = shim::current_stream(self.ordinal())?;
         // SAFETY: it is current, and used before this thread returns to the program.
-        Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
+        Ok(unsafe { Stream::from_raw(&self.device, raw) })
     }
 
     fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket) -> Result<Pending> {
-        let work = Arc::new(Mutex::new(self.launch::<T>(bucket.index, &bucket.gradients)?));
+        let launched = self.launch::<T>(bucket.index, &bucket.gradients, bucket.keeps)?;
+        let work = Arc::new(Mutex::new(launched));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
         Ok(Pending::elsewhere(is_completed, move || {
             if let Some(work) = lock(&work).take() {
-                drop(work.order(&this.stream_of_thread()?)?);
+                drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
             Ok(bucket.buffer)
         }))
@@ -296,7 +398,15 @@ impl CommHook for Hook {
         state.nothing()
     }
 
+    fn is_stateless(&self) -> bool {
+        true
+    }
+
     fn makes_zeros(&self) -> bool {
+        true
+    }
+
+    fn keeps_gradients(&self) -> bool {
         true
     }
 }

@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use phalanx::reducer::{HookedReducer, Reducer};
-use phalanx::{Error, Rank, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use tch::Tensor;
 
 use crate::nccl::OnDevice;
@@ -100,6 +100,27 @@ impl Sink {
         on_device + self.with_reducer(|reducer| reducer.communicated_bytes())
     }
 
+    /// The ranks of `group` average from now on, by NCCL too.
+    pub fn move_to(&self, group: &ProcessGroup) {
+        self.0.with_state(|deliveries| {
+            if let Some(on_device) = &deliveries.on_device {
+                on_device.move_to(group);
+            }
+        });
+    }
+
+    /// NCCL connects the ranks of a group that was [moved to](Self::move_to), outside of backward. All ranks call it together.
+    pub fn connect(&self) -> Result<()> {
+        self.0.with_state(|deliveries| {
+            deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.connect().map(drop))
+        })
+    }
+
+    /// The failure of a call of NCCL's that nobody has waited for.
+    pub fn check_settled(&self) -> Result<()> {
+        self.0.with_state(|deliveries| deliveries.on_device.as_ref().map_or(Ok(()), |one| one.check()))
+    }
+
     /// The model runs forward. Returns the failure of an earlier backward pass, if there was one.
     pub fn forward(&self) -> Result<()> {
         self.0.attempt(|_, deliveries| deliveries.await_backward(true))
@@ -146,9 +167,16 @@ impl Sink {
         })
     }
 
-    /// Averages the gradients of the last step again, in the group that follows a failed one.
-    pub fn replay(&self) -> Result<()> {
-        self.or_panic(|| self.0.replay(|reducer, deliveries| deliveries.place(reducer, 1.0)))
+    /// Averages the gradients of the last step again, in the group of `world` that follows a failed one.
+    pub fn replay(&self, world: WorldSize) -> Result<()> {
+        self.or_panic(|| {
+            self.0.replay(|reducer, deliveries| {
+                if let Some(on_device) = deliveries.on_device.as_ref().filter(|_| world == WorldSize::ONE) {
+                    on_device.restore()?;
+                }
+                deliveries.place(reducer, 1.0)
+            })
+        })
     }
 
     /// Runs `end` of a backward pass. A panic, such as a communication hook's, is an error on every rank, as it is within the pass.
@@ -200,6 +228,9 @@ impl Deliveries {
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
         let Self { parameters, given, held, on_device, .. } = self;
+        if let Some(on_device) = on_device {
+            on_device.begin();
+        }
         let unused = |index: usize, memory: &mut [u8]| {
             (given[index], held[index]) = (true, false);
             if let Some(on_device) = on_device {

@@ -129,8 +129,14 @@ impl<T> TrainState<T> {
     /// layers that share it, such as a [`SyncBatchNorm`](crate::SyncBatchNorm), change too.
     ///
     /// # Errors
-    /// As [`Ddp::new`].
+    /// As [`Ddp::new`]. After [`with_nccl`](Self::with_nccl).
     pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
+        if self.ddp.nccl().is_some() {
+            return Err(Error::invalid_argument(
+                "TrainState::sharing after with_nccl: the handle may lead to another group than NCCL's",
+            )
+            .with_remedy("call sharing first"));
+        }
         let ranks = self.ddp.world_size();
         self.moved(handle.into(), None, ranks)
     }
@@ -175,6 +181,32 @@ impl<T> TrainState<T> {
         let ranks = self.ddp.world_size();
         shared.rebind(group.host().clone())?;
         self.moved(shared, Some(group.device().clone()), ranks)
+    }
+
+    /// In each group of an elastic job NCCL averages the gradients of variables on this CUDA device, as [`Ddp::with_nccl`] says: the ranks of a
+    /// group make a communicator together. Outside of [`elastic::run`](phalanx::elastic::run) it has no effect.
+    ///
+    /// At the end of each backward pass in it the thread waits for NCCL. In a [`backward`](Self::backward) that may be done again the device has another
+    /// copy of all gradients: if a worker dies in it, the survivors average those copies by a communicator of their own.
+    ///
+    /// ```no_run
+    /// # use phalanx::{Result, sampler::ElasticSampler};
+    /// # use phalanx_tch::{Optimizer, TrainState};
+    /// # use tch::nn::VarStore;
+    /// # fn state(optimizer: impl Fn(&VarStore) -> Optimizer) -> Result<TrainState<ElasticSampler>> {
+    /// let cuda = phalanx_nccl::Device::open(0)?; // with one visible device for each worker
+    /// let store = VarStore::new(tch::Device::Cuda(cuda.ordinal() as usize));
+    /// // the model's layers
+    /// let state = TrainState::new(&store, optimizer(&store), ElasticSampler::new(10_000))?;
+    /// let state = state.with_nccl_on(&cuda);
+    /// // elastic::run(&mut state, ..), as above
+    /// # Ok(state)
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn with_nccl_on(mut self, cuda: &phalanx_nccl::Device) -> Self {
+        self.ddp.enter_with(cuda.clone());
+        self
     }
 
     /// Lets `averager` average the model after each [step](Self::step) after which it is due. It is saved and loaded with the rest.
@@ -224,10 +256,17 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         if !context.is_elastic() {
             return context.step(|state, _| state.ddp.backward(loss));
         }
-        let mut first = true;
-        context.step(|state, group| match std::mem::take(&mut first) {
-            true => state.ddp.backward_replayable(loss),
-            false => state.ddp.replay(group),
+        let (mut is_first, mut has_gradients) = (true, false);
+        context.step(|state, group| {
+            if has_gradients {
+                return state.ddp.replay(group);
+            }
+            if !std::mem::take(&mut is_first) {
+                state.ddp.follow(group)?; // Connecting was cut off.
+            }
+            state.ddp.connect()?;
+            has_gradients = true;
+            state.ddp.backward_replayable(loss)
         })
     }
 

@@ -403,19 +403,26 @@ pub(crate) fn handles(tensors: &[Named]) -> Vec<Tensor> {
     tensors.iter().map(|one| one.tensor.shallow_clone()).collect()
 }
 
-/// An error of libtorch's, without the stack that follows in further lines.
+/// An error of libtorch's, without the stack that follows in further lines. Where memory or the device is to blame, it is this rank's alone: the other
+/// ranks of an elastic job go on. All others are the program's, which is the same on every rank.
 pub(crate) fn torch(error: tch::TchError) -> Error {
     let text = error.to_string();
-    Error::invalid_argument(format!(
-        "libtorch: {}",
-        text.lines().next().unwrap_or("an error without a message")
-    ))
-    .with_source(error)
+    let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
+    let kind = if says(&["out of memory", "not enough memory"]) {
+        Error::out_of_memory
+    } else if says(&["CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS"]) {
+        Error::aborted
+    } else {
+        Error::invalid_argument
+    };
+    kind(format!("libtorch: {}", text.lines().next().unwrap_or("an error without a message")))
+        .with_source(error)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use phalanx::Rank;
     use tch::Kind;
 
     use super::*;
@@ -453,5 +460,17 @@ mod tests {
             .unwrap();
             assert!(tensors.iter().all(|tensor| tensor.abs().sum(Kind::Float).double_value(&[]) == 0.0));
         }
+    }
+
+    #[test]
+    fn memory_and_devices_are_one_rank_s_and_other_errors_the_program_s() {
+        let is_a_peers = |text: &str| {
+            let error = torch(tch::TchError::Torch(text.to_owned()));
+            error.at(Rank::new(1), "host").is_a_peers(Rank::MAIN)
+        };
+        assert!(is_a_peers("CUDA out of memory. Tried to allocate 20.00 GiB.\nException raised from malloc"));
+        assert!(is_a_peers("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."));
+        assert!(is_a_peers("CUDA error: an illegal memory access was encountered"));
+        assert!(!is_a_peers("The size of tensor a (2) must match the size of tensor b (3)"));
     }
 }

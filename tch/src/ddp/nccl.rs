@@ -38,7 +38,8 @@ impl Ddp {
     ///
     /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere.
     /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
-    /// [`join`](Self::join) and elastic jobs. [`with_options`](Self::with_options) has them all, through the host's memory.
+    /// [`join`](Self::join) and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on).
+    /// [`with_options`](Self::with_options) has them all, through the host's memory.
     ///
     /// # Errors
     /// As [`new`](Self::new); if the variables are not on the communicator's device; on every rank also if some ranks average otherwise. In a
@@ -51,19 +52,28 @@ impl Ddp {
 
     /// An error if `call` cannot be made because NCCL averages the gradients on the device. It ends the group: the others may not make it.
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
-        let Some(sink) = self.sink.as_ref().filter(|_| self.nccl.is_some()) else { return Ok(()) };
+        let is_over_nccl = self.nccl.is_some() || self.cuda.is_some();
+        let Some(sink) = self.sink.as_ref().filter(|_| is_over_nccl) else { return Ok(()) };
         sink.call(|_| Err(refused(call)))
     }
 
     /// An error if it cannot change to another group, also in a world of one.
     pub(super) fn check_elastic(&self) -> Result<()> {
-        self.check_on_host(ELASTIC)?;
-        if self.nccl.is_some() { Err(refused(ELASTIC)) } else { Ok(()) }
+        let result = if self.nccl.is_some() { Err(refused(ELASTIC)) } else { Ok(()) };
+        match &self.sink {
+            Some(sink) => sink.call(|_| result),
+            None => result,
+        }
+    }
+
+    /// From the next group on that it [enters](Self::enter), NCCL averages on this device.
+    pub(crate) fn enter_with(&mut self, cuda: phalanx_nccl::Device) {
+        self.cuda = Some(cuda);
     }
 
     /// The failure of a call of NCCL's that nobody has waited for: what has been computed since is worth nothing.
     pub(crate) fn check_settled(&self) -> Result<()> {
-        self.nccl.as_ref().and_then(phalanx_nccl::Communicator::failure).map_or(Ok(()), Err)
+        self.sink.as_ref().map_or(Ok(()), |sink| sink.check_settled())
     }
 }
 
@@ -72,5 +82,7 @@ const ELASTIC: &str = "an elastic job";
 fn refused(call: &str) -> Error {
     let cause = format!("{call}: NCCL averages these gradients in the memory of the device");
     Error::invalid_argument(cause)
-        .with_remedy("do without it, or average in the host's memory, with Ddp::with_options")
+        .with_remedy(
+            "do without it, or average in the host's memory, with Ddp::with_options; elastic jobs over NCCL: TrainState::with_nccl_on",
+        )
 }

@@ -2,7 +2,8 @@
 
 use phalanx::join::JoinOptions;
 use phalanx::reducer::Reducer;
-use phalanx::{Caller, Error, ProcessGroup, Result};
+use phalanx::{Caller, Error, ProcessGroup, Result, WorldSize};
+use phalanx_nccl::Communicator;
 use tch::Tensor;
 
 use super::{Accumulated, Ddp, DdpOptions, prepare};
@@ -48,8 +49,12 @@ impl Ddp {
         self.unhook();
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
+        let nccl = match &self.cuda {
+            Some(cuda) if group.world_size() != WorldSize::ONE => Some(Communicator::new(group, cuda)?),
+            _ => None,
+        };
         // Made again: parameters may have been frozen since.
-        (self.inventory, self.sink) = prepare(&self.variables, &self.group, None, options)?;
+        (self.inventory, self.sink) = prepare(&self.variables, &self.group, nccl.as_ref(), true, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
         self.accumulated = Accumulated::default();
         // Those that are there belong to a step that was not finished.
@@ -82,11 +87,23 @@ impl Ddp {
         self.backward(loss)
     }
 
+    /// NCCL connects the ranks of a group that this has followed to. All ranks call it together, before the step in it.
+    pub(crate) fn connect(&self) -> Result<()> {
+        let Some(sink) = self.sink.as_ref().filter(|_| self.world_size() != WorldSize::ONE) else {
+            return Ok(());
+        };
+        sink.connect()
+    }
+
     /// Averages the gradients of the last [`backward_replayable`](Self::backward_replayable) in `group`.
     pub(crate) fn replay(&mut self, group: &ProcessGroup) -> Result<()> {
         self.group.rebind(group.clone())?;
         match &self.sink {
-            Some(sink) => sink.replay(),
+            Some(sink) => {
+                sink.move_to(group);
+                self.connect()?;
+                sink.replay(group.world_size())
+            }
             None => Err(Error::aborted("a world of one keeps no gradients")),
         }
     }
@@ -94,7 +111,10 @@ impl Ddp {
     /// Changes to `group`, which has the remaining ranks of this one, between steps.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<()> {
         self.group.rebind(group.clone())?;
-        self.sink.as_ref().map_or(Ok(()), |sink| sink.call(Reducer::regrouped))
+        self.sink.as_ref().map_or(Ok(()), |sink| {
+            sink.move_to(group);
+            sink.call(Reducer::regrouped)
+        })
     }
 
     /// Gives all ranks rank 0's buffers now, instead of before the next forward pass.
@@ -125,15 +145,17 @@ impl Ddp {
     pub(crate) fn again(
         mut self,
         group: phalanx::join::JoinGroup,
-        nccl: Option<phalanx_nccl::Communicator>,
+        nccl: Option<Communicator>,
         options: &DdpOptions,
     ) -> Result<Self> {
         self.unhook();
-        Self::of(self.variables.clone(), group, nccl, options)
+        let mut again = Self::of(self.variables.clone(), group, nccl, options)?;
+        again.cuda = self.cuda.take();
+        Ok(again)
     }
 
     /// What averages its gradients, if its group does not.
-    pub(crate) fn nccl(&self) -> Option<&phalanx_nccl::Communicator> {
+    pub(crate) fn nccl(&self) -> Option<&Communicator> {
         self.nccl.as_ref()
     }
 }
@@ -142,15 +164,28 @@ impl Ddp {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::thread;
+    use std::time::Duration;
 
-    use phalanx::WorldSize;
     use phalanx::reducer::ReducerOptions;
     use tch::nn::{Init, VarStore};
     use tch::{Device, Kind};
 
     use super::*;
 
-    /// Two parameters whose gradients are a rank's `number` and, if it uses the second one, ten times that.
+    /// The device of a rank.
+    type Place = fn(usize) -> Device;
+
+    /// Averaged in the host's memory.
+    fn cpu(_: usize) -> Device {
+        Device::Cpu
+    }
+
+    /// Averaged by NCCL.
+    fn cuda(rank: usize) -> Device {
+        Device::Cuda(rank)
+    }
+
+    /// Two parameters, each in a bucket of its own, whose gradients are a rank's `number` and, if it uses the second one, ten times that.
     struct Pair {
         both: Tensor,
         extra: Tensor,
@@ -158,17 +193,29 @@ mod tests {
     }
 
     impl Pair {
-        fn new() -> Self {
-            let store = VarStore::new(Device::Cpu);
+        fn new(device: Device) -> Self {
+            let store = VarStore::new(device);
             let [both, extra] = ["both", "extra"].map(|name| store.root().var(name, &[1], Init::Const(1.0)));
             Self { both, extra, store }
+        }
+
+        /// In `group`, as [`TrainState`](crate::TrainState) enters it.
+        fn ddp(&self, group: &ProcessGroup, find_unused: bool) -> Ddp {
+            let reducer = ReducerOptions::default().bucket_cap_mb(1e-6).find_unused_parameters(find_unused);
+            let options = DdpOptions { reducer, ..DdpOptions::default() };
+            let mut ddp = Ddp::new(&self.store, &ProcessGroup::alone().unwrap()).unwrap();
+            if let Device::Cuda(index) = self.store.device() {
+                ddp.enter_with(phalanx_nccl::Device::open(index as u32).unwrap());
+            }
+            ddp.enter(group, &options).unwrap();
+            ddp
         }
 
         fn loss(&self, number: f64, uses_extra: bool) -> Tensor {
             let extra = if uses_extra {
                 &self.extra * (10.0 * number)
             } else {
-                Tensor::zeros([1], (Kind::Float, Device::Cpu))
+                Tensor::zeros([1], (Kind::Float, self.store.device()))
             };
             (&self.both * number + extra).sum(Kind::Float)
         }
@@ -189,24 +236,20 @@ mod tests {
         ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap()
     }
 
-    /// Three ranks, as threads, each with its group and, but for the last one, the group of those that are left.
-    fn of_three_one_dies(rank: impl Fn(ProcessGroup, Option<ProcessGroup>) + Sync) {
+    /// Three ranks, as threads, each with its group, its parameters and, but for the last one, the group of those that are left.
+    fn of_three_one_dies(place: Place, rank: impl Fn(ProcessGroup, Pair, Option<ProcessGroup>) + Sync) {
         let left = groups(2).into_iter().map(Some).chain([None]);
         thread::scope(|scope| {
-            for (group, left) in groups(3).into_iter().zip(left) {
+            for (index, (group, left)) in groups(3).into_iter().zip(left).enumerate() {
                 let rank = &rank;
-                scope.spawn(move || rank(group, left));
+                scope.spawn(move || rank(group, Pair::new(place(index)), left));
             }
         });
     }
 
-    #[test]
-    fn a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
-        of_three_one_dies(|group, left| {
-            let pair = Pair::new();
-            let reducer = ReducerOptions::default().find_unused_parameters(true);
-            let options = DdpOptions { reducer, ..DdpOptions::default() };
-            let mut ddp = Ddp::with_options(&pair.store, &group, options).unwrap();
+    fn done_again(place: Place) {
+        of_three_one_dies(place, |group, pair, left| {
+            let mut ddp = pair.ddp(&group, true);
             let number = group.rank().index() as f64 + 1.0;
             // Only the rank that dies uses the second parameter.
             let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
@@ -216,6 +259,7 @@ mod tests {
             // This rank has seen the step's end, and others have not.
             ddp.replay(&left).unwrap();
             assert_eq!(pair.gradients(), [Some(1.5), None]);
+            ddp.follow(&left).unwrap();
             for uses_extra in [true, false] {
                 let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
                 pair.zero_grad();
@@ -226,10 +270,74 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_follows_between_steps_has_the_next_one() {
-        of_three_one_dies(|group, left| {
-            let pair = Pair::new();
-            let mut ddp = Ddp::new(&pair.store, &group).unwrap();
+    fn a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
+        done_again(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
+        done_again(cuda);
+    }
+
+    /// A step that is cut off when one bucket is averaged, again when it is averaged once more, and done by one rank in the end.
+    fn cut_off_twice(place: Place) {
+        of_three_one_dies(place, |group, pair, left| {
+            let mut ddp = pair.ddp(&group, false);
+            let number = group.rank().index() as f64 + 1.0;
+            // Its gradient comes between those of the two parameters.
+            let gate = Tensor::ones([1], (Kind::Float, pair.store.device())).set_requires_grad(true);
+            let backward = |ddp: &mut Ddp| {
+                let loss = ddp.forward(|| {
+                    let both = &pair.both * number;
+                    let gate = &gate * 1.0;
+                    (both + gate + &pair.extra * (10.0 * number)).sum(Kind::Float)
+                });
+                pair.zero_grad();
+                ddp.backward_replayable(&loss.unwrap())
+            };
+            // Buckets come in the order of gradients from the second step on.
+            for _ in 0..2 {
+                backward(&mut ddp).unwrap();
+                assert_eq!(pair.gradients(), [Some(2.0), Some(20.0)]);
+                group.barrier().unwrap(); // As at the end of an elastic step.
+            }
+            if left.is_none() {
+                let group = group.clone();
+                let die = move || {
+                    thread::sleep(Duration::from_millis(300)); // The first bucket is averaged meanwhile.
+                    group.abort(Error::aborted("one dies"));
+                };
+                shim::hook(&gate, die).unwrap();
+            }
+            backward(&mut ddp).unwrap_err();
+            let Some(left) = left else { return };
+            if left.rank().index() == 1 {
+                return left.abort(Error::aborted("another one dies"));
+            }
+            ddp.replay(&left).unwrap_err();
+            ddp.replay(&ProcessGroup::alone().unwrap()).unwrap();
+            assert_eq!(pair.gradients(), [Some(1.0), Some(10.0)]);
+            ddp.follow(&ProcessGroup::alone().unwrap()).unwrap();
+            backward(&mut ddp).unwrap();
+            assert_eq!(pair.gradients(), [Some(1.0), Some(10.0)]);
+        });
+    }
+
+    #[test]
+    fn a_step_that_is_cut_off_twice_has_the_gradients_of_the_last_rank() {
+        cut_off_twice(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_step_that_is_cut_off_twice_has_the_gradients_of_the_last_rank() {
+        cut_off_twice(cuda);
+    }
+
+    fn followed(place: Place) {
+        of_three_one_dies(place, |group, pair, left| {
+            let mut ddp = pair.ddp(&group, false);
             let number = group.rank().index() as f64 + 1.0;
             let step = |ddp: &mut Ddp| {
                 let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
@@ -241,16 +349,27 @@ mod tests {
             let Some(left) = left else { return };
             ddp.follow(&left).unwrap();
             assert_eq!(step(&mut ddp), [Some(1.5), Some(15.0)]);
+            assert_eq!(step(&mut ddp), [Some(1.5), Some(15.0)]);
         });
     }
 
     #[test]
-    fn a_new_round_begins_without_gradients() {
+    fn a_group_that_follows_between_steps_has_the_next_one() {
+        followed(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_group_that_follows_between_steps_has_the_next_one() {
+        followed(cuda);
+    }
+
+    fn begun_anew(place: Place) {
         thread::scope(|scope| {
-            for (first, second) in groups(2).into_iter().zip(groups(2)) {
+            for (rank, (first, second)) in groups(2).into_iter().zip(groups(2)).enumerate() {
                 scope.spawn(move || {
-                    let pair = Pair::new();
-                    let mut ddp = Ddp::new(&pair.store, &first).unwrap();
+                    let pair = Pair::new(place(rank));
+                    let mut ddp = pair.ddp(&first, false);
                     let loss = ddp.forward(|| pair.loss(1.0, true)).unwrap();
                     ddp.backward_no_sync(&loss).unwrap();
                     ddp.leave(&ProcessGroup::alone().unwrap());
@@ -262,5 +381,16 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_new_round_begins_without_gradients() {
+        begun_anew(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs two CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_new_round_begins_without_gradients() {
+        begun_anew(cuda);
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use phalanx::WorldSize;
 use phalanx::elastic::{self, Context, Options};
-use phalanx::launch::{Event, Outcome, Stream};
+use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::reducer::hooks::{PowerSgd, PowerSgdOptions};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, Result};
@@ -15,6 +15,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 use tch::{Kind, Tensor, nn};
 
 use crate::common::{Mlp, device, samples};
+use crate::nccl;
 
 const STEPS: u64 = 60;
 const SAMPLES: usize = 200;
@@ -26,11 +27,21 @@ const COMPRESSES_AT: u64 = 10;
 const REPLACED: &str = "PHALANX_TEST_REPLACED";
 
 pub const TESTS: &[(&str, fn())] = &[
-    ("model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3))),
-    ("without_a_replacement_fewer_go_on", || drop(killed("all", 0))),
+    ("model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, &[]))),
+    ("without_a_replacement_fewer_go_on", || drop(killed("all", 0, &[]))),
     ("a_communication_hook_goes_on_in_the_next_round", hook_goes_on),
-    ("a_death_in_backward_costs_no_step", died_in_backward),
+    ("a_death_in_backward_costs_no_step", || died_in_backward(3, &[])),
 ];
+
+/// Those that need a CUDA device.
+pub const OVER_NCCL: &[(&str, fn())] = &[
+    ("over_nccl_model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, OVER))),
+    ("over_nccl_fewer_go_on_without_a_replacement", || drop(killed("all", 0, OVER))),
+    ("over_nccl_a_death_in_backward_costs_none_of_eight_ranks_a_step", || died_in_backward(8, OVER)),
+];
+
+/// The variable by which a worker's gradients are averaged by NCCL.
+const OVER: &[(&str, &str)] = &[(nccl::NCCL, "1")];
 
 type Training = TrainState<ElasticSampler>;
 
@@ -39,7 +50,8 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
     let model = Mlp::new(&[8, 32, 3]);
     let norm = nn::batch_norm1d(model.store.root() / "norm", 3, Default::default());
     let optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
-    let mut training = TrainState::new(&model.store, optimizer, ElasticSampler::new(SAMPLES).seed(3))?;
+    let training = TrainState::new(&model.store, optimizer, ElasticSampler::new(SAMPLES).seed(3))?;
+    let mut training = nccl::over_nccl(training)?;
     let (xs, ys) = samples(0, SAMPLES);
     let (options, replaced) = (Options::from_env()?, std::env::var_os(REPLACED).is_some());
     let rank = elastic::run_with(
@@ -110,11 +122,15 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
     Ok(())
 }
 
+fn job(case: &str, workers: u32, folder: &Path, variables: &[(&str, &str)]) -> Job {
+    let job = crate::job(&format!("elastic {case}"), workers, folder).min_workers(WorldSize::new(2).unwrap());
+    variables.iter().fold(job, |job, (name, value)| job.variable(name, value))
+}
+
 /// Gives the lines that the workers have written.
-fn killed(case: &str, restarts: u32) -> Vec<String> {
+fn killed(case: &str, restarts: u32, variables: &[(&str, &str)]) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
-    let mut job =
-        crate::job(&format!("elastic {case}"), 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    let mut job = job(case, 3, folder.path(), variables);
     if restarts > 0 {
         job = job.max_restarts(restarts).variable(REPLACED, "1");
     }
@@ -146,7 +162,7 @@ fn killed(case: &str, restarts: u32) -> Vec<String> {
 
 /// Also in a worker that was not there when it compressed first: models would differ.
 fn hook_goes_on() {
-    let lines = killed("hook", 3);
+    let lines = killed("hook", 3, &[]);
     let sent = |line: &String| {
         let words: Vec<&str> = line.split(' ').collect();
         let [bytes, step] = [1, 5].map(|place| words[place].parse::<u64>().unwrap());
@@ -162,9 +178,9 @@ fn hook_goes_on() {
     }
 }
 
-fn died_in_backward() {
+fn died_in_backward(workers: usize, variables: &[(&str, &str)]) {
     let folder = tempfile::tempdir().unwrap();
-    let job = crate::job("elastic dies", 3, folder.path()).min_workers(WorldSize::new(2).unwrap());
+    let job = job("dies", workers as u32, folder.path(), variables);
     let (mut stderr, mut lines) = (String::new(), Vec::new());
     let report = crate::run(&job, |event| match event {
         Event::Line { stream: Stream::Stderr, text, .. } => {
@@ -174,11 +190,11 @@ fn died_in_backward() {
         _ => {}
     });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {stderr}", report.outcome);
-    assert_same_models(folder.path(), &lines, 2);
+    assert_same_models(folder.path(), &lines, workers - 1);
     let missing = format!("rank 1 is missing in step {DIES_AT}");
-    assert_eq!(lines.iter().filter(|line| **line == missing).count(), 2, "{lines:?}");
+    assert_eq!(lines.iter().filter(|line| **line == missing).count(), workers - 1, "{lines:?}");
     // Nobody went back to a commit, which would begin a round.
-    assert_eq!(lines.iter().filter(|line| line.starts_with("round")).count(), 3, "{lines:?}");
+    assert_eq!(lines.iter().filter(|line| line.starts_with("round")).count(), workers, "{lines:?}");
 }
 
 /// `workers` ended, with the same model; newcomers too.

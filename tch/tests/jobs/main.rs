@@ -50,6 +50,7 @@ fn main() {
     };
     let on_devices = device::ON_DEVICES.iter().map(|test| ("device", test));
     let on_devices = on_devices.chain(equivalence::OVER_NCCL.iter().map(|test| ("equivalence", test)));
+    let on_devices = on_devices.chain(elastic::OVER_NCCL.iter().map(|test| ("elastic", test)));
     let on_devices = on_devices.chain(nccl::TESTS.iter().map(|test| ("nccl", test))).map(|test| {
         let needs = common::device() == tch::Device::Cpu;
         trial(test).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)

@@ -83,6 +83,14 @@ pub fn ddp(store: &VarStore, group: &ProcessGroup, options: DdpOptions) -> Resul
     }
 }
 
+/// A state whose gradients NCCL averages in each group of an elastic job, if the test says so.
+pub fn over_nccl<T>(state: TrainState<T>) -> Result<TrainState<T>> {
+    match std::env::var_os(NCCL) {
+        Some(_) => state.with_nccl_on(&phalanx_nccl::Device::open(0)?).with_options(options()),
+        None => Ok(state),
+    }
+}
+
 fn devices(group: &ProcessGroup) -> Result<DeviceGroup> {
     DeviceGroup::new(group.clone(), &phalanx_nccl::Device::open(0)?)
 }

@@ -270,6 +270,11 @@ impl ProcessGroup {
         Ok(Self { inner, timeout: DEFAULT_TIMEOUT, caller: None })
     }
 
+    /// Whether `other` is a handle to this group, and not to another one of the same ranks.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
     /// This process's rank.
     #[doc(alias = "get_rank")]
     pub fn rank(&self) -> Rank {

@@ -208,12 +208,13 @@ impl Bucket {
         }
     }
 
-    /// Starts to average it over the ranks: bucket `index` of `count`.
+    /// Starts to average it over the ranks: bucket `index` of `count`, which may be averaged again if the step is kept.
     pub(crate) fn launch(
         &mut self,
         hook: &mut dyn CommHook,
         group: &dyn Communicator,
         (index, count): (usize, usize),
+        keeps: bool,
     ) -> Result<()> {
         if group.trace().is_enabled() {
             self.launched = Some(Instant::now());
@@ -224,7 +225,7 @@ impl Bucket {
         let (gradients, counts) = (self.gradients.clone(), self.shards().cloned());
         self.send(|buffer| {
             let is_last = index + 1 == count;
-            hook.start(group, GradBucket { index, is_last, buffer, gradients, counts })
+            hook.start(group, GradBucket { index, is_last, buffer, gradients, keeps, counts })
         })
     }
 

@@ -14,7 +14,8 @@ impl Reducer {
     /// gives that buffer back when they are.
     ///
     /// What needs the bytes is an error: [`ready`](Self::ready), [`gradient`](Self::gradient) and their relatives,
-    /// [`shard`](Self::shard), [`keep_gradients`](Self::keep_gradients), [`regrouped`](Self::regrouped) and [`register_hook`](Self::register_hook).
+    /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook); and, unless `hook` [keeps](CommHook::keeps_gradients) the
+    /// gradients, [`keep_gradients`](Self::keep_gradients) and [`regrouped`](Self::regrouped).
     ///
     /// With [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or [`static_graph`](ReducerOptions::static_graph) a bucket may have
     /// gradients that did not come: `hook` averages zeros in their place. [`has_average`](Self::has_average) says which no rank had.

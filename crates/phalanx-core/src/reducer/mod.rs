@@ -482,11 +482,12 @@ impl Reducer {
     fn launch(&mut self) -> Result<()> {
         while let Some(index) = self.state.next_launch() {
             let (bucket, count) = (&mut self.buckets[index], self.state.plan().buckets.len());
-            if let (true, Some(gradients)) = (self.state.keeps(), bucket.bytes()) {
+            let keeps = self.state.keeps();
+            if let (true, Some(gradients)) = (keeps, bucket.bytes()) {
                 replay::keep(&mut self.kept, index, gradients)?;
             }
             bucket
-                .launch(&mut *self.hook, self.meters.of(&self.state), (index, count))
+                .launch(&mut *self.hook, self.meters.of(&self.state), (index, count), keeps)
                 .or_else(|error| self.cut_off(error))?;
         }
         Ok(())

@@ -8,13 +8,14 @@ impl Reducer {
     /// Keeps what is needed to average the gradients of the next step [again](Self::replay) in another group. For
     /// [elastic](crate::elastic::Context::step) jobs, and reducers whose group is a [`GroupHandle`](crate::GroupHandle).
     ///
-    /// It takes memory for another copy of all gradients, and the time to make it. Each rank decides for itself.
+    /// It takes memory for another copy of all gradients, and the time to make it. Each rank decides for itself. If gradients lie
+    /// [elsewhere](Self::elsewhere), the hook has the copy ([`GradBucket::keeps`](super::hooks::GradBucket::keeps)).
     ///
     /// # Errors
     /// If the averages are [sharded](Self::shard), or the hook keeps something
     /// ([`CommHook::is_stateless`](super::hooks::CommHook::is_stateless)): they could not be made again.
     pub fn keep_gradients(&mut self) -> Result<()> {
-        self.check_here("keep_gradients")?;
+        self.check_regroupable("keep_gradients")?;
         self.state.keep(self.hook.is_stateless())
     }
 
@@ -69,7 +70,7 @@ impl Reducer {
     /// # Errors
     /// During a backward pass, and if the averages are [sharded](Self::shard).
     pub fn regrouped(&mut self) -> Result<()> {
-        self.check_here("regrouped")?;
+        self.check_regroupable("regrouped")?;
         self.state.regrouped((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
         self.timer.stop();
@@ -77,16 +78,24 @@ impl Reducer {
         Ok(())
     }
 
+    /// An error of `call` if gradients lie elsewhere, where the hook cannot average them again.
+    fn check_regroupable(&self, call: &str) -> Result<()> {
+        if self.hook.keeps_gradients() { Ok(()) } else { self.check_here(call) }
+    }
+
     /// Goes back to the end of backward, in memory of the group of now: buckets hold all gradients of this rank, those that
     /// were `launched` too, and no averages.
     fn restore(&mut self, launched: usize) -> Result<()> {
         let fresh = buckets(&self.state, self.elsewhere);
         let restored = fresh.into_iter().enumerate().map(|(index, mut bucket)| {
+            let memory = bucket.bytes_mut(&*self.group)?;
+            if self.elsewhere {
+                return Ok(bucket); // The hook has its gradients.
+            }
             let gradients = match index < launched {
                 true => self.kept.get(index).map(Vec::as_slice),
                 false => self.buckets.get(index).and_then(Bucket::bytes),
             };
-            let memory = bucket.bytes_mut(&*self.group)?;
             match gradients {
                 Some(gradients) if memory.len() == gradients.len() => memory.copy_from_slice(gradients),
                 _ => return Err(Error::aborted(format!("the gradients of bucket {index} are lost"))),

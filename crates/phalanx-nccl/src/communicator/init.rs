@@ -97,21 +97,29 @@ fn agree(
     // Who cannot take part says so in its own words.
     let (nccl, ..) = own?;
     let ranks = group.world_size().ranks();
+    let differs = |rank: Rank, version: i32, expected: i32| {
+        let (theirs, expected) = (dotted(version), dotted(expected));
+        Error::mismatch(format!("rank {rank} has NCCL {theirs}, and rank 0 has {expected}"))
+            .with_peer(rank)
+            .with_remedy("install the same version on every host")
+            .in_operation(NAME, None::<Sequence>)
+    };
+    // In an elastic job the others go on without a rank that has failed by itself, and so not with this one's version.
+    if let Some(Ok((expected, ..))) = all.first().filter(|_| !is_main)
+        && *expected != nccl.version()
+    {
+        return Err(differs(group.rank(), nccl.version(), *expected));
+    }
     let (mut first, mut devices) = (None, Vec::new());
     for (rank, brought) in ranks.zip(all) {
         let (version, device, id) = brought.map_err(|cause| {
-            Error::aborted(format!("rank {rank} cannot take part: {cause}"))
-                .with_peer(rank)
-                .in_operation(NAME, None)
+            let error = Error::aborted(format!("rank {rank} cannot take part: {cause}")).with_peer(rank);
+            group.note_remote_error(error.in_operation(NAME, None))
         })?;
         devices.push(device);
         let (expected, _) = *first.get_or_insert((version, id_of(&id)));
         if version != expected {
-            let (theirs, expected) = (dotted(version), dotted(expected));
-            return Err(Error::mismatch(format!("rank {rank} has NCCL {theirs}, and rank 0 has {expected}"))
-                .with_peer(rank)
-                .with_remedy("install the same version on every host")
-                .in_operation(NAME, None::<Sequence>));
+            return Err(group.note_remote_error(differs(rank, version, expected)));
         }
     }
     match first {

@@ -110,6 +110,12 @@ pub trait CommHook: Send {
     fn makes_zeros(&self) -> bool {
         false
     }
+
+    /// Where gradients lie [elsewhere](super::Reducer::elsewhere): whether it keeps those of a bucket that [says so](GradBucket::keeps), and
+    /// averages what it has kept when the bucket comes again in the same step. It is [stateless](Self::is_stateless) then. False by default.
+    fn keeps_gradients(&self) -> bool {
+        false
+    }
 }
 
 /// A bucket with all its gradients.
@@ -124,6 +130,9 @@ pub struct GradBucket {
     pub buffer: Buffer,
     /// Where in it each gradient lies.
     pub gradients: Arc<[GradientPlace]>,
+    /// Whether it may come again in this step, with the same gradients, in [another group](super::Reducer::replay). If gradients lie
+    /// [elsewhere](super::Reducer::elsewhere), the hook [keeps](CommHook::keeps_gradients) them. In a world of one no bucket comes.
+    pub keeps: bool,
     /// How many elements are each rank's, one rank's behind the other's, if a rank needs no more than its own averages;
     /// see [`Reducer::shard`](super::Reducer::shard). A hook may average the others' too.
     pub counts: Option<Arc<[usize]>>,

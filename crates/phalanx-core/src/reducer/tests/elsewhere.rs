@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use super::*;
+use crate::group::GroupHandle;
 use crate::reducer::hooks::{GradBucket, Pending};
 
 /// The memory that the reducer does not see, by parameter.
@@ -186,4 +187,93 @@ fn ranks_that_average_in_different_places_learn_it_before_anything_is_averaged()
             assert!(error.contains("on a shelf") && error.contains("all_reduce"), "{error}");
         }
     }
+}
+
+/// As an adapter that keeps copies does it.
+struct Keeping {
+    gradients: Shelf,
+    kept: BTreeMap<usize, Vec<f32>>,
+}
+
+impl CommHook for Keeping {
+    fn describe(&self) -> String {
+        "on a shelf".to_owned()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        for place in &*bucket.gradients {
+            let mut gradients = self.gradients.lock();
+            let gradient = gradients.get_mut(&place.parameter).unwrap();
+            if bucket.keeps {
+                *gradient = self.kept.entry(place.parameter).or_insert_with(|| gradient.clone()).clone();
+            }
+        }
+        let mut on_shelf = OnShelf { shelf: self.gradients.clone(), name: "on a shelf", makes_zeros: false };
+        on_shelf.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+
+    fn is_stateless(&self) -> bool {
+        true
+    }
+
+    fn keeps_gradients(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_hook_that_keeps_nothing_cannot_average_again() {
+    run(1, |group| {
+        let (mut reducer, _shelf) = elsewhere(&group, &[4, 4], buckets_of(4)).unwrap();
+        let errors = [reducer.keep_gradients().unwrap_err(), reducer.regrouped().unwrap_err()];
+        assert!(
+            errors.iter().all(|error| error.to_string().contains("averaged where they lie, by on a shelf"))
+        );
+    });
+}
+
+#[test]
+fn a_step_is_averaged_again_by_a_hook_that_keeps_its_gradients() {
+    let sizes = [4, 4, 4, 3];
+    let left: Vec<_> = FakeGroup::world(2).into_iter().map(Some).chain([None]).collect();
+    std::thread::scope(|scope| {
+        for (group, left) in FakeGroup::world(3).into_iter().zip(left) {
+            scope.spawn(move || {
+                let (rank, handle) = (group.rank(), GroupHandle::new((*group).clone()));
+                let shelf = Shelf::default();
+                let hook = Box::new(Keeping { gradients: shelf.clone(), kept: BTreeMap::new() });
+                let parameters = parameters(&sizes);
+                let mut reducer =
+                    Reducer::elsewhere(Arc::new(handle.clone()), parameters, buckets_of(8), hook).unwrap();
+                reducer.keep_gradients().unwrap();
+                reducer.start().unwrap();
+                for index in [3, 2, 1, 0] {
+                    shelf.lock().insert(index, gradient(rank, index, 0, sizes[index]));
+                    reducer.ready_elsewhere(index).unwrap();
+                }
+                reducer.finish().unwrap();
+                assert_eq!(shelf.lock()[&0], expected(3, 0, 0, 4));
+                let Some(left) = left else { return };
+                // Averages have taken the place of the gradients.
+                handle.rebind((*left).clone());
+                reducer.replay().unwrap();
+                for (index, size) in sizes.into_iter().enumerate() {
+                    assert_eq!(shelf.lock()[&index], expected(2, index, 0, size));
+                }
+                reducer.regrouped().unwrap();
+            });
+        }
+    });
 }
