@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::{bf16, f16};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{DType, Error, ProcessGroup, Rank, ReduceOp, Result};
-use phalanx_nccl::{Communicator, DeviceMemory, DeviceSlice, Element, Stream, Work};
+use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, TchError, Tensor};
 
 use crate::shim;
@@ -26,20 +26,12 @@ use crate::tensors::{Named, torch};
 
 /// Averages the gradients of a model's parameters.
 pub(crate) struct OnDevice {
-    device: phalanx_nccl::Device,
-    nccl: Mutex<Calls>,
+    nccl: CommunicatorHandle,
     /// Whether the end of backward waits for the calls.
     waits: bool,
     state: Mutex<State>,
     /// The bytes of all buckets that were averaged.
     bytes: AtomicU64,
-}
-
-/// What makes NCCL's calls.
-enum Calls {
-    Of(Communicator),
-    /// The ranks of this group make a communicator for the next bucket.
-    Next(ProcessGroup),
 }
 
 struct State {
@@ -134,13 +126,13 @@ impl State {
 impl OnDevice {
     /// For these parameters, which must be on the communicator's device. `waits`: no call is left behind at the end of backward.
     pub fn new(nccl: &Communicator, parameters: &[Named], waits: bool) -> Result<Arc<Self>> {
-        let (device, ordinal) = (nccl.device().clone(), nccl.device().ordinal());
+        let ordinal = nccl.device().ordinal();
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
             let state = State { parameters: parameters.to_vec(), buckets, streams, ahead };
-            let (nccl, state) = (Mutex::new(Calls::Of(nccl.clone())), Mutex::new(state));
-            return Ok(Arc::new(Self { device, nccl, waits, state, bytes: AtomicU64::new(0) }));
+            let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
+            return Ok(Arc::new(Self { nccl, waits, state, bytes: AtomicU64::new(0) }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -151,33 +143,17 @@ impl OnDevice {
         )))
     }
 
-    /// The ranks of `group` average from now on, if they do not already.
+    /// The ranks of `group` average from now on.
     pub fn move_to(&self, group: &ProcessGroup) {
-        let mut calls = lock(&self.nccl);
-        let current = match &*calls {
-            Calls::Of(nccl) => nccl.group(),
-            Calls::Next(group) => group,
-        };
-        if current.is_same(group) {
-            return;
+        if self.nccl.rebind(group) {
+            // A call of the last group may still write their memory, and holds it.
+            lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
         }
-        let last = std::mem::replace(&mut *calls, Calls::Next(group.clone()));
-        drop(calls);
-        // A call of the last one may still write their memory, and holds it.
-        lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
-        // Its end may take seconds. Without a thread it is now.
-        let _detached = std::thread::Builder::new().name("phalanx-nccl-end".into()).spawn(move || drop(last));
     }
 
-    /// What makes the calls; the ranks make it together if their group is another one than before.
-    pub fn connect(&self) -> Result<Communicator> {
-        let calls = &mut *lock(&self.nccl);
-        let nccl = match calls {
-            Calls::Of(nccl) => return Ok(nccl.clone()),
-            Calls::Next(group) => Communicator::new(group, &self.device)?,
-        };
-        *calls = Calls::Of(nccl.clone());
-        Ok(nccl)
+    /// The ranks of a group to which they have moved connect. All call it together.
+    pub fn connect(&self) -> Result<()> {
+        self.nccl.connect().map(drop)
     }
 
     /// The gradients are what they were before this step averaged them: a world of one averages nothing.
@@ -230,10 +206,10 @@ impl OnDevice {
         if self.waits {
             return Ok(()); // They are there.
         }
-        let nccl = self.connect()?;
+        let nccl = self.nccl.connect()?;
         for raw in streams {
             // SAFETY: as in `launch`.
-            let stream = unsafe { Stream::from_raw(&self.device, raw) };
+            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
             stream.wait_for(nccl.stream())?;
         }
         self.check()
@@ -241,10 +217,7 @@ impl OnDevice {
 
     /// The failure of a call that nobody has waited for: what has been computed from its memory is worth nothing then.
     pub fn check(&self) -> Result<()> {
-        match &*lock(&self.nccl) {
-            Calls::Of(nccl) if !self.waits => nccl.failure().map_or(Ok(()), Err),
-            _ => Ok(()),
-        }
+        if self.waits { Ok(()) } else { self.nccl.failure().map_or(Ok(()), Err) }
     }
 
     pub fn bytes(&self) -> u64 {
@@ -266,7 +239,7 @@ impl OnDevice {
     }
 
     fn ordinal(&self) -> u32 {
-        self.device.ordinal()
+        self.nccl.device().ordinal()
     }
 
     /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. They are of type `T`. If the bucket is to be
@@ -277,7 +250,7 @@ impl OnDevice {
         gradients: &Arc<[GradientPlace]>,
         keeps: bool,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
-        let nccl = self.connect()?;
+        let nccl = self.nccl.connect()?;
         let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
@@ -295,7 +268,7 @@ impl OnDevice {
         for raw in std::mem::take(ahead) {
             // SAFETY: it was a thread's current stream in this backward pass. libtorch never destroys its own; a program that makes
             // another one current keeps it as long as it has work on it, and so until backward is over.
-            let stream = unsafe { Stream::from_raw(&self.device, raw) };
+            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
             if stream.as_raw() != here.as_raw() {
                 here.wait_for(&stream)?;
             }
@@ -311,10 +284,10 @@ impl OnDevice {
         // A gradient that is freed now is used again in the order of the stream on which backward took its memory.
         for raw in streams.iter().filter(|raw| **raw != here.as_raw()) {
             // SAFETY: as above.
-            unsafe { Stream::from_raw(&self.device, *raw) }.wait_for(&here)?;
+            unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
         }
         bucket.place(parameters)?;
-        let lent = lend::<T>(bucket.memory.shallow_clone(), &self.device)?;
+        let lent = lend::<T>(bucket.memory.shallow_clone(), self.nccl.device())?;
         if lent.is_empty() {
             return Ok(None); // It has no address.
         }
@@ -326,7 +299,7 @@ impl OnDevice {
     fn stream_of_thread(&self) -> Result<Stream> {
         let raw = shim::current_stream(self.ordinal())?;
         // SAFETY: it is current, and used before this thread returns to the program.
-        Ok(unsafe { Stream::from_raw(&self.device, raw) })
+        Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
     }
 
     fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket) -> Result<Pending> {

@@ -112,7 +112,7 @@ impl Sink {
     /// NCCL connects the ranks of a group that was [moved to](Self::move_to), outside of backward. All ranks call it together.
     pub fn connect(&self) -> Result<()> {
         self.0.with_state(|deliveries| {
-            deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.connect().map(drop))
+            deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.connect())
         })
     }
 

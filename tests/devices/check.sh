@@ -96,7 +96,7 @@ features() {
         *) echo "$1" ;;
     esac
 }
-# Of the test `jobs`, what runs on devices.
+# Of the test `jobs`, what runs on devices: it takes one filter at a time.
 jobs() { case $1 in cuda | cpu) echo devices:: nccl:: ;; *) echo devices:: ;; esac }
 export CUBECL_AUTOTUNE_LEVEL=minimal
 # tests PROGRAM FEATURES TARGETS... -- ARGUMENTS...: builds the targets and runs them; or, with a folder for programs, one or the other. PROGRAM is
@@ -132,8 +132,7 @@ for device in "${devices[@]}"; do
     [ "$device" != cpu ] || threads=1
     tests it "$(features "$device")" --lib --test it -- --test-threads "$threads" "${skipped[@]}"
     printf '\n== ranks that are processes, on %s\n' "$device"
-    # shellcheck disable=SC2046 # Filters are words.
-    tests jobs "$(features "$device")" --test jobs -- $(jobs "$device")
+    for filter in $(jobs "$device"); do tests jobs "$(features "$device")" --test jobs -- "$filter"; done
 done
 for device in "${devices[@]}"; do
     # Burn does not fuse libtorch's operations.
@@ -141,6 +140,7 @@ for device in "${devices[@]}"; do
     export PHALANX_TEST_DEVICE=$device
     if [ "$device" = cpu ]; then export BURN_DEVICE=cpu; else unset BURN_DEVICE; fi
     printf '\n== ranks that are processes, on %s with fusion\n' "$device"
-    # shellcheck disable=SC2046
-    tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- $(jobs "$device")
+    for filter in $(jobs "$device"); do
+        tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- "$filter"
+    done
 done

@@ -73,6 +73,11 @@ pub struct Ddp<M> {
     inventory: Inventory,
     /// All collectives of this `Ddp` go through it.
     group: JoinGroup,
+    /// Where gradients are averaged in a group that the program has made.
+    averaging: Averaging,
+    /// The device on which NCCL averages in each group of an elastic job.
+    #[cfg(feature = "nccl")]
+    cuda: Option<phalanx_nccl::Device>,
     engine: Engine<M>,
     /// The weights of the passes since the last synchronised one.
     accumulated: StepWeight,
@@ -108,11 +113,16 @@ impl<M: Module> Ddp<M> {
 
     /// Like [`new`](Self::new), with options.
     pub fn with_options(model: M, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
-        Self::averaged(model, group.into(), options, &Averaging::Host)
+        Self::averaged(model, group.into(), options, Averaging::Host)
     }
 
-    fn averaged(model: M, group: JoinGroup, options: DdpOptions, averaging: &Averaging) -> Result<Self> {
-        let (inventory, engine) = prepare(&model, &group, &options, averaging)?;
+    pub(crate) fn averaged(
+        model: M,
+        group: JoinGroup,
+        options: DdpOptions,
+        averaging: Averaging,
+    ) -> Result<Self> {
+        let (inventory, engine) = prepare(&model, &group, &options, &averaging)?;
         let model = match engine {
             Engine::Alone { .. } => model,
             Engine::Together { .. } => {
@@ -125,6 +135,9 @@ impl<M: Module> Ddp<M> {
             model: Some(model),
             inventory,
             group,
+            averaging,
+            #[cfg(feature = "nccl")]
+            cuda: None,
             engine,
             accumulated: StepWeight::Nothing,
             step_began: None,
@@ -399,6 +412,11 @@ impl<M: Module> Ddp<M> {
         self.engine
             .sink()
             .map_or_else(Vec::new, |sink| sink.with_reducer(|reducer| reducer.step_times().to_vec()))
+    }
+
+    /// Where gradients are averaged in a group that the program has made.
+    pub(crate) fn averaging(&self) -> &Averaging {
+        &self.averaging
     }
 
     /// The parameters that need a gradient.

@@ -6,10 +6,13 @@
 //! 3. A thread of its own waits for the fences, one after the other, and makes a call of NCCL's for each bucket: CubeCL shows its streams to
 //!    nobody, so that NCCL's stream cannot wait for them.
 //! 4. At the end of backward the program's thread waits for the calls. The averages are places in the buckets.
+//!
+//! A step of an elastic job that can be done again keeps its gradients, too, until the next step: the survivors of a death copy them into other
+//! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +34,7 @@ use parking_lot::Mutex;
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{DeviceSlice, Element, Work};
+use phalanx_nccl::{CommunicatorHandle, DeviceSlice, Element, Work};
 
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
@@ -56,7 +59,7 @@ impl Resident {
 
 /// Averages the gradients of one model's parameters.
 pub(crate) struct OnDevice {
-    nccl: phalanx_nccl::Communicator,
+    nccl: CommunicatorHandle,
     device: CubeDevice,
     state: Mutex<State>,
     /// To the thread that makes NCCL's calls.
@@ -65,12 +68,13 @@ pub(crate) struct OnDevice {
     bytes: AtomicU64,
 }
 
-/// By the index of the parameter.
 struct State {
-    /// The sums of gradients that are to be averaged in a later backward pass.
+    /// The sums of gradients that are to be averaged in a later backward pass, by the index of the parameter.
     held: Vec<Option<CubeTensor>>,
-    /// The gradients of this backward pass, and then their averages.
+    /// The gradients of this backward pass, and then their averages, by the index of the parameter.
     gradients: Vec<Option<CubeTensor>>,
+    /// What launched buckets had before they were averaged, if that may be averaged again, by the number of the bucket: parameters and gradients.
+    kept: BTreeMap<usize, Vec<(usize, Option<CubeTensor>)>>,
 }
 
 /// Waits for a fence, and makes a call of NCCL's.
@@ -92,8 +96,9 @@ impl OnDevice {
         let started = thread.spawn(move || queue.into_iter().for_each(|call| call()));
         drop(started.map_err(|cause| Error::aborted(format!("no thread for NCCL's calls: {cause}")))?);
         let none = || parameters.iter().map(|_| None).collect();
-        let state = Mutex::new(State { held: none(), gradients: none() });
-        let this = Arc::new(Self { nccl: nccl.clone(), device, state, calls, bytes: AtomicU64::new(0) });
+        let state = Mutex::new(State { held: none(), gradients: none(), kept: BTreeMap::new() });
+        let nccl = CommunicatorHandle::new(nccl.clone());
+        let this = Arc::new(Self { nccl, device, state, calls, bytes: AtomicU64::new(0) });
         let reducer = Reducer::elsewhere(group, parameters, options, Box::new(Hook(this.clone())))?;
         Ok((this, reducer))
     }
@@ -101,7 +106,7 @@ impl OnDevice {
     /// Keeps the gradient of a parameter for this backward pass, with what is held for it.
     pub fn put(&self, index: usize, spec: &ParameterSpec, gradient: Resident) -> Result<()> {
         self.hold(index, spec, gradient)?;
-        let State { held, gradients } = &mut *self.state.lock();
+        let State { held, gradients, .. } = &mut *self.state.lock();
         gradients[index] = held[index].take();
         Ok(())
     }
@@ -119,7 +124,7 @@ impl OnDevice {
 
     /// What is held belongs to this backward pass from now on: the indices of its parameters.
     pub fn hand_over(&self) -> Vec<usize> {
-        let State { held, gradients } = &mut *self.state.lock();
+        let State { held, gradients, .. } = &mut *self.state.lock();
         let mut indices = Vec::new();
         for (index, (held, gradient)) in held.iter_mut().zip(gradients).enumerate() {
             if let Some(sum) = held.take() {
@@ -130,9 +135,16 @@ impl OnDevice {
         indices
     }
 
-    /// Drops what a pass has left that did not come to its end.
+    /// Drops what the last pass has left.
     pub fn clear(&self) {
-        self.state.lock().gradients.fill_with(|| None);
+        let mut state = self.state.lock();
+        state.gradients.fill_with(|| None);
+        state.kept.clear();
+    }
+
+    /// By which communicator the calls are made.
+    pub fn nccl(&self) -> &CommunicatorHandle {
+        &self.nccl
     }
 
     /// Drops what is held.
@@ -151,8 +163,9 @@ impl OnDevice {
 
     /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
     fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, dtype: BurnDType) -> Result<Pending> {
-        let own = |place: &GradientPlace| self.state.lock().gradients[place.parameter].take();
-        let own = bucket.gradients.iter().map(|place| (own(place), place.elements.len()));
+        let nccl = self.nccl.connect()?;
+        let own =
+            self.own(&bucket).into_iter().zip(bucket.gradients.iter().map(|place| place.elements.len()));
         let memory = BucketMemory::of(own.collect(), &self.device, dtype);
         let elements: usize = memory.places.iter().map(Range::len).sum();
         self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
@@ -164,7 +177,7 @@ impl OnDevice {
         let lent = memory.lend::<T>(self.nccl.device())?;
         let fence = ReadBack::fence(&memory.tensor);
         let (launched, launching) = channel();
-        let nccl = self.nccl.clone();
+        let timeout = nccl.timeout();
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
             let work = computed.and_then(|()| nccl.all_reduce_async(lent, ReduceOp::Avg));
@@ -179,11 +192,30 @@ impl OnDevice {
             move || under_way.lock().is_completed(),
             move || {
                 let stage = std::mem::replace(&mut *stage.lock(), Stage::Over);
-                stage.wait(this.nccl.timeout())?;
+                stage.wait(timeout)?;
                 this.keep(&bucket.gradients, &memory);
                 Ok(bucket.buffer)
             },
         ))
+    }
+
+    /// This rank's gradients of a bucket.
+    fn own(&self, bucket: &GradBucket) -> Vec<Option<CubeTensor>> {
+        let State { gradients, kept, .. } = &mut *self.state.lock();
+        let parameters = bucket.gradients.iter().map(|place| place.parameter);
+        if !bucket.keeps {
+            return parameters.map(|parameter| gradients[parameter].take()).collect();
+        }
+        let own = || parameters.map(|parameter| (parameter, gradients[parameter].take())).collect();
+        kept.entry(bucket.index).or_insert_with(own).iter().map(|(_, gradient)| gradient.clone()).collect()
+    }
+
+    /// The gradients are what they were before this step averaged them: a world of one averages nothing.
+    pub fn restore(&self) {
+        let State { gradients, kept, .. } = &mut *self.state.lock();
+        for (parameter, gradient) in kept.values().flatten() {
+            gradients[*parameter] = gradient.clone();
+        }
     }
 
     /// What lies in a bucket are the gradients from now on.
@@ -366,7 +398,15 @@ impl CommHook for Hook {
         state.nothing()
     }
 
+    fn is_stateless(&self) -> bool {
+        true
+    }
+
     fn makes_zeros(&self) -> bool {
+        true
+    }
+
+    fn keeps_gradients(&self) -> bool {
         true
     }
 }
@@ -404,8 +444,10 @@ struct Averages<'a> {
 impl Averages<'_> {
     /// None if no rank had a gradient for the parameter, and there are only zeros.
     fn take(&self, index: usize) -> Result<Option<FloatTensor<Cube>>> {
-        let average = self.on_device.take(index)?;
-        Ok(self.reducer.has_average(index)?.then(|| Cube::stored(average)))
+        match self.reducer.has_average(index)? {
+            true => self.on_device.take(index).map(|average| Some(Cube::stored(average))),
+            false => Ok(None),
+        }
     }
 }
 

@@ -8,6 +8,7 @@
 //! | move and combine the memory of devices | [`Communicator`], [`Work`] |
 //! | do so with the host's memory too | [`DeviceGroup`] |
 //! | launch several calls as one | [`Communicator::group_calls`] |
+//! | go from group to group in an elastic job | [`CommunicatorHandle`] |
 //! | have memory on a device | [`DeviceBuffer`] |
 //! | lend a framework's tensors | [`DeviceSlice`], [`DeviceMemory`] |
 //! | compute meanwhile | [`Stream`], [`Communicator::after`], [`Work::order`] |
@@ -22,7 +23,9 @@ mod group;
 mod library;
 mod nccl;
 
-pub use communicator::{CallRecord, CallState, Communicator, CommunicatorOptions, GroupCalls, Work};
+pub use communicator::{
+    CallRecord, CallState, Communicator, CommunicatorHandle, CommunicatorOptions, GroupCalls, Work,
+};
 pub use cuda::{Device, DeviceBuffer, DeviceMemory, DeviceSlice, Stream};
 pub use element::{DType, Element};
 pub use found::{FoundCuda, FoundNccl, find_cuda, find_nccl};

@@ -8,7 +8,7 @@ use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::{ParameterSpec, Reducer, verify_state_on};
 use phalanx::trace::Track;
-use phalanx::{Caller, Communicator, Error, Result, WorldSize};
+use phalanx::{Caller, Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::DdpOptions;
 use crate::device;
@@ -33,6 +33,7 @@ pub(crate) enum Engine<M> {
 }
 
 /// Where gradients are averaged.
+#[derive(Clone, Debug)]
 pub(crate) enum Averaging {
     /// In the memory of the processes, by their group.
     Host,
@@ -82,6 +83,26 @@ impl<M> Engine<M> {
             Self::Alone { .. } => None,
             Self::Together { on_device, .. } => on_device.as_deref(),
         }
+    }
+
+    /// NCCL connects the ranks of a group to which this has [moved](Self::move_to). All ranks call it together.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
+    pub fn connect(&self) -> Result<()> {
+        #[cfg(feature = "nccl")]
+        if let Some(on_device) = self.on_device() {
+            return on_device.nccl().connect().map(drop);
+        }
+        Ok(())
+    }
+
+    /// The ranks of `group` average from now on, by NCCL too.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self))]
+    pub fn move_to(&self, group: &ProcessGroup) {
+        #[cfg(feature = "nccl")]
+        if let Some(on_device) = self.on_device() {
+            on_device.nccl().rebind(group);
+        }
+        let _ = group;
     }
 
     /// An error if `call` cannot be made because NCCL averages the gradients.

@@ -36,7 +36,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
     /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
-    /// and elastic jobs. [`with_options`](Self::with_options) has them all, through the processes' memory.
+    /// and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on). [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///
     /// # Errors
     /// As [`new`](Self::new); if the model is not in the memory of the communicator's device; on every rank also if some ranks average
@@ -44,6 +44,16 @@ impl<M: Module> Ddp<M> {
     #[doc(alias("nccl", "init_process_group"))]
     pub fn with_nccl(model: M, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
         let averaging = Averaging::Nccl(group.device().clone());
-        Self::averaged(model, JoinGroup::from(group.host()), options, &averaging)
+        Self::averaged(model, JoinGroup::from(group.host()), options, averaging)
+    }
+
+    /// In each group of an elastic job NCCL averages on `cuda` from now on.
+    pub(crate) fn enter_on(&mut self, cuda: Option<phalanx_nccl::Device>) {
+        self.cuda = cuda;
+    }
+
+    /// The device on which NCCL averages in each group of an elastic job.
+    pub(crate) fn cuda(&self) -> Option<&phalanx_nccl::Device> {
+        self.cuda.as_ref()
     }
 }

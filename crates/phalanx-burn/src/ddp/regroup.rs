@@ -26,16 +26,46 @@ impl<M: Module> Ddp<M> {
     /// Changes to `group`, on all of whose ranks the model is equal already; it checks that the models have the same
     /// structure. Objects of the previous group, such as a communication hook, are removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {
-        self.check_on_host("an elastic job")?;
+        self.check_elastic()?;
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
         // Made again: parameters may have been frozen since.
-        let (inventory, engine) = prepare(self.model(), &self.group, options, &Averaging::Host)?;
+        let (inventory, engine) = prepare(self.model(), &self.group, options, &self.averaging_in(group)?)?;
         self.settle(engine);
         self.inventory = inventory;
         self.broadcast_buffers = options.broadcast_buffers;
         self.gradient_as_bucket_view = options.gradient_as_bucket_view;
         Ok(())
+    }
+
+    /// An error, which ends the group, if NCCL averages in a group that the program has made.
+    fn check_elastic(&self) -> Result<()> {
+        match &self.averaging {
+            Averaging::Host => Ok(()),
+            #[cfg(feature = "nccl")]
+            Averaging::Nccl(_) => Err(self.fail(
+                Error::invalid_argument(
+                    "an elastic job: NCCL averages this model's gradients in another group",
+                )
+                .with_remedy("TrainState::with_nccl_on has a communicator for each group"),
+            )),
+        }
+    }
+
+    /// Where gradients are averaged in this group of an elastic job; the ranks connect.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
+    fn averaging_in(&self, group: &ProcessGroup) -> Result<Averaging> {
+        #[cfg(feature = "nccl")]
+        if let Some(cuda) = self.cuda.as_ref().filter(|_| group.world_size() != WorldSize::ONE) {
+            return phalanx_nccl::Communicator::new(group, cuda).map(Averaging::Nccl);
+        }
+        let _ = group;
+        Ok(Averaging::Host)
+    }
+
+    /// NCCL connects the ranks of a group that this has followed to. All ranks call it together, before the step in it.
+    pub(crate) fn connect(&self) -> Result<()> {
+        if self.world_size() == WorldSize::ONE { Ok(()) } else { self.engine.connect() }
     }
 
     /// All its collectives go through this handle, by which it changes its group.
@@ -58,7 +88,7 @@ impl<M: Module> Ddp<M> {
         loss: &Tensor<D>,
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
-        self.check_on_host("a step of an elastic job")?;
+        self.check_elastic()?;
         if let Some(sink) = self.engine.sink() {
             if self.group.running().is_some() {
                 return Err(Error::invalid_argument(
@@ -79,18 +109,28 @@ impl<M: Module> Ddp<M> {
         let Some(sink) = self.engine.sink() else {
             return Err(Error::aborted("a world of one keeps no gradients"));
         };
-        let gradients = sink.replay(|reducer| self.averages(reducer, 1.0))?;
+        self.engine.move_to(group);
+        self.connect()?;
+        let gradients = sink.replay(|reducer| {
+            #[cfg(feature = "nccl")]
+            if let Some(on_device) = self.engine.on_device().filter(|_| group.world_size() == WorldSize::ONE)
+            {
+                on_device.restore();
+            }
+            self.averages(reducer, 1.0)
+        })?;
         Ok(SyncedGradients::new(gradients, &self.token))
     }
 
     /// Changes to `group`, which has the remaining ranks of this one, between steps; not possible if gradients are
     /// sharded.
     pub(crate) fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
-        self.check_on_host("an elastic job")?;
+        self.check_elastic()?;
         if self.sharded {
             return Ok(false);
         }
         self.group.rebind(group.clone())?;
+        self.engine.move_to(group);
         // Their memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
         if let Some(sink) = self.engine.sink() {

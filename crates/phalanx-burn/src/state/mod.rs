@@ -26,6 +26,7 @@ use serde::de::DeserializeOwned;
 
 pub(crate) use self::fit::Begun;
 pub(crate) use self::storage::Layout;
+use crate::ddp::Averaging;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::Select;
 use crate::{Ddp, DdpOptions, PeriodicModelAverager};
@@ -212,8 +213,9 @@ impl<M: Module, T> TrainState<M, T> {
     /// As [`Ddp::new`].
     pub fn with_options(mut self, options: DdpOptions) -> Result<Self> {
         self.options = options;
-        let group = self.model.group().clone();
-        self.sharing(group)
+        let (group, ranks) = (self.model.group().clone(), self.model.world_size());
+        let averaging = self.model.averaging().clone();
+        self.moved(group, averaging, ranks)
     }
 
     /// Makes the [model](Self::model) change its group through `handle`, a [`GroupHandle`](phalanx::GroupHandle), so
@@ -238,16 +240,25 @@ impl<M: Module, T> TrainState<M, T> {
     /// ```
     ///
     /// # Errors
-    /// As [`Ddp::new`].
+    /// As [`Ddp::new`]. After `with_nccl`.
     pub fn sharing(self, handle: impl Into<JoinGroup>) -> Result<Self> {
+        if !matches!(self.model.averaging(), Averaging::Host) {
+            let cause =
+                "TrainState::sharing after with_nccl: the handle may lead to another group than NCCL's";
+            return Err(Error::invalid_argument(cause).with_remedy("call sharing first"));
+        }
         let ranks = self.model.world_size();
-        self.moved(handle.into(), ranks)
+        self.moved(handle.into(), Averaging::Host, ranks)
     }
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
-    fn moved(mut self, handle: JoinGroup, ranks: WorldSize) -> Result<Self> {
+    fn moved(mut self, handle: JoinGroup, averaging: Averaging, ranks: WorldSize) -> Result<Self> {
         let (hook, is_absent) = (self.model.hook_state()?, self.model.loaded_hook.is_absent());
-        self.model = Ddp::with_options(self.model.into_model(), handle, self.options.clone())?;
+        #[cfg(feature = "nccl")]
+        let cuda = self.model.cuda().cloned();
+        self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
+        #[cfg(feature = "nccl")]
+        self.model.enter_on(cuda);
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         if is_absent {
@@ -272,7 +283,31 @@ impl<M: Module, T> TrainState<M, T> {
         let shared = self.model.group().clone();
         let ranks = self.model.world_size();
         shared.rebind(group.clone())?;
-        self.moved(shared, ranks)
+        self.moved(shared, Averaging::Host, ranks)
+    }
+
+    /// As [`with_group`](Self::with_group), for a model on a CUDA device, whose gradients NCCL averages, as [`Ddp::with_nccl`] says.
+    ///
+    /// # Errors
+    /// As [`Ddp::with_nccl`].
+    #[cfg(feature = "nccl")]
+    pub fn with_nccl(self, group: &phalanx_nccl::DeviceGroup) -> Result<Self> {
+        let shared = self.model.group().clone();
+        let ranks = self.model.world_size();
+        shared.rebind(group.host().clone())?;
+        self.moved(shared, Averaging::Nccl(group.device().clone()), ranks)
+    }
+
+    /// In each group of an elastic job NCCL averages the gradients of a model on this CUDA device, as [`Ddp::with_nccl`] says: the ranks of a
+    /// group make a communicator together. Outside of [`elastic::run`](phalanx::elastic::run) it has no effect.
+    ///
+    /// In a [`backward`](Self::backward) that may be done again this rank's gradients stay in the device's memory until the next step: if a worker
+    /// dies in it, the survivors average them again by a communicator of their own.
+    #[cfg(feature = "nccl")]
+    #[must_use]
+    pub fn with_nccl_on(mut self, cuda: &phalanx_nccl::Device) -> Self {
+        self.model.enter_on(Some(cuda.clone()));
+        self
     }
 
     /// [`Ddp::step`] with its optimizer, and an average of the model if an [averager](Self::with_averager) finds it due.
@@ -371,10 +406,17 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         if !context.is_elastic() {
             return context.step(|state, _| state.model.synchronised(loss, weight));
         }
-        let mut first = true;
-        context.step(|state, group| match std::mem::take(&mut first) {
-            true => state.model.backward_replayable(loss, weight),
-            false => state.model.replay(group),
+        let (mut is_first, mut has_gradients) = (true, false);
+        context.step(|state, group| {
+            if has_gradients {
+                return state.model.replay(group);
+            }
+            if !std::mem::take(&mut is_first) {
+                state.model.follow(group)?; // Connecting was cut off.
+            }
+            state.model.connect()?;
+            has_gradients = true;
+            state.model.backward_replayable(loss, weight)
         })
     }
 

@@ -8,6 +8,7 @@
 mod call;
 mod flight;
 mod group_calls;
+mod handle;
 mod init;
 mod launch;
 mod operations;
@@ -24,6 +25,7 @@ use std::time::Duration;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 pub use self::group_calls::GroupCalls;
+pub use self::handle::CommunicatorHandle;
 pub use self::record::{CallRecord, CallState};
 use self::shared::Shared;
 pub use self::work::Work;
