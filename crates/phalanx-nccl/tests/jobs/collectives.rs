@@ -1,9 +1,10 @@
 //! Every call, on every type.
 
 use half::{bf16, f16};
-use phalanx::{Rank, ReduceOp, Result};
+use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{
-    Communicator, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup, DeviceMemory, Element,
+    Communicator, CommunicatorHandle, CommunicatorOptions, DType, Device, DeviceBuffer, DeviceGroup,
+    DeviceMemory, Element,
 };
 
 use crate::world::{all_done, launch_threads};
@@ -27,6 +28,9 @@ pub const TESTS: &[Test] = &[
     }),
     ("host_and_device_memory_in_one_group_and_its_parts_alone", 1, Needs::Nothing, || {
         all_done("collectives::hybrid", 1, &[]);
+    }),
+    ("a_handle_goes_with_those_that_are_left", 3, Needs::Nothing, || {
+        all_done("collectives::handle", 3, &[]);
     }),
     ("host_and_device_memory_in_one_group_and_its_parts", 3, Needs::Nothing, || {
         all_done("collectives::hybrid", 3, &[]);
@@ -55,6 +59,7 @@ pub fn play(role: &str) -> Result<()> {
     }
     let nccl = Communicator::new(&group, &device)?;
     match role {
+        "handle" => handle(&group, nccl),
         "all" => {
             types(&nccl)?;
             factors::<f16>(&nccl)?;
@@ -272,6 +277,31 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     nccl.all_reduce(&mut data, ReduceOp::Sum)?;
     assert_eq!(data.to_vec(stream)?, [2.0; 4]);
     Ok(())
+}
+
+fn handle(group: &ProcessGroup, nccl: Communicator) -> Result<()> {
+    let handle = CommunicatorHandle::new(nccl);
+    assert!(!handle.rebind(&group.clone()), "it is the same group");
+    let sum = || {
+        let nccl = handle.connect()?;
+        let mut one = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32])?;
+        nccl.all_reduce(&mut one, ReduceOp::Sum)?;
+        one.to_vec(nccl.stream())
+    };
+    assert_eq!(sum()?, [3.0]);
+    let left = [Rank::new(0), Rank::new(2)];
+    let Some(part) = group.new_group(&left)? else { return group.barrier() };
+    assert!(handle.rebind(&part));
+    assert!(handle.failure().is_none());
+    for _ in 0..2 {
+        assert_eq!(sum()?, [2.0]);
+    }
+    part.abort(phalanx::Error::aborted("it ends"));
+    assert!(handle.failure().is_some());
+    // The group of all is another one, and goes on.
+    assert!(handle.rebind(group));
+    assert!(handle.failure().is_none());
+    group.barrier()
 }
 
 fn hybrid(group: DeviceGroup) -> Result<()> {
