@@ -271,6 +271,15 @@ impl Ddp {
         self.group.world_size()
     }
 
+    /// What averages the gradients, for people.
+    fn averaged_by(&self) -> &'static str {
+        match &self.sink {
+            None => "nothing",
+            Some(sink) if sink.is_on_device() => "NCCL",
+            Some(_) => "the group",
+        }
+    }
+
     /// What has gone by since `begin` is no time of this rank's own: it was in a collective.
     fn waited_since(&self, begin: Instant) {
         if let Some(sink) = &self.sink {
@@ -347,6 +356,7 @@ impl fmt::Debug for Ddp {
             .field("world_size", &self.group.world_size())
             .field("parameters", &self.inventory.parameters.len())
             .field("buffers", &self.inventory.buffers.len())
+            .field("averaged_by", &self.averaged_by())
             .finish_non_exhaustive()
     }
 }

@@ -100,6 +100,11 @@ impl Sink {
         on_device + self.with_reducer(|reducer| reducer.communicated_bytes())
     }
 
+    /// Whether NCCL averages the gradients, on their device.
+    pub fn is_on_device(&self) -> bool {
+        self.0.with_state(|deliveries| deliveries.on_device.is_some())
+    }
+
     /// The ranks of `group` average from now on, by NCCL too.
     pub fn move_to(&self, group: &ProcessGroup) {
         self.0.with_state(|deliveries| {
@@ -382,9 +387,13 @@ impl Deliveries {
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
         if let Some(on_device) = &self.on_device {
             for (index, parameter) in self.parameters.iter().enumerate() {
-                // No rank had one, and there are only zeros.
+                let leaf = &parameter.tensor;
                 if !reducer.has_average(index)? {
-                    shim::set_gradient(&parameter.tensor, None)?;
+                    shim::set_gradient(leaf, None)?; // No rank had one, and there are only zeros.
+                } else if !leaf.grad().defined() {
+                    // In a world of one, which fills no bucket: ranks that are gone used it.
+                    let zeros = tch::no_grad(|| leaf.f_zeros_like()).map_err(torch)?;
+                    shim::set_gradient(leaf, Some(&zeros))?;
                 }
             }
             return on_device.settle();

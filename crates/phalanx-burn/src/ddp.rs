@@ -349,7 +349,8 @@ impl<M: Module> Ddp<M> {
         #[cfg(feature = "nccl")]
         if let Some(on_device) = self.engine.on_device() {
             // Neither `join` nor weights, whose factors there are, are accepted with it.
-            return crate::nccl::averages(held(&self.model), reducer, on_device, &self.inventory.indices);
+            let averaged = (on_device, self.group.world_size());
+            return crate::nccl::averages(held(&self.model), reducer, averaged, &self.inventory.indices);
         }
         let handover = Handover { scale, view: self.gradient_as_bucket_view };
         averages(held(&self.model), reducer, &self.inventory.indices, handover)
@@ -442,6 +443,7 @@ impl<M> fmt::Debug for Ddp<M> {
             .field("world_size", &self.group.world_size())
             .field("parameters", &self.inventory.parameters.len())
             .field("buffers", &self.inventory.buffers.len())
+            .field("averaged_by", &self.engine.averaged_by())
             .finish_non_exhaustive()
     }
 }

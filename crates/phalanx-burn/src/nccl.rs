@@ -33,7 +33,7 @@ use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
-use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result};
+use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{CommunicatorHandle, DeviceSlice, Element, Work};
 
 use crate::read_back::{Computed, Lost, ReadBack};
@@ -75,6 +75,31 @@ struct State {
     gradients: Vec<Option<CubeTensor>>,
     /// What launched buckets had before they were averaged, if that may be averaged again, by the number of the bucket: parameters and gradients.
     kept: BTreeMap<usize, Vec<(usize, Option<CubeTensor>)>>,
+}
+
+impl State {
+    /// This rank's gradients of the bucket of this number, which are those of these `parameters`. If it is kept, they are the same ones when it
+    /// comes again.
+    fn own(
+        &mut self,
+        bucket: usize,
+        parameters: impl Iterator<Item = usize>,
+        keeps: bool,
+    ) -> Vec<Option<CubeTensor>> {
+        let Self { gradients, kept, .. } = self;
+        let own = parameters.map(|parameter| (parameter, gradients[parameter].take()));
+        if !keeps {
+            return own.map(|(_, gradient)| gradient).collect();
+        }
+        let kept = kept.entry(bucket).or_insert_with(|| own.collect());
+        kept.iter().map(|(_, gradient)| gradient.clone()).collect()
+    }
+
+    fn restore(&mut self) {
+        for (parameter, gradient) in self.kept.values().flatten() {
+            self.gradients[*parameter] = gradient.clone();
+        }
+    }
 }
 
 /// Waits for a fence, and makes a call of NCCL's.
@@ -156,9 +181,8 @@ impl OnDevice {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    fn take(&self, index: usize) -> Result<CubeTensor> {
-        let gradient = self.state.lock().gradients.get_mut(index).and_then(Option::take);
-        gradient.ok_or_else(|| Error::aborted(format!("the average of parameter {index} is not there")))
+    fn take(&self, index: usize) -> Option<CubeTensor> {
+        self.state.lock().gradients.get_mut(index).and_then(Option::take)
     }
 
     /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
@@ -181,7 +205,7 @@ impl OnDevice {
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
             let work = computed.and_then(|()| nccl.all_reduce_async(lent, ReduceOp::Avg));
-            drop(nccl); // Its end is not this thread's.
+            drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
             // Nobody waits for it after a failure.
             let _kept = launched.send(work);
         };
@@ -201,21 +225,13 @@ impl OnDevice {
 
     /// This rank's gradients of a bucket.
     fn own(&self, bucket: &GradBucket) -> Vec<Option<CubeTensor>> {
-        let State { gradients, kept, .. } = &mut *self.state.lock();
         let parameters = bucket.gradients.iter().map(|place| place.parameter);
-        if !bucket.keeps {
-            return parameters.map(|parameter| gradients[parameter].take()).collect();
-        }
-        let own = || parameters.map(|parameter| (parameter, gradients[parameter].take())).collect();
-        kept.entry(bucket.index).or_insert_with(own).iter().map(|(_, gradient)| gradient.clone()).collect()
+        self.state.lock().own(bucket.index, parameters, bucket.keeps)
     }
 
     /// The gradients are what they were before this step averaged them: a world of one averages nothing.
     pub fn restore(&self) {
-        let State { gradients, kept, .. } = &mut *self.state.lock();
-        for (parameter, gradient) in kept.values().flatten() {
-            gradients[*parameter] = gradient.clone();
-        }
+        self.state.lock().restore();
     }
 
     /// What lies in a bucket are the gradients from now on.
@@ -419,15 +435,15 @@ fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<CubeDevice> {
     Ok(probe.device.clone())
 }
 
-/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`.
+/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &Reducer,
-    on_device: &OnDevice,
+    (on_device, ranks): (&OnDevice, WorldSize),
     indices: &HashMap<ParamId, usize>,
 ) -> Result<GradientsParams> {
     let (gradients, seen) = (Ok(GradientsParams::new()), HashSet::new());
-    let mut averages = Averages { reducer, on_device, indices, seen, gradients };
+    let mut averages = Averages { reducer, on_device, ranks, indices, seen, gradients };
     model.visit(&mut averages);
     averages.gradients
 }
@@ -435,6 +451,7 @@ pub(crate) fn averages<M: Module>(
 struct Averages<'a> {
     reducer: &'a Reducer,
     on_device: &'a OnDevice,
+    ranks: WorldSize,
     indices: &'a HashMap<ParamId, usize>,
     /// A parameter that is used in several places has one gradient.
     seen: HashSet<ParamId>,
@@ -443,10 +460,15 @@ struct Averages<'a> {
 
 impl Averages<'_> {
     /// None if no rank had a gradient for the parameter, and there are only zeros.
-    fn take(&self, index: usize) -> Result<Option<FloatTensor<Cube>>> {
-        match self.reducer.has_average(index)? {
-            true => self.on_device.take(index).map(|average| Some(Cube::stored(average))),
-            false => Ok(None),
+    fn take<const D: usize>(&self, index: usize, param: &Param<Tensor<D>>) -> Result<Option<Tensor<D>>> {
+        if !self.reducer.has_average(index)? {
+            return Ok(None);
+        }
+        match self.on_device.take(index) {
+            Some(average) => Ok(Some(Tensor::from_primitive::<Cube>(Cube::stored(average)))),
+            // Ranks that are gone used it, and no bucket has zeros for it.
+            None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),
+            None => Err(Error::aborted(format!("the average of parameter {index} is not there"))),
         }
     }
 }
@@ -457,10 +479,8 @@ impl ModuleVisitor for Averages<'_> {
         if self.gradients.is_err() || !self.seen.insert(param.id) {
             return;
         }
-        match (self.take(index), &mut self.gradients) {
-            (Ok(Some(average)), Ok(gradients)) => {
-                gradients.register(param.id, Tensor::<D>::from_primitive::<Cube>(average));
-            }
+        match (self.take(index, param), &mut self.gradients) {
+            (Ok(Some(average)), Ok(gradients)) => gradients.register(param.id, average),
             (Err(error), gradients) => *gradients = Err(error),
             _ => {}
         }
@@ -504,5 +524,27 @@ mod tests {
         assert_eq!(elements(tensor), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         let alignment = cube.client().properties().memory.alignment as usize;
         assert!(memory.places.iter().all(|place| (place.start * 4).is_multiple_of(alignment)));
+    }
+
+    #[test]
+    fn a_bucket_that_is_kept_has_the_same_gradients_when_it_comes_again() {
+        let device = Device::cpu();
+        let gradient = |value: f32| primitive(Tensor::<2>::full([1, 2], value, &device));
+        let elements = |tensor: &Option<CubeTensor>| -> Option<Vec<f32>> {
+            let tensor = Tensor::<2>::from_primitive::<Cube>(Cube::stored(tensor.clone()?));
+            Some(tensor.into_data().try_to_vec().unwrap())
+        };
+        let gradients = vec![Some(gradient(1.0)), None, Some(gradient(3.0))];
+        let mut state = State { held: vec![None, None, None], gradients, kept: BTreeMap::new() };
+        // The second bucket is not launched before a failure.
+        for _ in 0..2 {
+            let own = state.own(0, [1, 0].into_iter(), true);
+            assert_eq!(own.iter().map(elements).collect::<Vec<_>>(), [None, Some(vec![1.0; 2])]);
+            // Averages take the place of all of them.
+            (state.gradients[0], state.gradients[1]) = (Some(gradient(7.0)), Some(gradient(8.0)));
+        }
+        state.restore();
+        let restored: Vec<_> = state.gradients.iter().map(elements).collect();
+        assert_eq!(restored, [Some(vec![1.0; 2]), None, Some(vec![3.0; 2])]);
     }
 }

@@ -43,7 +43,7 @@ impl Ddp {
     ///
     /// # Errors
     /// As [`new`](Self::new); if the variables are not on the communicator's device; on every rank also if some ranks average otherwise. In a
-    /// world of one nothing is averaged, and nothing is refused.
+    /// world of one nothing is averaged, and nothing is refused but elastic jobs.
     #[doc(alias("nccl", "init_process_group"))]
     pub fn with_nccl(store: &VarStore, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
         let nccl = Some(group.device().clone());
@@ -52,8 +52,7 @@ impl Ddp {
 
     /// An error if `call` cannot be made because NCCL averages the gradients on the device. It ends the group: the others may not make it.
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
-        let is_over_nccl = self.nccl.is_some() || self.cuda.is_some();
-        let Some(sink) = self.sink.as_ref().filter(|_| is_over_nccl) else { return Ok(()) };
+        let Some(sink) = self.sink.as_ref().filter(|sink| sink.is_on_device()) else { return Ok(()) };
         sink.call(|_| Err(refused(call)))
     }
 

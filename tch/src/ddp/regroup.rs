@@ -200,14 +200,16 @@ mod tests {
         }
 
         /// In `group`, as [`TrainState`](crate::TrainState) enters it.
-        fn ddp(&self, group: &ProcessGroup, find_unused: bool) -> Ddp {
-            let reducer = ReducerOptions::default().bucket_cap_mb(1e-6).find_unused_parameters(find_unused);
+        fn ddp(&self, group: &ProcessGroup, reducer: ReducerOptions) -> Ddp {
+            let reducer = reducer.bucket_cap_mb(1e-6);
             let options = DdpOptions { reducer, ..DdpOptions::default() };
             let mut ddp = Ddp::new(&self.store, &ProcessGroup::alone().unwrap()).unwrap();
             if let Device::Cuda(index) = self.store.device() {
                 ddp.enter_with(phalanx_nccl::Device::open(index as u32).unwrap());
             }
             ddp.enter(group, &options).unwrap();
+            let is_on_device = ddp.sink.as_ref().is_some_and(|sink| sink.is_on_device());
+            assert_eq!(is_on_device, self.store.device() != Device::Cpu);
             ddp
         }
 
@@ -249,7 +251,7 @@ mod tests {
 
     fn done_again(place: Place) {
         of_three_one_dies(place, |group, pair, left| {
-            let mut ddp = pair.ddp(&group, true);
+            let mut ddp = pair.ddp(&group, ReducerOptions::default().find_unused_parameters(true));
             let number = group.rank().index() as f64 + 1.0;
             // Only the rank that dies uses the second parameter.
             let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
@@ -283,7 +285,7 @@ mod tests {
     /// A step that is cut off when one bucket is averaged, again when it is averaged once more, and done by one rank in the end.
     fn cut_off_twice(place: Place) {
         of_three_one_dies(place, |group, pair, left| {
-            let mut ddp = pair.ddp(&group, false);
+            let mut ddp = pair.ddp(&group, ReducerOptions::default());
             let number = group.rank().index() as f64 + 1.0;
             // Its gradient comes between those of the two parameters.
             let gate = Tensor::ones([1], (Kind::Float, pair.store.device())).set_requires_grad(true);
@@ -337,7 +339,7 @@ mod tests {
 
     fn followed(place: Place) {
         of_three_one_dies(place, |group, pair, left| {
-            let mut ddp = pair.ddp(&group, false);
+            let mut ddp = pair.ddp(&group, ReducerOptions::default());
             let number = group.rank().index() as f64 + 1.0;
             let step = |ddp: &mut Ddp| {
                 let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
@@ -364,12 +366,53 @@ mod tests {
         followed(cuda);
     }
 
+    /// In a static graph a parameter that ranks used which are gone has the gradient zero.
+    fn used_by_the_dead(place: Place) {
+        thread::scope(|scope| {
+            for (rank, group) in groups(2).into_iter().enumerate() {
+                scope.spawn(move || {
+                    let pair = Pair::new(place(rank));
+                    let mut ddp = pair.ddp(&group, ReducerOptions::default().static_graph(true));
+                    let step = |ddp: &mut Ddp| {
+                        let loss = ddp.forward(|| pair.loss(2.0, rank == 1)).unwrap();
+                        pair.zero_grad();
+                        ddp.backward_replayable(&loss).unwrap();
+                        pair.gradients()
+                    };
+                    for _ in 0..2 {
+                        assert_eq!(step(&mut ddp), [Some(2.0), Some(10.0)]);
+                        group.barrier().unwrap();
+                    }
+                    if rank == 1 {
+                        return;
+                    }
+                    let alone = ProcessGroup::alone().unwrap();
+                    ddp.replay(&alone).unwrap();
+                    assert_eq!(pair.gradients(), [Some(2.0), Some(0.0)]);
+                    ddp.follow(&alone).unwrap();
+                    assert_eq!(step(&mut ddp), [Some(2.0), Some(0.0)]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_parameter_that_only_the_dead_used_has_the_gradient_zero_in_a_static_graph() {
+        used_by_the_dead(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs two CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_parameter_that_only_the_dead_used_has_the_gradient_zero_in_a_static_graph() {
+        used_by_the_dead(cuda);
+    }
+
     fn begun_anew(place: Place) {
         thread::scope(|scope| {
             for (rank, (first, second)) in groups(2).into_iter().zip(groups(2)).enumerate() {
                 scope.spawn(move || {
                     let pair = Pair::new(place(rank));
-                    let mut ddp = pair.ddp(&first, false);
+                    let mut ddp = pair.ddp(&first, ReducerOptions::default());
                     let loss = ddp.forward(|| pair.loss(1.0, true)).unwrap();
                     ddp.backward_no_sync(&loss).unwrap();
                     ddp.leave(&ProcessGroup::alone().unwrap());

@@ -83,6 +83,7 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 let (x, y) = (xs.index_select(0, &batch), ys.index_select(0, &batch));
                 let loss = || (model.forward(&x).apply_t(&norm, true) - &y).square().mean(Kind::Float);
                 let loss = context.state.ddp.forward(loss)?;
+                nccl::assert_averages(&context.state.ddp);
                 context.state.optimizer.zero_grad()?;
                 if case == "dies" && rank.get() == 1 && context.state.steps() == DIES_AT {
                     // The others are in backward by then.

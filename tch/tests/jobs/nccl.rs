@@ -91,6 +91,12 @@ pub fn over_nccl<T>(state: TrainState<T>) -> Result<TrainState<T>> {
     }
 }
 
+/// That NCCL averages the gradients of more than one rank, if the test says so.
+pub fn assert_averages(ddp: &Ddp) {
+    let is_wanted = std::env::var_os(NCCL).is_some() && ddp.world_size().get() > 1;
+    assert!(!is_wanted || format!("{ddp:?}").contains("NCCL"), "{ddp:?}");
+}
+
 fn devices(group: &ProcessGroup) -> Result<DeviceGroup> {
     DeviceGroup::new(group.clone(), &phalanx_nccl::Device::open(0)?)
 }

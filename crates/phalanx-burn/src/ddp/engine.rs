@@ -85,6 +85,18 @@ impl<M> Engine<M> {
         }
     }
 
+    /// What averages the gradients, for people.
+    pub fn averaged_by(&self) -> &'static str {
+        #[cfg(feature = "nccl")]
+        if self.on_device().is_some() {
+            return "NCCL";
+        }
+        match self {
+            Self::Alone { .. } => "nothing",
+            Self::Together { .. } => "the group",
+        }
+    }
+
     /// NCCL connects the ranks of a group to which this has [moved](Self::move_to). All ranks call it together.
     #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self, clippy::unnecessary_wraps))]
     pub fn connect(&self) -> Result<()> {

@@ -40,7 +40,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// As [`new`](Self::new); if the model is not in the memory of the communicator's device; on every rank also if some ranks average
-    /// otherwise. In a world of one nothing is averaged, and nothing is refused.
+    /// otherwise. In a world of one nothing is averaged, and nothing is refused but elastic jobs.
     #[doc(alias("nccl", "init_process_group"))]
     pub fn with_nccl(model: M, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
         let averaging = Averaging::Nccl(group.device().clone());

@@ -203,7 +203,14 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         "static" => options.reducer.static_graph(true),
         _ => options.reducer,
     };
-    let (mut ddp, mut optimizer) = (Ddp::with_nccl(Net::new(), group, options)?, sgd());
+    let (mut ddp, mut optimizer) = match case {
+        "plain" => {
+            let state = TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.with_options(options)?;
+            (state.model, state.optimizer)
+        }
+        _ => (Ddp::with_nccl(Net::new(), group, options)?, sgd()),
+    };
+    assert!(format!("{ddp:?}").contains("NCCL"));
     let rank = group.host().rank().index();
     let before = calls(group);
     for step in 0..STEPS {
@@ -276,6 +283,8 @@ fn outlive() -> Result<()> {
                 std::thread::sleep(Duration::from_secs(1)); // The others are in backward by then.
                 kill_process(getpid(), Signal::KILL).unwrap();
             }
+            let is_alone = context.state.model.world_size() == WorldSize::ONE;
+            assert!(is_alone || format!("{:?}", context.state.model).contains("NCCL"));
             let averaged = TrainState::backward(context, &loss)?;
             assert_eq!(averaged.missing.len(), usize::from(step == DIES_AT), "in step {step}");
             context.state.progress.push(from);
@@ -373,7 +382,10 @@ fn nccl_averages_while_backward_goes_on() {
 
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 7] = [
+    let cases: [(&str, Call); 8] = [
+        ("TrainState::sharing after with_nccl", |group| {
+            TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.sharing(group.host()).map(drop)
+        }),
         ("the model is not in the memory of CUDA device 0", |group| {
             let net = Net::new().fork(&Device::flex().autodiff());
             Ddp::with_nccl(net, group, options()).map(drop)

@@ -2,17 +2,20 @@
 
 use std::fmt;
 use std::thread;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Result};
 
-use super::Communicator;
+use super::{Communicator, CommunicatorOptions};
 use crate::cuda::Device;
 
 /// The [`Communicator`] of the current group of an elastic job, for what lives longer than a group, as a
 /// [`GroupHandle`](phalanx::GroupHandle) is for the host's.
 pub struct CommunicatorHandle {
     device: Device,
+    options: CommunicatorOptions,
+    timeout: Duration,
     current: Mutex<Current>,
 }
 
@@ -23,9 +26,14 @@ enum Current {
 }
 
 impl CommunicatorHandle {
-    /// Leads to `communicator`.
+    /// Leads to `communicator`, whose device, options and time-out those of later groups have, too.
     pub fn new(communicator: Communicator) -> Self {
-        Self { device: communicator.device().clone(), current: Mutex::new(Current::Of(communicator)) }
+        Self {
+            device: communicator.device().clone(),
+            options: communicator.options(),
+            timeout: communicator.timeout(),
+            current: Mutex::new(Current::Of(communicator)),
+        }
     }
 
     /// This rank's device.
@@ -52,17 +60,22 @@ impl CommunicatorHandle {
     }
 
     /// The communicator of the current group. If there is none yet, the ranks make it, and every rank must call this, in the same order as the
-    /// group's collectives.
+    /// group's collectives. NCCL has connected the ranks when this returns.
     ///
     /// # Errors
     /// As [`Communicator::new`].
     pub fn connect(&self) -> Result<Communicator> {
-        let mut current = self.current.lock();
-        let communicator = match &*current {
+        let group = match &*self.current.lock() {
             Current::Of(communicator) => return Ok(communicator.clone()),
-            Current::Next(group) => Communicator::new(group, &self.device)?,
+            Current::Next(group) => group.clone(),
         };
-        *current = Current::Of(communicator.clone());
+        let communicator = Communicator::with_options(&group, &self.device, self.options)?;
+        let communicator = communicator.with_timeout(self.timeout);
+        communicator.barrier()?; // NCCL connects in the first call.
+        let mut current = self.current.lock();
+        if matches!(&*current, Current::Next(next) if next.is_same(&group)) {
+            *current = Current::Of(communicator.clone());
+        }
         Ok(communicator)
     }
 
