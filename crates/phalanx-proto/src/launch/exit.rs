@@ -49,6 +49,10 @@ impl Signal {
     }
 
     fn name(self) -> Option<&'static str> {
+        // Compiled there beside phalanx-sys, whose sentence, that Phalanx runs on Linux, is to be the only error.
+        #[cfg(not(unix))]
+        const NAMES: [(i32, &str); 0] = [];
+        #[cfg(unix)]
         const NAMES: [(i32, &str); 24] = [
             (libc::SIGHUP, "SIGHUP"),
             (libc::SIGINT, "SIGINT"),
