@@ -476,13 +476,15 @@ impl Averages<'_> {
 impl ModuleVisitor for Averages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(&index) = self.indices.get(&param.id) else { return };
-        if self.gradients.is_err() || !self.seen.insert(param.id) {
+        if !self.seen.insert(param.id) {
             return;
         }
-        match (self.take(index, param), &mut self.gradients) {
-            (Ok(Some(average)), Ok(gradients)) => gradients.register(param.id, average),
-            (Err(error), gradients) => *gradients = Err(error),
-            _ => {}
+        let average = self.take(index, param);
+        let Ok(gradients) = &mut self.gradients else { return };
+        match average {
+            Ok(Some(average)) => gradients.register(param.id, average),
+            Ok(None) => {}
+            Err(error) => self.gradients = Err(error),
         }
     }
 }
