@@ -310,6 +310,14 @@ mod tests {
     }
 
     #[test]
+    fn the_page_of_platforms_shows_this_version() {
+        let world = WorldSize::new(2).unwrap();
+        let earlier = format!("{world}{VERSION_MARK}{}", VERSION - 1);
+        let (_, shown) = difference(Rank::new(1), &expectation(world), "rank 0", &earlier);
+        assert!(include_str!("../../../docs/platforms.md").contains(&shown), "{shown}");
+    }
+
+    #[test]
     fn a_world_starts_if_all_expect_the_same() {
         let world = WorldSize::new(3).unwrap();
         let texts = |sizes: [u32; 3]| sizes.map(|size| entry(size, "7").to_text().into_bytes());
