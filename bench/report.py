@@ -21,6 +21,8 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 MODELS = {"mlp": "MLP, 10.5 M parameters", "encoder": "transformer encoder, 22.7 M", "resnet": "ResNet-20, 0.27 M"}
+# What belongs to a part on the page: its name, and what stands between the marks.
+BLOCK = re.compile(r"^<!-- bench/all ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL | re.MULTILINE)
 # What parts draw. The picture on the page has the same name.
 PLOTS = {"peers-2": "all_reduce.png"}
 
@@ -208,6 +210,11 @@ def bandwidth(part: Part) -> Values:
     return [(readable(size), statistics.median(values)) for size, values in runs.items()]
 
 
+def table_of_bandwidth(part: Part) -> str:
+    lines = ["| size | GB/s |", "|---:|---:|"]
+    return "\n".join([*lines, *(f"| {size} | {rate:.2f} |" for size, rate in bandwidth(part))])
+
+
 # Loader, metadata beside NCCL, builds, faults
 
 
@@ -277,6 +284,7 @@ TARGETS = [
             ("all_reduce, two ranks", "peers-2", "peers-2.json"),
             ("all_reduce, four ranks", "peers-4", "peers-4.json"),
             ("all_reduce, eight ranks", "peers-8", "peers-8.json"),
+            ("all_reduce beside all peers", "peers-all", "peers-all.json"),
             ("other collectives, two ranks", "collectives", "collectives.json"),
         )
     ),
@@ -289,8 +297,8 @@ TARGETS = [
     ),
     Target(
         "all_reduce over TCP on one host / bare sockets, up to 4 KiB",
-        "peers-2",
-        beside_limit("peers-2.json", "Phalanx, tcp", "bare sockets", 4096),
+        "peers-all",
+        beside_limit("peers-all.json", "Phalanx, tcp", "bare sockets", 4096),
         at_most=1.3,
         needs_folder=True,
     ),
@@ -345,11 +353,21 @@ def text(output: str) -> str:
     return "\n\n".join(shown)
 
 
+def shown(command: str) -> str:
+    """In shorter lines, which a shell reads as the same command."""
+    return re.sub(r"(?:;|(?<= &&)) (?!do |done|\[|\})", "\n", command)
+
+
+# What parts print that is no table yet.
+TABLES = {"scaling": table_of_steps, "tls": table_of_bandwidth}
+
+
 def block(part: Part) -> str:
     about = part.about
-    head = f"Machine: {about['machine']}. {about['date']}, commit {about['commit']}. Part `{about['part']}`:\n\n```sh\n{about['command']}\n```"
-    body = table_of_steps(part) if about["part"] == "scaling" else text(part.output)
-    return f"{head}\n\n{body}"
+    head = f"Machine: {about['machine']}. {about['date']}, commit {about['commit']}. Part `{about['part']}`:"
+    command = f"```sh\n{shown(about['command'])}\n```"
+    table = TABLES.get(about["part"])
+    return f"{head}\n\n{command}\n\n{table(part) if table else text(part.output)}"
 
 
 def rewritten(page: str, folder: Path) -> tuple[str, list[str]]:
@@ -364,7 +382,7 @@ def rewritten(page: str, folder: Path) -> tuple[str, list[str]]:
         done.append(found[1])
         return f"<!-- bench/all {found[1]} -->\n\n{block(part)}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- bench/all ([\w-]+) -->\n.*?<!-- end -->", replace, page, flags=re.DOTALL), done
+    return BLOCK.sub(replace, page), done
 
 
 def write(folder: Path) -> None:

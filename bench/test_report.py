@@ -10,6 +10,9 @@ from pathlib import Path
 import compile_time
 import report
 
+# The command of each part of bench/all, as it stands there.
+LIST = (Path(__file__).parent / "all").read_text().split("cat << 'END'\n")[1].split("\nEND\n")[0]
+COMMANDS = {line.split(" | ")[0]: line.split("| ", 2)[2] for line in LIST.splitlines()}
 HEAD = "# part: {}\n# machine: one\n# date: today\n# commit: abc\n# command: do it\n\n"
 HOSTS = """\
 # all_reduce, 2 hosts, 1 rank each, link 10gbit, medians of 4 rounds
@@ -100,12 +103,29 @@ class Folder(unittest.TestCase):
         # Once more gives the same.
         self.assertEqual(report.rewritten(written, self.folder)[0], written)
 
+    def test_the_rates_of_tls_are_medians_of_the_runs(self) -> None:
+        rows = [{"bytes": size, "time_us": time} for time in (1000, 500, 2000) for size in (1 << 20, 4 << 20)]
+        self.part("tls", "".join(json.dumps(row) + "\n" for row in rows))
+        page = "<!-- bench/all tls -->\nold\n<!-- end -->\n"
+        written, _ = report.rewritten(page, self.folder)
+        self.assertIn("```\n\n| size | GB/s |\n|---:|---:|\n| 1 MiB | 1.05 |\n| 4 MiB | 4.19 |\n\n<!-- end -->", written)
+
+    def test_a_long_command_is_shown_in_lines(self) -> None:
+        command = 'a && for c in x y; do [ $c = x ] && [ -e $c ] || b $c; done; run() { b "$@"; }; run 1'
+        lines = ["a &&", "for c in x y; do [ $c = x ] && [ -e $c ] || b $c; done", 'run() { b "$@"; }', "run 1"]
+        self.assertEqual(report.shown(command), "\n".join(lines))
+
     def test_the_parts_of_the_page_and_of_the_targets_exist(self) -> None:
-        parts = set((Path(__file__).parent / "all").read_text().split("parts() {")[1].split("\nEND\n")[0].splitlines())
-        names = {line.split(" | ")[0] for line in parts if " | " in line}
-        marks = set(report.re.findall(r"(?m)^<!-- bench/all ([\w-]+) -->$", report.PAGE.read_text()))
-        self.assertLessEqual(marks | {target.part for target in report.TARGETS}, names)
+        marks = dict(report.BLOCK.findall(report.PAGE.read_text()))
+        self.assertLessEqual(set(marks) | {target.part for target in report.TARGETS}, set(COMMANDS))
+        self.assertLessEqual(set(report.PLOTS) | set(report.TABLES), set(marks))
         self.assertTrue(marks)
+
+    def test_the_page_shows_the_command_that_bench_all_runs(self) -> None:
+        for part, text in report.BLOCK.findall(report.PAGE.read_text()):
+            with self.subTest(part):
+                shown = text.partition("```sh\n")[2].partition("\n```")[0]
+                self.assertEqual(shown, report.shown(COMMANDS[part]))
 
 
 class Compile(unittest.TestCase):

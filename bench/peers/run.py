@@ -287,13 +287,14 @@ def main() -> None:
     except KeyboardInterrupt:
         notes = {"interrupted": "only what had been measured is shown"}
 
-    medians = measured.medians(case)
-    counts = {measured.count(case, name) for name in medians} or {0}
+    medians, sizes = measured.medians(case), case.sizes()
+    # Of each size: a file may have more rounds of some.
+    counts = {len(row["rounds_us"]) for row in measured.rows(case) if row["bytes"] in sizes} or {0}
     rounds = f"{max(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     what = f"{case.collective}, f32, {case.ranks} ranks, {measured.machine}"
     print(f"{what}; µs, medians of interleaved rounds: {rounds}\n")
     if medians:
-        table(medians, case.sizes())
+        table(medians, sizes)
     for name, note in notes.items():
         print(f"{name}: {note}")
     if arguments.plot and medians:

@@ -139,6 +139,14 @@ class Runs(unittest.TestCase):
         counts = [len(json.loads(line)["rounds_us"]) for line in self.file.read_text().splitlines()]
         self.assertEqual(counts, [2, 2, 1, 1])
 
+    def test_the_caption_has_the_rounds_of_each_size(self) -> None:
+        self.run_with("--rounds", "2", "--peers", "good")
+        small, large = map(json.loads, self.file.read_text().splitlines())
+        large["rounds_us"].pop()
+        self.file.write_text(f"{json.dumps(small)}\n{json.dumps(large)}\n")
+        text, _ = self.run_with("--rounds", "1", "--peers", "good", "--append")
+        self.assertIn("medians of interleaved rounds: 1 to 2\n", text)
+
     def test_times_of_another_machine_are_not_mixed_in(self) -> None:
         self.run_with("--rounds", "1", "--peers", "good")
         self.file.write_text(self.file.read_text().replace(run.machine(), "a faster one"))
