@@ -24,7 +24,7 @@ MODELS = {"mlp": "MLP, 10.5 M parameters", "encoder": "transformer encoder, 22.7
 # What belongs to a part on the page: its name, and what stands between the marks.
 BLOCK = re.compile(r"^<!-- bench/all ([\w-]+) -->\n(.*?)<!-- end -->", re.DOTALL | re.MULTILINE)
 # What parts draw. The picture on the page has the same name.
-PLOTS = {"peers-2": "all_reduce.png"}
+PLOTS = {"peers-2": "all_reduce.png", "async": "async.png", "async-encoder": "async-encoder.png"}
 
 # What a value is of, such as a size or a model, and the value.
 Values = list[tuple[str, float]]
@@ -340,7 +340,7 @@ def report(folder: Path) -> int:
 def text(output: str) -> str:
     """What a command printed: its tables as they are, all else as preformatted."""
     blocks: list[tuple[bool, list[str]]] = []
-    for line in output.strip().splitlines():
+    for line in output.strip("\n").splitlines():
         is_table = line.startswith("|")
         if not blocks or blocks[-1][0] != is_table:
             blocks.append((is_table, []))

@@ -92,13 +92,13 @@ class Folder(unittest.TestCase):
         self.assertIn("all_reduce of 4 KiB, 2 ranks 0.90 (1 of 1)", line)
 
     def test_only_the_parts_that_were_run_are_written(self) -> None:
-        self.part("mnist", "epoch 1\n\n| a | b |\n|---|---|\n| 1 | 2 |\n")
+        self.part("mnist", "    epoch\nepoch 1\n\n| a | b |\n|---|---|\n| 1 | 2 |\n")
         page = "before\n<!-- bench/all mnist -->\nold\n<!-- end -->\nbetween\n<!-- bench/all tls -->\nkept\n<!-- end -->\nbehind\n"
         written, done = report.rewritten(page, self.folder)
         self.assertEqual(done, ["mnist"])
         self.assertIn("kept", written)
         self.assertNotIn("old", written)
-        self.assertIn("```text\nepoch 1\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", written)
+        self.assertIn("```text\n    epoch\nepoch 1\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", written)
         self.assertTrue(written.startswith("before\n") and written.endswith("behind\n") and "\nbetween\n" in written)
         # Once more gives the same.
         self.assertEqual(report.rewritten(written, self.folder)[0], written)
