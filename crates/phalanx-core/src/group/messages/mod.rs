@@ -36,7 +36,8 @@ use crate::transport::messages::{
 use crate::transport::polling::{Next, Polling, Wait};
 use crate::wire::frame::{Call, Header, History, Operation};
 
-/// Polls of the memory before a rank sleeps, a few microseconds. Connections are polled [for longer](crate::transport::polling).
+/// Polls of the memory without a look at the clock, a few microseconds. [Further polls](crate::transport::polling) follow, as of connections: a rank
+/// that slept at once would be woken by each message, so late that its peer sleeps too, and both would go on like this.
 const SPINS: u32 = 200;
 /// Steps between two reads of the clock, while there is something to move.
 const CLOCK: u64 = 256;
@@ -252,19 +253,16 @@ impl Shared {
         mut step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
         let peer = end.peer();
-        let (mut idle, mut steps) = (0, 0u64);
-        let (mut waiting, mut in_a_row) = (None, 0);
+        let (mut polls, mut steps) = (Polls::default(), 0u64);
         loop {
             let step = step(end)?;
-            if step != Step::Idle
-                && let Some(wait) = waiting.take()
-            {
-                polling.end(&wait, Instant::now());
+            if step != Step::Idle {
+                polls.moved(polling);
             }
             match step {
                 Step::Done => return Ok(()),
                 Step::Moved => {
-                    (idle, steps) = (0, steps + 1);
+                    steps += 1;
                     // Seldom, because reading the clock costs time; but a slow peer must not postpone the deadline for
                     // ever.
                     if steps % CLOCK == 0 && deadline.has_passed() {
@@ -274,16 +272,12 @@ impl Shared {
                 }
                 Step::Idle => {}
             }
+            if self.polls && polls.go_on(polling, end.socket().is_none()) {
+                continue;
+            }
             if let Some(socket) = end.socket() {
-                if self.polls && polls_on(polling, &mut waiting, &mut in_a_row) {
-                    continue;
-                }
                 self.health.waits.message(Some((peer, E::RECEIVES)));
                 self.notifier.wait(&[socket], false, deadline, || false)?;
-            } else if self.polls && idle < SPINS {
-                idle += 1;
-                std::hint::spin_loop();
-                continue;
             } else {
                 // Before the last check: what a peer published before it left, or died, still counts.
                 let is_over = self.is_over(peer);
@@ -364,14 +358,38 @@ impl Shared {
     }
 }
 
-/// Whether to poll the connections again, and not to sleep. It may have yielded the processor.
-fn polls_on(polling: &Polling, waiting: &mut Option<Wait>, in_a_row: &mut u32) -> bool {
-    let now = Instant::now();
-    let next = polling.next(waiting.get_or_insert_with(|| Wait::begin(now)), in_a_row, now);
-    if next == Next::YieldAndPoll {
-        std::thread::yield_now();
+/// The polls of a thread since something was moved.
+#[derive(Default)]
+struct Polls {
+    /// Those of memory without a look at the clock.
+    of_memory: u32,
+    wait: Option<Wait>,
+    /// Those of all waits since the thread last slept.
+    in_a_row: u32,
+}
+
+impl Polls {
+    fn moved(&mut self, polling: &mut Polling) {
+        self.of_memory = 0;
+        if let Some(wait) = self.wait.take() {
+            polling.end(&wait, Instant::now());
+        }
     }
-    next != Next::Sleep
+
+    /// Whether to poll again, and not to sleep. It may have yielded the processor. `memory`: whether memory alone is polled, which costs little.
+    fn go_on(&mut self, polling: &Polling, memory: bool) -> bool {
+        if memory && self.of_memory < SPINS {
+            self.of_memory += 1;
+            std::hint::spin_loop();
+            return true;
+        }
+        let now = Instant::now();
+        let next = polling.next(self.wait.get_or_insert_with(|| Wait::begin(now)), &mut self.in_a_row, now);
+        if next == Next::YieldAndPoll {
+            std::thread::yield_now();
+        }
+        next != Next::Sleep
+    }
 }
 
 #[cfg(test)]

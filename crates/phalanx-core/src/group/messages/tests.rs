@@ -23,6 +23,16 @@ fn on(host: &str) -> TransportOptions<'_> {
 }
 
 #[test]
+fn a_rank_polls_memory_for_longer_than_a_sleeping_peer_takes_to_wake() {
+    let polling = Polling::default();
+    let (mut polls, began) = (Polls::default(), Instant::now());
+    while polls.go_on(&polling, true) {}
+    assert!(began.elapsed() > Duration::from_micros(40), "{:?}", began.elapsed());
+    // Once it has slept, it polls no more in this wait.
+    assert!(!polls.go_on(&polling, true));
+}
+
+#[test]
 fn each_pair_has_its_own_transport_and_all_of_them_move_at_once() {
     let groups = groups(&[on("a"), on("b"), on("a")]);
     std::thread::scope(|scope| {

@@ -10,7 +10,7 @@ use parking_lot::MutexGuard;
 use rustix::event::PollFlags;
 
 use super::line::{Line, line};
-use super::{CLOCK, SPINS, Shared, polls_on};
+use super::{CLOCK, Polls, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -59,7 +59,7 @@ struct Pending<E: LineEnd> {
 struct Round {
     moved: bool,
     /// Whether a line waits for a socket.
-    polls: bool,
+    has_socket: bool,
 }
 
 /// A message that failed, which fails the group.
@@ -94,31 +94,19 @@ impl Worker {
     }
 
     fn run(&mut self) {
-        let (mut idle, mut rounds) = (0, 0u64);
-        let (mut waiting, mut in_a_row) = (None, 0);
+        let (mut polls, mut rounds) = (Polls::default(), 0u64);
         while let Some(has_news) = self.take_news() {
             rounds += 1;
             if has_news {
                 // What comes next may be the news, and not what the wait was for.
-                waiting = None;
+                polls.wait = None;
             }
             let outcome = self.round().and_then(|round| match round {
                 Round { moved: true, .. } => {
-                    idle = 0;
-                    if let Some(wait) = waiting.take() {
-                        self.polling.end(&wait, Instant::now());
-                    }
+                    polls.moved(&mut self.polling);
                     if rounds % CLOCK == 0 { self.check_deadlines() } else { Ok(()) }
                 }
-                // A system call costs more than a poll of the memory.
-                Round { polls: false, .. } if self.shared.polls && idle < SPINS => {
-                    idle += 1;
-                    std::hint::spin_loop();
-                    Ok(())
-                }
-                Round { polls: true, .. }
-                    if self.shared.polls && polls_on(&self.polling, &mut waiting, &mut in_a_row) =>
-                {
+                Round { has_socket, .. } if self.shared.polls && polls.go_on(&self.polling, !has_socket) => {
                     Ok(())
                 }
                 _ => self.wait().and_then(|()| self.check_deadlines()),
@@ -168,7 +156,7 @@ impl Worker {
         let Self { shared, outbound, inbound, .. } = self;
         let sent = outbound.round(&shared.outbound, shared)?;
         let received = inbound.round(&shared.inbound, shared)?;
-        Ok(Round { moved: sent.moved || received.moved, polls: sent.polls || received.polls })
+        Ok(Round { moved: sent.moved || received.moved, has_socket: sent.has_socket || received.has_socket })
     }
 
     /// Waits until a line can be used, or another call comes.
@@ -292,7 +280,7 @@ impl<E: LineEnd> Pending<E> {
                 let step = step.map_err(|error| Failed { error, call: op.call, ticket: op.ticket })?;
                 round.moved |= step != Step::Idle;
                 if step != Step::Done {
-                    round.polls |= end.socket().is_some();
+                    round.has_socket |= end.socket().is_some();
                     break;
                 }
                 drop(end);

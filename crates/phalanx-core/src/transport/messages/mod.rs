@@ -36,7 +36,7 @@ use crate::world_size::WorldSize;
 /// A header in a ring, with the padding that aligns the elements after it.
 const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
 /// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
-const CHUNK: usize = 64 * 1024;
+const CHUNK: usize = 32 * 1024;
 
 /// One rank's ends of all its lines, by peer; none for itself.
 pub(crate) struct Messages {
