@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 _NAME = "phalanx"
-_TESTED = "2.13"
+_TESTED = "2.15"
 # What this reads and writes of PyTorch's own parts.
 _ARGUMENTS = {"group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"}
 _TABLES = ("pg_map", "pg_backend_config")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _exit, _native, _uncompiled, device_backend, observed, sparse
+from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch.observed import is_watched, modes, profiler
@@ -44,6 +44,7 @@ _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32
 
 def create(options: Any, backend_options: object) -> Any:
     """Makes the group that PyTorch asks for."""
+    _versions.check_torch()
     if backend_options is not None:
         raise ValueError(f"phalanx takes no pg_options; these are {type(backend_options).__name__}")
     if getattr(options, "enable_reconfigure", False):
@@ -366,6 +367,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._hooks_of_calls: set[tuple[str, int]] = set()
         self._completion_hook: Callable[[Any], object] | None = None
         self._completions = observed.Completions()
+        # The last backward pass in which there were calls, and these.
+        self._in_backward: tuple[int, list[_native.Work]] = (-1, [])
         native = None if parent is None else self._from(*parent)
         self._native = self._first(store, rank, size) if native is None else native
         _groups.add(self)
@@ -386,7 +389,10 @@ class ProcessGroup(dist.ProcessGroup):
         meeting = _current_meeting()
         if meeting is not None:
             return self._met(c10d.PrefixStore(f"meeting_{meeting}", store), rank, size, self._timeout)
-        return self._met(store, rank, size, self._timeout, _is_an_agents(store, os.environ))
+        _versions.tell(store, rank)
+        native = self._met(store, rank, size, self._timeout, _is_an_agents(store, os.environ))
+        _versions.compare(store, rank, native)
+        return native
 
     def _met(
         self, store: c10d.Store, rank: int, size: int, timeout: datetime.timedelta, is_kept: bool = False
@@ -431,6 +437,13 @@ class ProcessGroup(dist.ProcessGroup):
     # What else PyTorch asks of the form `supports_...` is answered below the class.
     supports_splitting = True
     use_pg_for_symm_mem_rendezvous = False
+
+    @property
+    def options(self) -> Any:
+        """What PyTorch asks of the options of a backend: its name, and the limit of a call."""
+        options = c10d.Backend.Options("phalanx")
+        options._timeout = self._timeout
+        return options
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Nothing: the ranks are connected when the group has been made. PyTorch calls it if the group is bound to a device."""
@@ -629,6 +642,8 @@ class ProcessGroup(dist.ProcessGroup):
         if native is None and finish is None:
             return ended(tensors, sequence)
         work = Work(native, tensors, finish, sequence, operation)
+        if native is not None:
+            _ddp.wait_at_the_end_of_backward(self, operation, native)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -665,8 +680,8 @@ class ProcessGroup(dist.ProcessGroup):
         self, operation: str, tensors: Any, tensor: torch.Tensor, op: Op, how: How, root: int | None = None
     ) -> Ended | Work:
         staged = _Staged()
-        lent = staged.lend(tensor, type=_widened(tensor, op))
         is_written = root is None or root == self.rank()
+        lent = staged.lend(tensor, is_written, _widened(tensor, op))
         op = staged.averaged(op, [lent], self.size() if is_written else 1)
         if root is None:
             return self._call(
@@ -725,7 +740,7 @@ class ProcessGroup(dist.ProcessGroup):
             return observed.call(self, "broadcast", tensors, opts)
         tensor = self._one("broadcast", tensors)
         staged = _Staged()
-        lent = staged.lend(tensor)
+        lent = staged.lend(tensor, written=opts.rootRank != self.rank())
         return self._call(
             "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, opts.rootRank, how), staged
         )
@@ -747,7 +762,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call(
             "all_gather",
             _how(opts),
-            output_tensors,
+            list(outputs),
             lambda how: self._native.all_gather(lent, own, how),
             staged,
         )
@@ -809,7 +824,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._call(
             "gather",
             _how(opts),
-            output_tensors,
+            list(outputs),
             lambda how: self._native.gather(lent, own, opts.rootRank, how),
             staged,
         )
@@ -972,10 +987,12 @@ class ProcessGroup(dist.ProcessGroup):
                     "send/recv from rank 0"
                 )
             elif wait_all_ranks:
-                begin = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier in {seconds} s"
+                begin = f"Ranks {', '.join(missing)} failed to pass monitoredBarrier in {round(seconds * 1000)} ms"
             else:
-                begin = f"Rank {missing[0]} failed to pass monitoredBarrier in {seconds} s"
-            raise Error(f"{begin}: {error}", error.kind, error.peer) from None
+                begin = f"Rank {missing[0]} failed to pass monitoredBarrier in {round(seconds * 1000)} ms"
+            named_error = Error(f"{begin}: {error}", peer=error.peer)
+            named_error.kind = error.kind
+            raise named_error from None
 
     # Messages.
 
@@ -1033,6 +1050,8 @@ class ProcessGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> "ProcessGroup | None":
+        if opts is not None:
+            raise ValueError(f"phalanx: split_group takes no pg_options; these are {type(opts).__name__}")
         if self.rank() not in new_ranks:
             return None
         store = c10d.PrefixStore(f"{group_name}/", self._store)
@@ -1043,6 +1062,11 @@ class ProcessGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group
+
+    def merge_remote_group(self, *arguments: Any, **named: Any) -> Any:
+        raise RuntimeError(
+            "phalanx: merge_remote_group is not there; make the group with enable_reconfigure=True, and take reconfigure to merge groups"
+        )
 
     def _part(self, store: c10d.Store, ranks: list[int], timeout: datetime.timedelta, name: object) -> "ProcessGroup":
         """A group of some of the ranks."""

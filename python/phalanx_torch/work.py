@@ -2,15 +2,11 @@
 
 import datetime
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Not all versions have it in `torch.distributed`.
-from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _native
 
@@ -231,17 +227,3 @@ class Works(dist.Work):
             # `value` raises the error of an operation that failed.
             self._future = every.then(lambda done: ([one.value() for one in done.value()], tensors)[1])
         return self._future
-
-
-# The work that each of PyTorch's reducers has been given. DDP's, in `join(divide_by_initial_world_size=False)`, waits for it in backward.
-_given: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-_give: Any = c10d.Reducer._set_forward_pass_work_handle
-
-
-def _give_and_keep(reducer: Any, work: Any, use_static_world_size: bool) -> None:
-    """As PyTorch's. That keeps only the part of a work that is in C++, which waits for ever when the part in Python is gone."""
-    _given[reducer] = work
-    _give(reducer, work, use_static_world_size)
-
-
-c10d.Reducer._set_forward_pass_work_handle = _give_and_keep  # type: ignore[method-assign,assignment]

@@ -124,7 +124,7 @@ def environment(rank, world, port):
 
 
 # Lines of the package that call its native part.
-_CALL = re.compile(r"_native\b|run\(how\)")
+_CALL = re.compile(r"_native\b|run\(how\)|call\.wait\(\)")
 
 
 def _native_call(thread):

@@ -388,6 +388,32 @@ def test_results(ranks, world, body):
 @pytest.mark.skipif(
     not hasattr(dist, "_make_nccl_premul_sum"), reason="only a PyTorch built with NCCL can make a premultiplied sum"
 )
+def roots_read(rank):
+    """What is only read is left as it is: autograd would refuse what it has saved, and a tensor may not be writable at all."""
+    turned, expanded = torch.ones(2, 3).t(), torch.ones(1).expand(4)
+    versions = turned._version, expanded._version
+    if rank == 0:
+        dist.broadcast(turned, 0)
+        dist.broadcast(expanded, 0)
+    else:
+        tensors = torch.zeros(3, 2), torch.zeros(4)
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+        assert all(bool((tensor == 1).all()) for tensor in tensors)
+        dist.reduce(turned, 0)
+        dist.reduce(expanded, 0)
+    assert (turned._version, expanded._version) == versions
+    if rank == 0:
+        for shape in ((3, 2), (4,)):
+            total = torch.ones(shape)
+            dist.reduce(total, 0)
+            assert bool((total == 2).all())
+
+
+def test_what_is_only_read_is_not_written(ranks):
+    ranks(2, roots_read)
+
+
 def test_premultiplied_sum(ranks):
     ranks(2, weighted, 2)
 

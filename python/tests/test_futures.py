@@ -31,8 +31,13 @@ def results(rank):
     chained = dist.all_reduce(matrix, async_op=True).get_future().then(lambda done: matrix.sum().item())
     assert chained.wait() == 12.0
     gathered = [torch.zeros(2), torch.zeros(2)]
-    dist.all_gather(gathered, torch.full((2,), float(rank)), async_op=True).get_future().wait()
+    work = dist.all_gather(gathered, torch.full((2,), float(rank)), async_op=True)
+    # The tensors themselves, and not a list of their list: as gloo has them.
+    assert work.get_future().wait()[1] is gathered[1] and work.result()[0] is gathered[0]
     assert [one.tolist() for one in gathered] == [[0.0, 0.0], [1.0, 1.0]]
+    outputs = gathered if rank == 0 else None
+    work = dist.gather(torch.full((2,), float(rank)), outputs, async_op=True)
+    assert [one.tolist() for one in work.get_future().wait()] == ([[0.0, 0.0], [1.0, 1.0]] if rank == 0 else [])
 
 
 def test_what_works_and_futures_say(ranks):
@@ -142,6 +147,8 @@ def trained(rank, hook):
     if hook == "powerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif hook == "BUILTIN":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     elif hook:
         ddp.register_comm_hook(None, getattr(default_hooks, hook))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -156,6 +163,10 @@ def trained(rank, hook):
 def test_ddp_and_its_hooks_keep_replicas_equal(ranks, hook):
     first, second = ranks(2, trained, hook)
     assert first == second
+
+
+def test_a_builtin_hook_of_ddp_is_the_one_of_its_name(ranks):
+    assert ranks(2, trained, "BUILTIN") == ranks(2, trained, "fp16_compress_hook")
 
 
 def _join(rank, with_rpc):

@@ -247,6 +247,11 @@ def state(rank):
     # A group that is bound to a device is asked for this.
     group.eager_connect_single_device(torch.device("cpu:0"))
     group.perform_nocolor_split(torch.device("cpu:0"))
+    assert group.options.backend == "phalanx" and group.options._timeout == datetime.timedelta(seconds=60)
+    with pytest.raises(RuntimeError, match="merge_remote_group is not there"):
+        group.merge_remote_group(None, 2)
+    with pytest.raises(ValueError, match="split_group takes no pg_options"):
+        group.split_group([0], opts=c10d.Backend.Options("phalanx"))
     group.abort()
     assert group.get_error() == c10d.ErrorType.COMM_ERROR and group.failure().kind == "aborted"
 

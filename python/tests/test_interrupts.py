@@ -88,6 +88,22 @@ def test_work_goes_on_when_its_wait_is_interrupted(ranks, wait):
     ranks(2, _work, wait)
 
 
+def _backward_of_ddp(rank):
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for _ in range(4):
+        ddp(torch.ones(1, 2)).sum().backward()
+    if rank == 0:
+        _interrupted(lambda: ddp(torch.ones(1, 2)).sum().backward())
+        dist.group.WORLD._store.set("pressed", "")
+    else:
+        dist.group.WORLD._store.get("pressed")
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_the_backward_of_ddp_is_interrupted(ranks):
+    ranks(2, _backward_of_ddp)
+
+
 def _recv(rank):
     tensor = torch.full((4,), float(rank))
     if rank == 0:

@@ -19,7 +19,7 @@ const INBOUND: usize = 16 << 20;
 const RING: usize = 512 << 10;
 /// The same where processors [write slowly](rereads_slowly) to what another one has read: by the time a line is written again, it has left the
 /// reader's second-level cache.
-const LONG_RING: usize = 4 << 20;
+const LONG_RING: usize = 1536 << 10;
 const MIN_RING: usize = 64 << 10;
 /// Keys of what ranks write to the store: where their rings are, and whose each could map.
 const MEMORY: &str = "rings";

@@ -1,0 +1,57 @@
+"""The versions of PyTorch that this package takes, and whether all ranks of a job have the same ones."""
+
+import os
+from typing import Any
+
+import torch
+
+from phalanx_torch import _native
+from phalanx_torch._errors import Error
+
+_FIRST, _LAST = (2, 9), (2, 15)
+_KEY = "versions"
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """An error if this PyTorch is older than the first that works, or later than the last that was tested."""
+    own = _minor(version)
+    tested = f"Phalanx has been tested with PyTorch {_text(_FIRST)} to {_text(_LAST)}"
+    if own < _FIRST:
+        raise Error(f"phalanx: PyTorch {version} is too old: it lacks what this backend is made of. {tested}")
+    if own > _LAST and os.environ.get("PHALANX_UNTESTED_TORCH", "0") != "1":
+        raise Error(
+            f"phalanx: PyTorch {version} is too new: this version of Phalanx does not know it. {tested}; take one of these, or a later Phalanx, "
+            "or set PHALANX_UNTESTED_TORCH=1 to try it"
+        )
+
+
+def tell(store: Any, rank: int) -> None:
+    """Leaves the versions of rank 0 for the other ranks. Call it before they meet."""
+    if rank == 0:
+        store.set(_KEY, _own())
+
+
+def compare(store: Any, rank: int, group: _native.Group) -> None:
+    """Ends the group on all ranks, which have met, if this one has other versions than rank 0."""
+    if rank == 0:
+        return
+    first = bytes(store.get(_KEY)).decode(errors="replace") if store.check([_KEY]) else "another version of phalanx_torch"
+    own = _own()
+    if first == own:
+        return
+    cause = f"rank {rank} runs {own}, and rank 0 {first}: run the same versions in all processes of a job"
+    group.abort(cause)
+    raise Error(cause, "mismatch", 0)
+
+
+def _own() -> str:
+    return f"phalanx_torch {_native.__version__} and PyTorch {_text(_minor(torch.__version__))}"
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
