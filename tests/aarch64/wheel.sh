@@ -137,7 +137,7 @@ within "$arm" /python/bin/phalanx --version
 succeeds() {
     local expected=$1 code=0
     shift
-    within "$arm" timeout 300 "$@" > "$folder/out" 2>&1 || code=$?
+    within "$arm" timeout 900 "$@" > "$folder/out" 2>&1 || code=$?
     if [ $code != 0 ] || [ "$(grep -cF "$expected" "$folder/out")" != 1 ]; then
         cat "$folder/out"
         echo "FAILED with $code, or without one \"$expected\": $*" >&2
