@@ -131,6 +131,8 @@ def phalanx(transport: str, memory: str) -> Callable[[Case], Start]:
         command = [str(PHALANX_BENCH), case.collective, "--json=-", "--nproc-per-node", str(case.ranks)]
         command += ["--min-bytes", str(case.min_bytes), "--max-bytes", str(case.max_bytes)]
         command += ["--factor", str(case.factor), "--transport", transport, "--memory", memory]
+        # As the launchers of MPI do by themselves.
+        command += [] if case.crowded() else ["--bind"]
         return Start(command)
 
     return start

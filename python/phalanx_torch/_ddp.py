@@ -1,10 +1,16 @@
 """What PyTorch's ``DistributedDataParallel`` does in C++ with the calls of a group that is written in Python, and does wrong or cannot do."""
 
 import functools
+import os
+import sys
+import threading
+import types
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -14,33 +20,84 @@ from phalanx_torch import _native
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
 
-# The calls of DDP and of its hooks.
-_CALLS = {"all_reduce", "all_gather"}
 # The number of the backward pass in which this thread is, or -1.
 _backward: Any = torch._C._current_graph_task_id
+# The function from which PyTorch's engine is called.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_HERE = os.path.dirname(__file__)
 
 
-def wait_at_the_end_of_backward(group: "ProcessGroup", operation: str, call: _native.Work) -> None:
-    """Lets a backward pass in which DDP has made ``call`` wait for that before DDP does.
+class _Hook(threading.local):
+    """Whether this thread is in a hook of DDP's."""
 
-    DDP waits in C++, which answers no Ctrl-C, and makes a ``RuntimeError`` without kind and peer of every error.
+    runs = False
+
+
+_hook = _Hook()
+
+
+def wait_at_the_end_of_backward(group: "ProcessGroup", call: _native.Work) -> None:
+    """Lets a backward pass in which DDP, or a hook of it, has made ``call`` wait for that before DDP does.
+
+    DDP waits in C++, which answers no Ctrl-C, and makes a ``RuntimeError`` without kind and peer of every error. Calls that others make in backward are
+    theirs: peers may make them only after something that this rank does later.
     """
-    number = _backward() if operation in _CALLS else -1
-    if number == -1:
+    number = _backward()
+    if number == -1 or not _is_by_ddp():
         return
     if group._in_backward[0] != number:
         group._in_backward = (number, [])
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(_wait_for, group._in_backward[1]))
+        engine.queue_callback(functools.partial(_wait_for, group, group._in_backward[1]))
     group._in_backward[1].append(call)
 
 
-def _wait_for(calls: list[_native.Work]) -> None:
+def _is_by_ddp() -> bool:
+    """Whether this call comes from DDP's C++, or from its hook, and not within a pass inside of another: that has an end for each checkpoint."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    # An engine's own thread has no frame below.
+    is_by_ddp = _hook.runs or frame is None or frame.f_code is _ENGINE
+    passes = 0
+    while is_by_ddp and frame is not None:
+        passes += frame.f_code is _ENGINE
+        frame = frame.f_back
+    return is_by_ddp and passes <= 1
+
+
+def _wait_for(group: "ProcessGroup", calls: list[_native.Work]) -> None:
     try:
         for call in calls:
             call.wait()
+    except Exception:
+        raise
+    except BaseException as interrupt:
+        # DDP cannot go on with this step, and the other ranks are to learn why.
+        group._native.abort(f"the program of rank {group.rank()} was interrupted by {type(interrupt).__name__} in backward")
+        raise
     finally:
         calls.clear()
+
+
+_register_hook: Any = c10d._register_comm_hook
+
+
+def _register_and_note(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
+    """As PyTorch's; notes that the hook runs."""
+
+    @functools.wraps(hook)
+    def noted(*arguments: Any) -> Any:
+        _hook.runs = True
+        try:
+            return hook(*arguments)
+        finally:
+            _hook.runs = False
+
+    _register_hook(reducer, state, noted)
+
+
+dist._register_comm_hook = _register_and_note  # type: ignore[attr-defined]
 
 
 # The work that each of PyTorch's reducers has been given. DDP's, in `join(divide_by_initial_world_size=False)`, waits for it in backward.
@@ -67,9 +124,11 @@ _register_builtin: Any = DistributedDataParallel._register_builtin_comm_hook
 
 def _register_builtin_or_same(self: DistributedDataParallel, comm_hook_type: Any) -> None:
     """As PyTorch's, and over this package's groups the hook of the same name in Python."""
+    from phalanx_torch.device_backend import DeviceBackend
     from phalanx_torch.process_group import ProcessGroup
 
-    if isinstance(self.process_group, ProcessGroup) and comm_hook_type in _IN_PYTHON:
+    of_cpu = self.process_group._get_backend(torch.device("cpu")) if self.device_type == "cpu" else None
+    if isinstance(of_cpu, (DeviceBackend, ProcessGroup)) and comm_hook_type in _IN_PYTHON:
         self.register_comm_hook(self.process_group, _IN_PYTHON[comm_hook_type])
     else:
         _register_builtin(self, comm_hook_type)

@@ -159,11 +159,11 @@ class _Staged:
     ) -> list[torch.Tensor]:
         return [self.lend(tensor, written, type) for tensor in tensors]
 
-    def averaged(self, op: Op, lent: list[torch.Tensor], ranks: int) -> Op:
+    def averaged(self, op: Op, lent: list[torch.Tensor], ranks: int, written: bool = True) -> Op:
         """The operation to call for `op`. Averages of integers are sums, which are divided at the end, towards zero."""
         if op[0] != _AVG or not _is_integer(lent[0].dtype):
             return op
-        self.divided = [(tensor, ranks) for tensor in lent]
+        self.divided = [(tensor, ranks) for tensor in lent if written]
         return (_INTEGER_AVERAGE, 1.0)
 
     def finish(self) -> Callable[[], None] | None:
@@ -643,7 +643,7 @@ class ProcessGroup(dist.ProcessGroup):
             return ended(tensors, sequence)
         work = Work(native, tensors, finish, sequence, operation)
         if native is not None:
-            _ddp.wait_at_the_end_of_backward(self, operation, native)
+            _ddp.wait_at_the_end_of_backward(self, native)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -682,7 +682,7 @@ class ProcessGroup(dist.ProcessGroup):
         staged = _Staged()
         is_written = root is None or root == self.rank()
         lent = staged.lend(tensor, is_written, _widened(tensor, op))
-        op = staged.averaged(op, [lent], self.size() if is_written else 1)
+        op = staged.averaged(op, [lent], self.size(), is_written)
         if root is None:
             return self._call(
                 operation, how, tensors, lambda how: self._native.all_reduce(lent, op, how), staged
@@ -798,7 +798,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
         works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
-        return self._all(works, output_lists)
+        return Works(works, output_lists)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None

@@ -385,9 +385,6 @@ def test_results(ranks, world, body):
     ranks(world, body, world)
 
 
-@pytest.mark.skipif(
-    not hasattr(dist, "_make_nccl_premul_sum"), reason="only a PyTorch built with NCCL can make a premultiplied sum"
-)
 def roots_read(rank):
     """What is only read is left as it is: autograd would refuse what it has saved, and a tensor may not be writable at all."""
     turned, expanded = torch.ones(2, 3).t(), torch.ones(1).expand(4)
@@ -402,18 +399,27 @@ def roots_read(rank):
         assert all(bool((tensor == 1).all()) for tensor in tensors)
         dist.reduce(turned, 0)
         dist.reduce(expanded, 0)
+        whole = torch.tensor([3], dtype=torch.int64)
+        dist.reduce(whole, 0, dist.ReduceOp.AVG)
+        assert whole._version == 0
     assert (turned._version, expanded._version) == versions
     if rank == 0:
         for shape in ((3, 2), (4,)):
             total = torch.ones(shape)
             dist.reduce(total, 0)
             assert bool((total == 2).all())
+        whole = torch.tensor([2], dtype=torch.int64)
+        dist.reduce(whole, 0, dist.ReduceOp.AVG)
+        assert whole.tolist() == [2]
 
 
 def test_what_is_only_read_is_not_written(ranks):
     ranks(2, roots_read)
 
 
+@pytest.mark.skipif(
+    not hasattr(dist, "_make_nccl_premul_sum"), reason="only a PyTorch built with NCCL can make a premultiplied sum"
+)
 def test_premultiplied_sum(ranks):
     ranks(2, weighted, 2)
 

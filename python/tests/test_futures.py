@@ -199,3 +199,23 @@ def test_ddp_waits_in_backward_for_who_has_joined(ranks, tmp_path, with_rpc):
     # It has only the part in C++ of a work by then. Both have a batch first, and then rank 1 alone.
     gradients = ranks(2, _join_with_rpc, f"file://{tmp_path}/rpc") if with_rpc else ranks(2, _join, False)
     assert gradients == [[[[1.5, 1.5]]], [[[1.5, 1.5]], [[2.0, 2.0]]]]
+
+
+def _calls_of_others(rank):
+    """A hook of the program's own starts a call that the peer makes only after what this rank sends when backward has ended."""
+    weight, works = torch.nn.Parameter(torch.ones(4)), []
+    weight.register_post_accumulate_grad_hook(lambda parameter: works.append(dist.all_reduce(parameter.grad, async_op=True)))
+    given = torch.ones(4)
+    if rank == 0:
+        (weight * 2).sum().backward()
+        dist.send(given, 1)
+    else:
+        dist.recv(given, 0)
+        (weight * given).sum().backward()
+    for work in works:
+        work.wait()
+    return weight.grad.tolist()
+
+
+def test_backward_does_not_wait_for_calls_that_are_not_of_ddp(ranks):
+    assert ranks(2, _calls_of_others, timeout=20.0) == [[3.0] * 4] * 2

@@ -94,13 +94,15 @@ def _backward_of_ddp(rank):
         ddp(torch.ones(1, 2)).sum().backward()
     if rank == 0:
         _interrupted(lambda: ddp(torch.ones(1, 2)).sum().backward())
-        dist.group.WORLD._store.set("pressed", "")
     else:
-        dist.group.WORLD._store.get("pressed")
-        ddp(torch.ones(1, 2)).sum().backward()
+        while dist.group.WORLD.failure() is None:
+            time.sleep(0.01)
+    # DDP cannot go on with a step that was cut off, and both know why.
+    with pytest.raises(phalanx_torch.Error, match="rank 0 was interrupted by KeyboardInterrupt in backward"):
+        dist.barrier()
 
 
-def test_the_backward_of_ddp_is_interrupted(ranks):
+def test_the_backward_of_ddp_is_interrupted_and_the_group_fails_with_the_cause(ranks):
     ranks(2, _backward_of_ddp)
 
 

@@ -69,6 +69,11 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "KIND")]
     pub(crate) transport: Option<TransportKind>,
 
+    /// Bind each rank to its share of the host's processors, as mpirun does, if there is one for each. Where others compute, too, the kernel may
+    /// otherwise leave two ranks on one processor
+    #[arg(long)]
+    pub(crate) bind: bool,
+
     /// Where the buffers are: in the host's memory, or on CUDA devices, one for each rank of a host, where NCCL moves them
     #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, value_name = "KIND", conflicts_with_all = ["transport", "tune"])]
     pub(crate) device: DeviceKind,

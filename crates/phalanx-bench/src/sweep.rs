@@ -42,6 +42,9 @@ fn dispatch(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algori
 /// Times all sizes, each on every group: one for each algorithm, or one that chooses by size. Rank 0 writes the results.
 fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<&Algorithms>) -> Result<()> {
     let Some(group) = groups.first() else { return Ok(()) };
+    if options.bind {
+        group.keep_apart();
+    }
     let (root, world) = (options.root(group)?, group.world_size().get());
     let nccl = device::connect(options, group)?;
     let mut output = Output::new(options, group)?;
