@@ -83,21 +83,21 @@ def _wait_for(group: "ProcessGroup", calls: list[_native.Work]) -> None:
 _register_hook: Any = c10d._register_comm_hook
 
 
-def _register_and_note(reducer: Any, state: object, hook: Callable[..., Any]) -> None:
+def _register_and_note(reducer: Any, state: Any, comm_hook: Any) -> None:
     """As PyTorch's; notes that the hook runs."""
 
-    @functools.wraps(hook)
+    @functools.wraps(comm_hook)
     def noted(*arguments: Any) -> Any:
         _hook.runs = True
         try:
-            return hook(*arguments)
+            return comm_hook(*arguments)
         finally:
             _hook.runs = False
 
     _register_hook(reducer, state, noted)
 
 
-dist._register_comm_hook = _register_and_note  # type: ignore[attr-defined]
+setattr(dist, "_register_comm_hook", _register_and_note)
 
 
 # The work that each of PyTorch's reducers has been given. DDP's, in `join(divide_by_initial_world_size=False)`, waits for it in backward.
@@ -127,7 +127,8 @@ def _register_builtin_or_same(self: DistributedDataParallel, comm_hook_type: Any
     from phalanx_torch.device_backend import DeviceBackend
     from phalanx_torch.process_group import ProcessGroup
 
-    of_cpu = self.process_group._get_backend(torch.device("cpu")) if self.device_type == "cpu" else None
+    group: Any = self.process_group
+    of_cpu = group._get_backend(torch.device("cpu")) if self.device_type == "cpu" else None
     if isinstance(of_cpu, (DeviceBackend, ProcessGroup)) and comm_hook_type in _IN_PYTHON:
         self.register_comm_hook(self.process_group, _IN_PYTHON[comm_hook_type])
     else:
