@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 _NAME = "phalanx"
-_TESTED = "2.15"
+# The last PyTorch that was tested.
+TESTED = "2.15"
 # What this reads and writes of PyTorch's own parts.
 _ARGUMENTS = {"group_size", "group_rank", "global_ranks_in_group", "backend", "store", "group_name"}
 _TABLES = ("pg_map", "pg_backend_config")
@@ -57,7 +58,7 @@ def _check(make: Any, c10d: Any) -> None:
     if missing:
         raise RuntimeError(
             f"phalanx_torch.as_gloo: PyTorch {torch.__version__} has not, or has in another form: {', '.join(missing)}. It has been "
-            f'tested with {_TESTED}; use that, or init_process_group("{_NAME}"), which needs none of this'
+            f'tested with {TESTED}; use that, or init_process_group("{_NAME}"), which needs none of this'
         )
     if not c10d.is_gloo_available():
         raise RuntimeError(
@@ -107,7 +108,7 @@ def _rename(c10d: Any, group: Any, asked: object) -> None:
     if not isinstance(part, (device_backend.DeviceBackend, process_group.ProcessGroup)):
         raise RuntimeError(
             f"phalanx_torch.as_gloo: PyTorch {torch.__version__} has made a {type(part).__name__} where Phalanx's group was asked "
-            f'for. It has been tested with {_TESTED}; use that, or init_process_group("{_NAME}")'
+            f'for. It has been tested with {TESTED}; use that, or init_process_group("{_NAME}")'
         )
     part.take_name("gloo")
     world = c10d._world

@@ -7,18 +7,18 @@ import torch
 
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
+from phalanx_torch._gloo import TESTED
 
-_FIRST, _LAST = (2, 9), (2, 15)
+_FIRST = "2.9"
 _KEY = "versions"
 
 
 def check_torch(version: str = torch.__version__) -> None:
     """An error if this PyTorch is older than the first that works, or later than the last that was tested."""
-    own = _minor(version)
-    tested = f"Phalanx has been tested with PyTorch {_text(_FIRST)} to {_text(_LAST)}"
-    if own < _FIRST:
+    tested = f"Phalanx has been tested with PyTorch {_FIRST} to {TESTED}"
+    if _minor(version) < _minor(_FIRST):
         raise Error(f"phalanx: PyTorch {version} is too old: it lacks what this backend is made of. {tested}")
-    if own > _LAST and os.environ.get("PHALANX_UNTESTED_TORCH", "0") != "1":
+    if _minor(version) > _minor(TESTED) and os.environ.get("PHALANX_UNTESTED_TORCH", "0") != "1":
         raise Error(
             f"phalanx: PyTorch {version} is too new: this version of Phalanx does not know it. {tested}; take one of these, or a later Phalanx, "
             "or set PHALANX_UNTESTED_TORCH=1 to try it"
@@ -35,7 +35,11 @@ def compare(store: Any, rank: int, group: _native.Group) -> None:
     """Ends the group on all ranks, which have met, if this one has other versions than rank 0."""
     if rank == 0:
         return
-    first = bytes(store.get(_KEY)).decode(errors="replace") if store.check([_KEY]) else "another version of phalanx_torch"
+    try:
+        first = bytes(store.get(_KEY)).decode(errors="replace") if store.check([_KEY]) else "another version of phalanx_torch"
+    except RuntimeError:
+        # Rank 0 has met this one, and is gone with its store: it has nothing left to do with this group, or the first call names it.
+        return
     own = _own()
     if first == own:
         return
@@ -45,13 +49,9 @@ def compare(store: Any, rank: int, group: _native.Group) -> None:
 
 
 def _own() -> str:
-    return f"phalanx_torch {_native.__version__} and PyTorch {_text(_minor(torch.__version__))}"
+    return f"phalanx_torch {_native.__version__} and PyTorch {'.'.join(map(str, _minor(torch.__version__)))}"
 
 
 def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
-
-
-def _text(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import processes
 
 from phalanx_torch import Error, _versions
 
@@ -18,6 +19,17 @@ def test_a_pytorch_that_is_too_old_or_too_new_is_named(monkeypatch):
     _versions.check_torch("3.0.0a0+git1")
 
 
+class _Gone:
+    """The store of a rank 0 that has ended."""
+
+    def check(self, keys):
+        raise dist.DistNetworkError("connection reset")
+
+
+def test_a_rank_0_that_has_ended_with_its_store_is_no_error():
+    assert _versions.compare(_Gone(), 1, None) is None
+
+
 def _others(rank, url):
     if rank == 1:
         _versions._own = lambda: "phalanx_torch 9.9.9 and PyTorch 2.9"
@@ -27,6 +39,4 @@ def _others(rank, url):
 
 
 def test_ranks_of_other_versions_are_named_on_all_ranks(tmp_path):
-    from conftest import processes
-
     processes(2, _others, f"file://{tmp_path}/store")
