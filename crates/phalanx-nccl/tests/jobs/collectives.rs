@@ -7,7 +7,7 @@ use phalanx_nccl::{
     DeviceMemory, Element,
 };
 
-use crate::world::{all_done, launch_threads};
+use crate::world::{all_done, launch_threads, meet};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -296,6 +296,8 @@ fn handle(group: &ProcessGroup, nccl: Communicator) -> Result<()> {
     for _ in 0..2 {
         assert_eq!(sum()?, [2.0]);
     }
+    // Until then the other rank may not know yet that its call is done.
+    meet(&part)?;
     part.abort(phalanx::Error::aborted("it ends"));
     assert!(handle.failure().is_some());
     // The group of all is another one, and goes on.
