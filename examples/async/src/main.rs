@@ -82,6 +82,8 @@ struct Outcome {
     lead: Option<u64>,
     /// Seconds of training, and the share of unseen digits that rank 0's parameters recognise then.
     accuracy: Vec<(f64, f64)>,
+    /// Whether some parameter is infinite or not a number at the end: the learning rate was too high for gradients so stale.
+    diverged: bool,
 }
 
 /// The share of digits whose time is compared.
@@ -154,6 +156,7 @@ fn compare<M: Model>(options: &Options) -> Result<()> {
             mean_staleness: way.is_stale().then(|| staleness / steps),
             lead: way.is_stale().then_some(most[1] as u64),
             accuracy: accuracy.collect(),
+            diverged: trained.snapshots.last().is_some_and(|(_, flat)| !flat.iter().all(|x| x.is_finite())),
         };
         outcome.print();
         outcomes.push(outcome);
@@ -176,9 +179,12 @@ impl Outcome {
         let goal = self.accuracy.iter().find(|(_, accuracy)| *accuracy >= GOAL);
         let goal = goal.map_or_else(|| "-".to_owned(), |(seconds, _)| format!("{seconds:.1}"));
         let steps = format!("{} / {}", self.steps[0], self.steps[1]);
-        let last = self.accuracy.last().map_or(0.0, |(_, accuracy)| 100.0 * accuracy);
+        let last = match self.diverged {
+            true => "diverged".to_owned(),
+            false => format!("{:.2} %", 100.0 * self.accuracy.last().map_or(0.0, |(_, accuracy)| *accuracy)),
+        };
         println!(
-            "{:<10} {:>9.0} {steps:>12} {staleness:>10} {last:>7.2} % {goal:>9}",
+            "{:<10} {:>9.0} {steps:>12} {staleness:>10} {last:>9} {goal:>9}",
             self.way.name(),
             self.images_per_second
         );

@@ -156,7 +156,7 @@ impl<M: Model> Training<'_, M> {
         let server = ParameterServer::builder(&self.network.lengths(), Sgd::new(rate as f32))
             .consistency(consistency)
             .compensation(compensation)
-            .start(self.group, &parameters)?;
+            .start(self.group, &mut parameters)?;
         let mut batches = self.batches()?;
         let mut clock = Clock::start(self);
         while clock.is_running() {

@@ -88,13 +88,13 @@ impl ParameterServerBuilder {
     }
 
     /// Starts servers and workers. Every rank of `group` must call it with the same settings, in the same order as its
-    /// collectives. `parameters` are rank 0's on all ranks; those of the others only have to be as many.
+    /// collectives. `parameters` become rank 0's on all ranks; those of the others only have to be as many.
     ///
     /// # Errors
     /// If the settings differ, or are impossible: no servers, a rank that is not in the group, a replica without a second
     /// server, more than 256 MiB of parameters on one server. If `parameters` are not as many as the keys have elements, on any
     /// rank. If the group fails.
-    pub fn start(self, group: &ProcessGroup, parameters: &[f32]) -> Result<ParameterServer> {
+    pub fn start(self, group: &ProcessGroup, parameters: &mut [f32]) -> Result<ParameterServer> {
         let Self { lengths, servers, workers, consistency, rule, compensation, replicated, timeout } = self;
         let world = group.world_size();
         let all = || world.ranks().collect::<Vec<_>>();
@@ -137,8 +137,7 @@ impl ParameterServerBuilder {
         }
         check(&servers, &workers, replicated, &|rank| world.rank(rank.get()).map(drop))?;
         let shares = shares(&layout, &servers)?;
-        let mut initial = parameters.to_vec();
-        group.broadcast(&mut initial, Rank::MAIN)?;
+        group.broadcast(parameters, Rank::MAIN)?;
         let shards: Vec<Place> = shares
             .into_iter()
             .enumerate()
@@ -152,7 +151,7 @@ impl ParameterServerBuilder {
         for (index, place) in shards.iter().enumerate() {
             let is_here = place.primary == group.rank() || place.replica == Some(group.rank());
             if is_here && !place.keys.is_empty() {
-                let part = initial[layout.place(&place.keys)?].to_vec();
+                let part = parameters[layout.place(&place.keys)?].to_vec();
                 let clocks = Clocks::new(consistency, workers.iter().copied());
                 let shard = Shard::new(layout.part(&place.keys)?, part, rule.clone(), compensation, clocks);
                 hosted.push(Hosted::new(index as u32, shard, place, group.rank()));

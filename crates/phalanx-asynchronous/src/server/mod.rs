@@ -46,7 +46,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 ///             let mut parameters = vec![1.0f32; 5];
 ///             let server = ParameterServer::builder(&[3, 2], Sgd::new(0.1))
 ///                 .consistency(Consistency::Ssp(4))
-///                 .start(&group, &parameters)?;
+///                 .start(&group, &mut parameters)?;
 ///             for _ in 0..10 {
 ///                 let gradients: Vec<f32> = parameters.iter().map(|p| 0.5 * p).collect();
 ///                 let staleness = server.step(&gradients, &mut parameters)?;

@@ -29,7 +29,7 @@ fn a_replica_that_has_missed_updates_does_not_take_over() {
             .servers(&ranks(&[1, 2]))
             .workers(&[Rank::MAIN])
             .replicated()
-            .start(&group, &parameters)
+            .start(&group, &mut parameters)
             .unwrap();
         let is_main = group.rank().is_main();
         if is_main {
@@ -81,7 +81,7 @@ fn the_statistics_of_a_server_that_is_lost_are_its_replica_s() {
             .servers(&ranks(&[1, 2]))
             .workers(&[Rank::MAIN])
             .replicated()
-            .start(&group, &[1.0; 4])
+            .start(&group, &mut [1.0; 4])
             .unwrap();
         if group.rank().get() == 1 {
             drop(server);
@@ -123,7 +123,7 @@ fn a_shard_whose_rule_panics_takes_no_more_operations() {
                 .servers(&ranks(&[1, 2]))
                 .workers(&[Rank::MAIN])
                 .replicated()
-                .start(&group, &parameters)
+                .start(&group, &mut parameters)
                 .unwrap();
             if group.rank().is_main() {
                 for _ in 0..2 {
@@ -144,14 +144,15 @@ fn a_shard_whose_rule_panics_takes_no_more_operations() {
 fn one_rank_that_cannot_start_tells_the_others() {
     run(3, |group| {
         let is_wrong = group.rank().get() == 1;
-        let start = |parameters: &[f32], rate: f32, lengths: &[usize]| {
-            ParameterServer::builder(lengths, Sgd::new(rate)).start(&group, parameters).unwrap_err()
+        let start = |elements: usize, rate: f32, lengths: &[usize]| {
+            let mut parameters = vec![1.0; elements];
+            ParameterServer::builder(lengths, Sgd::new(rate)).start(&group, &mut parameters).unwrap_err()
         };
-        let error = start(if is_wrong { &[1.0] } else { &[1.0; 4] }, 0.1, &KEYS).to_string();
+        let error = start(if is_wrong { 1 } else { 4 }, 0.1, &KEYS).to_string();
         assert!(error.contains(if is_wrong { "4 elements" } else { "rank 1 could not start" }), "{error}");
-        let error = start(&[1.0; 4], 0.1, if is_wrong { &[usize::MAX, 1] } else { &KEYS }).to_string();
+        let error = start(4, 0.1, if is_wrong { &[usize::MAX, 1] } else { &KEYS }).to_string();
         assert!(error.contains(if is_wrong { "too many" } else { "rank 1 could not start" }), "{error}");
-        let error = start(&[1.0; 4], if is_wrong { 0.2 } else { 0.1 }, &KEYS);
+        let error = start(4, if is_wrong { 0.2 } else { 0.1 }, &KEYS);
         assert!(error.is_mismatch() && error.to_string().contains("rank 1"), "{error}");
         group.barrier().unwrap();
     });
@@ -172,7 +173,7 @@ fn a_worker_that_leaves_tells_all_servers_even_if_one_fails() {
         let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
             .servers(&ranks(&[1, 2]))
             .workers(&[Rank::MAIN])
-            .start(&group, &[1.0; 4])
+            .start(&group, &mut [1.0; 4])
             .unwrap();
         if group.rank().get() == 1 {
             drop(server);

@@ -49,8 +49,8 @@ fn with_staleness_0_the_server_is_what_an_all_reduce_is() {
         // Only rank 0's parameters count.
         let mut parameters = if group.rank().is_main() { initial() } else { vec![9.0; ELEMENTS] };
         let builder = ParameterServer::builder(&KEYS, rule).servers(&ranks(servers));
-        let server = builder.start(group, &parameters).unwrap();
-        server.pull(0..4, &mut parameters).unwrap();
+        let server = builder.start(group, &mut parameters).unwrap();
+        assert_eq!(parameters, initial());
         for step in 0..20 {
             let staleness = server.step(&gradient(&parameters, group.rank(), step), &mut parameters).unwrap();
             assert_eq!(staleness, 0);
@@ -67,6 +67,44 @@ fn with_staleness_0_the_server_is_what_an_all_reduce_is() {
     }
 }
 
+/// Each gradient is applied once, where it belongs, and with the whole rate: all numbers are sums of powers of two, so in any order the
+/// parameters end with the same bits. And a worker sees each server's part as it was between two gradients: those are the same in all elements.
+#[test]
+fn every_gradient_is_applied_once_and_whole() {
+    const LENGTHS: [usize; 3] = [1_000, 6_000, 1_192];
+    const STEPS: u32 = 60;
+    let len: usize = LENGTHS.iter().sum();
+    let sizes = |rank: u32, step: u32| ((rank * 5 + step * 3) % 8) as f32 / 8.0 - 0.375;
+    for fabric in Fabric::ALL {
+        for consistency in [Consistency::Asp, Consistency::Ssp(0), Consistency::Ssp(4)] {
+            run(4, fabric, |group| {
+                let mut parameters = vec![1.0f32; len];
+                let server = ParameterServer::builder(&LENGTHS, Sgd::new(0.25))
+                    .consistency(consistency)
+                    .start(&group, &mut parameters)
+                    .unwrap();
+                for step in 0..STEPS {
+                    let gradients = vec![sizes(group.rank().get(), step); len];
+                    server.step(&gradients, &mut parameters).unwrap();
+                    let mut parts = &parameters[..];
+                    for length in LENGTHS {
+                        let (part, more) = parts.split_at(length);
+                        assert!(part.iter().all(|one| *one == part[0]), "step {step}: a key of two versions");
+                        parts = more;
+                    }
+                }
+                group.barrier().unwrap();
+                server.pull(0..3, &mut parameters).unwrap();
+                let all = (0..4).flat_map(|rank| (0..STEPS).map(move |step| sizes(rank, step)));
+                let expected = 1.0 - 0.25 * all.sum::<f32>();
+                assert!(parameters.iter().all(|one| *one == expected), "{} for {expected}", parameters[0]);
+                group.barrier().unwrap();
+                server.shutdown().unwrap();
+            });
+        }
+    }
+}
+
 #[test]
 fn nobody_is_further_ahead_than_the_rule_allows() {
     for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
@@ -76,7 +114,7 @@ fn nobody_is_further_ahead_than_the_rule_allows() {
                 let server = ParameterServer::builder(&KEYS, Sgd::new(0.01))
                     .consistency(Consistency::Ssp(bound))
                     .servers(&ranks(&[0, 1]))
-                    .start(&group, &parameters)
+                    .start(&group, &mut parameters)
                     .unwrap();
                 let mut largest = 0;
                 for step in 0..40 {
@@ -116,7 +154,7 @@ fn parameters_are_pushed_and_pulled_by_keys_and_staleness_is_counted() {
         run(2, fabric, |group| {
             let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
                 .consistency(Consistency::Asp)
-                .start(&group, &initial())
+                .start(&group, &mut initial())
                 .unwrap();
             if group.rank().is_main() {
                 for _ in 0..5 {
@@ -157,7 +195,7 @@ fn workers_come_and_go() {
             let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
                 .servers(&ranks(&[0]))
                 .workers(&ranks(&[0, 1]))
-                .start(&group, &parameters)
+                .start(&group, &mut parameters)
                 .unwrap();
             let ones = [1.0; ELEMENTS];
             match group.rank().get() {
@@ -209,7 +247,7 @@ fn who_joins_while_others_train_is_in_one_step_on_all_servers() {
                 .servers(&ranks(&[0, 1, 2]))
                 .workers(&ranks(&[0, 1]))
                 .timeout(Duration::from_secs(60))
-                .start(&group, &parameters)
+                .start(&group, &mut parameters)
                 .unwrap();
             let joins = group.rank().get() > 1;
             let rounds = if joins { 15 } else { 1 };
@@ -246,7 +284,7 @@ fn a_server_that_is_lost_is_replaced_by_its_replica_with_all_that_was_acknowledg
                     .servers(&ranks(&[2, 3]))
                     .workers(&workers)
                     .replicated()
-                    .start(&group, &parameters)
+                    .start(&group, &mut parameters)
                     .unwrap();
                 // The gradients do not depend on the order of workers.
                 let mut train = |steps: u32| {
@@ -297,7 +335,7 @@ fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
     run(2, Fabric::InProcess, |group| {
         let builder = || ParameterServer::builder(&KEYS, Sgd::new(0.1));
         let start = |builder: phalanx::asynchronous::ParameterServerBuilder| {
-            builder.start(&group, &initial()).unwrap_err()
+            builder.start(&group, &mut initial()).unwrap_err()
         };
         let other = start(builder().consistency(Consistency::Ssp(u64::from(group.rank().get()))));
         assert!(other.is_mismatch() && other.to_string().contains("rank 1"), "{other}");
@@ -305,7 +343,7 @@ fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
         assert!(start(builder().servers(&ranks(&[1])).replicated()).to_string().contains("second server"));
         assert!(start(builder().workers(&ranks(&[0, 0]))).to_string().contains("twice"));
         assert!(start(builder().workers(&ranks(&[7]))).is_invalid_argument());
-        assert!(builder().start(&group, &[1.0]).unwrap_err().to_string().contains("15 elements"));
+        assert!(builder().start(&group, &mut [1.0]).unwrap_err().to_string().contains("15 elements"));
         group.barrier().unwrap();
     });
 }

@@ -58,7 +58,7 @@ fn train(consistency: Consistency, servers: [u32; 2], steps: u32) -> phalanx::Re
         .servers(&servers.map(Rank::new))
         .workers(&workers)
         .replicated()
-        .start(&group, &parameters)?;
+        .start(&group, &mut parameters)?;
     let rank = group.rank().get();
     if servers.contains(&rank) {
         println!("training");

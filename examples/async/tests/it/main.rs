@@ -74,3 +74,16 @@ fn the_encoder_is_trained_in_the_same_ways() {
         assert!(rate > 0.0, "{text}");
     }
 }
+
+#[test]
+fn a_training_that_diverges_is_named() {
+    let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+        .args(["--ranks", "2", "--compute-ms", "10", "--batch-size", "8", "--seconds", "1.5"])
+        .args(["--ways", "asp", "--lr", "1e12"])
+        .env_remove("RANK")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains(" diverged "), "{text}");
+}
