@@ -396,7 +396,7 @@ fn prepare(
             None => Sink::new(Reducer::new(communicator, specs, reducer)?, &inventory.parameters, None),
             Some(nccl) => {
                 let on_device = OnDevice::new(nccl, &inventory.parameters, waits)?;
-                let hook = Box::new(Hook(on_device.clone()));
+                let hook = Box::new(Hook::new(on_device.clone()));
                 let reducer = Reducer::elsewhere(communicator, specs, reducer, hook)?;
                 // NCCL connects ranks in the first call, and not in the first backward pass.
                 nccl.barrier()?;

@@ -8,6 +8,10 @@
 //! 3. At the end of backward the streams, and the one on which the program goes on, are told to wait for NCCL's. No thread waits for the
 //!    device: a call that fails later is the error of the next call, and of a save ([`check`](OnDevice::check)).
 //!
+//! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
+//! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
+//! to memory of its own, which is sent and copied back.
+//!
 //! In an elastic job the thread waits for the calls at the end of backward, so that a failure is one of this step. A step that can be done again keeps
 //! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
@@ -19,7 +23,7 @@ use half::{bf16, f16};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
-use tch::{Device, TchError, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use crate::shim;
 use crate::tensors::{Named, torch};
@@ -52,6 +56,8 @@ struct Bucket {
     places: Vec<Tensor>,
     /// What it held in this step before it was averaged, if that may be averaged again.
     kept: Option<Tensor>,
+    /// What is sent of it, if that has another type.
+    compressed: Option<Tensor>,
     /// Whether other memory takes the place of this.
     is_abandoned: bool,
 }
@@ -70,7 +76,7 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        Ok(Self { gradients, memory, places, kept: None, is_abandoned: false })
+        Ok(Self { gradients, memory, places, kept: None, compressed: None, is_abandoned: false })
     }
 
     /// Takes other memory.
@@ -84,6 +90,25 @@ impl Bucket {
     fn take_back(&self) -> Result<()> {
         let Some(kept) = &self.kept else { return Ok(()) };
         tch::no_grad(|| self.memory.shallow_clone().f_copy_(kept)).map(drop).map_err(torch)
+    }
+
+    /// What is to be sent: what it holds, divided by the number of `ranks` and rounded to `kind`, whose sum over ranks is the average.
+    fn compress(&mut self, kind: Kind, ranks: f64) -> std::result::Result<Tensor, TchError> {
+        let _guard = tch::no_grad_guard();
+        let scaled = self.memory.f_div_scalar(ranks)?;
+        let place = match self.compressed.take() {
+            Some(place) if place.kind() == kind => place,
+            _ => Tensor::f_empty(scaled.size(), (kind, scaled.device()))?,
+        };
+        let place = self.compressed.insert(place);
+        drop(place.f_copy_(&scaled)?);
+        Ok(place.shallow_clone())
+    }
+
+    /// It holds what was sent in another type, if anything was.
+    fn widen(&self) -> Result<()> {
+        let Some(average) = &self.compressed else { return Ok(()) };
+        tch::no_grad(|| self.memory.shallow_clone().f_copy_(average)).map(drop).map_err(torch)
     }
 
     /// The gradients of its parameters lie in it from now on.
@@ -200,17 +225,30 @@ impl OnDevice {
         Ok(true)
     }
 
-    /// Backward is over, and all buckets are launched: what is queued from now on waits for the averages.
-    pub fn settle(&self) -> Result<()> {
-        let streams = std::mem::take(&mut lock(&self.state).streams);
-        if self.waits {
-            return Ok(()); // They are there.
+    /// Backward is over, and all buckets are launched: the averages are divided by `weight`, and what is queued from now on waits for them.
+    pub fn settle(&self, weight: f64) -> Result<()> {
+        // This thread's stream waits for the averages, or they are there.
+        let mut writes = lock(&self.state).buckets.iter().flatten().any(|bucket| bucket.compressed.is_some());
+        if weight != 1.0 {
+            writes = true;
+            for one in &lock(&self.state).parameters {
+                let mut average = one.tensor.grad();
+                if average.defined() {
+                    drop(tch::no_grad(|| average.f_div_scalar_(weight)).map_err(torch)?);
+                }
+            }
         }
-        let nccl = self.nccl.connect()?;
+        let streams = std::mem::take(&mut lock(&self.state).streams);
+        let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
         for raw in streams {
             // SAFETY: as in `launch`.
             let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
-            stream.wait_for(nccl.stream())?;
+            if !self.waits {
+                stream.wait_for(nccl.stream())?;
+            }
+            if writes && raw != here.as_raw() {
+                stream.wait_for(&here)?;
+            }
         }
         self.check()
     }
@@ -242,13 +280,13 @@ impl OnDevice {
         self.nccl.device().ordinal()
     }
 
-    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. They are of type `T`. If the bucket is to be
-    /// kept, it can be launched again in the same step, with the same gradients.
+    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or that of `compressed`, in
+    /// which they are sent. If the bucket is to be kept, it can be launched again in the same step, with the same gradients.
     fn launch<T: Element>(
         &self,
-        number: usize,
+        (number, keeps): (usize, bool),
         gradients: &Arc<[GradientPlace]>,
-        keeps: bool,
+        compressed: Option<Kind>,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
         let nccl = self.nccl.connect()?;
         let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
@@ -287,12 +325,22 @@ impl OnDevice {
             unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
         }
         bucket.place(parameters)?;
-        let lent = lend::<T>(bucket.memory.shallow_clone(), self.nccl.device())?;
+        let (sent, op) = match compressed {
+            Some(kind) => {
+                let ranks = f64::from(nccl.world_size().get());
+                (bucket.compress(kind, ranks).map_err(torch)?, ReduceOp::Sum)
+            }
+            None => {
+                bucket.compressed = None;
+                (bucket.memory.shallow_clone(), ReduceOp::Avg)
+            }
+        };
+        let lent = lend::<T>(sent, self.nccl.device())?;
         if lent.is_empty() {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        nccl.after(&here)?.all_reduce_async(lent, ReduceOp::Avg).map(Some)
+        nccl.after(&here)?.all_reduce_async(lent, op).map(Some)
     }
 
     /// This thread's current stream.
@@ -302,17 +350,23 @@ impl OnDevice {
         Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
     }
 
-    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket) -> Result<Pending> {
-        let launched = self.launch::<T>(bucket.index, &bucket.gradients, bucket.keeps)?;
+    fn average<T: Element>(
+        self: &Arc<Self>,
+        group: &dyn phalanx::Communicator,
+        bucket: GradBucket,
+        compressed: Option<Kind>,
+    ) -> Result<Pending> {
+        let number = bucket.index;
+        let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, compressed)?;
         let work = Arc::new(Mutex::new(launched));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
-        Ok(Pending::elsewhere(is_completed, move || {
+        Pending::elsewhere(group, bucket.buffer, is_completed, move || {
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
-            Ok(bucket.buffer)
-        }))
+            lock(&this.state).buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)
+        })
     }
 }
 
@@ -342,20 +396,33 @@ fn lend<T: Element>(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Dev
 }
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
-pub(crate) struct Hook(pub Arc<OnDevice>);
+pub(crate) struct Hook {
+    on_device: Arc<OnDevice>,
+    /// The type in which f32 gradients are sent, if it is another.
+    compressed: Option<DType>,
+}
+
+impl Hook {
+    pub fn new(on_device: Arc<OnDevice>) -> Self {
+        Self { on_device, compressed: None }
+    }
+}
 
 impl CommHook for Hook {
     fn describe(&self) -> String {
-        "NCCL".into()
+        self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
     }
 
-    fn start(&mut self, _: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
-        match bucket.buffer.dtype() {
-            DType::F32 => self.0.average::<f32>(bucket),
-            DType::F64 => self.0.average::<f64>(bucket),
-            DType::F16 => self.0.average::<f16>(bucket),
-            DType::BF16 => self.0.average::<bf16>(bucket),
-            other => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
+    fn start(&mut self, group: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
+        let on_device = &self.on_device;
+        match (bucket.buffer.dtype(), self.compressed) {
+            (DType::F32, Some(DType::F16)) => on_device.average::<f16>(group, bucket, Some(Kind::Half)),
+            (DType::F32, Some(DType::BF16)) => on_device.average::<bf16>(group, bucket, Some(Kind::BFloat16)),
+            (DType::F32, _) => on_device.average::<f32>(group, bucket, None),
+            (DType::F64, _) => on_device.average::<f64>(group, bucket, None),
+            (DType::F16, _) => on_device.average::<f16>(group, bucket, None),
+            (DType::BF16, _) => on_device.average::<bf16>(group, bucket, None),
+            (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
 
@@ -371,15 +438,25 @@ impl CommHook for Hook {
         state.nothing()
     }
 
+    // As the hook in the host's memory.
     fn is_stateless(&self) -> bool {
-        true
+        self.compressed.is_none()
+    }
+
+    fn compress(&mut self, dtype: DType) -> bool {
+        self.compressed = Some(dtype);
+        matches!(dtype, DType::F16 | DType::BF16)
     }
 
     fn makes_zeros(&self) -> bool {
         true
     }
 
+    fn accepts_weights(&self) -> bool {
+        self.compressed.is_none()
+    }
+
     fn keeps_gradients(&self) -> bool {
-        true
+        self.compressed.is_none()
     }
 }

@@ -261,6 +261,9 @@ impl Deliveries {
         if weight != Some(0.0) {
             return Ok(());
         }
+        if let Some(on_device) = &self.on_device {
+            on_device.held()?; // What was there is taken as it is after what is queued here.
+        }
         let before = |one: &Named| Some(one.tensor.grad()).filter(Tensor::defined);
         self.set_aside = Some(self.parameters.iter().map(before).collect());
         self.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
@@ -396,7 +399,7 @@ impl Deliveries {
                     shim::set_gradient(leaf, Some(&zeros))?;
                 }
             }
-            return on_device.settle();
+            return on_device.settle(reducer.average_weight());
         }
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;

@@ -348,7 +348,7 @@ impl<M: Module> Ddp<M> {
     fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
         #[cfg(feature = "nccl")]
         if let Some(on_device) = self.engine.on_device() {
-            // Neither `join` nor weights, whose factors there are, are accepted with it.
+            // `join`, whose factor `scale` is, is not accepted with it.
             let averaged = (on_device, self.group.world_size());
             return crate::nccl::averages(held(&self.model), reducer, averaged, &self.inventory.indices);
         }

@@ -7,6 +7,10 @@
 //!    nobody, so that NCCL's stream cannot wait for them.
 //! 4. At the end of backward the program's thread waits for the calls. The averages are places in the buckets.
 //!
+//! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
+//! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
+//! fence, and widened when it is back.
+//!
 //! A step of an elastic job that can be done again keeps its gradients, too, until the next step: the survivors of a death copy them into other
 //! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
@@ -25,7 +29,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType as BurnDType, Device, Shape, Slice, Tensor, bf16, f16};
+use burn::tensor::{DType as BurnDType, Device, FloatDType, Shape, Slice, Tensor, bf16, f16};
 use burn_cubecl::cubecl::cuda::CudaRuntime;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
@@ -124,7 +128,12 @@ impl OnDevice {
         let state = Mutex::new(State { held: none(), gradients: none(), kept: BTreeMap::new() });
         let nccl = CommunicatorHandle::new(nccl.clone());
         let this = Arc::new(Self { nccl, device, state, calls, bytes: AtomicU64::new(0) });
-        let reducer = Reducer::elsewhere(group, parameters, options, Box::new(Hook(this.clone())))?;
+        let reducer = Reducer::elsewhere(
+            group,
+            parameters,
+            options,
+            Box::new(Hook { on_device: this.clone(), compressed: None }),
+        )?;
         Ok((this, reducer))
     }
 
@@ -134,6 +143,13 @@ impl OnDevice {
         let State { held, gradients, .. } = &mut *self.state.lock();
         gradients[index] = held[index].take();
         Ok(())
+    }
+
+    /// What is held for a parameter belongs to this backward pass from now on; false if nothing is.
+    pub fn put_held(&self, index: usize) -> bool {
+        let State { held, gradients, .. } = &mut *self.state.lock();
+        gradients[index] = held[index].take();
+        gradients[index].is_some()
     }
 
     /// Adds a gradient to what is held for its parameter.
@@ -186,17 +202,29 @@ impl OnDevice {
     }
 
     /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
-    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, dtype: BurnDType) -> Result<Pending> {
+    fn average<T: Element>(
+        self: &Arc<Self>,
+        group: &dyn Communicator,
+        bucket: GradBucket,
+        (dtype, compressed): (BurnDType, Option<FloatDType>),
+    ) -> Result<Pending> {
         let nccl = self.nccl.connect()?;
         let own =
             self.own(&bucket).into_iter().zip(bucket.gradients.iter().map(|place| place.elements.len()));
-        let memory = BucketMemory::of(own.collect(), &self.device, dtype);
+        let mut memory = BucketMemory::of(own.collect(), &self.device, dtype);
         let elements: usize = memory.places.iter().map(Range::len).sum();
         self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
         if elements == 0 {
             self.keep(&bucket.gradients, &memory);
-            return Ok(Pending::ready(bucket.buffer)); // It has no address.
+            return Pending::elsewhere(group, bucket.buffer, || true, || Ok(())); // It has no address.
         }
+        let op = match compressed {
+            Some(to) => {
+                memory.compress(to, nccl.world_size());
+                ReduceOp::Sum
+            }
+            None => ReduceOp::Avg,
+        };
         // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
         let lent = memory.lend::<T>(self.nccl.device())?;
         let fence = ReadBack::fence(&memory.tensor);
@@ -204,7 +232,7 @@ impl OnDevice {
         let timeout = nccl.timeout();
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
-            let work = computed.and_then(|()| nccl.all_reduce_async(lent, ReduceOp::Avg));
+            let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
             drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
             // Nobody waits for it after a failure.
             let _kept = launched.send(work);
@@ -212,15 +240,20 @@ impl OnDevice {
         self.calls.send(Box::new(call)).map_err(|_| gone())?;
         let stage = Arc::new(Mutex::new(Stage::<T>::Computing(launching)));
         let (this, under_way) = (self.clone(), stage.clone());
-        Ok(Pending::elsewhere(
+        Pending::elsewhere(
+            group,
+            bucket.buffer,
             move || under_way.lock().is_completed(),
             move || {
                 let stage = std::mem::replace(&mut *stage.lock(), Stage::Over);
                 stage.wait(timeout)?;
+                if compressed.is_some() {
+                    memory.widen(dtype);
+                }
                 this.keep(&bucket.gradients, &memory);
-                Ok(bucket.buffer)
+                Ok(())
             },
-        ))
+        )
     }
 
     /// This rank's gradients of a bucket.
@@ -317,6 +350,17 @@ impl BucketMemory {
         Self { tensor, places, step }
     }
 
+    /// Has the device divide it by the number of `ranks` and round it to `to`: the sum over ranks is the average.
+    fn compress(&mut self, to: FloatDType, ranks: WorldSize) {
+        let scaled = CubeBackend::float_div_scalar(self.tensor.clone(), f64::from(ranks.get()).into());
+        self.tensor = CubeBackend::float_cast(scaled, to);
+    }
+
+    /// Has the device widen it to `dtype`.
+    fn widen(&mut self, dtype: BurnDType) {
+        self.tensor = CubeBackend::float_cast(self.tensor.clone(), dtype.into());
+    }
+
     /// The tensor of this shape whose elements are those in `range`.
     fn part(&self, range: &Range<usize>, shape: &[usize]) -> CubeTensor {
         let (whole, shape) = (&self.tensor, Shape::from(shape.to_vec()));
@@ -385,20 +429,31 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
 }
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
-struct Hook(Arc<OnDevice>);
+struct Hook {
+    on_device: Arc<OnDevice>,
+    /// The type in which f32 gradients are sent, if it is another.
+    compressed: Option<DType>,
+}
 
 impl CommHook for Hook {
     fn describe(&self) -> String {
-        "NCCL".into()
+        self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
     }
 
-    fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        match bucket.buffer.dtype() {
-            DType::F32 => self.0.average::<f32>(bucket, BurnDType::F32),
-            DType::F64 => self.0.average::<f64>(bucket, BurnDType::F64),
-            DType::F16 => self.0.average::<f16>(bucket, BurnDType::F16),
-            DType::BF16 => self.0.average::<bf16>(bucket, BurnDType::BF16),
-            other => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        let on_device = &self.on_device;
+        match (bucket.buffer.dtype(), self.compressed) {
+            (DType::F32, Some(DType::F16)) => {
+                on_device.average::<f16>(group, bucket, (BurnDType::F32, Some(FloatDType::F16)))
+            }
+            (DType::F32, Some(DType::BF16)) => {
+                on_device.average::<bf16>(group, bucket, (BurnDType::F32, Some(FloatDType::BF16)))
+            }
+            (DType::F32, _) => on_device.average::<f32>(group, bucket, (BurnDType::F32, None)),
+            (DType::F64, _) => on_device.average::<f64>(group, bucket, (BurnDType::F64, None)),
+            (DType::F16, _) => on_device.average::<f16>(group, bucket, (BurnDType::F16, None)),
+            (DType::BF16, _) => on_device.average::<bf16>(group, bucket, (BurnDType::BF16, None)),
+            (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
 
@@ -414,16 +469,26 @@ impl CommHook for Hook {
         state.nothing()
     }
 
+    // As the hook in the processes' memory.
     fn is_stateless(&self) -> bool {
-        true
+        self.compressed.is_none()
+    }
+
+    fn compress(&mut self, dtype: DType) -> bool {
+        self.compressed = Some(dtype);
+        matches!(dtype, DType::F16 | DType::BF16)
     }
 
     fn makes_zeros(&self) -> bool {
         true
     }
 
+    fn accepts_weights(&self) -> bool {
+        self.compressed.is_none()
+    }
+
     fn keeps_gradients(&self) -> bool {
-        true
+        self.compressed.is_none()
     }
 }
 
@@ -465,7 +530,11 @@ impl Averages<'_> {
             return Ok(None);
         }
         match self.on_device.take(index) {
-            Some(average) => Ok(Some(Tensor::from_primitive::<Cube>(Cube::stored(average)))),
+            Some(average) => {
+                let average = Tensor::from_primitive::<Cube>(Cube::stored(average));
+                let weight = self.reducer.average_weight();
+                Ok(Some(if weight == 1.0 { average } else { average / weight }))
+            }
             // Ranks that are gone used it, and no bucket has zeros for it.
             None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),
             None => Err(Error::aborted(format!("the average of parameter {index} is not there"))),

@@ -214,8 +214,8 @@ impl Deliveries {
             Access::Here(gradient) => self.ready(reducer, index, gradient),
             Access::Away(tensor) => {
                 #[cfg(feature = "nccl")]
-                if let Some(on_device) = &self.on_device {
-                    return self.queued(reducer, on_device, index, tensor.stay()?);
+                if let Some(on_device) = self.on_device.clone() {
+                    return self.queued(reducer, &on_device, index, tensor.stay()?);
                 }
                 match self.in_flight.push(index, tensor.read().traced(reducer.trace(), index)) {
                     Some((index, begun)) => self.arrived(reducer, index, begun),
@@ -228,7 +228,7 @@ impl Deliveries {
     /// The device that averages a gradient has the work for it in its queue.
     #[cfg(feature = "nccl")]
     fn queued(
-        &self,
+        &mut self,
         reducer: &mut Reducer,
         on_device: &OnDevice,
         index: usize,
@@ -241,10 +241,20 @@ impl Deliveries {
             Instant::now(),
             &[("parameter", index.into())],
         );
-        if self.delivery == Delivery::Hold {
-            return on_device.hold(index, spec, gradient);
+        match self.delivery {
+            Delivery::Hold if self.is_void => {
+                self.void[index] = true;
+                return Ok(());
+            }
+            Delivery::Hold => return on_device.hold(index, spec, gradient),
+            _ => self.void[index] = false,
         }
-        on_device.put(index, spec, gradient)?;
+        if self.is_void && !on_device.put_held(index) {
+            return reducer.ready_void(index);
+        }
+        if !self.is_void {
+            on_device.put(index, spec, gradient)?;
+        }
         reducer.ready_elsewhere(index)
     }
 
@@ -271,7 +281,10 @@ impl Deliveries {
         self.delivery = Delivery::Ignore;
         #[cfg(feature = "nccl")]
         if let Some(on_device) = &self.on_device {
-            on_device.hand_over().into_iter().try_for_each(|index| reducer.ready_elsewhere(index))?;
+            for index in on_device.hand_over() {
+                self.void[index] = false;
+                reducer.ready_elsewhere(index)?;
+            }
         }
         for (index, held) in self.held.iter_mut().enumerate() {
             let is_void = self.void.get_mut(index).is_some_and(std::mem::take);

@@ -36,8 +36,12 @@ impl Ddp {
     /// them. A call that fails after that is the error of the next [`backward`](Self::backward), collective or save of a state, and the steps
     /// since are worth nothing, as with PyTorch.
     ///
-    /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere.
-    /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
+    /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere. So does
+    /// [`backward_weighted`](Self::backward_weighted), whose weights go through the host's group. If some ranks call it and others
+    /// [`backward`](Self::backward), the first get an error with the next call of the host's group, or with its time-out.
+    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
+    ///
+    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,
     /// [`join`](Self::join) and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on).
     /// [`with_options`](Self::with_options) has them all, through the host's memory.
     ///

@@ -161,9 +161,6 @@ impl Ddp {
 
     /// What is accumulated with one pass more. An error ends the step, and the group: the others wait for this rank's gradients.
     fn accumulate(&mut self, weight: Option<f64>) -> Result<StepWeight> {
-        if weight.is_some() {
-            self.check_on_host("a weighted step")?;
-        }
         let with = self.with_one_more(weight);
         with.inspect_err(|_| self.accumulated = Accumulated::default())
     }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use phalanx::join::JoinOptions;
 use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::AllReduce;
+use phalanx::reducer::hooks::{AllReduce, Compressed};
 use phalanx::{ProcessGroup, Result};
 use phalanx_nccl::DeviceGroup;
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
@@ -18,6 +18,8 @@ use crate::common::{device, elements};
 /// Those that need a CUDA device.
 pub const TESTS: &[(&str, fn())] = &[
     ("gradients_are_those_of_one_process_whatever_memory_they_share", || job("shared", 2)),
+    ("ranks_and_passes_count_by_their_weights", || job("weighted", 2)),
+    ("gradients_travel_in_half_the_bytes", || job("compressed", 2)),
     ("averages_are_there_for_what_follows_without_a_wait", || job("at once", 2)),
     ("optimizers_of_tch_train_and_a_type_that_changed_is_refused", || job("own", 2)),
     ("types_of_16_bits_and_of_64_are_averaged", || job("kinds", 2)),
@@ -113,6 +115,8 @@ pub fn play(case: &str) -> Result<()> {
     let group = phalanx::init()?;
     match case {
         "shared" => shared(&group),
+        "weighted" => weighted(&group),
+        "compressed" => compressed(&group),
         "at once" => at_once(&group),
         "held" => held(&group),
         "own" => own(&group),
@@ -154,6 +158,95 @@ fn shared(group: &ProcessGroup) -> Result<()> {
             assert_eq!(&elements(&one.grad()), expected);
             assert!(one.grad().is_contiguous());
         }
+    }
+    Ok(())
+}
+
+/// Passes that count nothing bring NaN. What is queued behind backward waits for the division by the sum of weights.
+fn weighted(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64, 64], Init::Const(0.0))).collect();
+    let mut ddp = ddp(&store, group, options())?;
+    // Of the two passes of each rank, step by step.
+    let steps = [
+        [[3.0, 1.0], [4.0, 2.0]],
+        [[0.0, 5.0], [1.0, 0.0]],
+        [[0.0, 0.0], [2.0, 0.5]],
+        [[1.0, 1.0], [1.0, 1.0]],
+        [[0.0, 0.0], [0.0, 7.0]],
+    ];
+    let slope = |rank: usize, pass: usize, index: usize| (1 + rank * 2 + pass + index) as f64;
+    let rank = group.rank().index();
+    for (step, weights) in steps.into_iter().enumerate() {
+        let total: f64 = weights.iter().flatten().sum();
+        let loss = |pass: usize| {
+            let nothing = if weights[rank][pass] == 0.0 { f64::NAN } else { 1.0 };
+            let parts = layers.iter().enumerate();
+            let parts = parts.map(|(index, one)| one.sum(Kind::Float) * (slope(rank, pass, index) * nothing));
+            parts.reduce(|a, b| a + b).unwrap()
+        };
+        match step % 2 {
+            0 => zero_grad(&store),
+            _ => layers.iter().for_each(|one| one.shallow_clone().zero_grad()),
+        }
+        let first = ddp.forward(|| loss(0))?;
+        ddp.backward_no_sync_weighted(&first, weights[rank][0])?;
+        let last = ddp.forward(|| loss(1))?;
+        ddp.backward_weighted(&last, weights[rank][1])?;
+        let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+        for (index, seen) in seen.iter().enumerate() {
+            let of = |rank: usize, pass: usize| weights[rank][pass] * slope(rank, pass, index);
+            let mean = (of(0, 0) + of(0, 1) + of(1, 0) + of(1, 1)) / total;
+            let found = elements(seen);
+            let near = |one: &f32| (f64::from(*one) - 2.0 * mean).abs() < 1e-5 * mean;
+            assert!(found.iter().all(near), "step {step}, {index}: {} for {}", found[0], 2.0 * mean);
+        }
+    }
+    zero_grad(&store);
+    let loss = ddp.forward(|| layers[0].sum(Kind::Float) * f64::NAN + all(&layers))?;
+    let error = ddp.backward_weighted(&loss, 0.0).unwrap_err().to_string();
+    assert!(error.contains("weight"), "{error}");
+    // It ends nothing.
+    zero_grad(&store);
+    let loss = ddp.forward(|| all(&layers) * (rank as f64 + 1.0))?;
+    ddp.backward(&loss)?;
+    assert_eq!(elements(&layers[3].grad())[..2], [1.5; 2]);
+    Ok(())
+}
+
+fn all(layers: &[Tensor]) -> Tensor {
+    layers.iter().map(|one| one.sum(Kind::Float)).reduce(|a, b| a + b).unwrap()
+}
+
+/// What is queued behind backward waits for averages that are widened again.
+fn compressed(group: &ProcessGroup) -> Result<()> {
+    for (hook, step_of_one) in [(Compressed::f16(), 2f64.powi(-10)), (Compressed::bf16(), 2f64.powi(-7))] {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let store = VarStore::new(device());
+        let layers: Vec<Tensor> = (0..12)
+            .map(|index| store.root().var(&format!("l{index}"), &[64, 64], Init::Const(0.0)))
+            .collect();
+        let mut ddp = ddp(&store, &group, options())?;
+        ddp.register_comm_hook(hook)?;
+        let rank = group.rank().index() as f64;
+        for step in 1..6 {
+            // Halved, that of rank 0 lies between two numbers of the type, and that of rank 1 is one.
+            let slope = |rank: f64| if rank == 0.0 { 2.0 + 0.75 * step_of_one } else { step as f64 };
+            let loss = ddp.forward(|| all(&layers) * slope(rank))?;
+            zero_grad(&store);
+            ddp.backward(&loss)?;
+            let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+            for seen in &seen {
+                let rounded = 2.0 + step as f64;
+                assert_eq!(elements(seen), [rounded as f32; 64 * 64], "step {step}");
+            }
+        }
+        assert_eq!(ddp.communicated_bytes(), 5 * 12 * 64 * 64 * 2);
+        let loss = ddp.forward(|| all(&layers))?;
+        zero_grad(&store);
+        let error = ddp.backward_weighted(&loss, 1.0).unwrap_err().to_string();
+        assert!(error.contains("compressed to"), "{error}");
     }
     Ok(())
 }
@@ -310,11 +403,7 @@ fn state(group: &ProcessGroup) -> Result<()> {
 
 fn refused(group: &ProcessGroup) -> Result<()> {
     type Call = fn(&mut Ddp, &VarStore) -> Result<()>;
-    let cases: [(&str, Call); 3] = [
-        ("a weighted step", |ddp, store| {
-            let loss = ddp.forward(|| store.variables()["one"].sum(Kind::Float))?;
-            ddp.backward_weighted(&loss, 1.0)
-        }),
+    let cases: [(&str, Call); 2] = [
         ("register_comm_hook", |ddp, _| ddp.register_comm_hook(AllReduce)),
         ("join", |ddp, store| {
             let mut optimizer = Optimizer::new(store, Rule::sgd(0.0))?;

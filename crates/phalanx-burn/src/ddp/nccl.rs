@@ -34,7 +34,11 @@ impl<M: Module> Ddp<M> {
     /// the program's thread waits for the calls. No other calls may be made on `group` meanwhile. A bucket takes memory in each step, of which
     /// its averages are parts: who keeps one keeps its bucket, and [`DdpOptions::gradient_as_bucket_view`] has no meaning here.
     ///
-    /// **These are refused**, by name: [`backward_weighted`](Self::backward_weighted), [`register_comm_hook`](Self::register_comm_hook),
+    /// The weights of [`backward_weighted`](Self::backward_weighted) go through the host's group. If some ranks call it and others
+    /// [`backward`](Self::backward), the first get an error with the next call of that group, or with its time-out.
+    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
+    ///
+    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,
     /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
     /// and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on). [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///

@@ -99,9 +99,6 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         self.engine.check_tracked(loss)?;
-        if weight.is_some() {
-            self.check_on_host("backward_weighted")?;
-        }
         let total = self.accumulate(weight)?.sum();
         self.accumulated = StepWeight::Nothing;
         self.buffers_stale = true;
@@ -127,9 +124,6 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<()> {
         self.engine.check_tracked(loss)?;
-        if weight.is_some() {
-            self.check_on_host("backward_no_sync_weighted")?;
-        }
         self.accumulated = self.accumulate(weight)?;
         let model = held(&self.model);
         match &mut self.engine {

@@ -11,10 +11,11 @@ impl Reducer {
     /// Like [`new`](Self::new), for gradients that lie elsewhere, where `hook` averages them: buckets take no memory. An adapter keeps the
     /// gradients and says with [`ready_elsewhere`](Self::ready_elsewhere) which are ready. When all of a bucket are, and it is its turn, `hook`
     /// gets an empty buffer, finds in [`GradBucket::gradients`](super::hooks::GradBucket::gradients) which gradients to average, and
-    /// gives that buffer back when they are.
+    /// gives that buffer back when they are ([`Pending::elsewhere`](super::hooks::Pending::elsewhere)). In a
+    /// [weighted](Self::start_weighted) step the first bucket's buffer has the rank's weight.
     ///
     /// What needs the bytes is an error: [`ready`](Self::ready), [`gradient`](Self::gradient) and their relatives,
-    /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook); and, unless `hook` [keeps](CommHook::keeps_gradients) the
+    /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook), but for [compression](CommHook::compress); and, unless `hook` [keeps](CommHook::keeps_gradients) the
     /// gradients, [`keep_gradients`](Self::keep_gradients) and [`regrouped`](Self::regrouped).
     ///
     /// With [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or [`static_graph`](ReducerOptions::static_graph) a bucket may have

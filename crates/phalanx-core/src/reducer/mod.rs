@@ -196,18 +196,23 @@ impl Reducer {
         self.state.accepts_unused()
     }
 
-    /// From the next step on `hook` averages the buckets. All ranks call it together.
+    /// From the next step on `hook` averages the buckets; or, where gradients lie [elsewhere](Self::elsewhere), they are
+    /// [compressed](CommHook::compresses_to) there as `hook` does it. All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if the ranks' hooks or their settings differ.
+    /// On every rank, if the ranks' hooks or their settings differ; where gradients lie elsewhere, if `hook` does anything else.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
-        self.check_here("register_hook")?;
+        if self.elsewhere && !hook.compresses_to().is_some_and(|dtype| self.hook.compress(dtype)) {
+            return self.check_here("register_hook");
+        }
         self.state.check_replayable(false, hook.is_stateless())?;
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
-        self.hook = hook;
+        if !self.elsewhere {
+            self.hook = hook;
+        }
         Ok(())
     }
 

@@ -30,6 +30,9 @@ impl Reducer {
     /// if averages are [sharded](Self::shard), since all ranks need the element. [`finish`](Self::finish) divides all averages
     /// where they lie. Equal weights of 1 give the bits of [`start`](Self::start).
     ///
+    /// Where gradients lie [elsewhere](Self::elsewhere), the weight alone travels with the first bucket, through the group, and the adapter divides
+    /// the averages by [`average_weight`](Self::average_weight).
+    ///
     /// # Errors
     /// As [`start`](Self::start), and as [`check_weight`]; if the [hook](Self::register_hook) does not
     /// [take weights](super::hooks::CommHook::accepts_weights). If some ranks call this and others [`start`](Self::start), every
@@ -54,13 +57,25 @@ impl Reducer {
     /// # Errors
     /// As [`ready`](Self::ready).
     pub fn ready_void(&mut self, index: usize) -> Result<()> {
-        self.check_here("ready_void")?;
+        if self.elsewhere && !self.hook.makes_zeros() {
+            self.check_here("ready_void")?;
+        }
         self.state.voided(index);
-        self.ready_with(index, zero)
+        let write: fn(&mut [u8]) -> Result<()> = if self.elsewhere { |_| Ok(()) } else { zero };
+        self.accept(index, None, write)
+    }
+
+    /// The average of all ranks' weights, from [`finish`](Self::finish) to the next step, by which an adapter divides averages that lie
+    /// [elsewhere](Self::elsewhere); 1 if the step had no weights.
+    pub fn average_weight(&self) -> f64 {
+        let Some(own) = self.state.weight() else { return 1.0 };
+        match self.group.world_size() {
+            WorldSize::ONE => own,
+            _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
+        }
     }
 
     pub(super) fn check_weighted(&self, weight: f64) -> Result<()> {
-        self.check_here("a weighted step")?;
         check_weight(self.group.rank(), weight, self.parameters())?;
         if self.hook.accepts_weights() {
             return Ok(());
@@ -76,14 +91,12 @@ impl Reducer {
     ///
     /// Every rank has the same bits, and so the same error: it ends nothing.
     pub(super) fn divide_by_weights(&mut self) -> Result<()> {
-        let Some(own) = self.state.weight() else { return Ok(()) };
-        let world = self.group.world_size();
-        let mean = match world {
-            WorldSize::ONE => own,
-            _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
-        };
-        check_weight_sum(mean * f64::from(world.get()))?;
-        if mean != 1.0 {
+        if self.state.weight().is_none() {
+            return Ok(());
+        }
+        let mean = self.average_weight();
+        check_weight_sum(mean * f64::from(self.group.world_size().get()))?;
+        if mean != 1.0 && !self.elsewhere {
             for bucket in &mut self.buckets {
                 bucket.divide(&*self.group, mean)?;
             }

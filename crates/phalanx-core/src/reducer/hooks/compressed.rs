@@ -90,6 +90,10 @@ impl CommHook for Compressed {
     fn load(&mut self, state: HookState) -> Result<()> {
         state.nothing()
     }
+
+    fn compresses_to(&self) -> Option<DType> {
+        Some(self.dtype)
+    }
 }
 
 impl Clone for Compressed {

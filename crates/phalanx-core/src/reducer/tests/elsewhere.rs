@@ -16,6 +16,7 @@ type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
 struct OnShelf {
     shelf: Shelf,
     name: &'static str,
+    /// It then takes weights, too.
     makes_zeros: bool,
 }
 
@@ -25,7 +26,7 @@ impl CommHook for OnShelf {
     }
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        assert_eq!(bucket.buffer.len(), 0, "there is no memory in a bucket");
+        assert!(bucket.buffer.len() <= usize::from(bucket.index == 0), "there is no memory but for a weight");
         let mut works = Vec::new();
         for place in &*bucket.gradients {
             let gradient = self.shelf.lock().remove(&place.parameter);
@@ -37,16 +38,18 @@ impl CommHook for OnShelf {
         }
         let (shelf, done) = (self.shelf.clone(), Arc::new(AtomicBool::new(false)));
         let is_completed = done.clone();
-        Ok(Pending::elsewhere(
+        Pending::elsewhere(
+            group,
+            bucket.buffer,
             move || is_completed.load(Ordering::Relaxed),
             move || {
                 for (parameter, work) in works {
                     shelf.lock().insert(parameter, work.wait()?.as_slice::<f32>()?.to_vec());
                 }
                 done.store(true, Ordering::Relaxed);
-                Ok(bucket.buffer)
+                Ok(())
             },
-        ))
+        )
     }
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
@@ -62,6 +65,10 @@ impl CommHook for OnShelf {
     }
 
     fn makes_zeros(&self) -> bool {
+        self.makes_zeros
+    }
+
+    fn accepts_weights(&self) -> bool {
         self.makes_zeros
     }
 }
@@ -100,6 +107,56 @@ fn a_hook_that_makes_zeros_averages_what_only_some_ranks_have() {
             }
         });
     }
+}
+
+#[test]
+fn ranks_count_by_their_weights_where_gradients_lie() {
+    let (sizes, weights) = ([2, 3], [[3.0, 0.0, 5.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.25, 8.0, 0.5]]);
+    run(3, |group| {
+        let (rank, shelf) = (group.rank(), Shelf::default());
+        let hook = OnShelf { shelf: shelf.clone(), name: "on a shelf", makes_zeros: true };
+        let made = Reducer::elsewhere(group.clone(), parameters(&sizes), buckets_of(8), Box::new(hook));
+        let mut reducer = made.unwrap();
+        for (step, weights) in weights.into_iter().enumerate() {
+            let (own, total) = (weights[rank.index()], weights.iter().sum::<f64>());
+            reducer.start_weighted(own).unwrap();
+            for (index, size) in sizes.into_iter().enumerate() {
+                if own == 0.0 {
+                    reducer.ready_void(index).unwrap();
+                    continue;
+                }
+                let weighted = gradient(rank, index, step, size).iter().map(|x| x * own as f32).collect();
+                shelf.lock().insert(index, weighted);
+                reducer.ready_elsewhere(index).unwrap();
+            }
+            let finished = reducer.finish();
+            let averages = std::mem::take(&mut *shelf.lock());
+            if total == 0.0 {
+                let error = finished.unwrap_err().to_string();
+                assert!(error.contains("weight"), "{error}");
+                continue;
+            }
+            finished.unwrap();
+            assert_eq!(reducer.average_weight(), total / 3.0);
+            for (index, size) in sizes.into_iter().enumerate() {
+                for element in 0..size {
+                    let of = |rank| f64::from(gradient(Rank::new(rank), index, step, size)[element]);
+                    let sum: f64 = (0..3).map(|rank| of(rank) * weights[rank as usize]).sum();
+                    let mean = f64::from(averages[&index][element]) / reducer.average_weight();
+                    assert!((mean - sum / total).abs() < 1e-5, "step {step}: {mean} and {}", sum / total);
+                }
+            }
+        }
+        // A step without weights follows.
+        reducer.start().unwrap();
+        for (index, size) in sizes.into_iter().enumerate() {
+            shelf.lock().insert(index, gradient(rank, index, 9, size));
+            reducer.ready_elsewhere(index).unwrap();
+        }
+        reducer.finish().unwrap();
+        assert_eq!(reducer.average_weight(), 1.0);
+        assert_eq!(shelf.lock()[&1], expected(3, 1, 9, 3));
+    });
 }
 
 #[test]
@@ -150,7 +207,7 @@ fn what_needs_the_bytes_is_refused_by_name() {
         });
     }
     type Call = fn(&mut Reducer) -> Result<()>;
-    let calls: [(&str, Call); 8] = [
+    let calls: [(&str, Call); 7] = [
         ("ready", |reducer| reducer.ready(0, &[0; 16])),
         ("gradient", |reducer| reducer.gradient(0).map(drop)),
         ("take_gradients", |reducer| reducer.take_gradients().map(drop)),
@@ -158,7 +215,6 @@ fn what_needs_the_bytes_is_refused_by_name() {
         ("keep_gradients", Reducer::keep_gradients),
         ("regrouped", Reducer::regrouped),
         ("register_hook", |reducer| reducer.register_hook(Box::new(AllReduce))),
-        ("a weighted step", |reducer| reducer.start_weighted(1.0)),
     ];
     for (name, call) in calls {
         run(1, |group| {
@@ -167,6 +223,11 @@ fn what_needs_the_bytes_is_refused_by_name() {
             assert!(error.contains(name) && error.contains("where they lie, by on a shelf"), "{error}");
         });
     }
+    run(1, |group| {
+        let (mut reducer, _shelf) = elsewhere(&group, &[4], ReducerOptions::default()).unwrap();
+        let error = reducer.start_weighted(1.0).unwrap_err().to_string();
+        assert!(error.contains("on a shelf") && error.contains("by their weights"), "{error}");
+    });
     run(1, |group| {
         let mut here = Reducer::new(group, parameters(&[4]), ReducerOptions::default()).unwrap();
         assert!(here.ready_elsewhere(0).unwrap_err().to_string().contains("call ready"));
