@@ -163,6 +163,7 @@ impl Ddp {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::Barrier;
     use std::thread;
     use std::time::Duration;
 
@@ -284,6 +285,7 @@ mod tests {
 
     /// A step that is cut off when one bucket is averaged, again when it is averaged once more, and done by one rank in the end.
     fn cut_off_twice(place: Place) {
+        let all_are_here = Barrier::new(3);
         of_three_one_dies(place, |group, pair, left| {
             let mut ddp = pair.ddp(&group, ReducerOptions::default());
             let number = group.rank().index() as f64 + 1.0;
@@ -304,10 +306,12 @@ mod tests {
                 assert_eq!(pair.gradients(), [Some(2.0), Some(20.0)]);
                 group.barrier().unwrap(); // As at the end of an elastic step.
             }
+            // None begins the next step late: the first bucket must be averaged in time.
+            all_are_here.wait();
             if left.is_none() {
                 let group = group.clone();
                 let die = move || {
-                    thread::sleep(Duration::from_millis(300)); // The first bucket is averaged meanwhile.
+                    thread::sleep(Duration::from_secs(1)); // The first bucket is averaged meanwhile.
                     group.abort(Error::aborted("one dies"));
                 };
                 shim::hook(&gate, die).unwrap();

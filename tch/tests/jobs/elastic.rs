@@ -87,7 +87,7 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 context.state.optimizer.zero_grad()?;
                 if case == "dies" && rank.get() == 1 && context.state.steps() == DIES_AT {
                     // The others are in backward by then.
-                    std::thread::sleep(Duration::from_secs(1));
+                    std::thread::sleep(Duration::from_secs(4));
                     kill_process(getpid(), Signal::KILL).unwrap();
                 }
                 if case == "hook" {

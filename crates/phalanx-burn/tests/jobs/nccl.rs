@@ -318,7 +318,7 @@ fn outlive() -> Result<()> {
             let from = first_row(step, rank, context.world_size());
             let loss = context.state.model.forward(|net| net.loss(from, &[]))?;
             if step == DIES_AT && rank.get() == 1 {
-                std::thread::sleep(Duration::from_secs(1)); // The others are in backward by then.
+                std::thread::sleep(Duration::from_secs(4)); // The others are in backward by then.
                 kill_process(getpid(), Signal::KILL).unwrap();
             }
             let is_alone = context.state.model.world_size() == WorldSize::ONE;

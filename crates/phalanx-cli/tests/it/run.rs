@@ -456,7 +456,7 @@ fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_
     assert_eq!(exit_code(&mut child), Some(143));
     assert!(is_gone(&pids[0]));
 
-    let script = format!("[ $RANK = 0 ] || {{ sleep 0.5; echo why >&2; exit 3; }}; {flood}");
+    let script = format!("[ $RANK = 0 ] || {{ sleep 3; echo why >&2; exit 3; }}; {flood}");
     let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], &script), 1);
     let deadline = Instant::now() + LIMIT;
     while !is_gone(&pids[0]) {

@@ -345,7 +345,7 @@ mod tests {
                 (&far).write_all(answer.as_bytes()).unwrap();
             }
         });
-        let error = exchange(near, None, Deadline::after(Duration::from_millis(300))).unwrap_err();
+        let error = exchange(near, None, Deadline::after(Duration::from_secs(2))).unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("PMI's barrier"), "{error}");
         // It was told that this process leaves.
         silent.join().unwrap();

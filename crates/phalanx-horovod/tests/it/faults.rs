@@ -194,7 +194,7 @@ fn a_rank_that_leaves_is_named_by_every_handle() {
 fn tensors_that_a_rank_never_submits_are_named_with_the_rank() {
     let options = Options {
         stall_check_time: Some(Duration::from_millis(200)),
-        stall_shutdown_time: Some(Duration::from_secs(1)),
+        stall_shutdown_time: Some(Duration::from_secs(5)),
         ..Options::default()
     };
     let told = without_rank_1(&options, |hvd, submitted| {

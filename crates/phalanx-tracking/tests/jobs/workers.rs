@@ -135,6 +135,8 @@ fn fill(folder: &Path) -> Result<()> {
         run.log(step, "loss", 0.5);
         std::thread::sleep(Duration::from_micros(200));
     }
+    // However late the writer is, it has met the full disk.
+    run.flush();
     std::fs::remove_file(folder.join("ballast")).unwrap();
     let report = run.finish()?;
     assert!(!report.sinks.is_empty(), "the disk was not full");

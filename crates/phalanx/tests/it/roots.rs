@@ -1,6 +1,7 @@
 //! Ranks that give different roots. In such calls some ranks only send, so their own calls can return before they hear of
 //! anything.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx::testing::{Fabric, run};
@@ -116,7 +117,10 @@ fn who_leaves_after_another_root_hears_of_it() {
             .into_iter()
             .flat_map(|fabric| WORLDS.iter().map(move |roots| (roots, fabric)))
         {
+            // Who leaves waits two seconds for the ranks of its host: none may begin later than that.
+            let all_are_here = Barrier::new(roots.len());
             let outcomes = run(roots.len() as u32, fabric, |group| {
+                all_are_here.wait();
                 let root = group.world_size().rank(roots[group.rank().index()])?;
                 operation(&group.with_timeout(Duration::from_secs(60)), root)?;
                 group.leave()
@@ -143,10 +147,12 @@ fn who_leaves_after_another_root_hears_of_it() {
 #[test]
 fn a_late_rank_compares_calls_before_it_says_that_another_has_left() {
     for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+        let all_are_here = Barrier::new(3);
         let outcomes = run(3, fabric, |group| {
+            all_are_here.wait();
             let root = Rank::new(u32::from(group.rank().get() == 2));
             if root == Rank::new(1) {
-                std::thread::sleep(Duration::from_millis(300));
+                std::thread::sleep(Duration::from_millis(100));
             }
             group.with_timeout(Duration::from_secs(60)).broadcast(&mut [1.0f32; 4], root)?;
             group.leave()

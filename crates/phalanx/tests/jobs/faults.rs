@@ -285,7 +285,8 @@ fn a_rank_of_many_is_killed() {
     for (transport, first) in [("tcp", "FIRST"), ("tcp", "ALL"), ("shm", "ALL")] {
         let what = format!("{transport}, {first}");
         let variables = [("PHALANX_TRANSPORT", transport), ("VICTIM", &victim), (first, "1")];
-        in_time(DEATH_LIMIT, &what, || {
+        // The ends of 20 processes are in this.
+        in_time(DEATH_LIMIT * 5, &what, || {
             let mut ranks = World::start("faults::many", 20, false, &variables);
             ranks.training();
             // They are about to wait.

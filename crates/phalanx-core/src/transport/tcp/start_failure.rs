@@ -400,7 +400,7 @@ mod tests {
             heartbeat: Heartbeat::default(),
             number: None,
         };
-        let deadline = Deadline::after(2 * POLL_INTERVAL);
+        let deadline = Deadline::after(10 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
         assert!(error.to_string().contains("asked once"), "{error}");
         let asked = store.0.into_inner();
