@@ -1,4 +1,4 @@
-//! Updates that do not wait: calls between ranks, servers of parameters, and methods that average seldom.
+//! Updates that do not wait: calls between ranks, servers of parameters, and local SGD.
 //!
 //! | To | see | in PyTorch |
 //! |---|---|---|

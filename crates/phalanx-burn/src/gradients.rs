@@ -1,4 +1,7 @@
 //! Gradients that are equal on all replicas, and the reducer's averages in that form.
+//!
+//! They are a type of their own, so that a step with the gradients of `loss.backward()` does not compile: such a step would not train, or replicas
+//! would drift apart, and no error would say so. The token says of which model they are: those of two models have the same type.
 
 use std::collections::HashMap;
 use std::fmt;

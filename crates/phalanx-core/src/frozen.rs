@@ -1,4 +1,7 @@
 //! Finds processes that are frozen, and not only slow: pure.
+//!
+//! A slow process will end, so its job waits for it. A frozen one may never go on: somebody must be told, or end it. The time since the last
+//! sign of life cannot tell the two apart. One long stop can: a process that is stopped and continued again and again is only slow.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,7 @@
 //! The name of this host, and what identifies it: names are not unique.
+//!
+//! Two hosts may have one name, as containers of one image have. If a name decided, their ranks would look for each other at the loopback, and
+//! for memory that the other host does not have. So the kernel's boot id and the network namespace decide; the name is for errors and logs.
 
 use std::fs;
 use std::io::{self, ErrorKind};

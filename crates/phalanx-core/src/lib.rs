@@ -1,4 +1,4 @@
-//! The floors of Phalanx: process groups, collectives, the gradient reducer, samplers, stores, rendezvous and elastic rounds.
+//! The core of Phalanx: process groups, collectives, the gradient reducer, samplers, stores, rendezvous and elastic rounds.
 //!
 //! Use the crate `phalanx`, which shows what stands here beside the launcher, checkpoints and calls. This crate
 //! exists so that Cargo keeps those apart: `phalanx-launch`, `phalanx-checkpoint` and `phalanx-asynchronous` stand on it, and it knows

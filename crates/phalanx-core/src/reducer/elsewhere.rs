@@ -1,4 +1,7 @@
 //! Gradients that do not lie in this process's memory, such as those on a device that averages them itself.
+//!
+//! The reducer still decides which bucket is launched when, since that order must be the same on all ranks. Its buckets are then lists of
+//! parameters and have no memory: what averages the gradients on the device would have no use for a copy in the process.
 
 use std::sync::Arc;
 
