@@ -24,7 +24,7 @@ import unittest
 # The package that is installed, and not its sources, which lie beside this file without the native part.
 sys.path = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
 
-# Differences that are meant, with the reason; README.md says more.
+# Differences that are meant, with the reason; docs/python-package.md says more.
 MEANT = {}
 if tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2]) < (2, 14):
     MEANT |= dict.fromkeys(
