@@ -46,6 +46,8 @@ struct State {
     streams: Vec<usize>,
     /// Those of them for which NCCL's stream does not wait yet.
     ahead: Vec<usize>,
+    /// Whether the gradients of this step lie in buckets; not in a world of one.
+    are_placed: bool,
 }
 
 /// A bucket's memory, which it keeps.
@@ -95,13 +97,13 @@ impl Bucket {
     /// What is to be sent: what it holds, divided by the number of `ranks` and rounded to `kind`, whose sum over ranks is the average.
     fn compress(&mut self, kind: Kind, ranks: f64) -> std::result::Result<Tensor, TchError> {
         let _guard = tch::no_grad_guard();
-        let scaled = self.memory.f_div_scalar(ranks)?;
+        let scaled = self.memory.f_mul_scalar(f64::from(1.0 / ranks as f32))?;
         let place = match self.compressed.take() {
             Some(place) if place.kind() == kind => place,
             _ => Tensor::f_empty(scaled.size(), (kind, scaled.device()))?,
         };
         let place = self.compressed.insert(place);
-        drop(place.f_copy_(&scaled)?);
+        place.f_copy_(&scaled)?;
         Ok(place.shallow_clone())
     }
 
@@ -136,6 +138,29 @@ impl Bucket {
 }
 
 impl State {
+    /// Divides the averages by `weight`.
+    fn divide(&mut self, weight: f64) -> Result<()> {
+        if weight == 1.0 {
+            return Ok(());
+        }
+        let _guard = tch::no_grad_guard();
+        if self.are_placed {
+            for bucket in self.buckets.iter_mut().flatten() {
+                drop(bucket.memory.f_div_scalar_(weight).map_err(torch)?);
+            }
+            return Ok(());
+        }
+        // Gradients that backward has made may share memory.
+        for one in &self.parameters {
+            let gradient = one.tensor.grad();
+            if gradient.defined() {
+                let average = gradient.f_div_scalar(weight).map_err(torch)?;
+                shim::set_gradient(&one.tensor, Some(&average))?;
+            }
+        }
+        Ok(())
+    }
+
     /// What this thread has queued on its current stream of CUDA device `ordinal` comes before the next calls.
     fn note_stream(&mut self, ordinal: u32) -> Result<()> {
         let stream = shim::current_stream(ordinal)?;
@@ -155,7 +180,7 @@ impl OnDevice {
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
-            let state = State { parameters: parameters.to_vec(), buckets, streams, ahead };
+            let state = State { parameters: parameters.to_vec(), buckets, streams, ahead, are_placed: false };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
             return Ok(Arc::new(Self { nccl, waits, state, bytes: AtomicU64::new(0) }));
         };
@@ -183,7 +208,8 @@ impl OnDevice {
 
     /// The gradients are what they were before this step averaged them: a world of one averages nothing.
     pub fn restore(&self) -> Result<()> {
-        let State { parameters, buckets, .. } = &mut *lock(&self.state);
+        let State { parameters, buckets, are_placed, .. } = &mut *lock(&self.state);
+        *are_placed = false;
         for bucket in buckets.iter_mut().flatten().filter(|bucket| bucket.kept.is_some()) {
             bucket.renew(parameters)?;
             bucket.take_back()?;
@@ -194,7 +220,9 @@ impl OnDevice {
 
     /// A step begins: what was kept in the last one is not needed any more.
     pub fn begin(&self) {
-        lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.kept = None);
+        let mut state = lock(&self.state);
+        state.are_placed = false;
+        state.buckets.iter_mut().flatten().for_each(|bucket| bucket.kept = None);
     }
 
     /// Backward has queued a gradient on this thread's current stream, and leaves it there for now.
@@ -228,22 +256,18 @@ impl OnDevice {
     /// Backward is over, and all buckets are launched: the averages are divided by `weight`, and what is queued from now on waits for them.
     pub fn settle(&self, weight: f64) -> Result<()> {
         // This thread's stream waits for the averages, or they are there.
-        let mut writes = lock(&self.state).buckets.iter().flatten().any(|bucket| bucket.compressed.is_some());
-        if weight != 1.0 {
-            writes = true;
-            for one in &lock(&self.state).parameters {
-                let mut average = one.tensor.grad();
-                if average.defined() {
-                    drop(tch::no_grad(|| average.f_div_scalar_(weight)).map_err(torch)?);
-                }
-            }
-        }
-        let streams = std::mem::take(&mut lock(&self.state).streams);
-        let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
+        let (streams, writes) = {
+            let mut state = lock(&self.state);
+            state.divide(weight)?;
+            let is_compressed = state.buckets.iter().flatten().any(|bucket| bucket.compressed.is_some());
+            (std::mem::take(&mut state.streams), weight != 1.0 || is_compressed)
+        };
+        let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
+        let here = self.stream_of_thread()?;
         for raw in streams {
             // SAFETY: as in `launch`.
             let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
-            if !self.waits {
+            if let Some(nccl) = &nccl {
                 stream.wait_for(nccl.stream())?;
             }
             if writes && raw != here.as_raw() {
@@ -289,7 +313,8 @@ impl OnDevice {
         compressed: Option<Kind>,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
         let nccl = self.nccl.connect()?;
-        let State { parameters, buckets, streams, ahead } = &mut *lock(&self.state);
+        let State { parameters, buckets, streams, ahead, are_placed } = &mut *lock(&self.state);
+        *are_placed = true;
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
             buckets.resize_with(number + 1, || None);
@@ -352,7 +377,6 @@ impl OnDevice {
 
     fn average<T: Element>(
         self: &Arc<Self>,
-        group: &dyn phalanx::Communicator,
         bucket: GradBucket,
         compressed: Option<Kind>,
     ) -> Result<Pending> {
@@ -361,12 +385,14 @@ impl OnDevice {
         let work = Arc::new(Mutex::new(launched));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
-        Pending::elsewhere(group, bucket.buffer, is_completed, move || {
+        Ok(Pending::elsewhere(is_completed, move || {
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
-            lock(&this.state).buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)
-        })
+            let state = lock(&this.state);
+            state.buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)?;
+            Ok(bucket.buffer)
+        }))
     }
 }
 
@@ -413,15 +439,15 @@ impl CommHook for Hook {
         self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
     }
 
-    fn start(&mut self, group: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
+    fn start(&mut self, _: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
         let on_device = &self.on_device;
         match (bucket.buffer.dtype(), self.compressed) {
-            (DType::F32, Some(DType::F16)) => on_device.average::<f16>(group, bucket, Some(Kind::Half)),
-            (DType::F32, Some(DType::BF16)) => on_device.average::<bf16>(group, bucket, Some(Kind::BFloat16)),
-            (DType::F32, _) => on_device.average::<f32>(group, bucket, None),
-            (DType::F64, _) => on_device.average::<f64>(group, bucket, None),
-            (DType::F16, _) => on_device.average::<f16>(group, bucket, None),
-            (DType::BF16, _) => on_device.average::<bf16>(group, bucket, None),
+            (DType::F32, Some(DType::F16)) => on_device.average::<f16>(bucket, Some(Kind::Half)),
+            (DType::F32, Some(DType::BF16)) => on_device.average::<bf16>(bucket, Some(Kind::BFloat16)),
+            (DType::F32, _) => on_device.average::<f32>(bucket, None),
+            (DType::F64, _) => on_device.average::<f64>(bucket, None),
+            (DType::F16, _) => on_device.average::<f16>(bucket, None),
+            (DType::BF16, _) => on_device.average::<bf16>(bucket, None),
             (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
@@ -438,14 +464,15 @@ impl CommHook for Hook {
         state.nothing()
     }
 
-    // As the hook in the host's memory.
+    // As the hook in the host's memory: a step is not done again.
     fn is_stateless(&self) -> bool {
         self.compressed.is_none()
     }
 
     fn compress(&mut self, dtype: DType) -> bool {
-        self.compressed = Some(dtype);
-        matches!(dtype, DType::F16 | DType::BF16)
+        let is_half = matches!(dtype, DType::F16 | DType::BF16);
+        self.compressed = if is_half { Some(dtype) } else { self.compressed };
+        is_half
     }
 
     fn makes_zeros(&self) -> bool {
@@ -457,6 +484,6 @@ impl CommHook for Hook {
     }
 
     fn keeps_gradients(&self) -> bool {
-        self.compressed.is_none()
+        true
     }
 }

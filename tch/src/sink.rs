@@ -135,6 +135,7 @@ impl Sink {
     pub fn hold(&self, weight: Option<f64>, backward: impl FnOnce() -> Result<()>) -> Result<()> {
         self.0.attempt(|_, deliveries| {
             deliveries.delivery = Delivery::Hold;
+            deliveries.given.fill(false);
             deliveries.await_backward(false)?;
             deliveries.begin(weight)
         })?;
@@ -168,7 +169,14 @@ impl Sink {
                 outcome?;
                 deliveries.hand_over(reducer)
             })?;
-            self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()))
+            let finished = self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()));
+            if finished.is_err() {
+                // If that has ended nothing, such as a step in which nobody has a sample, what follows waits for its calls all the same.
+                let _ended = self.0.attempt(|_, deliveries| {
+                    deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.settle(1.0))
+                });
+            }
+            finished
         })
     }
 
@@ -264,9 +272,13 @@ impl Deliveries {
         if let Some(on_device) = &self.on_device {
             on_device.held()?; // What was there is taken as it is after what is queued here.
         }
-        let before = |one: &Named| Some(one.tensor.grad()).filter(Tensor::defined);
-        self.set_aside = Some(self.parameters.iter().map(before).collect());
-        self.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
+        // What a static graph does not use stays where it is: the reducer has it, and its bucket may take its place while backward runs.
+        let ahead = self.parameters.iter().zip(&self.given);
+        let before =
+            |(one, given): (&Named, &bool)| Some(one.tensor.grad()).filter(|it| it.defined() && !given);
+        self.set_aside = Some(ahead.clone().map(before).collect());
+        let mut cleared = ahead.filter(|(_, given)| !**given);
+        cleared.try_for_each(|(one, _)| shim::set_gradient(&one.tensor, None))
     }
 
     /// A backward pass is over: a parameter that a pass of weight 0 did not reach has its gradient again.

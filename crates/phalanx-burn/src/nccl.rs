@@ -204,7 +204,6 @@ impl OnDevice {
     /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
     fn average<T: Element>(
         self: &Arc<Self>,
-        group: &dyn Communicator,
         bucket: GradBucket,
         (dtype, compressed): (BurnDType, Option<FloatDType>),
     ) -> Result<Pending> {
@@ -216,7 +215,7 @@ impl OnDevice {
         self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
         if elements == 0 {
             self.keep(&bucket.gradients, &memory);
-            return Pending::elsewhere(group, bucket.buffer, || true, || Ok(())); // It has no address.
+            return Ok(Pending::ready(bucket.buffer)); // It has no address.
         }
         let op = match compressed {
             Some(to) => {
@@ -240,9 +239,7 @@ impl OnDevice {
         self.calls.send(Box::new(call)).map_err(|_| gone())?;
         let stage = Arc::new(Mutex::new(Stage::<T>::Computing(launching)));
         let (this, under_way) = (self.clone(), stage.clone());
-        Pending::elsewhere(
-            group,
-            bucket.buffer,
+        Ok(Pending::elsewhere(
             move || under_way.lock().is_completed(),
             move || {
                 let stage = std::mem::replace(&mut *stage.lock(), Stage::Over);
@@ -251,9 +248,9 @@ impl OnDevice {
                     memory.widen(dtype);
                 }
                 this.keep(&bucket.gradients, &memory);
-                Ok(())
+                Ok(bucket.buffer)
             },
-        )
+        ))
     }
 
     /// This rank's gradients of a bucket.
@@ -352,7 +349,8 @@ impl BucketMemory {
 
     /// Has the device divide it by the number of `ranks` and round it to `to`: the sum over ranks is the average.
     fn compress(&mut self, to: FloatDType, ranks: WorldSize) {
-        let scaled = CubeBackend::float_div_scalar(self.tensor.clone(), f64::from(ranks.get()).into());
+        let factor = f64::from(1.0 / ranks.get() as f32);
+        let scaled = CubeBackend::float_mul_scalar(self.tensor.clone(), factor.into());
         self.tensor = CubeBackend::float_cast(scaled, to);
     }
 
@@ -440,19 +438,19 @@ impl CommHook for Hook {
         self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
     }
 
-    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+    fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         let on_device = &self.on_device;
         match (bucket.buffer.dtype(), self.compressed) {
             (DType::F32, Some(DType::F16)) => {
-                on_device.average::<f16>(group, bucket, (BurnDType::F32, Some(FloatDType::F16)))
+                on_device.average::<f16>(bucket, (BurnDType::F32, Some(FloatDType::F16)))
             }
             (DType::F32, Some(DType::BF16)) => {
-                on_device.average::<bf16>(group, bucket, (BurnDType::F32, Some(FloatDType::BF16)))
+                on_device.average::<bf16>(bucket, (BurnDType::F32, Some(FloatDType::BF16)))
             }
-            (DType::F32, _) => on_device.average::<f32>(group, bucket, (BurnDType::F32, None)),
-            (DType::F64, _) => on_device.average::<f64>(group, bucket, (BurnDType::F64, None)),
-            (DType::F16, _) => on_device.average::<f16>(group, bucket, (BurnDType::F16, None)),
-            (DType::BF16, _) => on_device.average::<bf16>(group, bucket, (BurnDType::BF16, None)),
+            (DType::F32, _) => on_device.average::<f32>(bucket, (BurnDType::F32, None)),
+            (DType::F64, _) => on_device.average::<f64>(bucket, (BurnDType::F64, None)),
+            (DType::F16, _) => on_device.average::<f16>(bucket, (BurnDType::F16, None)),
+            (DType::BF16, _) => on_device.average::<bf16>(bucket, (BurnDType::BF16, None)),
             (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
@@ -469,14 +467,15 @@ impl CommHook for Hook {
         state.nothing()
     }
 
-    // As the hook in the processes' memory.
+    // As the hook in the processes' memory: a step is not done again.
     fn is_stateless(&self) -> bool {
         self.compressed.is_none()
     }
 
     fn compress(&mut self, dtype: DType) -> bool {
-        self.compressed = Some(dtype);
-        matches!(dtype, DType::F16 | DType::BF16)
+        let is_half = matches!(dtype, DType::F16 | DType::BF16);
+        self.compressed = if is_half { Some(dtype) } else { self.compressed };
+        is_half
     }
 
     fn makes_zeros(&self) -> bool {
@@ -488,7 +487,7 @@ impl CommHook for Hook {
     }
 
     fn keeps_gradients(&self) -> bool {
-        self.compressed.is_none()
+        true
     }
 }
 

@@ -37,8 +37,9 @@ impl Ddp {
     /// since are worth nothing, as with PyTorch.
     ///
     /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere. So does
-    /// [`backward_weighted`](Self::backward_weighted), whose weights go through the host's group. If some ranks call it and others
-    /// [`backward`](Self::backward), the first get an error with the next call of the host's group, or with its time-out.
+    /// [`backward_weighted`](Self::backward_weighted), whose weights go through the host's group. If one rank calls
+    /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
+    /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
     ///
     /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,

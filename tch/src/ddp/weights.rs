@@ -34,7 +34,8 @@ impl Ddp {
     /// # }
     /// ```
     ///
-    /// The weights travel in the first bucket, as one element more. Backward begins from `loss × weight`, so collectives inside of
+    /// The weights travel in the first bucket, as one element more; where NCCL averages, through the host's group, and ranks that make other calls
+    /// may get an error later, or a wrong average ([`with_nccl`](Self::with_nccl)). Backward begins from `loss × weight`, so collectives inside of
     /// backward, such as those of [`SyncBatchNorm`](crate::SyncBatchNorm), give the gradients of the same mean.
     ///
     /// **A rank without samples** has the weight 0. It runs a forward and a backward pass all the same, of any sample or of an empty

@@ -20,6 +20,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("gradients_are_those_of_one_process_whatever_memory_they_share", || job("shared", 2)),
     ("ranks_and_passes_count_by_their_weights", || job("weighted", 2)),
     ("gradients_travel_in_half_the_bytes", || job("compressed", 2)),
+    ("what_a_static_graph_does_not_use_has_its_average_in_a_pass_of_weight_0", || job("idle", 2)),
     ("averages_are_there_for_what_follows_without_a_wait", || job("at once", 2)),
     ("optimizers_of_tch_train_and_a_type_that_changed_is_refused", || job("own", 2)),
     ("types_of_16_bits_and_of_64_are_averaged", || job("kinds", 2)),
@@ -116,6 +117,7 @@ pub fn play(case: &str) -> Result<()> {
     match case {
         "shared" => shared(&group),
         "weighted" => weighted(&group),
+        "idle" => idle(&group),
         "compressed" => compressed(&group),
         "at once" => at_once(&group),
         "held" => held(&group),
@@ -212,6 +214,37 @@ fn weighted(group: &ProcessGroup) -> Result<()> {
     let loss = ddp.forward(|| all(&layers) * (rank as f64 + 1.0))?;
     ddp.backward(&loss)?;
     assert_eq!(elements(&layers[3].grad())[..2], [1.5; 2]);
+    Ok(())
+}
+
+/// Rank 1 never uses `idle`, and counts nothing in some steps. Gradients are zeroed where they lie.
+fn idle(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let [used, idle] = ["used", "idle"].map(|name| store.root().var(name, &[8], Init::Const(0.0)));
+    let mut options = options();
+    options.reducer = ReducerOptions::default().static_graph(true);
+    let mut ddp = ddp(&store, group, options)?;
+    for (step, of_rank_1) in [1.0, 0.0, 0.0, 2.0, 0.0].into_iter().enumerate() {
+        let of_rank_0 = step as f64 + 1.0;
+        for one in [&used, &idle] {
+            one.shallow_clone().zero_grad();
+        }
+        let (loss, weight) = match group.rank().is_main() {
+            true => (ddp.forward(|| (&used * 2.0 + &idle * 4.0).sum(Kind::Float))?, of_rank_0),
+            false => {
+                let slope = if of_rank_1 == 0.0 { f64::NAN } else { 3.0 };
+                (ddp.forward(|| (&used * slope).sum(Kind::Float))?, of_rank_1)
+            }
+        };
+        ddp.backward_weighted(&loss, weight)?;
+        let total = of_rank_0 + of_rank_1;
+        let expected = [(of_rank_0 * 2.0 + of_rank_1 * 3.0) / total, of_rank_0 * 4.0 / total];
+        for (one, expected) in [&used, &idle].into_iter().zip(expected) {
+            let near = |found: &f32| (f64::from(*found) - expected).abs() < 1e-5;
+            let found = elements(&one.grad());
+            assert!(found.iter().all(near), "step {step}: {} for {expected}", found[0]);
+        }
+    }
     Ok(())
 }
 

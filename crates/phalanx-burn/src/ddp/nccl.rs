@@ -32,10 +32,11 @@ impl<M: Module> Ddp<M> {
     ///
     /// A bucket's call is made when the device has computed its gradients, which a thread of this `Ddp`'s waits for; at the end of backward
     /// the program's thread waits for the calls. No other calls may be made on `group` meanwhile. A bucket takes memory in each step, of which
-    /// its averages are parts: who keeps one keeps its bucket, and [`DdpOptions::gradient_as_bucket_view`] has no meaning here.
+    /// its averages are parts, but in a weighted step new tensors: who keeps a part keeps its bucket, and [`DdpOptions::gradient_as_bucket_view`] has no meaning here.
     ///
-    /// The weights of [`backward_weighted`](Self::backward_weighted) go through the host's group. If some ranks call it and others
-    /// [`backward`](Self::backward), the first get an error with the next call of that group, or with its time-out.
+    /// The weights of [`backward_weighted`](Self::backward_weighted) go through the host's group. If one rank calls
+    /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
+    /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
     ///
     /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,

@@ -389,7 +389,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// ranks that are not [missing](Step::missing).
     ///
     /// # Errors
-    /// As [`Ddp::backward_weighted`] and [`Context::step`]; if NCCL averages.
+    /// As [`Ddp::backward_weighted`] and [`Context::step`].
     pub fn backward_weighted<const D: usize>(
         context: &mut Context<'_, Self>,
         loss: &Tensor<D>,

@@ -35,7 +35,7 @@ pub(crate) struct Bucket {
     kept: u32,
     dtype: DType,
     elements: usize,
-    /// Whether the gradients lie elsewhere, and this has no memory for them, but for the weight.
+    /// Whether the gradients lie elsewhere, and this has no memory for them.
     elsewhere: bool,
     gradients: Arc<[GradientPlace]>,
     counts: Option<Arc<[usize]>>,
@@ -99,7 +99,7 @@ impl Bucket {
 
     /// The elements of its memory.
     fn len(&self) -> usize {
-        if self.elsewhere { usize::from(self.weight.is_some()) } else { self.travelling() }
+        if self.elsewhere { 0 } else { self.travelling() }
     }
 
     /// How it is sharded in this step: all ranks need the weights, so a bucket that carries them is not.

@@ -14,8 +14,7 @@ impl Reducer {
     /// Like [`new`](Self::new), for gradients that lie elsewhere, where `hook` averages them: buckets take no memory. An adapter keeps the
     /// gradients and says with [`ready_elsewhere`](Self::ready_elsewhere) which are ready. When all of a bucket are, and it is its turn, `hook`
     /// gets an empty buffer, finds in [`GradBucket::gradients`](super::hooks::GradBucket::gradients) which gradients to average, and
-    /// gives that buffer back when they are ([`Pending::elsewhere`](super::hooks::Pending::elsewhere)). In a
-    /// [weighted](Self::start_weighted) step the first bucket's buffer has the rank's weight.
+    /// gives that buffer back when they are.
     ///
     /// What needs the bytes is an error: [`ready`](Self::ready), [`gradient`](Self::gradient) and their relatives,
     /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook), but for [compression](CommHook::compress); and, unless `hook` [keeps](CommHook::keeps_gradients) the

@@ -60,6 +60,7 @@ use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::step_times::StepTimer;
 use self::verify::Contract;
+use self::weights::Weights;
 use crate::buffer::{Buffer, BufferKeeper, BufferPart};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -87,6 +88,7 @@ pub struct Reducer {
     buckets: Vec<Bucket>,
     /// Whether gradients lie [elsewhere](Self::elsewhere), and buckets have no memory for them.
     elsewhere: bool,
+    weights: Weights,
     /// Whether that memory belongs to an earlier group.
     stale: bool,
     /// This rank's gradients in each bucket that was launched in this step, if they are [kept](Self::keep_gradients): averages
@@ -137,6 +139,7 @@ impl Reducer {
             hook,
             buckets: buckets(&state, elsewhere),
             elsewhere,
+            weights: Weights::default(),
             stale: false,
             kept: Vec::new(),
             warnings: unused::Warnings::new(state.parameters().len()),
@@ -181,9 +184,12 @@ impl Reducer {
             if std::mem::take(&mut reducer.stale) {
                 reducer.buckets = buckets(&reducer.state, reducer.elsewhere);
             }
-            if let Some(first) = reducer.buckets.first_mut() {
-                first.carry(weight);
+            match reducer.buckets.first_mut() {
+                Some(first) if !reducer.elsewhere => first.carry(weight),
+                _ => {}
             }
+            reducer.weights.steps += 1;
+            reducer.send_weight()?;
             reducer.began = Instant::now();
             reducer.fill_unused(unused)
         })
@@ -202,10 +208,10 @@ impl Reducer {
     /// # Errors
     /// On every rank, if the ranks' hooks or their settings differ; where gradients lie elsewhere, if `hook` does anything else.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.state.check_replayable(false, hook.is_stateless())?;
         if self.elsewhere && !hook.compresses_to().is_some_and(|dtype| self.hook.compress(dtype)) {
             return self.check_here("register_hook");
         }
-        self.state.check_replayable(false, hook.is_stateless())?;
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
@@ -438,6 +444,7 @@ impl Reducer {
             let progress = verify::share(&*group, root, &reducer.state.progress())?;
             let order = reducer.state.adopt(progress, root)?;
             reducer.timer.restart();
+            reducer.weights.steps = 0;
             reducer.hook.adopt(&*group, root)?;
             reducer.lay_out(order, &*group)
         })
@@ -534,7 +541,7 @@ impl Reducer {
             let (unused, used) = self.state.usage();
             say(self.warnings.step(self.group.rank(), self.state.parameters(), unused, used));
         }
-        Ok(())
+        self.receive_weights()
     }
 
     fn lay_out(&mut self, order: Vec<usize>, group: &dyn Communicator) -> Result<()> {
@@ -616,7 +623,7 @@ fn buckets(state: &ReducerState, elsewhere: bool) -> Vec<Bucket> {
     let plan = state.plan();
     let bucket = |index| {
         let mut bucket = Bucket::new(index, plan, state.parameters(), elsewhere);
-        bucket.carry(state.weight().filter(|_| index == 0));
+        bucket.carry(state.weight().filter(|_| index == 0 && !elsewhere));
         bucket
     };
     (0..plan.buckets.len()).map(bucket).collect()

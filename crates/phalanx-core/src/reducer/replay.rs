@@ -57,7 +57,7 @@ impl Reducer {
         let launched = self.state.replay((self.group.rank(), self.group.world_size()))?;
         self.trace = self.group.trace();
         self.timer.stop();
-        self.restore(launched).map_err(|error| self.abort(error))?;
+        self.restore(launched).and_then(|()| self.send_weight()).map_err(|error| self.abort(error))?;
         self.finish()
     }
 

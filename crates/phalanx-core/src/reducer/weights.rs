@@ -3,6 +3,10 @@
 //! A rank gives the gradients of `loss × weight`. The first bucket has one element more, the weight, so that the same all_reduce
 //! averages gradients and weights, and the quotient of the two averages is `Σ weight·gradient / Σ weight`. It is formed when all
 //! buckets are back: until then no rank knows the sum of weights, and none waits for it.
+//!
+//! Where gradients lie elsewhere, no bucket has room for it. There the weights have an all_reduce of their own. It is the first one of the step, so that
+//! its place among a program's own collectives does not depend on when gradients are ready. With them travels how many steps the rank has made: a rank that has
+//! left one out, by a step without weights, would give the weight of another step.
 
 use bytemuck::AnyBitPattern;
 use phalanx_proto::reducer::weight::{SCALE, check_weight, check_weight_sum};
@@ -10,9 +14,22 @@ use phalanx_proto::reducer::weight::{SCALE, check_weight, check_weight_sum};
 use super::bucket::Bucket;
 use super::{Reducer, zero};
 use crate::buffer::Buffer;
+use crate::caller::Caller;
+use crate::collective::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
+use crate::group::Work;
 use crate::world_size::WorldSize;
+
+/// The weights of ranks whose gradients lie elsewhere.
+#[derive(Default)]
+pub(super) struct Weights {
+    /// How many steps this rank has begun since all ranks began to count, with weights or without.
+    pub steps: u64,
+    sent: Option<Work>,
+    /// Of all ranks, when they are back.
+    average: Option<f64>,
+}
 
 impl Reducer {
     /// Like [`start`](Self::start), for ranks with unequal numbers of samples or tokens: each rank counts by its `weight`, and
@@ -30,8 +47,9 @@ impl Reducer {
     /// if averages are [sharded](Self::shard), since all ranks need the element. [`finish`](Self::finish) divides all averages
     /// where they lie. Equal weights of 1 give the bits of [`start`](Self::start).
     ///
-    /// Where gradients lie [elsewhere](Self::elsewhere), the weight alone travels with the first bucket, through the group, and the adapter divides
-    /// the averages by [`average_weight`](Self::average_weight).
+    /// Where gradients lie [elsewhere](Self::elsewhere), the group averages the weights apart, from the beginning of the step on, and the adapter
+    /// divides the averages by [`average_weight`](Self::average_weight). There a rank that begins a step without weights gets a wrong average,
+    /// and the others get an error, or time out.
     ///
     /// # Errors
     /// As [`start`](Self::start), and as [`check_weight`]; if the [hook](Self::register_hook) does not
@@ -71,8 +89,40 @@ impl Reducer {
         let Some(own) = self.state.weight() else { return 1.0 };
         match self.group.world_size() {
             WorldSize::ONE => own,
+            _ if self.elsewhere => self.weights.average.unwrap_or(f64::NAN),
             _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
         }
+    }
+
+    /// A step begins, or begins again in another group: where gradients lie elsewhere, this rank's weight goes to the others.
+    pub(super) fn send_weight(&mut self) -> Result<()> {
+        (self.weights.average, self.weights.sent) = (None, None);
+        let Some(own) = self.state.weight().filter(|_| self.elsewhere) else { return Ok(()) };
+        if self.group.world_size() != WorldSize::ONE {
+            let group = self.group.in_call(Caller::DdpBackwardWeighted);
+            let numbers = Buffer::from_slice(&[own, self.weights.steps as f64]);
+            self.weights.sent = Some(group.all_reduce_async(numbers, ReduceOp::Avg)?);
+        }
+        Ok(())
+    }
+
+    /// Waits for the weights that ranks have [sent](Self::send_weight).
+    pub(super) fn receive_weights(&mut self) -> Result<()> {
+        let Some(sent) = self.weights.sent.take() else { return Ok(()) };
+        let numbers = sent.wait()?;
+        let [average, steps] = numbers.as_slice::<f64>()? else {
+            return Err(Error::aborted("the weights of a step are not two numbers"));
+        };
+        let here = self.weights.steps;
+        if *steps != here as f64 {
+            return Err(Error::mismatch(format!(
+                "the weights are of other steps: rank {} is in step {here}, counted from its first, and the ranks are in step {steps} in the mean",
+                self.group.rank()
+            ))
+            .with_remedy("all ranks must give weights in the same steps"));
+        }
+        self.weights.average = Some(*average);
+        Ok(())
     }
 
     pub(super) fn check_weighted(&self, weight: f64) -> Result<()> {

@@ -328,7 +328,7 @@ fn a_rank_that_is_slow_is_not_frozen() {
 
 /// Four ranks and eight processes that never sleep, on a machine that may have two processors.
 fn nobody_is_accused_on_a_machine_that_is_busy() {
-    struct Busy(Vec<std::process::Child>);
+    struct Busy(Vec<Child>);
     impl Drop for Busy {
         fn drop(&mut self) {
             for child in &mut self.0 {

@@ -101,8 +101,8 @@ pub trait CommHook: Send {
 
     /// Whether it can average [weighted steps](super::Reducer::start_weighted): the first bucket then has one element more, behind
     /// all gradients, with the rank's weight. It must be averaged to the precision of its type, and gradients, which are
-    /// multiplied by weights that differ from step to step, as exactly as it. Where gradients lie [elsewhere](super::Reducer::elsewhere), that
-    /// bucket's buffer has the weight alone, which [`Pending::elsewhere`] averages. False by default.
+    /// multiplied by weights that differ from step to step, as exactly as it. Where gradients lie [elsewhere](super::Reducer::elsewhere), no
+    /// bucket has the weight. False by default.
     fn accepts_weights(&self) -> bool {
         false
     }
@@ -120,7 +120,7 @@ pub trait CommHook: Send {
     }
 
     /// Where gradients lie [elsewhere](super::Reducer::elsewhere): sends f32 gradients in this type from the next step on, as [`Compressed`]
-    /// does. False if it cannot, by default.
+    /// does. False if it cannot, and then it changes nothing; so it is by default.
     fn compress(&mut self, dtype: DType) -> bool {
         let _ = dtype;
         false
@@ -173,12 +173,12 @@ type Then = Box<dyn FnOnce(Buffer, &dyn Communicator) -> Result<Pending> + Send>
 
 enum Stage {
     InFlight { work: Work, then: Option<Then> },
-    Elsewhere { weight: Work, is_completed: IsCompleted, finish: Finish },
+    Elsewhere { is_completed: IsCompleted, finish: Finish },
     Done(Buffer),
 }
 
 type IsCompleted = Box<dyn Fn() -> bool + Send>;
-type Finish = Box<dyn FnOnce() -> Result<()> + Send>;
+type Finish = Box<dyn FnOnce() -> Result<Buffer> + Send>;
 
 impl Pending {
     /// Done when `work` is; its buffer is the averaged bucket.
@@ -197,22 +197,12 @@ impl Pending {
     }
 
     /// Done when `is_completed` says so, of an operation that is none of the group's, such as one on a device. `finish` waits for it, with a
-    /// deadline; it runs after backward, on the thread that waits for the gradients. `buffer` is the bucket's: if it has a
-    /// [weight](CommHook::accepts_weights), `group` averages it meanwhile.
-    ///
-    /// # Errors
-    /// If `group` does not take the weight.
+    /// deadline, and gives the bucket back; it runs after backward, on the thread that waits for the gradients.
     pub fn elsewhere(
-        group: &dyn Communicator,
-        buffer: Buffer,
         is_completed: impl Fn() -> bool + Send + 'static,
-        finish: impl FnOnce() -> Result<()> + Send + 'static,
-    ) -> Result<Self> {
-        let weight = match buffer.is_empty() {
-            true => Work::ready(Ok(buffer)),
-            false => group.all_reduce_async(buffer, ReduceOp::Avg)?,
-        };
-        Ok(Self(Stage::Elsewhere { weight, is_completed: Box::new(is_completed), finish: Box::new(finish) }))
+        finish: impl FnOnce() -> Result<Buffer> + Send + 'static,
+    ) -> Self {
+        Self(Stage::Elsewhere { is_completed: Box::new(is_completed), finish: Box::new(finish) })
     }
 
     /// Done: `bucket` is averaged.
@@ -224,7 +214,7 @@ impl Pending {
     pub fn is_completed(&self) -> bool {
         match &self.0 {
             Stage::InFlight { work, .. } => work.is_completed(),
-            Stage::Elsewhere { weight, is_completed, .. } => is_completed() && weight.is_completed(),
+            Stage::Elsewhere { is_completed, .. } => is_completed(),
             Stage::Done(_) => true,
         }
     }
@@ -233,7 +223,7 @@ impl Pending {
     pub(super) fn advance(self, group: &dyn Communicator) -> Result<std::result::Result<Buffer, Self>> {
         match self.0 {
             Stage::Done(bucket) => Ok(Ok(bucket)),
-            Stage::Elsewhere { weight, finish, .. } => finish().and_then(|()| weight.wait()).map(Ok),
+            Stage::Elsewhere { finish, .. } => finish().map(Ok),
             Stage::InFlight { work, then: None } => work.wait().map(Ok),
             Stage::InFlight { work, then: Some(then) } => Ok(match then(work.wait()?, group)?.0 {
                 Stage::Done(bucket) => Ok(bucket),
@@ -247,9 +237,7 @@ impl std::fmt::Debug for Stage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::InFlight { work, .. } => work.fmt(f),
-            Self::Elsewhere { weight, is_completed, .. } => {
-                write!(f, "Elsewhere(completed: {}, weight: {weight:?})", is_completed())
-            }
+            Self::Elsewhere { is_completed, .. } => write!(f, "Elsewhere(completed: {})", is_completed()),
             Self::Done(buffer) => buffer.fmt(f),
         }
     }

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::group::GroupHandle;
-use crate::reducer::hooks::{GradBucket, Pending};
+use crate::reducer::hooks::{Compressed, GradBucket, Pending};
 
 /// The memory that the reducer does not see, by parameter.
 type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
@@ -26,7 +26,7 @@ impl CommHook for OnShelf {
     }
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        assert!(bucket.buffer.len() <= usize::from(bucket.index == 0), "there is no memory but for a weight");
+        assert_eq!(bucket.buffer.len(), 0, "there is no memory in a bucket");
         let mut works = Vec::new();
         for place in &*bucket.gradients {
             let gradient = self.shelf.lock().remove(&place.parameter);
@@ -38,18 +38,16 @@ impl CommHook for OnShelf {
         }
         let (shelf, done) = (self.shelf.clone(), Arc::new(AtomicBool::new(false)));
         let is_completed = done.clone();
-        Pending::elsewhere(
-            group,
-            bucket.buffer,
+        Ok(Pending::elsewhere(
             move || is_completed.load(Ordering::Relaxed),
             move || {
                 for (parameter, work) in works {
                     shelf.lock().insert(parameter, work.wait()?.as_slice::<f32>()?.to_vec());
                 }
                 done.store(true, Ordering::Relaxed);
-                Ok(())
+                Ok(bucket.buffer)
             },
-        )
+        ))
     }
 
     fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
@@ -157,6 +155,114 @@ fn ranks_count_by_their_weights_where_gradients_lie() {
         assert_eq!(reducer.average_weight(), 1.0);
         assert_eq!(shelf.lock()[&1], expected(3, 1, 9, 3));
     });
+}
+
+/// The device's calls match whatever kind of step a rank begins.
+struct OnDevice;
+
+impl CommHook for OnDevice {
+    fn describe(&self) -> String {
+        "a device".to_owned()
+    }
+
+    fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        Ok(Pending::ready(bucket.buffer))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+
+    fn accepts_weights(&self) -> bool {
+        true
+    }
+
+    fn compress(&mut self, dtype: DType) -> bool {
+        dtype == DType::F16
+    }
+}
+
+fn on_device(group: Arc<FakeGroup>) -> Reducer {
+    Reducer::elsewhere(group, parameters(&[4]), ReducerOptions::default(), Box::new(OnDevice)).unwrap()
+}
+
+#[test]
+fn weights_of_different_steps_are_an_error_and_no_average() {
+    let errors = run(2, |group| {
+        let is_main = group.rank().is_main();
+        let mut reducer = on_device(group);
+        let mut step = |weight: Option<f64>| {
+            match weight {
+                Some(weight) => reducer.start_weighted(weight)?,
+                None => reducer.start()?,
+            }
+            reducer.ready_elsewhere(0)?;
+            reducer.finish()
+        };
+        // Both begin with a step of weights.
+        step(Some(2.0)).unwrap();
+        let last = if is_main { Some(3.0) } else { None };
+        step(last).and_then(|()| step(Some(1.0))).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("weights are of other steps"), "{error}");
+    }
+}
+
+#[test]
+fn a_hook_that_only_compresses_is_taken_where_gradients_lie_if_that_is_possible_there() {
+    run(2, |group| on_device(group).register_hook(Box::new(Compressed::f16())).unwrap());
+    run(2, |group| {
+        let error = on_device(group).register_hook(Box::new(Compressed::bf16())).unwrap_err().to_string();
+        assert!(error.contains("where they lie, by a device"), "{error}");
+    });
+    let errors = run(2, |group| {
+        let hook: Box<dyn CommHook> = match group.rank().is_main() {
+            true => Box::new(Compressed::f16()),
+            false => Box::new(Other),
+        };
+        on_device(group).register_hook(hook).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("compressed to f16") && error.contains("another"), "{error}");
+    }
+}
+
+/// It says that it compresses to f16, and is another hook.
+struct Other;
+
+impl CommHook for Other {
+    fn describe(&self) -> String {
+        "another".to_owned()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        OnDevice.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+
+    fn compresses_to(&self) -> Option<DType> {
+        Some(DType::F16)
+    }
 }
 
 #[test]
