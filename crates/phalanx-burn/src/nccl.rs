@@ -558,6 +558,7 @@ impl ModuleVisitor for Averages<'_> {
 }
 
 #[cfg(all(test, feature = "cpu"))]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use super::*;
 
