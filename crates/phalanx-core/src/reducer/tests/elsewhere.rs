@@ -158,11 +158,14 @@ fn ranks_count_by_their_weights_where_gradients_lie() {
 }
 
 /// The device's calls match whatever kind of step a rank begins.
-struct OnDevice;
+struct OnDevice {
+    name: &'static str,
+    compresses_to: Option<DType>,
+}
 
 impl CommHook for OnDevice {
     fn describe(&self) -> String {
-        "a device".to_owned()
+        self.name.to_owned()
     }
 
     fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
@@ -185,13 +188,18 @@ impl CommHook for OnDevice {
         true
     }
 
+    fn compresses_to(&self) -> Option<DType> {
+        self.compresses_to
+    }
+
     fn compress(&mut self, dtype: DType) -> bool {
         dtype == DType::F16
     }
 }
 
 fn on_device(group: Arc<FakeGroup>) -> Reducer {
-    Reducer::elsewhere(group, parameters(&[4]), ReducerOptions::default(), Box::new(OnDevice)).unwrap()
+    let hook = Box::new(OnDevice { name: "a device", compresses_to: None });
+    Reducer::elsewhere(group, parameters(&[4]), ReducerOptions::default(), hook).unwrap()
 }
 
 #[test]
@@ -227,41 +235,12 @@ fn a_hook_that_only_compresses_is_taken_where_gradients_lie_if_that_is_possible_
     let errors = run(2, |group| {
         let hook: Box<dyn CommHook> = match group.rank().is_main() {
             true => Box::new(Compressed::f16()),
-            false => Box::new(Other),
+            false => Box::new(OnDevice { name: "another", compresses_to: Some(DType::F16) }),
         };
         on_device(group).register_hook(hook).unwrap_err().to_string()
     });
     for error in errors {
         assert!(error.contains("compressed to f16") && error.contains("another"), "{error}");
-    }
-}
-
-/// It says that it compresses to f16, and is another hook.
-struct Other;
-
-impl CommHook for Other {
-    fn describe(&self) -> String {
-        "another".to_owned()
-    }
-
-    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        OnDevice.start(group, bucket)
-    }
-
-    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
-        Ok(())
-    }
-
-    fn state(&self) -> HookState {
-        HookState::default()
-    }
-
-    fn load(&mut self, state: HookState) -> Result<()> {
-        state.nothing()
-    }
-
-    fn compresses_to(&self) -> Option<DType> {
-        Some(DType::F16)
     }
 }
 
