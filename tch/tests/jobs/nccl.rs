@@ -230,7 +230,8 @@ fn idle(group: &ProcessGroup) -> Result<()> {
             one.shallow_clone().zero_grad();
         }
         let (loss, weight) = match group.rank().is_main() {
-            true => (ddp.forward(|| (&used * 2.0 + &idle * 4.0).sum(Kind::Float))?, of_rank_0),
+            // Gradients come in another order than that of the first buckets, which are made anew in the second step.
+            true => (ddp.forward(|| (&idle * 4.0 + &used * 2.0).sum(Kind::Float))?, of_rank_0),
             false => {
                 let slope = if of_rank_1 == 0.0 { f64::NAN } else { 3.0 };
                 (ddp.forward(|| (&used * slope).sum(Kind::Float))?, of_rank_1)
@@ -276,9 +277,10 @@ fn compressed(group: &ProcessGroup) -> Result<()> {
             }
         }
         assert_eq!(ddp.communicated_bytes(), 5 * 12 * 64 * 64 * 2);
-        let loss = ddp.forward(|| all(&layers))?;
         zero_grad(&store);
-        let error = ddp.backward_weighted(&loss, 1.0).unwrap_err().to_string();
+        // The other rank may have ended the group before.
+        let loss = ddp.forward(|| all(&layers));
+        let error = loss.and_then(|loss| ddp.backward_weighted(&loss, 1.0)).unwrap_err().to_string();
         assert!(error.contains("compressed to"), "{error}");
     }
     Ok(())
@@ -379,8 +381,9 @@ fn own(group: &ProcessGroup) -> Result<()> {
     optimizer.zero_grad();
     assert!(!one.grad().defined(), "tch's optimizers leave no gradients");
     store.set_kind(Kind::Double);
-    let loss = ddp.forward(|| one.sum(Kind::Double))?;
-    let error = ddp.backward(&loss).unwrap_err().to_string();
+    // The other rank may have ended the group before.
+    let loss = ddp.forward(|| one.sum(Kind::Double));
+    let error = loss.and_then(|loss| ddp.backward(&loss)).unwrap_err().to_string();
     assert!(error.contains("type"), "{error}");
     Ok(())
 }
