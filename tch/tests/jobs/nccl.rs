@@ -129,6 +129,11 @@ pub fn play(case: &str) -> Result<()> {
     }
 }
 
+/// Waits until the other rank has come here: an error on this one ends its calls, too. If it has ended this one, that is enough.
+fn before_an_error(group: &ProcessGroup) {
+    let _met = group.barrier();
+}
+
 fn ones(sizes: &[i64], number: f64) -> Tensor {
     Tensor::full(sizes, number, (Kind::Float, device()))
 }
@@ -278,7 +283,7 @@ fn compressed(group: &ProcessGroup) -> Result<()> {
         }
         assert_eq!(ddp.communicated_bytes(), 5 * 12 * 64 * 64 * 2);
         zero_grad(&store);
-        // The other rank may have ended the group before.
+        before_an_error(&group);
         let loss = ddp.forward(|| all(&layers));
         let error = loss.and_then(|loss| ddp.backward_weighted(&loss, 1.0)).unwrap_err().to_string();
         assert!(error.contains("compressed to"), "{error}");
@@ -380,8 +385,8 @@ fn own(group: &ProcessGroup) -> Result<()> {
     }
     optimizer.zero_grad();
     assert!(!one.grad().defined(), "tch's optimizers leave no gradients");
+    before_an_error(group);
     store.set_kind(Kind::Double);
-    // The other rank may have ended the group before.
     let loss = ddp.forward(|| one.sum(Kind::Double));
     let error = loss.and_then(|loss| ddp.backward(&loss)).unwrap_err().to_string();
     assert!(error.contains("type"), "{error}");
@@ -451,7 +456,9 @@ fn refused(group: &ProcessGroup) -> Result<()> {
         drop(store.root().var("one", &[3], Init::Const(1.0)));
         // A refusal ends its group.
         let part = group.split(Some(0), 0)?.unwrap();
-        let called = call(&mut ddp(&store, &part, options())?, &store);
+        let mut ddp = ddp(&store, &part, options())?;
+        before_an_error(&part);
+        let called = call(&mut ddp, &store);
         match group.world_size().get() {
             1 => called?,
             _ => {
