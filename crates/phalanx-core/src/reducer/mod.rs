@@ -184,9 +184,10 @@ impl Reducer {
             if std::mem::take(&mut reducer.stale) {
                 reducer.buckets = buckets(&reducer.state, reducer.elsewhere);
             }
-            match reducer.buckets.first_mut() {
-                Some(first) if !reducer.elsewhere => first.carry(weight),
-                _ => {}
+            if !reducer.elsewhere
+                && let Some(first) = reducer.buckets.first_mut()
+            {
+                first.carry(weight);
             }
             reducer.weights.steps += 1;
             reducer.send_weight()?;

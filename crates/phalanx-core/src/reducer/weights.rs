@@ -101,7 +101,8 @@ impl Reducer {
         if self.group.world_size() != WorldSize::ONE {
             let group = self.group.in_call(Caller::DdpBackwardWeighted);
             let numbers = Buffer::from_slice(&[own, self.weights.steps as f64]);
-            self.weights.sent = Some(group.all_reduce_async(numbers, ReduceOp::Avg)?);
+            // Sums of step numbers are exact, and their averages need not be.
+            self.weights.sent = Some(group.all_reduce_async(numbers, ReduceOp::Sum)?);
         }
         Ok(())
     }
@@ -110,18 +111,19 @@ impl Reducer {
     pub(super) fn receive_weights(&mut self) -> Result<()> {
         let Some(sent) = self.weights.sent.take() else { return Ok(()) };
         let numbers = sent.wait()?;
-        let [average, steps] = numbers.as_slice::<f64>()? else {
+        let [sum, steps] = numbers.as_slice::<f64>()? else {
             return Err(Error::aborted("the weights of a step are not two numbers"));
         };
-        let here = self.weights.steps;
-        if *steps != here as f64 {
+        let (here, ranks) = (self.weights.steps, f64::from(self.group.world_size().get()));
+        if *steps != here as f64 * ranks {
             return Err(Error::mismatch(format!(
-                "the weights are of other steps: rank {} is in step {here}, counted from its first, and the ranks are in step {steps} in the mean",
-                self.group.rank()
+                "the weights are of other steps: rank {} is in step {here}, counted from its first, and the ranks are in step {} in the mean",
+                self.group.rank(),
+                steps / ranks
             ))
             .with_remedy("all ranks must give weights in the same steps"));
         }
-        self.weights.average = Some(*average);
+        self.weights.average = Some(sum / ranks);
         Ok(())
     }
 
