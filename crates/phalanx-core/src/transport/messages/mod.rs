@@ -163,10 +163,15 @@ impl Stream {
         self.connections.ask(Channel::Messages, self.peer);
     }
 
-    /// While there is no connection to poll: whether it stands, or may still come from a peer that has left.
+    /// While there is no connection to poll: whether it stands, or may still come from a peer that has left. Once the group has failed, nobody
+    /// makes one any more.
     fn is_ready(&self) -> bool {
-        let stands = self.connections.get(Channel::Messages, self.peer).is_some();
-        stands || (self.health.has_left(self.peer) && self.connections.may_come(Channel::Messages, self.peer))
+        let may_come = || {
+            self.health.has_left(self.peer)
+                && !self.health.has_failed()
+                && self.connections.may_come(Channel::Messages, self.peer)
+        };
+        self.connections.get(Channel::Messages, self.peer).is_some() || may_come()
     }
 
     fn socket(&self, flags: PollFlags) -> Option<(BorrowedFd<'_>, PollFlags)> {

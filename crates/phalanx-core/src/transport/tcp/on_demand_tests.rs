@@ -11,6 +11,7 @@ use super::super::connection::Connection;
 use super::*;
 use crate::credentials::Credentials;
 use crate::rank::Generation;
+use crate::transport::messages::{LineEnd, Messages, Rings};
 use crate::wire::auth::NONCE;
 use crate::wire::hello::JobId;
 
@@ -259,13 +260,32 @@ fn a_peer_that_has_left_is_not_waited_for() {
     assert!(!low.connections.may_come(Channel::Messages, RANKS[1]) && !low.health.has_failed());
 }
 
-#[test]
-fn a_peer_that_never_answers_holds_up_no_end() {
-    // Its kernel accepts, but nobody answers.
+/// Rank 0. The kernel of rank 1 accepts its calls, but nobody answers while these are kept.
+fn beside_one_that_never_answers() -> (End, (TcpListener, Connection)) {
     let listeners = RANKS.map(|_| listen(Ipv4Addr::LOCALHOST.into()).unwrap());
     let sockets = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
-    let ([listener, _silent], [control, _held]) = (listeners, control());
-    let low = end(RANKS[0], [7; 16], listener, sockets, control, Credentials::none());
+    let ([listener, silent], [control, held]) = (listeners, control());
+    (end(RANKS[0], [7; 16], listener, sockets, control, Credentials::none()), (silent, held))
+}
+
+#[test]
+fn a_group_that_has_failed_waits_for_no_connection() {
+    let (low, _silent) = beside_one_that_never_answers();
+    let mut lines =
+        Messages::over(RANKS[0], &low.connections, Rings::none(2), &low.health, false, Box::new(()));
+    let (outbound, inbound) = (lines.outbound[1].as_mut().unwrap(), lines.inbound[1].as_mut().unwrap());
+    low.ask(Channel::Messages);
+    low.health.left(RANKS[1]);
+    // What the peer has sent before it left may still come,
+    assert!(outbound.is_ready() && inbound.is_ready());
+    low.health.fail(Error::aborted("a test"));
+    // but the thread that would make the connection has ended, or is about to.
+    assert!(!outbound.is_ready() && !inbound.is_ready());
+}
+
+#[test]
+fn a_peer_that_never_answers_holds_up_no_end() {
+    let (low, _silent) = beside_one_that_never_answers();
     low.ask(Channel::Data);
     low.connections.await_connection(Channel::Data, RANKS[1], Duration::from_millis(50));
     assert!(low.connections.get(Channel::Data, RANKS[1]).is_none() && !low.health.has_failed());
