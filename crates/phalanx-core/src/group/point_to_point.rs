@@ -69,7 +69,7 @@ impl ProcessGroup {
         let to = self.peer(to)?;
         self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.send(call, to, bytemuck::cast_slice(data), self.operation_timeout().deadline())
+        self.inner.messages.send(call, to, bytemuck::cast_slice(data), &self.operation_timeout())
     }
 
     /// Receives into `data` the next message from `from`.
@@ -80,12 +80,7 @@ impl ProcessGroup {
         let from = self.peer(from)?;
         self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.recv(
-            call,
-            from,
-            bytemuck::cast_slice_mut(data),
-            self.operation_timeout().deadline(),
-        )
+        self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), &self.operation_timeout())
     }
 
     /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the

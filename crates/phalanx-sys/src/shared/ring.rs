@@ -16,7 +16,13 @@ impl Segment {
     /// The reading end of `ring`. None if there is no such ring, or if the end was handed out before, through any
     /// mapping.
     pub fn consumer(self: &Arc<Self>, ring: usize) -> Option<Consumer> {
-        self.claim(ring, LINE).then(|| Consumer { segment: self.clone(), ring, consumed: 0, written: 0 })
+        self.claim(ring, LINE).then(|| Consumer {
+            segment: self.clone(),
+            ring,
+            consumed: 0,
+            written: 0,
+            most_unread: 0,
+        })
     }
 
     /// Whether this is the first claim to the end of `ring` whose position is at `end`. The flag is in the shared memory: two
@@ -105,6 +111,8 @@ pub struct Consumer {
     consumed: u64,
     /// The producer's position when it was last read.
     written: u64,
+    /// The number of unread bytes at that time.
+    most_unread: u64,
 }
 
 impl Consumer {
@@ -115,12 +123,19 @@ impl Consumer {
             let waiting = written.checked_sub(self.consumed);
             waiting.filter(|waiting| *waiting <= self.segment.layout.ring_bytes as u64).ok_or(Corrupt)?;
             self.written = written;
+            self.most_unread = written - self.consumed;
         }
         let (place, contiguous) = self.segment.place(self.ring, self.consumed);
         let length = most.min(contiguous).min((self.written - self.consumed) as usize);
         // SAFETY: inside the ring. The producer has published these bytes (`written`, acquired) and does not touch them
         // until `consume` gives them back, which needs this borrow to have ended; see the module on trust.
         Ok(unsafe { self.segment.memory.lend(place, length) })
+    }
+
+    /// Whether at least half of the ring was unread when this end last looked. If not, the producer does not wait for room, or not for long: it has
+    /// filled the other half since then.
+    pub fn was_half_full(&self) -> bool {
+        self.most_unread >= self.segment.layout.ring_bytes as u64 / 2
     }
 
     /// Gives the first `bytes` of the unread bytes back to the producer.

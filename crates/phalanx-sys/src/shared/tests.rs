@@ -58,6 +58,24 @@ fn a_full_ring_takes_no_more() {
 }
 
 #[test]
+fn who_takes_from_a_ring_that_is_half_full_knows_it() {
+    let (mut producer, mut consumer) = pair();
+    let mut take = |written: usize| {
+        assert_eq!(producer.push(&vec![1; written]), Ok(written));
+        producer.publish();
+        let waiting = consumer.peek(64).unwrap().len();
+        consumer.consume(waiting);
+        consumer.was_half_full()
+    };
+    assert!(!take(63));
+    assert!(take(64));
+    assert!(!take(1));
+    assert!(take(128));
+    // What was there at the last look has not all been taken.
+    assert!(take(0));
+}
+
+#[test]
 fn positions_that_a_peer_cannot_have_are_refused() {
     let (producer, mut consumer) = pair();
     producer.segment.written(1).store(129, Ordering::Relaxed);

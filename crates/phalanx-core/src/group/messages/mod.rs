@@ -20,12 +20,12 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
 
-use self::line::{Line, line};
+use self::line::{Driven, Line, line};
 use self::worker::{Op, Worker};
 use super::affinity::{LocalRank, keep_apart};
 use super::{P2pOp, Work};
 use crate::buffer::Buffer;
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, Timeout};
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::rank::{Generation, Rank, Sequence};
@@ -106,20 +106,20 @@ impl Messages {
     }
 
     /// Sends from the caller's thread and memory; returns when all of `data` has been sent.
-    pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], deadline: Deadline) -> Result<()> {
+    pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], timeout: &Timeout) -> Result<()> {
         let line = line(&self.shared.outbound, to)?;
         let ticket = line.take_ticket();
         let mut frame = Sending::new(self.shared.header(call, ticket, data.len()));
-        self.shared.drive(line, (call, ticket), deadline, |end| end.push(&mut frame, data))
+        self.shared.drive(line, (call, ticket), timeout, |end| end.push(&mut frame, data))
     }
 
     /// Receives on the caller's thread, into the caller's memory.
-    pub(super) fn recv(&self, call: Call, from: Rank, data: &mut [u8], deadline: Deadline) -> Result<()> {
+    pub(super) fn recv(&self, call: Call, from: Rank, data: &mut [u8], timeout: &Timeout) -> Result<()> {
         let line = line(&self.shared.inbound, from)?;
         let ticket = line.take_ticket();
         let header = self.shared.header(call, ticket, data.len());
         let mut frame = Receiving::new(self.shared.rank, header);
-        self.shared.drive(line, (call, ticket), deadline, |end| end.pull(&mut frame, data))
+        self.shared.drive(line, (call, ticket), timeout, |end| end.pull(&mut frame, data))
     }
 
     /// Whether a message from `from` has arrived that no call receives yet.
@@ -229,14 +229,11 @@ impl Shared {
         &self,
         line: &Line<E>,
         (call, ticket): (Call, u64),
-        deadline: Deadline,
+        timeout: &Timeout,
         step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
-        let turn = line.wait_for_turn(ticket, deadline, &self.health);
-        let outcome = turn.and_then(|()| {
-            let mut polling = line.polling();
-            self.step_through(&mut *line.end(), &mut polling, deadline, step)
-        });
+        let turn = line.wait_for_turn(ticket, timeout, &self.health);
+        let outcome = turn.and_then(|()| self.step_through(&mut line.driven(), timeout, step));
         self.health.waits.message(None);
         let outcome = outcome.map_err(|error| self.fail(error, call, ticket));
         if line.leave(ticket) {
@@ -247,9 +244,8 @@ impl Shared {
 
     fn step_through<E: LineEnd>(
         &self,
-        end: &mut E,
-        polling: &mut Polling,
-        deadline: Deadline,
+        Driven { end, polling }: &mut Driven<E>,
+        timeout: &Timeout,
         mut step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
         let peer = end.peer();
@@ -265,7 +261,7 @@ impl Shared {
                     steps += 1;
                     // Seldom, because reading the clock costs time; but a slow peer must not postpone the deadline for
                     // ever.
-                    if steps % CLOCK == 0 && deadline.has_passed() {
+                    if steps % CLOCK == 0 && timeout.deadline().has_passed() {
                         return Err(self.late::<E>(peer));
                     }
                     continue;
@@ -275,6 +271,7 @@ impl Shared {
             if self.polls && polls.go_on(polling, end.socket().is_none()) {
                 continue;
             }
+            let deadline = timeout.deadline();
             if let Some(socket) = end.socket() {
                 self.health.waits.message(Some((peer, E::RECEIVES)));
                 self.notifier.wait(&[socket], false, deadline, || false)?;

@@ -61,6 +61,61 @@ fn each_pair_has_its_own_transport_and_all_of_them_move_at_once() {
 }
 
 #[test]
+fn short_messages_arrive_whole_in_the_line_of_their_header_or_behind_it() {
+    const LENGTHS: [usize; 12] = [0, 1, 4, 15, 16, 17, 48, 63, 64, 65, 128, 129];
+    let groups = groups(&[on("a"); 2]);
+    let text =
+        |length: usize, round: usize| -> Vec<u8> { (1..=length).map(|at| (at + round) as u8).collect() };
+    std::thread::scope(|scope| {
+        let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+        scope.spawn(move || {
+            let sender = sender.with_timeout(LIMIT);
+            for round in 0..3 {
+                for length in LENGTHS {
+                    sender.send(&text(length, round), Rank::new(1)).unwrap();
+                    sender
+                        .isend(Buffer::from_slice(&text(length, round)), Rank::new(1))
+                        .unwrap()
+                        .wait()
+                        .unwrap();
+                }
+            }
+        });
+        let receiver = receiver.with_timeout(LIMIT);
+        for round in 0..3 {
+            for length in LENGTHS {
+                let mut got = vec![0u8; length];
+                receiver.recv(&mut got, Rank::MAIN).unwrap();
+                assert_eq!(got, text(length, round));
+                let got = receiver.irecv(Buffer::zeroed(DType::U8, length), Rank::MAIN).unwrap();
+                assert_eq!(got.wait().unwrap().as_bytes(), text(length, round));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_full_ring_takes_short_messages_when_there_is_room_again() {
+    let groups = groups(&[on("a"); 2]);
+    // More than a ring holds, and all of it before anything is received.
+    const MESSAGES: i64 = 50_000;
+    std::thread::scope(|scope| {
+        let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+        scope.spawn(move || {
+            let sender = sender.with_timeout(LIMIT);
+            (0..MESSAGES).for_each(|number| sender.send(&[number], Rank::new(1)).unwrap());
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        let receiver = receiver.with_timeout(LIMIT);
+        for number in 0..MESSAGES {
+            let mut got = [0i64];
+            receiver.recv(&mut got, Rank::MAIN).unwrap();
+            assert_eq!(got, [number]);
+        }
+    });
+}
+
+#[test]
 fn ranks_that_were_told_different_things_agree_on_tcp() {
     let tcp = TransportOptions { kind: Some(TransportKind::Tcp), ..TransportOptions::default() };
     for group in groups(&[tcp, TransportOptions::default()]) {

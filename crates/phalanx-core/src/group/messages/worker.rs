@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::MutexGuard;
+use parking_lot::MappedMutexGuard;
 use rustix::event::PollFlags;
 
 use super::line::{Line, line};
@@ -236,8 +236,8 @@ impl Worker {
 
 /// The ends of one direction that calls wait for.
 struct Ends<'a, E: LineEnd> {
-    by_socket: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
-    by_memory: Vec<(&'a Op<E>, MutexGuard<'a, E>)>,
+    by_socket: Vec<(&'a Op<E>, MappedMutexGuard<'a, E>)>,
+    by_memory: Vec<(&'a Op<E>, MappedMutexGuard<'a, E>)>,
     /// Lines whose turn belongs to another thread.
     absent: Vec<(&'a Line<E>, u64)>,
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, LineEnd, Mailbox, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Step, Stream, corrupt};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -67,7 +67,7 @@ impl Inbound {
             Medium::Stream(stream) => pull_from_stream(stream, frame, into)?,
             Medium::Ring { ring, peer } => {
                 pull_from_ring(ring, frame, into, self.peer)?;
-                if frame.header_filled + frame.received > before {
+                if frame.header_filled + frame.received > before && ring.was_half_full() {
                     peer.doorbell().ring();
                 }
             }
@@ -134,6 +134,10 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
         };
         frame.header = *header;
         frame.header_filled = HEADER;
+        if into.len() <= INLINE {
+            into.copy_from_slice(&head[HEADER..HEADER + into.len()]);
+            frame.received = into.len();
+        }
         frame.check(peer)?;
         ring.consume(HEAD);
     }

@@ -35,6 +35,8 @@ use crate::world_size::WorldSize;
 
 /// A header in a ring, with the padding that aligns the elements after it.
 const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
+/// A payload of up to so many bytes takes the place of the padding.
+const INLINE: usize = HEAD - HEADER;
 /// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
 const CHUNK: usize = 32 * 1024;
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, LineEnd, Mailbox, Notifier, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, Step, Stream, corrupt};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -94,7 +94,7 @@ impl Outbound {
                     ring.publish();
                     peer.doorbell().ring();
                 }
-                HEAD + payload.len().next_multiple_of(ALIGNMENT)
+                ring_bytes(payload)
             }
             Medium::Mailbox { mailbox, peer } => {
                 let mut copy = AlignedBytes::zeroed(payload.len());
@@ -132,9 +132,20 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
     Ok(())
 }
 
-/// Writes at most a chunk. Header and payload are each padded to whole lines, because only whole lines are taken out.
+/// What a frame takes of a ring: header and payload are each padded to whole lines, because only whole lines are taken out. A payload that
+/// fits into the header's line is there.
+fn ring_bytes(payload: &[u8]) -> usize {
+    if payload.len() <= INLINE { HEAD } else { HEAD + payload.len().next_multiple_of(ALIGNMENT) }
+}
+
+/// Writes at most a chunk.
 fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
+    if payload.len() <= INLINE {
+        frame.head[HEADER..HEADER + payload.len()].copy_from_slice(payload);
+        frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
+        return Ok(());
+    }
     let end = HEAD + payload.len();
     if frame.sent < HEAD {
         frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
