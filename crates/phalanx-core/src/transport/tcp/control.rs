@@ -114,6 +114,11 @@ fn give_up(heartbeat: Heartbeat) -> Option<Duration> {
     (!timeout.is_zero()).then(|| timeout.saturating_mul(2).max(PROBE_DELAY + PROBE_INTERVAL * PROBES))
 }
 
+/// How long a rank that leaves waits for the answers of other hosts.
+pub(super) fn leave_grace(heartbeat: Heartbeat) -> Duration {
+    LEAVE_GRACE.max(heartbeat.network_timeout)
+}
+
 impl Monitor {
     pub(crate) fn start(
         (rank, world): (Rank, WorldSize),
@@ -152,7 +157,7 @@ impl Monitor {
                     error,
                 )
             })?;
-        let leave_grace = LEAVE_GRACE.max(heartbeat.network_timeout);
+        let leave_grace = leave_grace(heartbeat);
         let thread = Some(thread);
         Ok(Self { stop: Some(stop), thread, caller: None, connections, health, silent, leave_grace })
     }

@@ -20,6 +20,7 @@ use rustix::io::Errno;
 
 use super::connection::Connection;
 use super::connections::Connections;
+use super::control::leave_grace;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
@@ -216,9 +217,8 @@ impl<'a> Watch<'a> {
                 self.liveness.heard(rank, now);
             }
             if let Err(reason) = filled {
+                // One that leaves says goodbye, sends nothing more, and still reads the answer.
                 peer.closed = true;
-                // It waits for no answer any more.
-                peer.awaits_answer = None;
                 // It would be ready again and again.
                 let _ = epoll::delete(&self.epoll, stream);
                 gone.push((rank, reason));
@@ -228,7 +228,7 @@ impl<'a> Watch<'a> {
                     Control::Beat => {}
                     Control::Goodbye => {
                         peer.said_goodbye = true;
-                        peer.awaits_answer = Some(now).filter(|_| !peer.closed);
+                        peer.awaits_answer = Some(now);
                         has_neighbour_left |= peer.is_near && peer.listens;
                         self.health.left(rank);
                     }
@@ -315,7 +315,9 @@ impl<'a> Watch<'a> {
             self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer.is_some())
         {
             let has_made_it = peer.last <= latest.map(|latest| latest.sequence);
-            if has_made_it || has_failed {
+            let is_in_time =
+                peer.awaits_answer.is_some_and(|since| since.elapsed() < leave_grace(self.heartbeat));
+            if has_made_it || has_failed || !is_in_time {
                 peer.awaits_answer = None;
                 self.connections.answer_goodbye(rank, latest.filter(|_| !has_failed));
             }
@@ -518,6 +520,28 @@ mod tests {
         assert!(stays_quiet());
         peer.shut();
         assert!(wakes());
+    }
+
+    #[test]
+    fn a_goodbye_is_answered_also_if_the_end_of_what_its_rank_sends_comes_with_it() {
+        let (own, peer) = pair();
+        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
+        let (_stop, stopped) = UnixStream::pair().unwrap();
+        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+        let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
+        let mut watch = Watch::new(ranks, &connections, &health, Heartbeat::default(), &stopped).unwrap();
+        peer.send(&[IoSlice::new(&control::encode(&Control::Goodbye).unwrap())]).unwrap();
+        peer.finish_sending();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !watch.peers[0].closed {
+            assert!(Instant::now() < deadline);
+            watch.read(vec![Rank::MAIN]);
+        }
+        watch.answer_goodbyes();
+        // The peer reads the end, and leaves.
+        peer.socket().set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(Buffered::default().fill(&peer), Err("its connection closed".to_owned()));
+        assert!(watch.peers[0].awaits_answer.is_none() && !health.has_failed());
     }
 
     #[test]
