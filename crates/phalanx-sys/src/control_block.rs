@@ -31,7 +31,6 @@
 //! passes through the staging buffers, one window at a time ([`SharedOperation::pass`]). The slot header says what each
 //! rank gives, and how it would divide the work, so all ranks choose the same protocol and the same shares.
 
-mod copy;
 mod division;
 mod operation;
 mod wait;
@@ -41,13 +40,13 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use self::copy::copy;
 pub use self::division::Division;
 pub use self::operation::{Protocol, SharedOperation, share, with_all};
 use self::wait::{Patience, Processor, Waits};
 use self::windows::{Staging, Windows};
 pub use self::windows::{TakeBack, block_start};
 use crate::arena::{Arena, Mapping, PAGE};
+use crate::copy::copy;
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
 

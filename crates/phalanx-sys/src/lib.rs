@@ -26,6 +26,8 @@ pub mod arena;
 #[cfg(target_os = "linux")]
 pub mod control_block;
 #[cfg(target_os = "linux")]
+pub mod copy;
+#[cfg(target_os = "linux")]
 pub mod freed;
 #[cfg(all(target_os = "linux", not(loom), any(test, fuzzing)))]
 #[doc(hidden)]

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::{SMALL, Slots, copy};
+use phalanx_sys::control_block::{SMALL, Slots};
+use phalanx_sys::copy::copy;
 
 use super::{InPlace, Job, short};
 use crate::error::Result;

@@ -7,6 +7,7 @@ use std::slice;
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
+use crate::copy::copy;
 use crate::sync::{AtomicU32, AtomicU64};
 
 /// A mapping. It lives as long as this value, and its file cannot shrink.
@@ -72,9 +73,8 @@ impl Memory {
     /// Until it returns, these bytes are not read or written by others, through any mapping.
     pub unsafe fn write(&self, offset: usize, bytes: &[u8]) {
         self.check(offset, bytes.len());
-        // SAFETY: inside the mapping, as just checked, where the caller has exclusive access; `bytes` is memory of
-        // this process, which does not overlap.
-        unsafe { self.base.add(offset).copy_from_nonoverlapping(NonNull::from(bytes).cast(), bytes.len()) };
+        // SAFETY: inside the mapping, as just checked, where the caller has exclusive access.
+        copy(bytes, unsafe { slice::from_raw_parts_mut(self.base.add(offset).as_ptr(), bytes.len()) });
     }
 
     /// The `length` bytes at `offset`.

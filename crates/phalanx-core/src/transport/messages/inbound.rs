@@ -4,6 +4,7 @@ use std::io::{self, ErrorKind, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use phalanx_sys::copy::copy;
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
 use rustix::event::PollFlags;
 
@@ -146,7 +147,7 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
     let lines = waiting.len() - waiting.len() % ALIGNMENT;
     if lines > 0 {
         let bytes = lines.min(rest.len());
-        rest[..bytes].copy_from_slice(&waiting[..bytes]);
+        copy(&waiting[..bytes], &mut rest[..bytes]);
         ring.consume(lines);
         frame.received += bytes;
     }

@@ -1,4 +1,4 @@
-//! Copies of some KiB into slots and windows, in vector instructions on AMD's processors.
+//! Copies of some KiB into and out of shared memory, in vector instructions on AMD's processors.
 //!
 //! From some 2 KiB on the C library copies with `rep movsb`, where the processor says that this is fast. On AMD's Zen 3
 //! it is reported to be 20 times slower than vectors onto an unaligned destination
