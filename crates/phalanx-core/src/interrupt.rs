@@ -4,9 +4,10 @@
 //! a check, which its waits make from time to time.
 
 use std::cell::Cell;
+use std::panic::catch_unwind;
 use std::time::{Duration, Instant};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// How often a thread that waits for peers makes its check.
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
@@ -21,7 +22,8 @@ thread_local! {
 }
 
 /// Runs `body`, and makes `check` about every [`INTERRUPT_INTERVAL`] while the calls of this thread in `body` wait for peers in collectives
-/// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank.
+/// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank. A panic of it is
+/// such an error.
 ///
 /// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is the start of a group.
 pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
@@ -47,7 +49,12 @@ pub(crate) fn check() -> Result<()> {
     }
     // A short wait makes none: the first is due an interval after the wait began.
     let is_first = DUE.replace(Some(now + INTERRUPT_INTERVAL)).is_none();
-    if is_first { Ok(()) } else { check() }
+    if is_first {
+        return Ok(());
+    }
+    // A panic would take this thread out of the order in which calls run.
+    catch_unwind(check)
+        .unwrap_or_else(|_| Err(Error::aborted("what this thread checks while it waits has panicked")))
 }
 
 /// `timeout`, or as long as this thread may sleep before its next check.
@@ -58,7 +65,6 @@ pub(crate) fn at_most(timeout: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
 
     thread_local! {
         static CALLS: Cell<u32> = const { Cell::new(0) };

@@ -34,6 +34,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                         credentials: Credentials::none(),
                         heartbeat: Heartbeat::default(),
                         number: None,
+                        watch: &|| Ok(()),
                     };
                     connect(
                         &config,

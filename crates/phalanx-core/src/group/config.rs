@@ -9,11 +9,12 @@ use parking_lot::Mutex;
 
 use super::LocalRank;
 use super::connect::{Connected, TransportOptions, connect_among, connect_in_process};
-use super::connect_part::{Known, Part, connect_part, number_of};
+use super::connect_part::{Part, connect_part, number_of};
 use super::family::Family;
 use crate::collective::Tuning;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
+use crate::domain::Partition;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rank::{Generation, Rank};
@@ -159,12 +160,13 @@ impl GroupConfig {
         Self { calls: Arc::default(), is_programs: false, ..self }
     }
 
-    /// Connects `rank` with the others of this group. What is `known` of them is for a [part](Self::part).
+    /// Connects `rank` with the others of this group. The `partition` is of those of a [part](Self::part), who know it. An error of `watch` ends the wait for them.
     pub(super) fn connect(
         &self,
         rank: Rank,
         world: WorldSize,
-        known: Option<Known<'_>>,
+        partition: Option<&Partition>,
+        watch: &(dyn Fn() -> Result<()> + Sync),
         deadline: Deadline,
     ) -> Result<Connected> {
         match &self.backend {
@@ -188,11 +190,12 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                     number: self.number,
+                    watch,
                 };
-                match known.zip(self.members.clone()) {
-                    Some((known, members)) => {
+                match partition.zip(self.members.clone()) {
+                    Some((partition, members)) => {
                         let tuning = self.tuning.choice(world).fingerprint;
-                        connect_part(&mesh, &Part { members, known, tuning }, options, deadline)
+                        connect_part(&mesh, &Part { members, partition, tuning }, options, deadline)
                     }
                     None => connect_among(&mesh, self.members.clone(), options, deadline),
                 }

@@ -34,18 +34,10 @@ const SHOWN: usize = 16;
 pub(super) struct Part<'a> {
     /// Their ranks in the first group.
     pub members: Arc<[Rank]>,
-    pub known: Known<'a>,
+    /// Which of them share memory, by rank in the new group. They know it from the group that they leave.
+    pub partition: &'a Partition,
     /// What distinguishes the row of the table by which they choose algorithms.
     pub tuning: u32,
-}
-
-/// What a rank knows of the others from the group that they leave.
-#[derive(Clone, Copy)]
-pub(super) struct Known<'a> {
-    /// Which of them share memory, by rank in the new group.
-    pub partition: &'a Partition,
-    /// An error if it is useless to wait for the others.
-    pub watch: &'a (dyn Fn() -> Result<()> + Sync),
 }
 
 /// What a rank announces with its address.
@@ -82,9 +74,9 @@ pub(super) fn connect_part(
     deadline: Deadline,
 ) -> Result<Connected> {
     let (rank, world) = (config.rank, config.world);
-    let domain = part.known.partition.domain_of(rank);
+    let domain = part.partition.domain_of(rank);
     // A rank that is alone on its host lends memory too: without, all would use TCP.
-    let shares = part.known.partition.domains().len() < world.count();
+    let shares = part.partition.domains().len() < world.count();
     let memory = shares.then(|| Lending::new(options.host, world.count()));
     let rings = if shares { RingLending::new(rank, domain)? } else { None };
     let own = Announced {
@@ -106,7 +98,7 @@ pub(super) fn connect_part(
         Ok(())
     };
     let starting = Starting::default();
-    let announcement = Announcement { own: bytes, watch: part.known.watch, read: &read };
+    let announcement = Announcement { own: bytes, read: &read };
     let mesh = connect_mesh(config, Some(&announcement), Some(&part.members), options, &starting, deadline)?;
     let share = move || -> Result<Shared> {
         let Some(memory) = memory else {

@@ -149,6 +149,7 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
             number: group_number,
+            watch: &|| Ok(()),
         };
         let silent_hosts = Arc::default();
         let options = TransportOptions {

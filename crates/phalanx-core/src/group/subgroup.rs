@@ -8,7 +8,6 @@
 
 use std::time::Duration;
 
-use super::connect_part::Known;
 use super::{GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
@@ -78,7 +77,7 @@ impl ProcessGroup {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;
         let config = self.inner.config.subgroup(&name, &members).aside();
-        self.connect_subgroup(config, self.rank(), self.world_size(), trace, Caller::NewGroup)
+        self.connect_subgroup(config, &members, self.rank(), trace, Caller::NewGroup)
     }
 
     /// A group of these `members` of this one, in this order, which meet in `store`: for adapters of libraries that make groups by their own rules.
@@ -118,8 +117,7 @@ impl ProcessGroup {
             Some(cause) => useless(&cause, members).map_or(Ok(()), Err),
             None => Ok(()),
         };
-        let known = Known { partition: &partition, watch: &watch };
-        let connected = config.connect(rank, world, Some(known), Deadline::after(timeout))?;
+        let connected = config.connect(rank, world, Some(&partition), &watch, Deadline::after(timeout))?;
         let identity = Identity { rank, world, trace: self.trace(), config };
         let group = Self::new(identity, connected)?.with_timeout(timeout);
         let tuning = &self.inner.config.tuning;
@@ -196,8 +194,7 @@ impl ProcessGroup {
         drop(number);
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let config = self.inner.config.subgroup(&name, members).aside();
-        let world = WorldSize::new(members.len() as u32)?;
-        let group = self.connect_subgroup(config, Rank::new(rank as u32), world, self.trace(), caller)?;
+        let group = self.connect_subgroup(config, members, Rank::new(rank as u32), self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
@@ -278,22 +275,23 @@ impl ProcessGroup {
     /// Connects the sub-group `name`, if this rank is a member.
     fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
-        let rank = Rank::new(rank as u32);
-        let world = WorldSize::new(members.len() as u32)?;
         let config = self.inner.config.subgroup(name, members);
-        self.connect_subgroup(config, rank, world, self.trace(), caller).map(Some)
+        self.connect_subgroup(config, members, Rank::new(rank as u32), self.trace(), caller).map(Some)
     }
 
-    /// Connects this rank with the sub-group.
+    /// Connects this rank, which is the `rank` of them, with the other `members` of this group in a sub-group.
     fn connect_subgroup(
         &self,
         config: GroupConfig,
+        members: &[Rank],
         rank: Rank,
-        world: WorldSize,
         trace: Trace,
         caller: Caller,
     ) -> Result<Self> {
-        let connected = config.connect(rank, world, None, self.operation_timeout().deadline()).map_err(|error| match error.kind() {
+        let world = WorldSize::new(members.len() as u32)?;
+        let watch = || self.watched_failure().and_then(|cause| useless(&cause, members)).map_or(Ok(()), Err);
+        let deadline = self.operation_timeout().deadline();
+        let connected = config.connect(rank, world, None, &watch, deadline).map_err(|error| match error.kind() {
             Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
                 "a sub-group meets in the store of the first group: does the process that serves it still run?",
             ),
@@ -330,6 +328,7 @@ fn digest(ranks: &[Rank]) -> i64 {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::time::Instant;
 
     use super::*;
     use crate::collective::ReduceOp;
@@ -422,6 +421,25 @@ mod tests {
                 assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
             }
             group.barrier().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_member_that_has_died_before_it_came_is_not_waited_for() {
+        met(3, |group, _| {
+            let pair = [Rank::MAIN, Rank::new(2)];
+            if group.rank() == Rank::new(2) {
+                // It agrees, and then does not come.
+                group.agree_on(&pair).unwrap();
+                return group.abort(Error::aborted("a test"));
+            }
+            let start = Instant::now();
+            let made = group.with_timeout(LIMIT).new_group(&pair);
+            match group.rank().is_main() {
+                true => assert!(made.unwrap_err().to_string().contains("has ended: "), "who waits is told"),
+                false => assert!(made.is_ok_and(|none| none.is_none())),
+            }
+            assert!(start.elapsed() < LIMIT / 2, "it took {:?}", start.elapsed());
         });
     }
 

@@ -152,11 +152,13 @@ impl JoinGroup {
             return Err(error);
         }
         match value {
-            Ok(value) => self.shadow(options).map(|(last, uneven)| Joined { value, last, uneven }),
-            Err(error) => {
-                self.abort(error.clone()); // The others must not wait for what this rank will not do.
-                Err(error)
-            }
+            Ok(value) => match self.shadow(options) {
+                Ok(Shadowed::All(last, uneven)) => Ok(Joined { value, last, uneven }),
+                // Every rank has this error, and the group goes on.
+                Ok(Shadowed::Early(error)) => Err(error),
+                Err(error) => Err(self.ended_by(error)),
+            },
+            Err(error) => Err(self.ended_by(error)),
         }
     }
 
@@ -232,12 +234,17 @@ impl JoinGroup {
         Ok(())
     }
 
-    /// Answers the others until no rank has data. Returns a rank that took part to the end, and whether some rank did
-    /// not.
-    fn shadow(&self, options: JoinOptions) -> Result<(Rank, bool)> {
+    /// Ends the group with this rank's error: the others must not wait for what it will not do.
+    fn ended_by(&self, error: Error) -> Error {
+        self.abort(error.clone());
+        error
+    }
+
+    /// Answers the others until no rank has data.
+    fn shadow(&self, options: JoinOptions) -> Result<Shadowed> {
         let world = self.world_size();
         if world == WorldSize::ONE {
-            return Ok((Rank::MAIN, false));
+            return Ok(Shadowed::All(Rank::MAIN, false));
         }
         loop {
             let numbers = self.exchange(silence(world))?.wait()?;
@@ -249,7 +256,7 @@ impl JoinGroup {
                     if options.throw_on_early_termination
                         && let Some(error) = early(&active)
                     {
-                        return Err(error);
+                        return Ok(Shadowed::Early(error));
                     }
                 }
                 // The results are not needed: a `Work` that is dropped still runs.
@@ -269,8 +276,16 @@ impl JoinGroup {
         let counts = counts.as_slice::<i64>()?;
         let most = counts.iter().max();
         let last = world.ranks().find(|rank| counts.get(rank.index()) == most).unwrap_or(Rank::MAIN);
-        Ok((last, counts.iter().any(|count| Some(count) != most)))
+        Ok(Shadowed::All(last, counts.iter().any(|count| Some(count) != most)))
     }
+}
+
+/// How a rank without data has answered the others.
+enum Shadowed {
+    /// Until no rank had data: one that took part to the end, and whether some rank did not.
+    All(Rank, bool),
+    /// Until the next step, because of `throw_on_early_termination`.
+    Early(Error),
 }
 
 impl Communicator for JoinGroup {

@@ -149,6 +149,7 @@ fn join(
         credentials,
         heartbeat,
         number: Some(number),
+        watch: &|| Ok(()),
     };
     let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;
     let (transport, host_id) = (options.kind, options.host.map(str::to_owned));

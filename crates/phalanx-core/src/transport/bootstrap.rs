@@ -96,6 +96,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
         if let Some(cause) = starting.cause() {
             return Err(cause);
         }
+        (config.watch)()?;
         reminders.remind(|| {
             let soon = Deadline::after(ANSWER_TIMEOUT);
             let is_missing =

@@ -137,7 +137,11 @@ impl InProcess {
             if health.has_failed() || health.has_left(from) {
                 return Err(health.peer_failed(from, "its thread ended"));
             }
-            interrupt::check()?;
+            // It may run code of the program, which may end the group: that takes this lock.
+            parking_lot::MutexGuard::unlocked(&mut frames, interrupt::check)?;
+            if !frames[from.index()].is_empty() || health.has_failed() || health.has_left(from) {
+                continue;
+            }
             mailbox.arrived.wait_for(&mut frames, interrupt::at_most(deadline.remaining()));
             // A frame that came at the last moment still counts.
             if deadline.has_passed() && frames[from.index()].is_empty() {

@@ -1,13 +1,16 @@
 //! What ranks see when something goes wrong: each of them an error that names the cause, and none a hang.
 
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx::checkpoint::Checkpoints;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, Caller, DType, Error, ProcessGroup, Rank, ReduceOp, interruptible};
+use phalanx::trace::Trace;
+use phalanx::{
+    Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Work, WorldSize, interruptible,
+};
 
 /// Nothing in here may wait for this long.
 const WAIT_LIMIT: Duration = Duration::from_secs(20);
@@ -84,6 +87,144 @@ fn a_wait_that_its_own_thread_ends_fails_the_group_with_that_cause() {
                 assert!(error.to_string().contains("somebody pressed Ctrl-C"), "{fabric:?}: {error}");
             }
         }
+    }
+}
+
+#[test]
+fn a_check_may_end_the_group_that_its_thread_waits_in() {
+    static WAITING: Mutex<Option<ProcessGroup>> = Mutex::new(None);
+    fn ends_it() -> phalanx::Result<()> {
+        if let Some(group) = WAITING.lock().unwrap().take() {
+            assert!(group.failure().is_none());
+            group.abort(Error::aborted("the check has ended it"));
+        }
+        Ok(())
+    }
+    for fabric in Fabric::ALL {
+        let errors = run(2, fabric, |group| {
+            within(WAIT_LIMIT, &group, |group| {
+                if group.rank().is_main() {
+                    *WAITING.lock().unwrap() = Some(group.clone());
+                    return interruptible(ends_it, || group.barrier()).unwrap_err();
+                }
+                while group.failure().is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                group.barrier().unwrap_err()
+            })
+        });
+        errors
+            .iter()
+            .for_each(|error| assert!(error.to_string().contains("has ended it"), "{fabric:?}: {error}"));
+    }
+}
+
+#[test]
+fn a_check_that_panics_ends_the_group_and_nobody_waits_for_its_turn() {
+    for fabric in Fabric::ALL {
+        let errors = run(2, fabric, |group| {
+            within(WAIT_LIMIT, &group, |group| {
+                if group.rank().is_main() {
+                    // The next call waits for its turn, and not for a peer.
+                    let before = group.all_reduce_async(Buffer::from_slice(&[1f32]), ReduceOp::Sum).unwrap();
+                    let error = interruptible(|| panic!("a test"), || group.barrier()).unwrap_err();
+                    assert!(before.wait().is_err());
+                    let after = group.all_reduce_async(Buffer::from_slice(&[1f32]), ReduceOp::Sum);
+                    assert!(after.and_then(Work::wait).is_err());
+                    return error;
+                }
+                while group.failure().is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                group.barrier().unwrap_err()
+            })
+        });
+        errors
+            .iter()
+            .for_each(|error| assert!(error.to_string().contains("has panicked"), "{fabric:?}: {error}"));
+    }
+}
+
+/// A group that has no memory for buffers.
+struct Poor(ProcessGroup);
+
+impl Communicator for Poor {
+    fn rank(&self) -> Rank {
+        self.0.rank()
+    }
+
+    fn world_size(&self) -> WorldSize {
+        self.0.world_size()
+    }
+
+    fn alloc(&self, _: DType, _: usize) -> phalanx::Result<Buffer> {
+        Err(Error::out_of_memory("a test has no memory"))
+    }
+
+    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
+        Arc::new(Self(self.0.in_call(caller)))
+    }
+
+    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> phalanx::Result<Work> {
+        self.0.all_reduce_async(buffer, op)
+    }
+
+    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> phalanx::Result<Work> {
+        self.0.broadcast_async(buffer, root)
+    }
+
+    fn reduce_scatter_v_async(
+        &self,
+        buffer: Buffer,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> phalanx::Result<Work> {
+        self.0.reduce_scatter_v_async(buffer, counts, op)
+    }
+
+    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> phalanx::Result<Work> {
+        self.0.all_gather_v_in_place_async(buffer, counts)
+    }
+
+    fn abort(&self, cause: Error) {
+        self.0.abort(cause);
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.0.failure()
+    }
+
+    fn trace(&self) -> Trace {
+        self.0.trace()
+    }
+}
+
+#[test]
+fn a_rank_without_data_that_cannot_answer_ends_the_group() {
+    for fabric in Fabric::ALL {
+        let errors = run(2, fabric, |group| {
+            within(WAIT_LIMIT, &group, |group| {
+                let options = JoinOptions::default();
+                if group.rank().is_main() {
+                    let join = JoinGroup::new(group.clone());
+                    let sum = |join: &JoinGroup| {
+                        join.step()?;
+                        join.all_reduce_async(Buffer::from_slice(&[1f32; 8]), ReduceOp::Sum)?.wait().map(drop)
+                    };
+                    return join.join(options, || sum(&join)).map(drop).unwrap_err();
+                }
+                let error =
+                    JoinGroup::new(Poor(group.clone())).join(options, || Ok(())).map(drop).unwrap_err();
+                // It stays, and the other must not wait for it.
+                while group.failure().is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                error
+            })
+        });
+        errors
+            .iter()
+            .for_each(|error| assert!(error.to_string().contains("no memory"), "{fabric:?}: {error}"));
     }
 }
 

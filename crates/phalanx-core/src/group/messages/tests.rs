@@ -115,6 +115,92 @@ fn a_full_ring_takes_short_messages_when_there_is_room_again() {
     });
 }
 
+/// The processor time of the threads with this name, in the kernel's ticks of 10 ms.
+fn ticks_of(thread: &str) -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let named = tasks.filter(|task| {
+        std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim_end() == thread)
+    });
+    let ticks = named.filter_map(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).ok()?;
+        let fields: Vec<u64> =
+            stat.rsplit(')').next()?.split_whitespace().skip(11).take(2).flat_map(str::parse).collect();
+        Some(fields.iter().sum::<u64>())
+    });
+    ticks.sum()
+}
+
+#[test]
+fn the_worker_sleeps_while_a_message_over_a_connection_is_awaited() {
+    // No other test has a rank with this number.
+    const RANKS: usize = 12;
+    let tcp = TransportOptions { kind: Some(TransportKind::Tcp), ..TransportOptions::default() };
+    let mut groups = groups(&[tcp; RANKS]);
+    let (last, main) = (groups.pop().unwrap(), groups.swap_remove(0));
+    let (from, to) = (main.rank(), last.rank());
+    let name = format!("phalanx-p2p-{to}");
+    let received = || last.irecv(Buffer::zeroed(DType::U8, 1), from).unwrap();
+    let send = || main.send(&[7u8], to).unwrap();
+    let first = received();
+    send();
+    first.wait().unwrap();
+    // What wakes it from its idle sleep must not wake it again and again.
+    while !last.inner.messages.shared.queue.lock().asleep {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let second = received();
+    let before = ticks_of(&name);
+    std::thread::sleep(Duration::from_millis(500));
+    let took = ticks_of(&name) - before;
+    send();
+    second.wait().unwrap();
+    assert!(took < 5, "it ran for {took} ticks of 50");
+    // Nor does the end of the group, which waits for what is in flight.
+    let third = received();
+    let leaving = std::thread::spawn(move || drop(last));
+    let before = ticks_of(&name);
+    std::thread::sleep(Duration::from_millis(500));
+    let took = ticks_of(&name) - before;
+    send();
+    third.wait().unwrap();
+    assert!(took < 5, "it ran for {took} ticks of 50 while its group was dropped");
+    drop((main, groups));
+    leaving.join().unwrap();
+}
+
+#[test]
+fn calls_behind_a_worker_that_panicked_end_at_once() {
+    struct Panics;
+    impl std::task::Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("a test's executor");
+        }
+    }
+    let tcp = TransportOptions { kind: Some(TransportKind::Tcp), ..TransportOptions::default() };
+    let mut groups = groups(&[tcp; 3]);
+    let other = groups.pop().unwrap();
+    let (sender, main) = (groups.pop().unwrap(), groups.pop().unwrap());
+    let byte = || Buffer::zeroed(DType::U8, 1);
+    let mut polled = main.irecv(byte(), sender.rank()).unwrap();
+    let waker = std::task::Waker::from(Arc::new(Panics));
+    let mut context = std::task::Context::from_waker(&waker);
+    assert!(std::pin::Pin::new(&mut polled).poll(&mut context).is_pending());
+    let open = main.irecv(byte(), other.rank()).unwrap();
+    std::thread::scope(|scope| {
+        let behind = scope.spawn(|| {
+            let start = Instant::now();
+            (main.recv(&mut [0u8], other.rank()).unwrap_err(), start.elapsed())
+        });
+        // It is about to wait for its turn.
+        std::thread::sleep(Duration::from_millis(200));
+        sender.send(&[1u8], Rank::MAIN).unwrap();
+        let (error, took) = behind.join().unwrap();
+        assert!(took < LIMIT, "it took {took:?}");
+        assert!(error.to_string().contains("the worker for messages panicked"), "{error}");
+    });
+    assert!(open.wait().is_err());
+}
+
 #[test]
 fn ranks_that_were_told_different_things_agree_on_tcp() {
     let tcp = TransportOptions { kind: Some(TransportKind::Tcp), ..TransportOptions::default() };

@@ -86,11 +86,15 @@ impl Worker {
         let shared = self.shared.clone();
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
             shared.health.fail(Error::aborted("the worker for messages panicked on this rank"));
+            // Blocking calls may wait behind what this thread will not do.
+            self.give_up();
+            let (outbound, inbound) = {
+                let mut queue = shared.queue.lock();
+                (std::mem::take(&mut queue.outbound), std::mem::take(&mut queue.inbound))
+            };
+            outbound.into_iter().for_each(|(to, op)| drop(op.withdraw(&shared.outbound, to)));
+            inbound.into_iter().for_each(|(from, op)| drop(op.withdraw(&shared.inbound, from)));
         }
-        // Its operations have been dropped, so their `Work`s fail; blocking calls may wait behind them.
-        let mut queue = shared.queue.lock();
-        queue.outbound.clear();
-        queue.inbound.clear();
     }
 
     fn run(&mut self) {
@@ -195,11 +199,12 @@ impl Worker {
                 || into_absent.iter().any(|(line, ticket)| line.is_served(*ticket));
             found
         });
+        let has_sockets = !sockets.is_empty();
         drop(sockets);
-        // The thread that took the flag has poked, or is about to: then there will be one unnecessary wake-up.
-        if !std::mem::take(&mut shared.queue.lock().asleep)
-            && let Some(poke) = shared.poke.get()
-        {
+        shared.queue.lock().asleep = false;
+        // Each time: who poked may have woken this thread otherwise, and what is not read here would wake it again and again. A thread
+        // that is about to poke causes one unnecessary wake-up.
+        if has_sockets && let Some(poke) = shared.poke.get() {
             let _ = rustix::io::read(poke, &mut [0; 8]);
         }
         match over {
@@ -328,16 +333,22 @@ impl<E: LineEnd> Pending<E> {
     fn give_up(&mut self, lines: &[Option<Line<E>>], cause: &Error) {
         for peer in self.active.drain(..) {
             for op in self.lines[peer.index()].drain(..) {
-                if let Ok(line) = line(lines, peer) {
-                    line.leave(op.ticket);
-                }
-                op.completer.complete(Err(cause.clone()));
+                let completer = op.withdraw(lines, peer);
+                completer.complete(Err(cause.clone()));
             }
         }
     }
 }
 
 impl<E: LineEnd> Op<E> {
+    /// Leaves its place in the order.
+    fn withdraw(self, lines: &[Option<Line<E>>], peer: Rank) -> Completer {
+        if let Ok(line) = line(lines, peer) {
+            line.leave(self.ticket);
+        }
+        self.completer
+    }
+
     fn complete(self, shared: &Shared) {
         if let Some(begin) = self.begin {
             shared.trace.complete(Track::Communication, self.call.to_string(), begin, Instant::now(), &[]);

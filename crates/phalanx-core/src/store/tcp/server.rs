@@ -119,11 +119,15 @@ impl TcpStoreServer {
             .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
+        let listener = {
+            let _entered = runtime.enter();
+            TcpListener::from_std(socket).map_err(|error| bind_error(address, error))?
+        };
         let (orders, inbox) = mpsc::unbounded_channel();
         let thread = std::thread::Builder::new()
             .name("phalanx-store".into())
             .spawn(move || {
-                LocalSet::new().block_on(&runtime, run(socket, access, inbox));
+                LocalSet::new().block_on(&runtime, run(listener, access, inbox));
                 // The answers are no longer needed.
                 runtime.shutdown_background();
             })
@@ -267,11 +271,7 @@ impl PendingClients {
     }
 }
 
-async fn run(socket: std::net::TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
-    let listener = match TcpListener::from_std(socket) {
-        Ok(listener) => listener,
-        Err(error) => return tracing::error!("the store cannot serve: {error}"),
-    };
+async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
     let shared = Rc::new(RefCell::new(Shared::default()));
     let admission = Rc::new(Admission::new(access));
     let mut clients = JoinSet::new();

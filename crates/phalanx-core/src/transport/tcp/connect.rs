@@ -51,8 +51,6 @@ pub(super) struct Address {
 pub(crate) struct Announcement<'a> {
     /// This rank's own.
     pub own: Vec<u8>,
-    /// An error if it is useless to wait for the others.
-    pub watch: &'a (dyn Fn() -> Result<()> + Sync),
     /// Reads those of all ranks, by rank. An error ends the start on every rank.
     pub read: &'a (dyn Fn(&[&[u8]]) -> Result<()> + Sync),
 }
@@ -313,7 +311,7 @@ fn exchange_addresses(
             // No other request has told which process this is.
             let (name, process) = stop_probe::process_record(config.rank)?;
             let pairs: [(&str, &[u8]); 2] = [(&name, &process), (&own_key, &own)];
-            start_failure::exchange_once(config, host, &pairs, announcement.watch, &keys, deadline)?
+            start_failure::exchange_once(config, host, &pairs, &keys, deadline)?
         }
     };
     let mut announced = Vec::with_capacity(values.len());

@@ -57,6 +57,7 @@ fn config_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
         credentials,
         heartbeat,
         number: None,
+        watch: &|| Ok(()),
     }
 }
 

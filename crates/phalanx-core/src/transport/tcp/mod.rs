@@ -85,6 +85,8 @@ pub(crate) struct MeshConfig<'a> {
     pub heartbeat: Heartbeat,
     /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
     pub number: Option<JobId>,
+    /// Called now and then while this rank waits for others. Its error says why that is useless, and ends the start.
+    pub watch: &'a (dyn Fn() -> Result<()> + Sync),
 }
 
 /// One rank's connections to all others.

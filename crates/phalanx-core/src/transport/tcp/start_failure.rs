@@ -44,9 +44,10 @@ pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error
     }
 }
 
-/// An error if a rank has reported one, or if the store has gone, because its host has then died. A store that has not answered at
-/// the deadline is only slow.
+/// An error if it is useless to wait, if a rank has reported one, or if the store has gone, because its host has then died. A store that has
+/// not answered at the deadline is only slow.
 pub(super) fn check(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<()> {
+    (config.watch)()?;
     let failed = config.store.check(&[KEY], deadline).and_then(|failed| match failed {
         true => config.store.get(KEY, deadline).map(Some),
         false => Ok(None),
@@ -89,13 +90,11 @@ pub(super) fn exchange(
     })
 }
 
-/// The same of pairs that are written once: an error if one of these keys has another value already. An error of `watch`, which is called now and
-/// then, ends the wait.
+/// The same of pairs that are written once: an error if one of these keys has another value already.
 pub(super) fn exchange_once(
     config: &MeshConfig<'_>,
     host: &str,
     pairs: &[(&str, &[u8])],
-    watch: &dyn Fn() -> Result<()>,
     keys: &[(Rank, String)],
     deadline: Deadline,
 ) -> Result<Vec<Vec<u8>>> {
@@ -111,8 +110,7 @@ pub(super) fn exchange_once(
         }
     };
     exchange_by(config, host, keys, deadline, |names, go_on| {
-        let mut go_on = || watch().and_then(|()| go_on());
-        config.store.compare_set_and_get(&changes, names, deadline, &mut found, &mut go_on)
+        config.store.compare_set_and_get(&changes, names, deadline, &mut found, go_on)
     })
 }
 
@@ -307,6 +305,7 @@ mod tests {
                    credentials: Credentials::none(),
                    heartbeat: Heartbeat::default(),
     number: None,
+    watch: &|| Ok(()),
                };
                let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
                for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
@@ -399,6 +398,7 @@ mod tests {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
+            watch: &|| Ok(()),
         };
         let deadline = Deadline::after(10 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();

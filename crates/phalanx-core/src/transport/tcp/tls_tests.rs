@@ -40,6 +40,7 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
             credentials,
             heartbeat,
             number: None,
+            watch: &|| Ok(()),
         },
         soon(),
     )
