@@ -73,6 +73,10 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// variables, shapes or types is refused; the error names the first difference. So is one of an optimizer that keeps something else, or
 /// of other parameters, and one that has or lacks an averager or a communication hook that this state lacks or has.
 ///
+/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
+/// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
+/// [`check_resumes`](ElasticSampler::check_resumes).
+///
 /// A communication hook may be registered before a checkpoint is loaded, or after; to train without it is then an error. What each rank
 /// has of its own in it, such as PowerSGD's losses, is in checkpoints, and comes back if as many ranks load it, after
 /// [`with_group`](Self::with_group); otherwise it begins anew, with a warning. It begins anew without one in the rounds of an elastic job.
@@ -274,7 +278,10 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
-    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool> {
+    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
+    where
+        T: 'static,
+    {
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
@@ -338,8 +345,13 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// If the checkpoint is of another model or optimizer ([`is_mismatch`](phalanx::Error::is_mismatch)), or its `progress`
-    /// is not of this type `T`. Nothing is changed then.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
+    /// is not of this type `T`, or is an [`ElasticSampler`] of another order than this one
+    /// ([`check_resumes`](ElasticSampler::check_resumes)). Nothing is changed then.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
+    where
+        T: 'static,
+    {
+        training::check_progress(&self.progress, saved, "progress")?;
         if !self.read(saved)? {
             self.ddp.loaded_hook.mark_absent();
         }

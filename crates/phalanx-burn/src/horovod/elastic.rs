@@ -5,7 +5,7 @@ use std::fmt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::checkpoint::{Saved, Snapshot, training};
 use phalanx::elastic::{Parts, State};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, ProcessGroup, Rank, Result};
@@ -145,9 +145,13 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     /// Loads what [`save_to`](Self::save_to) has saved, on every rank.
     ///
     /// # Errors
-    /// If it is of another model or optimizer ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`. The model is
-    /// then unchanged.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
+    /// If it is of another model or optimizer ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`, or is an
+    /// [`ElasticSampler`](phalanx::sampler::ElasticSampler) of another order than this one. Nothing is changed then.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
+    where
+        T: 'static,
+    {
+        training::check_progress(&self.progress, saved, "progress")?;
         self.read(saved)
     }
 
