@@ -385,6 +385,32 @@ fn a_state_refuses_a_checkpoint_with_a_sampler_of_another_order() {
 }
 
 #[test]
+fn a_state_refuses_steps_without_anything_of_an_optimizer_that_needs_some() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let new = |optimizer: ModuleOptimizer| ModelState::new(Mlp::new(&WIDTHS), optimizer, 7_u64).unwrap();
+    for step in [0, 5] {
+        // Whatever took the steps, this one did not, and has nothing.
+        let mut plain = new(SgdConfig::new().init());
+        plain.progress = step;
+        checkpoints.save(step, |snapshot| plain.save_to(snapshot)).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let mut other = new(AdamWConfig::new().init());
+        let before = floats(other.model());
+        let loaded = other.load_from(&saved);
+        if step == 0 {
+            loaded.unwrap();
+        } else {
+            let error = loaded.unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(".momentum.moment_1`"), "{error}");
+            assert_eq!((other.progress, floats(other.model())), (7, before));
+        }
+        plain.load_from(&saved).unwrap();
+    }
+}
+
+#[test]
 fn mistakes_are_named() {
     run(2, |group| {
         let hvd = horovod(&group);
