@@ -49,7 +49,7 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use phalanx::elastic::{self, Context};
-/// use phalanx::sampler::ElasticSampler;
+/// use phalanx::sampler::{ElasticSampler, Tail};
 /// use phalanx::{Error, ProcessGroup, Result};
 /// use phalanx_burn::TrainState;
 ///
@@ -75,7 +75,8 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 ///
 /// fn main() -> Result<()> {
 ///     let model = LinearConfig::new(4, 1).init(&Device::flex().autodiff());
-///     let mut state = TrainState::new(model, AdamWConfig::new().init(), ElasticSampler::new(10_000))?;
+///     let sampler = ElasticSampler::new(10_000).tail(Tail::Repeat); // batches of a step are equally long, and never empty
+///     let mut state = TrainState::new(model, AdamWConfig::new().init(), sampler)?;
 ///     elastic::run(&mut state, train)
 /// }
 /// ```
