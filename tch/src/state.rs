@@ -34,7 +34,7 @@ use crate::{Ddp, DdpOptions, Optimizer};
 ///
 /// ```no_run
 /// use phalanx::elastic::{self, Context};
-/// use phalanx::sampler::ElasticSampler;
+/// use phalanx::sampler::{ElasticSampler, Tail};
 /// use phalanx::{ProcessGroup, Result};
 /// use phalanx_tch::{Optimizer, Rule, TrainState};
 /// use tch::{Device, Kind, Tensor, nn};
@@ -44,7 +44,8 @@ use crate::{Ddp, DdpOptions, Optimizer};
 ///     let model = nn::linear(store.root(), 4, 1, Default::default());
 ///     let xs = Tensor::randn([10_000, 4], (Kind::Float, Device::Cpu)); // read them
 ///     let optimizer = Optimizer::new(&store, Rule::ADAMW)?;
-///     let mut state = TrainState::new(&store, optimizer, ElasticSampler::new(10_000))?;
+///     let sampler = ElasticSampler::new(10_000).tail(Tail::Repeat); // batches of a step are equally long, and never empty
+///     let mut state = TrainState::new(&store, optimizer, sampler)?;
 ///     elastic::run(&mut state, |context: &mut Context<'_, TrainState<ElasticSampler>>, _: &ProcessGroup| {
 ///         while context.state.progress.epoch() < 10 {
 ///             let (rank, world) = (context.rank(), context.world_size()); // in every step anew
@@ -72,6 +73,10 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.exp_avg`. A checkpoint of a model with other
 /// variables, shapes or types is refused; the error names the first difference. So is one of an optimizer that keeps something else, or
 /// of other parameters, and one that has or lacks an averager or a communication hook that this state lacks or has.
+///
+/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
+/// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
+/// [`check_resumes`](ElasticSampler::check_resumes).
 ///
 /// A communication hook may be registered before a checkpoint is loaded, or after; to train without it is then an error. What each rank
 /// has of its own in it, such as PowerSGD's losses, is in checkpoints, and comes back if as many ranks load it, after
@@ -190,15 +195,15 @@ impl<T> TrainState<T> {
     /// copy of all gradients: if a worker dies in it, the survivors average those copies by a communicator of their own.
     ///
     /// ```no_run
-    /// # use phalanx::{Result, sampler::ElasticSampler};
+    /// # use phalanx::{Result, sampler::{ElasticSampler, Tail}};
     /// # use phalanx_tch::{Optimizer, TrainState};
     /// # use tch::nn::VarStore;
     /// # fn state(optimizer: impl Fn(&VarStore) -> Optimizer) -> Result<TrainState<ElasticSampler>> {
     /// let cuda = phalanx_nccl::Device::open(0)?; // with one visible device for each worker
     /// let store = VarStore::new(tch::Device::Cuda(cuda.ordinal() as usize));
     /// // the model's layers
-    /// let state = TrainState::new(&store, optimizer(&store), ElasticSampler::new(10_000))?;
-    /// let state = state.with_nccl_on(&cuda);
+    /// let sampler = ElasticSampler::new(10_000).tail(Tail::Repeat);
+    /// let state = TrainState::new(&store, optimizer(&store), sampler)?.with_nccl_on(&cuda);
     /// // elastic::run(&mut state, ..), as above
     /// # Ok(state)
     /// # }
@@ -238,6 +243,9 @@ impl<T> TrainState<T> {
 impl TrainState<ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. In an elastic
     /// job call the sampler itself, with [`Context::rank`] and [`Context::world_size`].
+    ///
+    /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
+    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
         self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())
     }
@@ -274,7 +282,10 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
-    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool> {
+    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
+    where
+        T: 'static,
+    {
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
@@ -338,8 +349,13 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// If the checkpoint is of another model or optimizer ([`is_mismatch`](phalanx::Error::is_mismatch)), or its `progress`
-    /// is not of this type `T`. Nothing is changed then.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
+    /// is not of this type `T`, or is an [`ElasticSampler`] of another order than this one
+    /// ([`check_resumes`](ElasticSampler::check_resumes)). Nothing is changed then.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
+    where
+        T: 'static,
+    {
+        training::check_progress(&self.progress, saved, "progress")?;
         if !self.read(saved)? {
             self.ddp.loaded_hook.mark_absent();
         }

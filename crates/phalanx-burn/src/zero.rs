@@ -136,7 +136,8 @@ impl ZeroRedundancyOptimizer {
     /// other rank's tensors.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
+    /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
         let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
         let is_own = |index: usize| {
@@ -144,8 +145,8 @@ impl ZeroRedundancyOptimizer {
             // A missing tensor means another model, which is an error.
             parameter.is_none_or(|parameter| self.own.contains(&parameter.id))
         };
-        let model = (ddp.model(), ddp.parameters());
-        self.inner = moments::load(&self.inner, model, saved, Begun::Unknown, (indexes, name), is_own)?;
+        let (model, begun) = ((ddp.model(), ddp.parameters()), Begun::after(saved.step()));
+        self.inner = moments::load(&self.inner, model, saved, begun, (indexes, name), is_own)?;
         Ok(())
     }
 

@@ -3,16 +3,19 @@
 //!
 //! An adapter implements [`TrainingState`], and its `TrainState` calls the functions here.
 
+use std::any::Any;
+
 use phalanx_core::buffer::Buffer;
 use phalanx_core::group::ProcessGroup;
 use phalanx_core::reducer::hooks::HookState;
+use phalanx_core::sampler::ElasticSampler;
 use phalanx_core::state::{self, ShardWriter, StateReader, StateWriter};
 use phalanx_proto::world_size::WorldSize;
 
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::{Checkpoints, Snapshot};
+use crate::{Checkpoints, Saved, Snapshot};
 
 /// A model, its optimizer and what else the next step depends on, as an adapter's `TrainState` has them.
 pub trait TrainingState {
@@ -129,6 +132,18 @@ pub fn load_hook<S: TrainingState>(state: &S, reader: &impl StateReader) -> Resu
     }
     let (rank, ranks) = state.place();
     state::load_hook(reader, &state.parameter_names(), &name, (rank.index(), ranks.count())).map(Some)
+}
+
+/// Checks that the value `name`, which is to replace the program's `own` progress, is of the same order if both are samplers. The sampler
+/// that was saved would otherwise win whole, with the samples and the options of then.
+///
+/// # Errors
+/// As [`ElasticSampler::check_resumes`], and if it cannot be read.
+pub fn check_progress<T: 'static>(own: &T, saved: &Saved, name: &str) -> Result<()> {
+    match (own as &dyn Any).downcast_ref::<ElasticSampler>() {
+        Some(own) => own.check_resumes(&saved.value(name)?),
+        None => Ok(()),
+    }
 }
 
 fn save_own<S: TrainingState>(

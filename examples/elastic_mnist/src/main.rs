@@ -149,7 +149,10 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, job: &Job) -
         && let Some(checkpoints) = &checkpoints
         && let Some(saved) = checkpoints.newest()?
     {
+        let own = context.state.progress.sampler.clone();
         context.state.load_from(&saved)?;
+        // With another seed or other digits the saved sampler would win without a word.
+        own.check_resumes(&context.state.progress.sampler)?;
     }
     while context.state.progress.sampler.epoch() < job.options.epochs {
         if let Some(changed) = job.step(context)? {

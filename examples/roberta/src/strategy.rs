@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
-use burn::optim::ModuleOptimizer;
+use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::Device;
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::{Error, ProcessGroup};
@@ -182,7 +182,11 @@ impl<M: Part> Engine<M> {
         }
         if let Some(saved) = saved {
             let (mut whole, state) = whole_state(model)?;
-            state.load(&mut whole, &mut optimizer, saved, MODEL)?;
+            match devices.strategy {
+                // The state of the optimizer is beside, and is loaded below.
+                Strategy::Zero => state.load(&mut whole, &mut SgdConfig::new().init(), saved, MODEL)?,
+                _ => state.load(&mut whole, &mut optimizer, saved, MODEL)?,
+            }
             model = whole.into_model();
         }
         let replicas = || vec![Device::flex().autodiff(); devices.count as usize];

@@ -5,6 +5,7 @@ use phalanx::elastic::{Parts, State};
 use phalanx::reducer::hooks::{
     AllReduce, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
+use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Communicator, ProcessGroup, Rank, Result};
 use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
 use tch::{Kind, Tensor, nn};
@@ -247,6 +248,35 @@ fn an_optimizer_of_more_or_fewer_parameters_than_the_saved_one_is_refused_by_nam
         let mut same = freeze(Training::new(Rule::ADAMW), frozen_then);
         assert!(same.state.resume(&checkpoints).unwrap());
     }
+}
+
+#[test]
+fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let new = |sampler: ElasticSampler| {
+        let model = Mlp::new(&WIDTHS);
+        let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        let state = TrainState::new(&model.store, optimizer, sampler).unwrap();
+        (model, state)
+    };
+    let (_model, mut training) = new(ElasticSampler::new(100));
+    training.next_batch(4).unwrap();
+    training.checkpoint(&checkpoints).unwrap();
+    checkpoints.finish().unwrap();
+    for (sampler, said) in [
+        (ElasticSampler::new(150), "`samples` was 100 and is 150"),
+        (ElasticSampler::new(100).tail(Tail::Repeat), "`tail` was Split and is Repeat"),
+    ] {
+        let (model, mut other) = new(sampler.clone());
+        let before = floats(&model.store);
+        let error = other.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        assert_eq!((other.steps(), &other.progress, floats(&model.store)), (0, &sampler, before));
+    }
+    let (_model, mut same) = new(ElasticSampler::new(100));
+    assert!(same.resume(&checkpoints).unwrap());
+    assert_eq!(same.progress.consumed(), 4);
 }
 
 /// A hook that compresses from the fourth step on.

@@ -5,7 +5,7 @@ use std::fmt;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::checkpoint::{Saved, Snapshot, training};
 use phalanx::elastic::{Parts, State};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Error, ProcessGroup, Rank, Result};
@@ -145,10 +145,15 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     /// Loads what [`save_to`](Self::save_to) has saved, on every rank.
     ///
     /// # Errors
-    /// If it is of another model or optimizer ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`. The model is
-    /// then unchanged.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
-        self.read(saved)
+    /// If it is of another model or optimizer ([`is_mismatch`](Error::is_mismatch)), or its `progress` is not of this type `T`, or is an
+    /// [`ElasticSampler`](phalanx::sampler::ElasticSampler) of another order than this one. Nothing is changed then. A checkpoint after
+    /// a step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
+    where
+        T: 'static,
+    {
+        training::check_progress(&self.progress, saved, "progress")?;
+        self.read(saved, Begun::after(saved.step()))
     }
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
@@ -158,12 +163,12 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
         writer.value("progress", &self.progress)
     }
 
-    fn read(&mut self, reader: &impl StateReader) -> Result<()> {
+    fn read(&mut self, reader: &impl StateReader, begun: Begun) -> Result<()> {
         let progress = reader.value("progress")?;
         let parts = (["optimizer".to_owned()], "optimizer");
         let elements = model::read(&self.inventory.state, reader, "model")?;
         let model = (self.model(), self.inventory.state.as_slice());
-        let optimizer = moments::load(&self.optimizer, model, reader, Begun::Unknown, parts, |_| true)?;
+        let optimizer = moments::load(&self.optimizer, model, reader, begun, parts, |_| true)?;
         self.settle_buffers();
         let model = self.model.take().map(|model| model::loaded(model, Select::All, elements));
         self.model = model.map(|model| self.inventory.ties.retie(model));
@@ -185,7 +190,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {
-        self.read(parts)
+        // A commit does not say how many steps were done.
+        self.read(parts, Begun::Unknown)
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {

@@ -245,7 +245,8 @@ impl ShardedState {
     /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed. A checkpoint after a step
+    /// above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
     pub fn load<M: Module>(
         &self,
         ddp: &mut Ddp<M>,
@@ -278,7 +279,9 @@ impl ShardedState {
                 state.paths.push((index, parameter.name.clone()));
             }
         }
-        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index(), Begun::Unknown)?;
+        // Another stage's parameters may have a state, and those of this one none.
+        let begun = Begun::after(saved.step()).unless(!tensors.is_empty() || !scalars.is_empty());
+        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index(), begun)?;
         *optimizer = state.load(optimizer, ddp.parameters())?;
         // Deferred updates of forward passes would overwrite the loaded values.
         ddp.settle_buffers();
@@ -333,6 +336,10 @@ impl<T> Fields<T> {
 
     fn add(&mut self, name: String, field: String, value: T) {
         self.0.entry(name).or_default().push((field, value));
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     fn of(&self, name: &str) -> &[(String, T)] {

@@ -32,6 +32,11 @@ impl Begun {
     pub fn after(steps: u64) -> Self {
         if steps > 0 { Self::Yes } else { Self::Unknown }
     }
+
+    /// The same for a part of what was saved: if the whole `has_state`, the part may have none.
+    pub fn unless(self, has_state: bool) -> Self {
+        if has_state { Self::Unknown } else { self }
+    }
 }
 
 /// Checks that `optimizer` takes all of `saved`, which is of `parameters` of `model`, and needs nothing else of a parameter that has a state

@@ -49,7 +49,7 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Distribution, Tensor};
 /// use phalanx::elastic::{self, Context};
-/// use phalanx::sampler::ElasticSampler;
+/// use phalanx::sampler::{ElasticSampler, Tail};
 /// use phalanx::{Error, ProcessGroup, Result};
 /// use phalanx_burn::TrainState;
 ///
@@ -75,7 +75,8 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 ///
 /// fn main() -> Result<()> {
 ///     let model = LinearConfig::new(4, 1).init(&Device::flex().autodiff());
-///     let mut state = TrainState::new(model, AdamWConfig::new().init(), ElasticSampler::new(10_000))?;
+///     let sampler = ElasticSampler::new(10_000).tail(Tail::Repeat); // batches of a step are equally long, and never empty
+///     let mut state = TrainState::new(model, AdamWConfig::new().init(), sampler)?;
 ///     elastic::run(&mut state, train)
 /// }
 /// ```
@@ -116,6 +117,10 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 /// communication hook, and of the optimizer each tensor, as when AdamW is to go on from what SGD has saved. A parameter that has never had
 /// a gradient has no moments, in a checkpoint either. Optimizers with the same fields, such as [`AdamW`](burn::optim::AdamW) and
 /// [`FusedAdamW`](crate::FusedAdamW), go on from each other's.
+///
+/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
+/// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
+/// [`check_resumes`](ElasticSampler::check_resumes).
 ///
 /// A communication hook may be registered before a checkpoint is loaded, or after. What each rank has of its own in it, such as
 /// PowerSGD's losses, is in checkpoints, and comes back if as many ranks load it, after [`with_group`](Self::with_group); otherwise it
@@ -424,7 +429,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
-    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool> {
+    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
+    where
+        T: 'static,
+    {
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
@@ -496,8 +504,13 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     ///
     /// # Errors
     /// If the checkpoint is of another model, or has or lacks what this state lacks or has ([`is_mismatch`](phalanx::Error::is_mismatch));
-    /// or if its `progress` is not of this type `T`. Nothing is changed then.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()> {
+    /// or if its `progress` is not of this type `T`, or is an [`ElasticSampler`] of another order than this one
+    /// ([`check_resumes`](ElasticSampler::check_resumes)). Nothing is changed then.
+    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
+    where
+        T: 'static,
+    {
+        training::check_progress(&self.progress, saved, &format!("{}progress", self.name))?;
         if !self.read(saved)? {
             self.model.loaded_hook.mark_absent();
         }

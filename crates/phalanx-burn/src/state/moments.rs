@@ -33,7 +33,8 @@ pub(crate) fn save(
 /// `optimizer` with the state of `parameters` of `model` that was saved in parts, of those whose indices are to be kept.
 ///
 /// # Errors
-/// If it cannot be read, is that of another model, or [does not fit](fit::check) the optimizer.
+/// If it cannot be read, is that of another model, or [does not fit](fit::check) the optimizer. Where nothing was saved of those that are
+/// kept, it fits if something was saved of others: the kept ones may never have had a gradient, and may be none.
 pub(crate) fn load<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
@@ -43,13 +44,15 @@ pub(crate) fn load<M: Module>(
     keep: impl Fn(usize) -> bool,
 ) -> Result<ModuleOptimizer> {
     let mut index = Index { tensors: Vec::new(), scalars: Vec::new(), paths: Vec::new() };
+    let mut has_state = false;
     for index_name in index_names {
         let Index { tensors, scalars, paths } = reader.value(&index_name)?;
+        has_state |= !tensors.is_empty() || !scalars.is_empty();
         index.tensors.extend(tensors.into_iter().filter(|(key, ..)| keep(key.index)));
         index.scalars.extend(scalars.into_iter().filter(|(key, _)| keep(key.index)));
         index.paths.extend(paths.into_iter().filter(|(index, _)| keep(*index)));
     }
-    fit::check(optimizer, (model, parameters), &index, begun)?;
+    fit::check(optimizer, (model, parameters), &index, begun.unless(has_state))?;
     let tensors = index.tensors.into_iter().map(|(key, layout, ())| {
         let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);
         let elements = reader.tensor(&name, dtype, &layout.shape)?.into_owned();

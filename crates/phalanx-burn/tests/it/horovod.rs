@@ -5,10 +5,12 @@ use burn::nn::{BatchNorm, BatchNormConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
+use phalanx::checkpoint::Checkpoints;
+use phalanx::sampler::ElasticSampler;
 use phalanx::{ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use phalanx_burn::horovod::{
-    DistributedOptimizer, DistributedOptions, Groups, allreduce, broadcast_optimizer_state,
+    DistributedOptimizer, DistributedOptions, Groups, ModelState, allreduce, broadcast_optimizer_state,
     broadcast_parameters,
 };
 use phalanx_horovod::{Compression, Horovod, Op, Options};
@@ -365,6 +367,47 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
         assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), twice, "both ranks have the same moments");
         hvd.barrier().unwrap();
     });
+}
+
+#[test]
+fn a_state_refuses_a_checkpoint_with_a_sampler_of_another_order() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let new = |samples| ModelState::new(Mlp::new(&WIDTHS), sgd(), ElasticSampler::new(samples)).unwrap();
+    checkpoints.save(0, |snapshot| new(100).save_to(snapshot)).unwrap();
+    checkpoints.finish().unwrap();
+    let saved = checkpoints.newest().unwrap().unwrap();
+    let mut other = new(150);
+    let error = other.load_from(&saved).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("`samples` was 100 and is 150"), "{error}");
+    assert_eq!(other.progress, ElasticSampler::new(150));
+    new(100).load_from(&saved).unwrap();
+}
+
+#[test]
+fn a_state_refuses_steps_without_anything_of_an_optimizer_that_needs_some() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let new = |optimizer: ModuleOptimizer| ModelState::new(Mlp::new(&WIDTHS), optimizer, 7_u64).unwrap();
+    for step in [0, 5] {
+        // Whatever took the steps, this one did not, and has nothing.
+        let mut plain = new(SgdConfig::new().init());
+        plain.progress = step;
+        checkpoints.save(step, |snapshot| plain.save_to(snapshot)).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let mut other = new(AdamWConfig::new().init());
+        let before = floats(other.model());
+        let loaded = other.load_from(&saved);
+        if step == 0 {
+            loaded.unwrap();
+        } else {
+            let error = loaded.unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(".momentum.moment_1`"), "{error}");
+            assert_eq!((other.progress, floats(other.model())), (7, before));
+        }
+        plain.load_from(&saved).unwrap();
+    }
 }
 
 #[test]

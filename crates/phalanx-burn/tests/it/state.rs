@@ -363,6 +363,38 @@ fn a_job_goes_on_in_the_middle_of_an_epoch_with_the_next_learning_rate() {
 }
 
 #[test]
+fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
+    let (folder, group) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+    let new = |sampler: ElasticSampler| {
+        TrainState::new(Mixed::new(6), SgdConfig::new().init(), sampler).unwrap().with_scheduler(rates())
+    };
+    let mut training = new(ElasticSampler::new(100));
+    scheduled(&mut training, &group);
+    training.checkpoint(&checkpoints).unwrap();
+    checkpoints.finish().unwrap();
+    for (sampler, said) in [
+        (ElasticSampler::new(150), "`samples` was 100 and is 150"),
+        (ElasticSampler::new(100).tail(Tail::Repeat), "`tail` was Split and is Repeat"),
+    ] {
+        let mut other = new(sampler.clone());
+        let before = floats(other.model.model());
+        let error = other.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        assert_eq!((other.steps(), &other.progress, floats(other.model.model())), (0, &sampler, before));
+    }
+    // One that is saved in the place of the first is what the next run must have.
+    assert!(training.resume(&checkpoints).unwrap());
+    training.progress = training.progress.with_samples(150);
+    scheduled(&mut training, &group);
+    training.checkpoint(&checkpoints).unwrap();
+    checkpoints.finish().unwrap();
+    let mut larger = new(ElasticSampler::new(150));
+    assert!(larger.resume(&checkpoints).unwrap());
+    assert_eq!((larger.steps(), &larger.progress), (2, &training.progress));
+}
+
+#[test]
 fn learning_rates_are_part_of_commits_and_another_scheduler_is_refused() {
     let group = ProcessGroup::alone().unwrap();
     let new = |rates: ModuleLrScheduler| {

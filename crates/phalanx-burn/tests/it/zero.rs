@@ -155,6 +155,35 @@ fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
 }
 
 #[test]
+fn steps_without_a_state_are_refused_by_an_optimizer_that_needs_some() {
+    let start = Mlp::new(&WIDTHS);
+    for step in [0, 5] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            // Whatever took the steps, this one did not, and has nothing.
+            let plain = ZeroRedundancyOptimizer::new(SgdConfig::new().init(), &mut ddp).unwrap();
+            checkpoints.save_sharded(step, |snapshot| plain.save(&ddp, snapshot, "optimizer")).unwrap();
+            checkpoints.finish().unwrap();
+        });
+        // There are eight parameters: a rank that owns none refuses with the others.
+        run(9, |group| {
+            let saved = Checkpoints::open(folder.path(), &group).unwrap().newest().unwrap().unwrap();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let mut adamw = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+            let loaded = adamw.load(&ddp, &saved, "optimizer");
+            if step == 0 {
+                loaded.unwrap();
+            } else {
+                let error = loaded.unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains(".momentum.moment_1`"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
 fn a_sharded_adamw_takes_the_same_steps_to_the_last_bit() {
     check(AdamWConfig::new().init());
 }

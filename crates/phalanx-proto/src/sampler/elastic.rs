@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::random_permutation;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -126,6 +127,43 @@ impl ElasticSampler {
         let mut other = Self { samples, order: None, ..self.clone() };
         other.set_epoch(self.epoch);
         other
+    }
+
+    /// Checks that `saved`, which is to replace this sampler, distributes the same samples in the same order. The epoch and the progress
+    /// in it may be others. A `TrainState` whose `progress` is a sampler calls it when it is loaded from a checkpoint; for a sampler within
+    /// a type of its own a program calls it.
+    ///
+    /// ```
+    /// # use phalanx::sampler::ElasticSampler;
+    /// let saved = ElasticSampler::new(100); // read from a checkpoint
+    /// ElasticSampler::new(100).check_resumes(&saved)?;
+    /// let error = ElasticSampler::new(150).check_resumes(&saved).unwrap_err();
+    /// assert!(error.is_mismatch());
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the number of samples, the seed, `shuffle` or the tail differs ([`is_mismatch`](Error::is_mismatch)); the error names each with
+    /// both values.
+    pub fn check_resumes(&self, saved: &Self) -> Result<()> {
+        let options = |it: &Self| {
+            [
+                ("samples", it.samples.to_string()),
+                ("shuffle", it.shuffle.to_string()),
+                ("seed", it.seed.to_string()),
+                ("tail", format!("{:?}", it.tail)),
+            ]
+        };
+        let pairs = options(saved).into_iter().zip(options(self)).filter(|(saved, here)| saved != here);
+        let differences =
+            pairs.map(|((name, saved), (_, here))| format!("`{name}` was {saved} and is {here}"));
+        let differences = differences.collect::<Vec<_>>().join(", ");
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(Error::mismatch(format!("the saved sampler has another order of samples: {differences}")).with_remedy(
+            "make the sampler as it was when it was saved; to go on with another one, put it in its place after loading",
+        ))
     }
 
     /// The epoch.
@@ -330,6 +368,25 @@ mod tests {
         sampler.next_epoch();
         sampler.put_back(&[Rank::MAIN]);
         assert_eq!((sampler.consumed(), step(&mut sampler, 1, 1)), (0, Some(vec![vec![0]])));
+    }
+
+    #[test]
+    fn a_saved_sampler_of_another_order_is_refused_by_what_differs() {
+        let own = || ElasticSampler::new(100).seed(3);
+        let mut saved = own();
+        saved.set_epoch(4);
+        step(&mut saved, 2, 3);
+        own().check_resumes(&saved).unwrap();
+        for (other, said) in [
+            (own().with_samples(150), "`samples` was 100 and is 150"),
+            (own().shuffle(false), "`shuffle` was true and is false"),
+            (own().seed(5), "`seed` was 3 and is 5"),
+            (own().tail(Tail::Repeat), "`tail` was Split and is Repeat"),
+            (own().seed(5).tail(Tail::Drop), "`seed` was 3 and is 5, `tail` was Split and is Drop"),
+        ] {
+            let error = other.check_resumes(&saved).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        }
     }
 
     #[test]

@@ -135,7 +135,8 @@ impl<M: Module> Fsdp<M> {
     /// [saved](Self::save) under `name`.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model: then nothing has changed.
+    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed. A checkpoint after a step
+    /// above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
     pub fn load(&mut self, optimizer: &mut ModuleOptimizer, saved: &Saved, name: &str) -> Result<()> {
         let Index { tensors, scalars, paths: _, units, frozen } = saved.value(name)?;
         model::compare(&self.entries()?, &units)?;
@@ -154,11 +155,16 @@ impl<M: Module> Fsdp<M> {
             let row = read(saved, &format!("{name}.{shard}"), unit.dtype, (unit.elements, unit.own(rank)))?;
             rows.insert(*number, row);
         }
-        let state = match saved.part_names().any(|part| part == state_of(name)) {
-            true => self.state(saved, name)?,
-            false => self.state_of_units(saved, name, StateIndex { tensors, scalars })?,
+        let is_of_each = saved.part_names().any(|part| part == state_of(name));
+        let index = if is_of_each { saved.value(&state_of(name))? } else { StateIndex { tensors, scalars } };
+        // What has a state may be frozen here.
+        let has_state = !index.tensors.is_empty() || !index.scalars.is_empty();
+        let begun = Begun::after(saved.step()).unless(has_state);
+        let state = match is_of_each {
+            true => self.state(saved, name, index)?,
+            false => self.state_of_units(saved, name, index)?,
         };
-        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index(), Begun::Unknown)?;
+        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index(), begun)?;
         *optimizer = state.load(optimizer, self.ddp.parameters())?;
         let places = self.pieces();
         let mut pieces = Vec::new();
@@ -185,8 +191,12 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// The state of an optimizer, of which every parameter has its own.
-    fn state(&self, saved: &Saved, name: &str) -> Result<OptimizerState> {
-        let StateIndex { tensors, scalars } = saved.value(&state_of(name))?;
+    fn state(
+        &self,
+        saved: &Saved,
+        name: &str,
+        StateIndex { tensors, scalars }: StateIndex,
+    ) -> Result<OptimizerState> {
         let rank = self.exchanges.rank();
         let mut trained_scalars = Vec::new();
         for (key, scalar) in scalars {

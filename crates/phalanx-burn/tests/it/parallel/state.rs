@@ -264,6 +264,36 @@ fn another_model_s_state_is_refused_and_changes_nothing() {
     });
 }
 
+#[test]
+fn steps_without_an_optimizer_s_state_are_refused_by_one_that_needs_some() {
+    for step in [0, 5] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = Training::new(&group, (1, 2, 1));
+            // Whatever took the steps, this one did not, and has nothing.
+            training.optimizer = SgdConfig::new().init();
+            let Training { ddp, optimizer, state, .. } = &training;
+            checkpoints
+                .save_sharded(step, |snapshot| state.save(ddp, optimizer, snapshot, "training"))
+                .unwrap();
+            checkpoints.finish().unwrap();
+            let saved = checkpoints.newest().unwrap().unwrap();
+            let mut other = Training::new(&group, (1, 2, 1));
+            let before = floats(other.ddp.model());
+            let loaded = other.state.load(&mut other.ddp, &mut other.optimizer, &saved, "training");
+            if step == 0 {
+                loaded.unwrap();
+            } else {
+                let error = loaded.unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains(".momentum.moment_1`"), "{error}");
+                assert_eq!(floats(other.ddp.model()), before);
+            }
+            other.state.load(&mut other.ddp, &mut SgdConfig::new().init(), &saved, "training").unwrap();
+        });
+    }
+}
+
 /// A parameter that two stages have, and one that each has for itself.
 #[derive(Module, Debug)]
 struct Tied {

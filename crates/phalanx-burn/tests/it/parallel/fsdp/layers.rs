@@ -387,6 +387,36 @@ fn the_norm_has_the_same_bits_on_every_replica() {
 }
 
 #[test]
+fn steps_without_an_optimizer_s_state_are_refused_by_one_that_needs_some() {
+    for step in [0, 5] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let new = || {
+                let sharding = ShardingGroup::new(&group).unwrap();
+                Fsdp::new(Layers::new(&[8, 7, 1], &sharding).unwrap(), &sharding).unwrap()
+            };
+            // Whatever took the steps, this one did not, and has nothing.
+            let (first, mut sgd) = (new(), SgdConfig::new().init());
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            checkpoints.save_sharded(step, |snapshot| first.save(&sgd, snapshot, "model")).unwrap();
+            checkpoints.finish().unwrap();
+            let saved = checkpoints.newest().unwrap().unwrap();
+            let mut other = new();
+            let before = floats(&other.model().whole());
+            let loaded = other.load(&mut AdamWConfig::new().init(), &saved, "model");
+            if step == 0 {
+                loaded.unwrap();
+            } else {
+                let error = loaded.unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains(".momentum.moment_1`"), "{error}");
+                assert_eq!(floats(&other.model().whole()), before);
+            }
+            other.load(&mut sgd, &saved, "model").unwrap();
+        });
+    }
+}
+
+#[test]
 fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
     const WIDTHS: [usize; 4] = [8, 7, 1, 1];
     let optimizer = || AdamWConfig::new().init();

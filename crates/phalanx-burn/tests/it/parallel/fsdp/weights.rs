@@ -217,7 +217,7 @@ fn a_state_that_is_loaded_drops_gradients_that_were_added_up() {
         let sharding = ShardingGroup::new(&group).unwrap();
         let (mut fsdp, mut optimizer) = (model(&sharding), Plan::adam().optimizer);
         let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
-        checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.save_sharded(0, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
         checkpoints.finish().unwrap();
         let saved = checkpoints.newest().unwrap().unwrap();
         let mut step = |adds_up: bool| {
