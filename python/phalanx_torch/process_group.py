@@ -1118,6 +1118,9 @@ def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int
     # Arrays of NumPy and tensors are sizes, too, and have no truth value.
     splits = [] if splits is None else [int(split) for split in splits]
     if not splits:
+        rows = tensor.size(0) if tensor.dim() else 1
+        if tensor.numel() and rows % size:
+            raise ValueError(f"all_to_all_single: {size} ranks cannot have equal parts of the {rows} rows of the {what}: give split sizes")
         return []
     if len(splits) != size:
         raise ValueError(f"all_to_all_single: {len(splits)} {what} split sizes for {size} ranks")

@@ -1,7 +1,7 @@
 //! The collectives of a group, on tensors and lists of tensors.
 
 use phalanx::{Buffer, DType, Element, Rank, ReduceOp, Result, with_element};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -284,12 +284,12 @@ impl Group {
         sent: Vec<usize>,
         how: How,
     ) -> PyResult<Option<Work>> {
-        let scale = |memory: &Memory, tensor: &Bound<'_, PyAny>| -> PyResult<usize> {
-            Ok(memory.len().checked_div(tensor.call_method0("numel")?.extract()?).unwrap_or(1))
-        };
-        let scales = (output.clone(), input.clone());
         let (mut output, input) = pair(output, input, Meaning::Bytes)?;
+        let each = input.seen().each;
         if received.is_empty() && sent.is_empty() {
+            // Some types are several elements of collectives, which alone might be divisible.
+            self.has_equal_parts("all_to_all: the output", output.len() / each)?;
+            self.has_equal_parts("all_to_all: the input", input.len() / each)?;
             return self.collective(py, how, move |group| {
                 with_element!(input.dtype(), T => {
                     let input = Sent::<T>::beside(&input, &output);
@@ -298,9 +298,12 @@ impl Group {
             });
         }
         // Types that collectives do not know are so many bytes.
-        let (out_scale, in_scale) = (scale(&output, &scales.0)?, scale(&input, &scales.1)?);
-        let received: Vec<usize> = received.into_iter().map(|count| count * out_scale).collect();
-        let sent: Vec<usize> = sent.into_iter().map(|count| count * in_scale).collect();
+        let in_elements = |counts: Vec<usize>| -> PyResult<Vec<usize>> {
+            let counts: Option<Vec<usize>> =
+                counts.into_iter().map(|count| count.checked_mul(each)).collect();
+            counts.ok_or_else(|| PyValueError::new_err("all_to_all: a part is longer than memory can be"))
+        };
+        let (received, sent) = (in_elements(received)?, in_elements(sent)?);
         self.collective(py, how, move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output);
@@ -413,12 +416,14 @@ fn each(tensors: &[Bound<'_, PyAny>], meaning: Meaning, written: bool) -> PyResu
 }
 
 fn one_type<'a>(memories: impl IntoIterator<Item = &'a Memory>) -> PyResult<DType> {
-    let mut dtypes = memories.into_iter().map(Memory::dtype);
-    let Some(first) = dtypes.next() else { return Ok(DType::U8) };
-    match dtypes.find(|dtype| *dtype != first) {
-        None => Ok(first),
+    let mut types = memories.into_iter().map(Memory::seen);
+    let Some(first) = types.next() else { return Ok(DType::U8) };
+    // By name: to collectives, int16 and float8 are bytes, as uint8 is.
+    match types.find(|seen| seen.name != first.name) {
+        None => Ok(first.dtype),
         Some(other) => Err(PyTypeError::new_err(format!(
-            "all tensors of one call must have the same type; these are {first} and {other}"
+            "all tensors of one call must have the same type; these are {} and {}",
+            first.name, other.name
         ))),
     }
 }

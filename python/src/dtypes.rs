@@ -1,7 +1,5 @@
 //! How the types of PyTorch's and NumPy's elements are seen by collectives.
 
-use std::fmt::Display;
-
 use phalanx::DType;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -28,6 +26,17 @@ enum Known {
     Complex(DType),
     /// So many bytes, which only move.
     Opaque(usize),
+}
+
+/// How collectives see the elements of a tensor or an array.
+#[derive(Clone, Copy)]
+pub struct Seen {
+    /// PyTorch's name of their type, also of NumPy's: two types that are bytes to collectives are not the same.
+    pub name: &'static str,
+    /// What collectives see.
+    pub dtype: DType,
+    /// How many of that an element is.
+    pub each: usize,
 }
 
 const NAMES: &[(&str, Known)] = &[
@@ -70,24 +79,24 @@ fn table(py: Python<'_>) -> PyResult<&Bound<'_, PyDict>> {
     Ok(table.bind(py))
 }
 
-/// The type that collectives see, and how many of it an element is.
-pub fn of_torch(dtype: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<(DType, usize)> {
+/// How elements of this `torch.dtype` are seen.
+pub fn of_torch(dtype: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<Seen> {
     let place: Option<usize> =
         table(dtype.py())?.get_item(dtype)?.map(|place| place.extract()).transpose()?;
     match place.and_then(|place| NAMES.get(place)) {
-        Some((_, known)) => known.as_seen(dtype, meaning),
+        Some((name, known)) => known.as_seen(name, meaning),
         None => Err(PyTypeError::new_err(format!("Invalid scalar type: {dtype} cannot be exchanged"))),
     }
 }
 
 /// As [`of_torch`], of an array's `typestr`, such as `<f4`, and the name of its type.
-pub fn of_numpy(typestr: &str, name: &str, meaning: Meaning) -> PyResult<(DType, usize)> {
+pub fn of_numpy(typestr: &str, name: &str, meaning: Meaning) -> PyResult<Seen> {
     // A letter for the order of bytes, one for the kind, and the length: elements of one byte have no order.
     let parse = || {
         let (kind, bytes) = typestr.get(1..)?.split_at_checked(1)?;
         // Of the package ml_dtypes, for which NumPy's interface has no letter.
         if typestr == "<V2" && name == "bfloat16" {
-            return Some(Known::Same(DType::BF16));
+            return Some(("bfloat16", Known::Same(DType::BF16)));
         }
         let bytes: usize = bytes.parse().ok()?;
         let order = if bytes == 1 { '|' } else { '<' };
@@ -100,39 +109,45 @@ pub fn of_numpy(typestr: &str, name: &str, meaning: Meaning) -> PyResult<(DType,
              machine's byte order"
         ))
     });
-    known?.as_seen(&name, meaning)
+    let (name, known) = known?;
+    known.as_seen(name, meaning)
 }
 
 /// As [`of_numpy`], in this machine's byte order, by the letter of the kind and the length; None if it would be an error.
-pub fn of_usual_numpy(kind: u8, bytes: usize, meaning: Meaning) -> Option<(DType, usize)> {
-    Known::in_numpy(kind, bytes)?.as_seen(&"", meaning).ok()
+pub fn of_usual_numpy(kind: u8, bytes: usize, meaning: Meaning) -> Option<Seen> {
+    let (name, known) = Known::in_numpy(kind, bytes)?;
+    known.as_seen(name, meaning).ok()
 }
 
 impl Known {
     /// NumPy's type with the letter `kind`, with so many bytes an element, in this machine's byte order.
-    fn in_numpy(kind: u8, bytes: usize) -> Option<Self> {
+    fn in_numpy(kind: u8, bytes: usize) -> Option<(&'static str, Self)> {
         Some(match (kind, bytes) {
-            (b'f', 2) => Self::Same(DType::F16),
-            (b'f', 4) => Self::Same(DType::F32),
-            (b'f', 8) => Self::Same(DType::F64),
-            (b'i', 1) => Self::Same(DType::I8),
-            (b'i', 4) => Self::Same(DType::I32),
-            (b'i', 8) => Self::Same(DType::I64),
-            (b'u', 1) => Self::Same(DType::U8),
-            (b'b', 1) => Self::Same(DType::Bool),
-            (b'c', 8) => Self::Complex(DType::F32),
-            (b'c', 16) => Self::Complex(DType::F64),
-            (b'i', 2) | (b'u', 2 | 4 | 8) => Self::Opaque(bytes),
+            (b'f', 2) => ("float16", Self::Same(DType::F16)),
+            (b'f', 4) => ("float32", Self::Same(DType::F32)),
+            (b'f', 8) => ("float64", Self::Same(DType::F64)),
+            (b'i', 1) => ("int8", Self::Same(DType::I8)),
+            (b'i', 2) => ("int16", Self::Opaque(2)),
+            (b'i', 4) => ("int32", Self::Same(DType::I32)),
+            (b'i', 8) => ("int64", Self::Same(DType::I64)),
+            (b'u', 1) => ("uint8", Self::Same(DType::U8)),
+            (b'u', 2) => ("uint16", Self::Opaque(2)),
+            (b'u', 4) => ("uint32", Self::Opaque(4)),
+            (b'u', 8) => ("uint64", Self::Opaque(8)),
+            (b'b', 1) => ("bool", Self::Same(DType::Bool)),
+            (b'c', 8) => ("complex64", Self::Complex(DType::F32)),
+            (b'c', 16) => ("complex128", Self::Complex(DType::F64)),
             _ => return None,
         })
     }
 
-    /// What collectives see of it, and how many of those an element is. `name` is the type's.
-    fn as_seen(self, name: &impl Display, meaning: Meaning) -> PyResult<(DType, usize)> {
+    /// How its elements are seen. `name` is the type's.
+    fn as_seen(self, name: &'static str, meaning: Meaning) -> PyResult<Seen> {
+        let seen = |dtype, each| Ok(Seen { name, dtype, each });
         match (self, meaning) {
-            (Self::Same(dtype), _) => Ok((dtype, 1)),
-            (Self::Complex(dtype), Meaning::Bytes | Meaning::Sums) => Ok((dtype, 2)),
-            (Self::Opaque(bytes), Meaning::Bytes) => Ok((DType::U8, bytes)),
+            (Self::Same(dtype), _) => seen(dtype, 1),
+            (Self::Complex(dtype), Meaning::Bytes | Meaning::Sums) => seen(dtype, 2),
+            (Self::Opaque(bytes), Meaning::Bytes) => seen(DType::U8, bytes),
             (Self::Complex(_), Meaning::Numbers) => {
                 Err(PyValueError::new_err(format!("{name} can be summed and averaged, and nothing else")))
             }

@@ -181,6 +181,17 @@ impl Group {
         )))
     }
 
+    /// An error if the ranks cannot have equal parts of so many elements.
+    pub fn has_equal_parts(&self, what: &str, elements: usize) -> PyResult<()> {
+        if elements.is_multiple_of(self.0.world.count()) {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!(
+            "{what}: {} ranks cannot have equal parts of {elements} elements",
+            self.0.world
+        )))
+    }
+
     pub fn is_rank(&self, rank: u32) -> bool {
         self.0.rank.get() == rank
     }

@@ -18,13 +18,13 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyTuple, PyType};
 
-use crate::dtypes::{self, Meaning};
+use crate::dtypes::{self, Meaning, Seen};
 
 /// The contiguous elements of one tensor or array, which their owner keeps: the tensor's storage, or the array.
 pub struct Memory {
     pointer: *mut u8,
     bytes: usize,
-    dtype: DType,
+    seen: Seen,
     is_writable: bool,
     _owner: Py<PyAny>,
 }
@@ -95,7 +95,7 @@ impl Memory {
     /// The memory of a tensor on a CPU, which must be contiguous. A `meaning` of `Bytes` takes every type of elements.
     pub fn of_tensor(tensor: &Bound<'_, PyAny>, meaning: Meaning) -> PyResult<Self> {
         let py = tensor.py();
-        let (dtype, per_element) = dtypes::of_torch(&tensor.getattr(intern!(py, "dtype"))?, meaning)?;
+        let seen = dtypes::of_torch(&tensor.getattr(intern!(py, "dtype"))?, meaning)?;
         if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
             let device = tensor.getattr(intern!(py, "device"))?;
             return Err(PyTypeError::new_err(format!(
@@ -107,7 +107,7 @@ impl Memory {
         }
         // `conj()` and `imag` may only leave a mark: the elements are then others than those in memory. Only complex numbers,
         // which are two elements, can be conjugated.
-        let is_conj = per_element > 1 && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
+        let is_conj = seen.each > 1 && tensor.call_method0(intern!(py, "is_conj"))?.is_truthy()?;
         if is_conj || tensor.call_method0(intern!(py, "is_neg"))?.is_truthy()? {
             return Err(PyValueError::new_err(
                 "this tensor is conjugated or negated only when it is read: resolve_conj().resolve_neg() makes one whose memory \
@@ -120,15 +120,15 @@ impl Memory {
         // Sizes and strides are the tensor's, and the memory is the storage's, which may have been made smaller since.
         let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let length: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let elements = elements.checked_mul(per_element);
-        if !elements.is_some_and(|elements| is_within(pointer, elements, dtype, (start, length))) {
+        let elements = elements.checked_mul(seen.each);
+        if !elements.is_some_and(|elements| is_within(pointer, elements, seen.dtype, (start, length))) {
             return Err(PyValueError::new_err(format!(
                 "this tensor has {} elements, and its storage of {length} bytes does not hold them: has the storage been \
                  resized (`untyped_storage().resize_`)? Make the tensor anew",
                 elements.map_or("too many".to_owned(), |elements| elements.to_string())
             )));
         }
-        Self::new(pointer, elements, dtype, true, &storage)
+        Self::new(pointer, elements, seen, true, &storage)
     }
 
     /// The memory of an array that has NumPy's array interface, which must be contiguous, and writable if it is written.
@@ -157,18 +157,18 @@ impl Memory {
             Some(dtype) => dtype.str()?.to_string(),
             None => typestr.clone(),
         };
-        let (dtype, per_element) = dtypes::of_numpy(&typestr, &name, meaning)?;
+        let seen = dtypes::of_numpy(&typestr, &name, meaning)?;
         // None, of NumPy's arrays and of most others, means that the elements are one after the other.
         if let Some(strides) = interface.get_item("strides")?.filter(|strides| !strides.is_none()) {
             let strides: Vec<isize> = strides.cast::<PyTuple>()?.extract()?;
-            if !is_contiguous(&shape, &strides, dtype.size() * per_element) {
+            if !is_contiguous(&shape, &strides, seen.dtype.size() * seen.each) {
                 return Err(PyValueError::new_err(
                     "this array is not contiguous: numpy.ascontiguousarray copies it",
                 ));
             }
         }
-        let elements = shape.iter().try_fold(per_element, |product, length| product.checked_mul(*length));
-        Self::new(pointer, elements, dtype, !read_only, (array, interface).into_pyobject(py)?.as_any())
+        let elements = shape.iter().try_fold(seen.each, |product, length| product.checked_mul(*length));
+        Self::new(pointer, elements, seen, !read_only, (array, interface).into_pyobject(py)?.as_any())
     }
 
     /// The memory of a `numpy.ndarray` with nothing unusual about it. Its description is a structure of C, which
@@ -196,19 +196,20 @@ impl Memory {
             elements = elements.checked_mul(usize::try_from(length).ok()?)?;
         }
         let bytes = usize::try_from(described.item_size).ok()?;
-        let (dtype, per_element) = dtypes::of_usual_numpy(described.kind as u8, bytes, meaning)?;
+        let seen = dtypes::of_usual_numpy(described.kind as u8, bytes, meaning)?;
         let is_writable = described.flags & ArrayInterface::WRITEABLE != 0;
-        Self::new(described.data as usize, elements.checked_mul(per_element), dtype, is_writable, array).ok()
+        Self::new(described.data as usize, elements.checked_mul(seen.each), seen, is_writable, array).ok()
     }
 
     /// `pointer` must be the address of that many elements, whatever Python's code has done.
     fn new(
         pointer: usize,
         elements: Option<usize>,
-        dtype: DType,
+        seen: Seen,
         is_writable: bool,
         owner: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
+        let dtype = seen.dtype;
         let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size()));
         let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes = bytes.ok_or_else(|| PyValueError::new_err("this is longer than memory can be"))?;
@@ -217,17 +218,22 @@ impl Memory {
         }
         // An empty tensor may have no memory at all; a slice of nothing must still be aligned.
         let pointer = if bytes == 0 { std::ptr::without_provenance_mut(64) } else { pointer as *mut u8 };
-        Ok(Self { pointer, bytes, dtype, is_writable, _owner: owner.clone().unbind() })
+        Ok(Self { pointer, bytes, seen, is_writable, _owner: owner.clone().unbind() })
     }
 
     /// The type of its elements, as collectives see them.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.seen.dtype
+    }
+
+    /// PyTorch's name of their type, and how many elements of collectives one of them is.
+    pub fn seen(&self) -> Seen {
+        self.seen
     }
 
     /// The number of its elements.
     pub fn len(&self) -> usize {
-        self.bytes / self.dtype.size()
+        self.bytes / self.seen.dtype.size()
     }
 
     /// May it be written? Only arrays may be read-only.
@@ -240,7 +246,7 @@ impl Memory {
     /// # Panics
     /// If `T` is not their type: a mistake of this package.
     pub fn as_slice<T: Element>(&self) -> &[T] {
-        assert_eq!(T::DTYPE, self.dtype);
+        assert_eq!(T::DTYPE, self.seen.dtype);
         // SAFETY: `new` has checked alignment and length, and the owner keeps the memory. Every `Element` takes any
         // bytes as a value. Nothing writes meanwhile if the program keeps PyTorch's rule, that a tensor is left alone
         // until the operation on it is done; a program that breaks it reads garbage, as with every backend. Within this
@@ -253,7 +259,7 @@ impl Memory {
     /// # Panics
     /// As [`as_slice`](Self::as_slice), and if it is read-only.
     pub fn as_mut_slice<T: Element>(&mut self) -> &mut [T] {
-        assert_eq!(T::DTYPE, self.dtype);
+        assert_eq!(T::DTYPE, self.seen.dtype);
         assert!(self.is_writable);
         // SAFETY: as in `as_slice`, and it is writable.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.cast(), self.len()) }

@@ -39,6 +39,13 @@ def rank_of_arrays(rank, world, port):
         output = numpy.zeros(world)
         group.all_to_all(output, numpy.arange(world) + 10.0 * rank)
         assert output.tolist() == [10.0 * r + rank for r in range(world)]
+        # Their bytes could be shared, and the elements not.
+        for dtype in ("i2", "c8", "f4"):
+            odd = numpy.zeros(world + 1, dtype=dtype)
+            with pytest.raises(ValueError, match="equal parts"):
+                group.all_to_all(odd, odd.copy())
+        with pytest.raises(TypeError, match="must have the same type"):
+            group.all_gather(numpy.zeros(world, dtype="i2"), numpy.zeros(2, dtype="u1"))
         if rank == 0:
             group.send(numpy.arange(3), 1, tag=2)
         elif rank == 1:

@@ -262,6 +262,17 @@ def exchanges(rank, world):
     assert output.tolist() == [10.0 * r + rank for r in range(world)]
     with pytest.raises(ValueError, match="add up to"):
         dist.all_to_all_single(torch.empty(4), torch.empty(4), [1] * world, [4] + [0] * (world - 1))
+    # An int16 is two bytes: they could be shared, and the element not.
+    for shape, dtype in (((world + 1,), torch.int16), ((world + 1,), torch.complex64), ((world + 1, world), torch.float32)):
+        with pytest.raises(ValueError, match=f"{world} ranks cannot have equal parts of the {world + 1} rows"):
+            dist.all_to_all_single(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    # To collectives these are bytes, and as many on both sides.
+    for output, given in (
+        (torch.zeros(4 * world, dtype=torch.int16), torch.zeros(8, dtype=torch.uint8)),
+        (torch.zeros(4 * world, dtype=torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint8)),
+    ):
+        with pytest.raises(TypeError, match="must have the same type"):
+            dist.all_gather_into_tensor(output, given)
 
 
 def kinds(rank, world):

@@ -108,7 +108,7 @@ impl Options {
     /// | `HOROVOD_CACHE_CAPACITY` | [`cache_capacity`](Self::cache_capacity) | names |
     /// | `HOROVOD_STALL_CHECK_TIME_SECONDS` | [`stall_check_time`](Self::stall_check_time) | seconds |
     /// | `HOROVOD_STALL_CHECK_DISABLE` | no [`stall_check_time`](Self::stall_check_time) | 1 or 0 |
-    /// | `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` | [`stall_shutdown_time`](Self::stall_shutdown_time) | seconds; 0: none |
+    /// | `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` | [`stall_shutdown_time`](Self::stall_shutdown_time) | seconds; 0: the time-out of the group |
     /// | `HOROVOD_AUTOTUNE` | [`autotune`](Self::autotune) | 1 or 0 |
     /// | `HOROVOD_TIMELINE` | [`timeline`](Self::timeline) | a path; `DYNAMIC`: none yet |
     ///
