@@ -7,21 +7,25 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, bf16, f16};
 use phalanx::{Error, Result, adapter};
 
+use crate::parallel::refuse_parts;
 use crate::tensor_bytes::{self, TensorBytes};
 
 /// Scales `gradients` of `model` so that their norm, taken over all elements of all of them as one vector, is at most
 /// `max_norm`; gives the 2-norm from before, summed in f64. This is `torch.nn.utils.clip_grad_norm_`.
 ///
 /// `gradients` must be those of the whole model, as in one process. [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm)
-/// also knows gradients that are sharded among the ranks. Burn's own `GradientClipping` clips each parameter by itself,
+/// also knows gradients that are sharded among the ranks, and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) a model of
+/// which each rank has a part. Burn's own `GradientClipping` clips each parameter by itself,
 /// which changes the direction of the step.
 ///
 /// If an element is infinite or not a number, so is the norm; the gradients are then left alone.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or a gradient is no float.
+/// If `max_norm` is not a positive number, or a gradient is no float; if layers of the model are [divided](crate::parallel::tensor) among
+/// ranks.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
+    refuse_parts(model)?;
     let squares = squares_of(model, gradients)?;
     Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
 }

@@ -30,6 +30,7 @@ use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
+use crate::parallel::refuse_parts;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -251,11 +252,20 @@ impl<M: Module> Ddp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
+    /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, which
+    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
     /// exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
+        // The replicas have the same parts, and the same error.
+        refuse_parts(self.model()).map_err(|error| match self.sharded {
+            true => error.with_remedy(
+                "clip with phalanx_burn::parallel::clip_grad_norm, and without a ZeroRedundancyOptimizer: it leaves each rank the averages of \
+                 some parameters only",
+            ),
+            false => error,
+        })?;
         // The others wait for this rank's numbers, or for its next gradients.
         let own =
             clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;

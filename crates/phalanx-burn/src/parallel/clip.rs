@@ -1,10 +1,13 @@
 //! Gradient clipping for a model of which each rank has a part.
 
-use burn::module::{Module, ParamId};
-use burn::optim::GradientsParams;
-use phalanx::{Caller, ProcessGroup, ReduceOp, Result, adapter};
+use std::collections::HashMap;
 
-use super::division::divided;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use phalanx::{Caller, Error, ProcessGroup, ReduceOp, Result, adapter};
+
+use super::division::{Span, divided};
 use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
 use crate::clip;
@@ -44,4 +47,48 @@ pub fn clip_grad_norm<M: Module>(
         group.in_call(Caller::PipelineTrain).all_reduce(std::slice::from_mut(&mut sum), ReduceOp::Sum)?;
     }
     Ok(clip::scale(model, gradients, max_norm, std::iter::once(sum)))
+}
+
+/// An error if this rank has only a part of a parameter of `model` that is trained: each rank would take its part's norm for the whole one,
+/// and scale what all of them have by a factor of its own.
+pub(crate) fn refuse_parts<M: Module>(model: &M) -> Result<()> {
+    let spans = divided(model);
+    if spans.is_empty() {
+        return Ok(());
+    }
+    let mut parts = Parts { spans, path: Vec::new(), found: None };
+    model.visit(&mut parts);
+    parts.found.map_or(Ok(()), |name| {
+        Err(Error::invalid_argument(format!(
+            "this rank has a part of `{name}`, which is divided among tensor-parallel ranks: the norm of its gradients is not the model's"
+        ))
+        .with_remedy("clip with phalanx_burn::parallel::clip_grad_norm, which knows what is divided"))
+    })
+}
+
+/// Finds a parameter of which others have a part.
+struct Parts {
+    spans: HashMap<ParamId, Span>,
+    path: Vec<String>,
+    found: Option<String>,
+}
+
+impl ModuleVisitor for Parts {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // Of a group of one rank, the part is the whole.
+        if let Some(span) = self.spans.get(&param.id)
+            && param.is_require_grad()
+            && param.shape().as_slice().get(span.dim) != Some(&span.total)
+        {
+            self.found.get_or_insert_with(|| self.path.join("."));
+        }
+    }
 }

@@ -26,6 +26,11 @@ impl OwnNumbers {
             .map(|drawn| drawn.iter::<i64>().fold(0, |next, part| next << 16 | part as u64));
         Self { device: device.clone(), next }
     }
+
+    /// The number that was drawn, of which a pass's seed is made: what a pass draws then follows the program's seed.
+    pub fn drawn(&self) -> u64 {
+        self.next.unwrap_or_default()
+    }
 }
 
 impl Drop for OwnNumbers {

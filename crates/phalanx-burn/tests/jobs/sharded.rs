@@ -1,26 +1,30 @@
 //! Sharded parameters in processes of their own: what memory they need, what overlaps, and random numbers, which a process has once.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
-use burn::optim::{AdamWConfig, GradientsParams, SgdConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Distribution, Tensor};
+use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::common::{device, floats};
+use crate::common::{Waves, device, floats, plain};
 use crate::workers::start;
 
-/// What a worker does: `whole`, `sharded`, `trace`, `replicas`, `random`.
+/// What a worker does: `whole`, `sharded`, `trace`, `replicas`, `random`, `resumed`.
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 /// The options: with `resharding`, and units `ahead`.
 const RESHARDING: &str = "PHALANX_TEST_RESHARDING";
 const AHEAD: &str = "PHALANX_TEST_AHEAD";
 /// Bytes that a worker may have beyond what it has when it starts.
 const CAP: &str = "PHALANX_TEST_CAP";
+/// Where checkpoints are.
+const FOLDER: &str = "PHALANX_TEST_FOLDER";
 
 pub const TESTS: &[(&str, fn())] = &[
     ("a_model_that_does_not_fit_one_rank_trains_on_four", a_model_that_does_not_fit_one_rank_trains_on_four),
@@ -33,6 +37,10 @@ pub const TESTS: &[(&str, fn())] = &[
     (
         "ranks_drop_differently_and_the_program_draws_alike_on_all",
         ranks_drop_differently_and_the_program_draws_alike_on_all,
+    ),
+    (
+        "units_of_a_run_that_goes_on_drop_what_they_would_have_dropped",
+        units_of_a_run_that_goes_on_drop_what_they_would_have_dropped,
     ),
 ];
 
@@ -49,6 +57,7 @@ pub fn play() {
             slow(ShardingGroup::hybrid(shard, replicate)).unwrap();
         }
         "random" => random(&group).unwrap(),
+        "resumed" => resumed(&group).unwrap(),
         other => panic!("no scenario {other}"),
     }
 }
@@ -355,6 +364,74 @@ fn ranks_drop_differently_and_the_program_draws_alike_on_all() {
     let (_server, mut ranks) = start("sharded", 2, &[(SCENARIO, "random"), ("PHALANX_TRANSPORT", "tcp")]);
     for rank in &mut ranks {
         let (finished, text) = rank.outcome("random numbers");
+        assert!(finished, "{text}");
+    }
+}
+
+type Noises = Fsdp<Vec<FullySharded<Noisy>>>;
+
+fn noises(units: &[FullySharded<Noisy>], x: Tensor<2>) -> Tensor<2> {
+    units.iter().fold(x, |x, unit| unit.forward(x, |unit, x| unit.dropout.forward(unit.layer.forward(x))))
+}
+
+/// The weights of a run of six steps are those of one that ends after three, with the device seeded before each step.
+fn resumed(group: &ProcessGroup) -> Result<()> {
+    let rank = u64::from(group.rank().get());
+    let begin = || -> Result<(Noises, ModuleOptimizer)> {
+        let sharding = ShardingGroup::new(group)?;
+        let unit = || FullySharded::new(noisy().map(&mut Waves::default()), &sharding);
+        Ok((Fsdp::new(vec![unit()?, unit()?], &sharding)?, AdamWConfig::new().init()))
+    };
+    let train =
+        |fsdp: &mut Noises, optimizer: &mut ModuleOptimizer, seed: u64, steps: Range<u64>| -> Result<()> {
+            for step in steps {
+                device().seed(1000 * seed + 10 * step + rank);
+                let x = Tensor::<2>::ones([1, 64], &device());
+                let loss = fsdp.forward(|units| noises(units, x).powi_scalar(2).mean())?;
+                let gradients = fsdp.backward(&loss)?;
+                fsdp.step(optimizer, 1e-2, gradients)?;
+            }
+            Ok(())
+        };
+    let weights = |fsdp: &Noises| -> Result<Vec<Vec<f32>>> {
+        let mut all = Vec::new();
+        for unit in fsdp.model() {
+            all.extend(floats(&unit.gather()?));
+        }
+        Ok(all)
+    };
+    let whole = |seed: u64| -> Result<Vec<Vec<f32>>> {
+        let (mut fsdp, mut optimizer) = begin()?;
+        train(&mut fsdp, &mut optimizer, seed, 0..6)?;
+        weights(&fsdp)
+    };
+    let expected = whole(5)?;
+    assert_eq!(whole(5)?, expected, "the same seed, and other weights");
+    assert_ne!(whole(6)?, expected, "the program's seed has no effect on what units drop");
+
+    let checkpoints = Checkpoints::open(std::env::var(FOLDER).unwrap(), group)?;
+    let (mut fsdp, mut optimizer) = begin()?;
+    train(&mut fsdp, &mut optimizer, 5, 0..3)?;
+    checkpoints.save_sharded(3, |snapshot| fsdp.save(&optimizer, snapshot, "model"))?;
+    checkpoints.finish()?;
+    drop(fsdp);
+    let (mut fsdp, mut optimizer) = begin()?;
+    fsdp.load(&mut optimizer, &checkpoints.newest()?.unwrap(), "model")?;
+    // An evaluation, which the run of six steps has not made.
+    let evaluated = fsdp.evaluate(|units| noises(units, Tensor::ones([1, 64], &plain())))?;
+    assert!(evaluated.into_data().iter::<f32>().all(|x| x != 0.0), "an evaluation drops something");
+    train(&mut fsdp, &mut optimizer, 5, 3..6)?;
+    assert_eq!(weights(&fsdp)?, expected, "what goes on drops something else");
+    Ok(())
+}
+
+fn units_of_a_run_that_goes_on_drop_what_they_would_have_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = (FOLDER, folder.path().to_str().unwrap());
+    let (_server, mut ranks) =
+        start("sharded", 2, &[(SCENARIO, "resumed"), ("PHALANX_TRANSPORT", "tcp"), folder]);
+    for rank in &mut ranks {
+        let (finished, text) = rank.outcome("a run that goes on");
         assert!(finished, "{text}");
     }
 }

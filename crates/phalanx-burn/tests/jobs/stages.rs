@@ -1,27 +1,31 @@
 //! A rank that has a part of a model dies or freezes: all others name it, and none hangs.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
-use burn::optim::SgdConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Distribution, Tensor};
+use phalanx::checkpoint::Checkpoints;
 use phalanx::pipeline::Schedule;
 use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_burn::Ddp;
-use phalanx_burn::parallel::StageLink;
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
 use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
+use phalanx_burn::parallel::{ShardedState, StageLink, StateNames};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::common::device;
+use crate::common::{Waves, device, floats};
 use crate::workers::start;
 
 /// How a worker divides its model, and what happens to rank [`VICTIM`].
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
 const FAULT: &str = "PHALANX_TEST_FAULT";
+/// Where checkpoints are.
+const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const RANKS: u32 = 3;
 const VICTIM: u32 = 1;
 /// The step, and the micro-batch of it, in which it happens.
@@ -53,6 +57,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || check("sharded", "stop", "tcp", SILENCE_LIMIT)),
     ("a_trace_shows_the_bubbles", a_trace_shows_the_bubbles),
     ("dropout_drops_the_same_when_it_is_repeated", dropout_drops_the_same_when_it_is_repeated),
+    (
+        "stages_of_a_run_that_goes_on_drop_what_they_would_have_dropped",
+        stages_of_a_run_that_goes_on_drop_what_they_would_have_dropped,
+    ),
 ];
 
 /// What this program does as a worker.
@@ -66,6 +74,7 @@ pub fn play() {
         "sharded" => sharded(&group, false),
         "sharded backward" => sharded(&group, true),
         "trace" => slow_pipeline(&group),
+        "resumed" => resumed_pipeline(&group),
         other => panic!("no scenario {other}"),
     };
     let Err(error) = outcome else { return };
@@ -296,17 +305,85 @@ impl Stage<2> for Noisy {
     }
 }
 
+/// A layer of 64 by 64.
+fn noisy(is_last: bool) -> Noisy {
+    Noisy {
+        layer: LinearConfig::new(64, 64).with_bias(false).init(&device()),
+        dropout: DropoutConfig::new(0.5).init(),
+        is_last,
+    }
+}
+
+type Training = (Pipeline<2>, Ddp<Vec<Noisy>>, ModuleOptimizer);
+
+/// The weights of a run of six steps are those of one that ends after three, with the device seeded before each step.
+fn resumed_pipeline(group: &ProcessGroup) -> Result<()> {
+    let rank = u64::from(group.rank().get());
+    let begin = || -> Result<Training> {
+        let pipeline = Pipeline::new(group, Schedule::GPipe, 4)?.with_recomputation(3);
+        let stage = |stage: usize| noisy(stage + 1 == pipeline.stages()).map(&mut Waves::default());
+        let stages: Vec<Noisy> = pipeline.own_stages().map(stage).collect();
+        let ddp = Ddp::new(stages, &ProcessGroup::alone()?)?;
+        Ok((pipeline, ddp, AdamWConfig::new().init()))
+    };
+    let train = |(pipeline, ddp, optimizer): &mut Training, seed: u64, steps: Range<u64>| -> Result<()> {
+        let batch = vec![Tensor::<2>::ones([1, 64], &device()); 4];
+        for step in steps {
+            device().seed(1000 * seed + 10 * step + rank);
+            let done = pipeline.train(ddp, &batch)?;
+            ddp.step(optimizer, 1e-2, done.gradients)?;
+        }
+        Ok(())
+    };
+    let state = |(pipeline, ddp, _): &Training| -> Result<ShardedState> {
+        let names = StateNames::new(|path| {
+            let (stage, path) = pipeline.stage_path(path).unwrap();
+            format!("{stage}.{path}")
+        });
+        ShardedState::new(ddp, group, None, &names)
+    };
+    let whole = |seed: u64| -> Result<Vec<Vec<f32>>> {
+        let mut training = begin()?;
+        train(&mut training, seed, 0..6)?;
+        Ok(floats(training.1.model()))
+    };
+    let expected = whole(5)?;
+    assert_eq!(whole(5)?, expected, "the same seed, and other weights");
+    assert_ne!(whole(6)?, expected, "the program's seed has no effect on what stages drop");
+
+    let checkpoints = Checkpoints::open(std::env::var(FOLDER).unwrap(), group)?;
+    let mut training = begin()?;
+    train(&mut training, 5, 0..3)?;
+    let saved = state(&training)?;
+    checkpoints.save_sharded(3, |snapshot| saved.save(&training.1, &training.2, snapshot, "model"))?;
+    checkpoints.finish()?;
+    drop(training);
+    let mut training = begin()?;
+    let loaded = state(&training)?;
+    let (_, ddp, optimizer) = &mut training;
+    loaded.load(ddp, optimizer, &checkpoints.newest()?.unwrap(), "model")?;
+    train(&mut training, 5, 3..6)?;
+    assert_eq!(floats(training.1.model()), expected, "what goes on drops something else");
+    Ok(())
+}
+
+fn stages_of_a_run_that_goes_on_drop_what_they_would_have_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = (FOLDER, folder.path().to_str().unwrap());
+    let (_server, mut ranks) =
+        start("stages", 2, &[(SCENARIO, "resumed"), ("PHALANX_TRANSPORT", "tcp"), folder]);
+    for rank in &mut ranks {
+        let (finished, text) = rank.outcome("a run that goes on");
+        assert!(finished, "{text}");
+    }
+}
+
 /// Here, because no other test of this program draws from the same random numbers meanwhile.
 fn dropout_drops_the_same_when_it_is_repeated() {
     let alone = ProcessGroup::alone().unwrap();
     let schedule = Schedule::Interleaved { stages_per_rank: 2 };
     let mut pipeline = Pipeline::new(&alone, schedule, 4).unwrap().with_recomputation(3);
-    let noisy = |stage: usize| Noisy {
-        layer: LinearConfig::new(64, 64).with_bias(false).init(&device()),
-        dropout: DropoutConfig::new(0.5).init(),
-        is_last: stage == 1,
-    };
-    let mut ddp = Ddp::new(vec![noisy(0), noisy(1)], &alone).unwrap();
+    let mut ddp = Ddp::new(vec![noisy(false), noisy(true)], &alone).unwrap();
     let batch = vec![Tensor::<2>::ones([1, 64], &device()); 4];
     let step = pipeline.train(&mut ddp, &batch).unwrap();
     // The loss is the mean of x W' D W'', with D what is left of the first stage: the gradient of W'' says which elements were left,

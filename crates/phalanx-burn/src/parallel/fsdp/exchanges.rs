@@ -334,10 +334,11 @@ impl Exchanges {
         Place { pass, position }
     }
 
-    /// A seed for what a unit draws at `place`: another one on every rank.
-    pub fn seed(&self, place: &Place) -> u64 {
+    /// A seed for what a unit draws at `place`: another one on every rank, also if the program has `drawn` the same number on all. A number of
+    /// passes would begin anew in a process that goes on from a checkpoint.
+    pub fn seed(&self, place: &Place, drawn: u64) -> u64 {
         let rank = self.replicas.rank().index() * self.ranks() + self.rank();
-        mixed([self.options.seed, place.pass.number, place.position as u64, rank as u64])
+        mixed([self.options.seed, drawn, place.position as u64, rank as u64])
     }
 
     /// The units that the forward pass is expected to use after `place`.

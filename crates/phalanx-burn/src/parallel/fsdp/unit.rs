@@ -220,9 +220,9 @@ impl<M: Module + 'static> FullySharded<M> {
             return exchanges.traced(Track::Forward, layout, || pass(&module, inputs));
         }
         let constants = inputs.clone().map_floats(&mut Constants);
-        let seed = exchanges.seed(&place);
         let module = whole(Role::Constant);
         let own_numbers = OwnNumbers::of(&device);
+        let seed = exchanges.seed(&place, own_numbers.drawn());
         device.seed(seed);
         let output = exchanges.traced(Track::Forward, layout, || pass(&module, constants.clone()));
         drop((own_numbers, module));

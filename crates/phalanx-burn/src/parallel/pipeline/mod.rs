@@ -179,10 +179,11 @@ impl<const D: usize> Pipeline<D> {
     /// Keeps only the inputs of stages between a forward pass and its backward pass, and computes the rest again: a third more
     /// work, for memory of one micro-batch's activations in place of all that the schedule holds.
     ///
-    /// Before a forward pass, and again before it is repeated, the device is seeded with a number made of `seed`, the step, the stage
-    /// and the micro-batch, so that dropout drops the same; after the step it goes on with the program's own random numbers, as if one had
-    /// been drawn. They belong to the process: another thread must not draw during a step. Running statistics, as those of batch norm, see
-    /// each micro-batch twice.
+    /// Before a forward pass, and again before it is repeated, the device is seeded with a number made of `seed`, the stage, the
+    /// micro-batch, and a number that is drawn from the program's own at the start of the step, so that dropout drops the same. So it follows
+    /// the program's seed: seed the device before each step, and a run that goes on from a checkpoint drops what it would have dropped. After
+    /// the step the device goes on with the program's own random numbers, as if one had been drawn. They belong to the process: another
+    /// thread must not draw during a step. Running statistics, as those of batch norm, see each micro-batch twice.
     #[doc(alias("checkpoint", "activation_checkpointing"))]
     #[must_use]
     pub fn with_recomputation(mut self, seed: u64) -> Self {

@@ -32,6 +32,8 @@ pub(super) struct Run<'a, S: Stage<D>, const D: usize> {
     outbox: Outbox,
     /// What forward passes have left for their backward passes, by stage and micro-batch.
     held: HashMap<(usize, usize), Held>,
+    /// What passes are seeded with, if they are repeated.
+    seed: Option<u64>,
     loss: f64,
     busy: Duration,
 }
@@ -62,8 +64,8 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         };
         let (inbox, outbox) = (Inbox::new(&group, &plan, D, |_| true), Outbox::new(&group));
         let (trace, held) = (group.trace(), HashMap::new());
-        let (loss, busy) = (0.0, Duration::ZERO);
-        Ok(Self { pipeline, ddp, batches, plan, group, trace, device, inbox, outbox, held, loss, busy })
+        let (seed, loss, busy) = (None, 0.0, Duration::ZERO);
+        Ok(Self { pipeline, ddp, batches, plan, group, trace, device, inbox, outbox, held, seed, loss, busy })
     }
 
     pub fn train(mut self) -> Result<PipelineStep> {
@@ -72,7 +74,9 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         }
         let start = Instant::now();
         // Once for a step: ranks may run different numbers of passes, and the program draws alike on all of them.
-        let own_numbers = self.pipeline.recomputation.map(|_| OwnNumbers::of(&self.device));
+        let own_numbers = self.pipeline.recomputation.map(|seed| (seed, OwnNumbers::of(&self.device)));
+        // Not of the number of steps, which begins anew in a process that goes on from a checkpoint.
+        self.seed = own_numbers.as_ref().map(|(seed, own)| mixed([*seed, own.drawn()]));
         let actions = self.plan.actions(self.group.rank().index()).to_vec();
         let mut gradients = None;
         for (index, action) in actions.iter().enumerate() {
@@ -155,8 +159,8 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
     /// The forward pass of a stage, also if it is repeated: from where backward runs, and what the next stage takes.
     fn pass(&mut self, action: Action, data: Option<TensorData>) -> Result<(Root, Option<Tensor<D>>)> {
         let Action { stage, microbatch, .. } = action;
-        if let Some(seed) = self.pipeline.recomputation {
-            self.device.seed(mixed([seed, self.pipeline.steps, stage as u64, microbatch as u64]));
+        if let Some(seed) = self.seed {
+            self.device.seed(mixed([seed, stage as u64, microbatch as u64]));
         }
         let input = data.map(|data| self.input(stage, microbatch, data));
         let (place, batch) = (stage / self.plan.ranks(), &self.batches[microbatch]);

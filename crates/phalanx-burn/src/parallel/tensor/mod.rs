@@ -38,8 +38,8 @@
 //! so stay equal; they must begin equal ([`TensorGroup::replicate`]). Several replicas of such a model are a
 //! [`Ddp`](crate::Ddp) over the group that the mesh has for data: ranks with the same part of the model.
 //!
-//! [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) takes the norm of this rank's part, which would scale ranks differently:
-//! clip with [`parallel::clip_grad_norm`](super::clip_grad_norm).
+//! Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm). [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) would take the norm of
+//! this rank's part, and scale ranks differently: it refuses divided layers.
 
 mod encoder;
 mod group;

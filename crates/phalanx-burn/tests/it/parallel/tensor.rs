@@ -9,13 +9,14 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::gelu;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
-use phalanx::Error;
+use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
-use phalanx_burn::parallel;
+use phalanx::{Error, ProcessGroup};
 use phalanx_burn::parallel::tensor::{
     Activations, ColumnParallelLinear, ParallelAttention, ParallelEncoder, ParallelFeedForward,
     RowParallelLinear, TensorGroup, VocabParallelEmbedding,
 };
+use phalanx_burn::{Ddp, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
 use crate::common::{device, distance, floats, run};
@@ -234,6 +235,48 @@ fn the_norm_of_divided_gradients_is_the_whole_one() {
     });
     assert_eq!(norms[0].to_bits(), norms[1].to_bits());
     assert!((norms[0] / expected - 1.0).abs() < 1e-5, "{} {expected}", norms[0]);
+}
+
+/// On every rank, of replicas too, and nothing is scaled.
+#[test]
+fn the_norm_of_a_part_is_refused() {
+    let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+    run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
+        let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+        let model = vec![ColumnParallelLinear::new(layer(), &tensor).unwrap()];
+        let mut ddp = Ddp::new(model, mesh.group("data").unwrap()).unwrap();
+        let loss = ddp.forward(|model| weighed(model[0].forward(input()))).unwrap();
+        let mut gradients = ddp.backward(&loss).unwrap();
+        let id = ddp.model()[0].weight.id;
+        let before = values(gradients.get::<2>(id).unwrap());
+        for error in [
+            ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err(),
+            phalanx_burn::clip_grad_norm(ddp.model(), &mut gradients, 1e-3).unwrap_err(),
+        ] {
+            assert!(error.is_invalid_argument() && error.to_string().contains("`0.weight`"), "{error}");
+            assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
+        }
+        assert_eq!(values(gradients.get::<2>(id).unwrap()), before);
+        // The group goes on.
+        let (tensor, model) = (Some(&tensor), ddp.model());
+        parallel::clip_grad_norm(model, &mut gradients, 1e-3, tensor, None, &[]).unwrap();
+        assert_ne!(values(gradients.get::<2>(id).unwrap()), before);
+    });
+    // The part of a group of one is the whole, and what is frozen has no gradient.
+    let alone = ProcessGroup::alone().unwrap();
+    let model = ColumnParallelLinear::new(layer(), &TensorGroup::new(&alone)).unwrap();
+    let mut ddp = Ddp::new(model, &alone).unwrap();
+    let loss = ddp.forward(|model| weighed(model.forward(input()))).unwrap();
+    let mut gradients = ddp.backward(&loss).unwrap();
+    ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
+    run(2, |group| {
+        let base = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group)).unwrap().no_grad();
+        let mut ddp = Ddp::new((base, layer()), &ProcessGroup::alone().unwrap()).unwrap();
+        let loss = ddp.forward(|(_, layer)| weighed(layer.forward(input()))).unwrap();
+        let mut gradients = ddp.backward(&loss).unwrap();
+        ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
+    });
 }
 
 /// A layer of one's own, which is not divided.
