@@ -32,7 +32,13 @@ pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
 
 impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
     pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
-        let (pass, position, (rank, world)) = inner.progress.lock().begin(StreamPosition::next_epoch);
+        let (pass, position, (rank, world)) = {
+            let mut progress = inner.progress.lock();
+            let begun = progress.begin(StreamPosition::next_epoch);
+            // Whatever group is set later, it is this rank's shards that are read.
+            progress.position.note(begun.2);
+            begun
+        };
         let (epoch, workers) = (position.epoch(), inner.settings.num_workers.max(1));
         let (seed, count) = (inner.settings.seed, position.shards());
         let shards_of = move |id: usize| {

@@ -113,7 +113,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
     }
 
     /// How far the loop of this rank has come in its shards. Other ranks' shards are where they were when the pass began: what is
-    /// saved is [all ranks' together](StreamPosition::merged).
+    /// saved is [all ranks' together](StreamPosition::merged). The position notes whose it is, and [`resume`](Self::resume) refuses it on
+    /// another rank.
     ///
     /// ```
     /// use phalanx_data::StreamPosition;
@@ -135,17 +136,21 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     pub fn position(&self) -> StreamPosition {
-        self.inner.progress.lock().position.clone()
+        let progress = self.inner.progress.lock();
+        let mut position = progress.position.clone();
+        position.note(progress.shard);
+        position
     }
 
-    /// Goes on at `position`, all ranks' together, with the next [`iter`](Self::iter). Rank and world are this loader's.
+    /// Goes on at `position`, all ranks' together, with the next [`iter`](Self::iter). Rank and world are this loader's. A rank's own
+    /// position is enough for the same rank of as many, and that of a world of one for all.
     ///
     /// # Errors
-    /// If the position was saved with another number of shards.
+    /// If the position was saved with another number of shards, or is another rank's own.
     pub fn resume(&self, position: &StreamPosition) -> Result<()> {
         let mut progress = self.inner.progress.lock();
-        position.fits(&progress.position)?;
-        (progress.position, progress.begun) = (position.clone(), false);
+        let wanted = position.for_loader(&progress.position, progress.shard)?;
+        (progress.position, progress.begun) = (wanted, false);
         progress.passes += 1;
         Ok(())
     }
@@ -159,11 +164,15 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
     /// From the next [`iter`](Self::iter) on, the part of this rank of `group`.
     ///
     /// # Errors
-    /// If there are fewer shards than ranks.
+    /// If there are fewer shards than ranks, or the next `iter` would go on at a position that is another rank's own.
     pub fn set_group(&self, group: &ProcessGroup) -> Result<()> {
         let mut progress = self.inner.progress.lock();
-        builder::enough(progress.position.shards(), group.world_size())?;
-        progress.shard = (group.rank(), group.world_size());
+        let shard = (group.rank(), group.world_size());
+        builder::enough(progress.position.shards(), shard.1)?;
+        if !progress.begun {
+            progress.position.suffices(shard)?;
+        }
+        progress.shard = shard;
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! How far a loop has come in a stream.
 
-use phalanx::{Error, Result};
+use phalanx::{Error, Rank, Result, WorldSize};
 use serde::{Deserialize, Serialize};
 
 /// How far a loop has come in a stream: for each shard, how many items of it were in batches that the loop has got.
@@ -9,22 +9,24 @@ pub struct StreamPosition {
     epoch: u64,
     /// By shard.
     read: Vec<u64>,
+    /// Whose it is, a rank of so many: other ranks' shards are where they were when the pass began. None if it is all ranks'.
+    part: Option<(u32, u32)>,
 }
 
 impl StreamPosition {
     pub(super) fn start(shards: usize) -> Self {
-        Self { epoch: 0, read: vec![0; shards] }
+        Self { epoch: 0, read: vec![0; shards], part: None }
     }
 
     /// The position of all ranks together, of each rank's: as `group.all_gather_object` gives them.
     ///
     /// # Errors
-    /// If they are not of the same pass over the same shards.
+    /// If they are not of the same pass over the same shards, or a rank's is missing or comes twice.
     pub fn merged(ranks: &[Self]) -> Result<Self> {
         let Some((first, others)) = ranks.split_first() else {
             return Err(Error::invalid_argument("no position was given: one for each rank is needed"));
         };
-        others.iter().try_fold(first.clone(), |mut all, one| {
+        let all = others.iter().try_fold(first.clone(), |mut all, one| {
             if (all.epoch, all.read.len()) != (one.epoch, one.read.len()) {
                 return Err(Error::mismatch(format!(
                     "a rank is in epoch {} of {} shards, another in epoch {} of {}",
@@ -39,7 +41,18 @@ impl StreamPosition {
             }
             all.read.iter_mut().zip(&one.read).for_each(|(all, one)| *all = (*all).max(*one));
             Ok(all)
-        })
+        })?;
+        let mut parts: Vec<Option<(u32, u32)>> = ranks.iter().map(|one| one.part).collect();
+        parts.sort_unstable();
+        let world = first.part.map_or(0, |(_, world)| world);
+        if parts.iter().copied().eq((0..world).map(|rank| Some((rank, world)))) {
+            return Ok(Self { part: None, ..all });
+        }
+        Err(Error::invalid_argument(format!(
+            "`StreamPosition::merged` needs the position of each rank once, and got those of {}",
+            list(&parts)
+        ))
+        .with_remedy("give it `&group.all_gather_object(&loader.position())?`, of the loader's group"))
     }
 
     /// The epoch.
@@ -69,17 +82,51 @@ impl StreamPosition {
     pub(super) fn next_epoch(&mut self) {
         self.epoch = self.epoch.wrapping_add(1);
         self.read.fill(0);
+        self.part = None;
     }
 
-    /// Checks that it is one of as many shards.
-    pub(super) fn fits(&self, own: &Self) -> Result<()> {
-        let (saved, own) = (self.read.len(), own.read.len());
-        if saved == own {
-            return Ok(());
-        }
-        Err(Error::invalid_argument(format!(
-            "the position was saved with {saved} shards, the loader has {own}"
-        ))
-        .with_remedy(format!("build the loader with `.shards({saved})`")))
+    /// Notes that it is this rank's from here on, unless it is noted already whose it is.
+    pub(super) fn note(&mut self, (rank, world): (Rank, WorldSize)) {
+        self.part.get_or_insert((rank.get(), world.get()));
     }
+
+    /// This position for a loader of this rank that is at `own`, if it is one of as many shards and not another rank's.
+    pub(super) fn for_loader(&self, own: &Self, shard: (Rank, WorldSize)) -> Result<Self> {
+        let (saved, own) = (self.read.len(), own.read.len());
+        if saved != own {
+            return Err(Error::invalid_argument(format!(
+                "the position was saved with {saved} shards, the loader has {own}"
+            ))
+            .with_remedy(format!("build the loader with `.shards({saved})`")));
+        }
+        self.suffices(shard)?;
+        // Alone, a rank had all shards.
+        Ok(Self { part: self.part.filter(|(_, world)| *world > 1), ..self.clone() })
+    }
+
+    /// Checks that it says how far the shards of this rank have been read.
+    pub(super) fn suffices(&self, (rank, world): (Rank, WorldSize)) -> Result<()> {
+        match self.part {
+            Some((of, among)) if among > 1 && (of, among) != (rank.get(), world.get()) => {
+                Err(Error::invalid_argument(format!(
+                    "the position is that of rank {of} of {among} alone, without the shards of the others; \
+                     the loader is rank {rank} of {world}"
+                ))
+                .with_remedy("save `StreamPosition::merged(&group.all_gather_object(&loader.position())?)?`"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Positions that an error shows.
+const SHOWN: usize = 8;
+
+fn list(parts: &[Option<(u32, u32)>]) -> String {
+    let shown = parts.iter().take(SHOWN).map(|part| match part {
+        Some((rank, world)) => format!("rank {rank} of {world}"),
+        None => "all ranks together".to_owned(),
+    });
+    let more = if parts.len() > SHOWN { ", .." } else { "" };
+    format!("{}{more}", shown.collect::<Vec<_>>().join(", "))
 }

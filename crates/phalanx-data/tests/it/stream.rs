@@ -3,11 +3,11 @@
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
-use phalanx::{Error, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_data::{IterableDataset, Shard, StreamLoader, StreamPosition, worker_info};
 use proptest::prelude::*;
 
-use crate::support::{ThreadCount, shards};
+use crate::support::{ThreadCount, shards, world};
 
 type Stream<T> = Box<dyn Iterator<Item = Result<T>>>;
 
@@ -197,4 +197,44 @@ fn positions_of_different_passes_do_not_go_together() {
     assert!(StreamPosition::merged(&[]).is_err());
     let error = loader(3).resume(&one.position()).unwrap_err();
     assert!(error.to_string().contains("`.shards(2)`"), "{error}");
+}
+
+#[test]
+fn a_rank_s_own_position_is_not_that_of_all() {
+    let loader = |(rank, world): (Rank, WorldSize)| {
+        let loader = StreamLoader::builder(Numbers(40)).shards(4).shard(rank, world);
+        loader.batch_size(3).build().unwrap()
+    };
+    let own = shards(2).map(|shard| {
+        let loader = loader(shard);
+        loader.iter().take(2).for_each(|batch| drop(batch.unwrap()));
+        loader.position()
+    });
+    let own: Vec<StreamPosition> = own.collect();
+    for other in [(Rank::new(1), world(2)), (Rank::MAIN, world(3)), (Rank::MAIN, world(1))] {
+        let error = loader(other).resume(&own[0]).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("merged"), "{error}");
+    }
+    for (shard, position) in shards(2).zip(&own) {
+        let same = loader(shard);
+        same.resume(position).unwrap();
+        let error = same.set_group(&ProcessGroup::alone().unwrap()).unwrap_err();
+        assert!(error.to_string().contains("merged"), "{error}");
+        assert_eq!(same.position(), *position);
+        assert_eq!(same.iter().flat_map(Result::unwrap).count(), 20 - 6);
+    }
+
+    let all = StreamPosition::merged(&own).unwrap();
+    let twice = [own[0].clone(), own[0].clone()];
+    for some in [&own[..1], &twice[..], std::slice::from_ref(&all)] {
+        let error = StreamPosition::merged(some).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("merged"), "{error}");
+    }
+    let alone = loader((Rank::MAIN, world(1)));
+    alone.resume(&all).unwrap();
+    assert_eq!(alone.iter().flat_map(Result::unwrap).count(), 40 - 12);
+    for shard in shards(3) {
+        // Alone, a rank has all shards.
+        loader(shard).resume(&alone.position()).unwrap();
+    }
 }
