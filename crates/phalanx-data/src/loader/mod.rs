@@ -105,9 +105,14 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 
     /// The next [`iter`](Self::iter) is the pass `epoch`, from its beginning. Only needed to leave the order of counting.
+    ///
+    /// Between [`resume`](Self::resume) and the next `iter`, the epoch of the position keeps the position: a loop that sets
+    /// each epoch goes on where it was cut off.
     pub fn set_epoch(&self, epoch: u64) {
         let mut progress = self.inner.progress.lock();
-        progress.position.set_epoch(epoch);
+        if progress.begun || progress.position.epoch() != epoch {
+            progress.position.set_epoch(epoch);
+        }
         progress.begun = false;
         progress.passes += 1;
     }

@@ -163,6 +163,39 @@ fn a_position_at_the_end_of_a_pass_is_before_the_next() {
 }
 
 #[test]
+fn a_loop_that_sets_each_epoch_goes_on_where_it_was_cut_off() {
+    let loader = || DataLoader::builder(numbers(20)).batch_size(2).shuffle(true).seed(3).build().unwrap();
+    let expected = passes(&loader(), 2);
+    let first = loader();
+    let seen: Vec<Vec<usize>> = first.iter().take(4).map(Result::unwrap).collect();
+    assert_eq!(seen, expected[0][..4]);
+    let resumed = || {
+        let resumed = loader();
+        resumed.resume(&first.position()).unwrap();
+        resumed
+    };
+
+    let second = resumed();
+    second.set_epoch(0);
+    second.set_epoch(0);
+    assert_eq!(passes(&second, 1)[0], expected[0][4..]);
+    // The pass is over, and comes again from its beginning. So does one that was broken off.
+    second.set_epoch(0);
+    assert_eq!(second.iter().next().unwrap().unwrap(), expected[0][0]);
+    second.set_epoch(0);
+    assert_eq!(passes(&second, 1)[0], expected[0]);
+
+    let other = resumed();
+    other.set_epoch(1);
+    assert_eq!((other.position().epoch(), other.position().consumed()), (1, 0));
+    assert_eq!(passes(&other, 1)[0], expected[1]);
+    let back = resumed();
+    back.set_epoch(1);
+    back.set_epoch(0);
+    assert_eq!(passes(&back, 1)[0], expected[0], "another epoch gives up the position");
+}
+
+#[test]
 fn an_older_iterator_does_not_move_the_position() {
     let loader = DataLoader::builder(numbers(10)).build().unwrap();
     let (mut older, mut newer) = (loader.iter(), loader.iter());
