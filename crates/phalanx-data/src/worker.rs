@@ -21,7 +21,12 @@ pub struct WorkerInfo {
     /// A seed of (the loader's seed, epoch, rank, worker): no two workers of a job draw alike.
     pub seed: u64,
     /// A seed of (the loader's seed, epoch, index of the item): the same whoever loads the item. What draws from it augments
-    /// each item alike with any number of workers and ranks, and after a resume. In a stream, of the shard in place of the item.
+    /// each item alike with any number of workers and ranks, and after a resume.
+    ///
+    /// - In a stream: of the shard and the number of the item in it. While the shard is opened, the [shard's](crate::Shard::seed).
+    /// - In the function of `collate_each` that adds an item: the item's.
+    /// - In the function of `collate`, and in the one that begins a batch of `collate_each`: of all items of the batch.
+    /// - In a `worker_init`: 0.
     pub item_seed: u64,
     /// The loader's, of which the others are made.
     pub(crate) loader_seed: u64,
@@ -42,11 +47,24 @@ impl WorkerInfo {
     pub(crate) fn at(self, seed: u64, index: usize) -> Self {
         Self { loader_seed: seed, item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }
     }
+
+    /// As it reads the item at `place` of a shard with this `seed`.
+    pub(crate) fn in_shard(self, seed: u64, place: u64) -> Self {
+        Self { item_seed: mix(&[PLACE, seed, place]), ..self }
+    }
+
+    /// As it makes a batch of items with these seeds.
+    pub(crate) fn of_batch(self, items: &[u64]) -> Self {
+        let numbers = [&[BATCH, self.loader_seed, self.epoch][..], items].concat();
+        Self { item_seed: mix(&numbers), ..self }
+    }
 }
 
 /// What tells seeds of different purposes apart.
 const WORKER: u64 = 1;
 const ITEM: u64 = 2;
+const PLACE: u64 = 3;
+const BATCH: u64 = 4;
 
 /// One number of several, by splitmix64's finalizer (Steele, Lea and Flood, 2014).
 pub(crate) fn mix(numbers: &[u64]) -> u64 {

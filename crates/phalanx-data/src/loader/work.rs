@@ -7,7 +7,7 @@ use super::collate::Collating;
 use crate::error::{During, guarded};
 use crate::pool::Work;
 use crate::settings::Init;
-use crate::worker::as_worker;
+use crate::worker::{as_worker, worker_info};
 use crate::{Dataset, LoadError, WorkerInfo};
 
 pub(super) struct Loading<D: Dataset, B> {
@@ -35,33 +35,45 @@ impl<D: Dataset, B> Loading<D, B> {
         match &self.collate {
             Collating::All(collate) => {
                 let mut items = Vec::with_capacity(indices.len());
+                let mut seeds = Vec::with_capacity(indices.len());
                 for index in indices {
-                    let Some(item) = self.item(*index, wanted)? else { return Ok(None) };
+                    let Some((item, seeded)) = self.item(*index, wanted)? else { return Ok(None) };
                     items.push(item);
+                    seeds.push(seeded.item_seed);
                 }
                 let all = || During::Collate(indices.to_vec());
-                as_worker(worker, || guarded(worker, all, || collate(items))).map(Some)
+                as_worker(worker.of_batch(&seeds), || guarded(worker, all, || collate(items))).map(Some)
             }
             Collating::Each(each) => {
                 let all = || During::Collate(indices.to_vec());
-                let mut batch = as_worker(worker, || guarded(worker, all, || Ok(each.begin(indices.len()))))?;
+                // No item has been read yet.
+                let seeds: Vec<u64> =
+                    indices.iter().map(|index| worker.at(self.seed, *index).item_seed).collect();
+                let begin = || guarded(worker, all, || Ok(each.begin(indices.len())));
+                let mut batch = as_worker(worker.of_batch(&seeds), begin)?;
                 for index in indices {
-                    let Some(item) = self.item(*index, wanted)? else { return Ok(None) };
+                    let Some((item, seeded)) = self.item(*index, wanted)? else { return Ok(None) };
                     let one = || During::Collate(vec![*index]);
-                    as_worker(worker, || guarded(worker, one, || each.add(&mut batch, item)))?;
+                    as_worker(seeded, || guarded(worker, one, || each.add(&mut batch, item)))?;
                 }
                 Ok(Some(batch))
             }
         }
     }
 
-    /// The item at `index`; none if its batch is not wanted any more.
-    fn item(&self, index: usize, wanted: &dyn Fn() -> bool) -> Result<Option<D::Item>, LoadError> {
+    /// The item at `index`, and the worker with its seed; none if its batch is not wanted any more.
+    fn item(
+        &self,
+        index: usize,
+        wanted: &dyn Fn() -> bool,
+    ) -> Result<Option<(D::Item, WorkerInfo)>, LoadError> {
         if !wanted() {
             return Ok(None);
         }
-        let read = || guarded(self.worker, || During::Item(index), || self.dataset.get(index));
-        as_worker(self.worker.at(self.seed, index), read).map(Some)
+        let worker = self.worker.at(self.seed, index);
+        // The data set may have said that it is another one: `set_item`.
+        let get = || self.dataset.get(index).map(|item| (item, worker_info().unwrap_or(worker)));
+        as_worker(worker, || guarded(self.worker, || During::Item(index), get)).map(Some)
     }
 }
 

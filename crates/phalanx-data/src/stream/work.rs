@@ -6,7 +6,7 @@ use super::{Inner, IterableDataset, Shard};
 use crate::error::{During, guarded};
 use crate::pool::Work;
 use crate::settings::{Collate, Init};
-use crate::worker::as_worker;
+use crate::worker::{as_worker, worker_info};
 use crate::{LoadError, WorkerInfo};
 
 pub(super) struct Reading<D: IterableDataset, B> {
@@ -21,6 +21,8 @@ pub(super) struct Reading<D: IterableDataset, B> {
     open: Option<Open<D::Stream>>,
     /// Of the next batch.
     items: Vec<D::Item>,
+    /// Of these items.
+    seeds: Vec<u64>,
     /// How far the shards of these items have been read.
     read: Vec<(usize, u64)>,
 }
@@ -52,12 +54,13 @@ impl<D: IterableDataset, B> Reading<D, B> {
             shards,
             open: None,
             items: Vec::new(),
+            seeds: Vec::new(),
             read: Vec::new(),
         }
     }
 
-    /// The next item; none at the end of the last shard.
-    fn item(&mut self) -> Result<Option<D::Item>, LoadError> {
+    /// The next item, and its seed; none at the end of the last shard.
+    fn item(&mut self) -> Result<Option<(D::Item, u64)>, LoadError> {
         loop {
             if self.open.is_none() {
                 let Some(shard) = self.shards.pop() else { return Ok(None) };
@@ -68,9 +71,11 @@ impl<D: IterableDataset, B> Reading<D, B> {
             }
             let Some(open) = self.open.as_mut() else { continue };
             let (index, place) = (open.shard.index, open.read);
-            let worker = WorkerInfo { item_seed: open.shard.seed, ..self.worker };
+            let worker = self.worker.in_shard(open.shard.seed, place);
             let during = || During::Stream { shard: index, place };
-            let next = as_worker(worker, || guarded(worker, during, || open.stream.next().transpose()));
+            let seeded = |item| (item, worker_info().unwrap_or(worker).item_seed);
+            let read = || open.stream.next().transpose().map(|item| item.map(seeded));
+            let next = as_worker(worker, || guarded(worker, during, read));
             if next.as_ref().is_err_and(LoadError::is_panic) {
                 // What it would give next, nobody knows.
                 self.open = None;
@@ -107,16 +112,19 @@ impl<D: IterableDataset, B> Reading<D, B> {
                 return None;
             }
             match self.item() {
-                Ok(Some(item)) => self.items.push(item),
+                Ok(Some((item, seed))) => {
+                    self.items.push(item);
+                    self.seeds.push(seed);
+                }
                 Ok(None) if self.items.is_empty() || self.drop_last => return Some(None),
                 Ok(None) => break,
                 // What was read so far is in the next batch.
                 Err(error) => return Some(Some(Err(error))),
             }
         }
-        let items = std::mem::take(&mut self.items);
+        let (items, seeds) = (std::mem::take(&mut self.items), std::mem::take(&mut self.seeds));
         let collate = || guarded(worker, || During::CollateStream, || (self.collate)(items));
-        Some(Some(as_worker(worker, collate)))
+        Some(Some(as_worker(worker.of_batch(&seeds), collate)))
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a loader gives, and in which order.
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::{Error, Rank, Result, WorldSize};
-use phalanx_data::{DataLoader, Dataset, InMemory, LoadError, Sampler, from_fn, worker_info};
+use phalanx_data::{DataLoader, Dataset, InMemory, LoadError, Sampler, from_fn, set_item, worker_info};
 use proptest::prelude::*;
 
 use crate::support::{Function, ThreadCount, numbers, shards, world};
@@ -487,6 +488,72 @@ fn an_item_is_augmented_alike_whoever_loads_it() {
     };
     assert_eq!(noise(1, 0), noise(3, 2));
     assert_eq!(noise(1, 0), noise(2, 1));
+}
+
+#[test]
+fn collate_functions_draw_from_the_seeds_of_their_items() {
+    let seed = || worker_info().unwrap().item_seed;
+    let items = move || numbers(24).map(move |_| Ok(seed()));
+    let builder = move |workers: usize| {
+        DataLoader::builder(items()).shuffle(true).seed(4).batch_size(4).num_workers(workers)
+    };
+    // A batch is its own seed, and for each item those in the data set and in the collate function.
+    type Seeds = (u64, Vec<[u64; 2]>);
+    let all_at_once = |workers| {
+        let collate = move |items: Vec<u64>| {
+            Ok((seed(), items.into_iter().map(|item| [item, item]).collect::<Vec<_>>()))
+        };
+        builder(workers).collate(collate).build().unwrap()
+    };
+    let one_by_one = |workers| {
+        let add = move |batch: &mut Seeds, item: u64| {
+            batch.1.push([item, seed()]);
+            Ok(())
+        };
+        builder(workers).collate_each(move |_| (seed(), Vec::new()), add).build().unwrap()
+    };
+    for each in [false, true] {
+        let loader = |workers| if each { one_by_one(workers) } else { all_at_once(workers) };
+        let first = loader(0);
+        let mut batches = first.iter();
+        let mut all: Vec<Seeds> = batches.by_ref().take(2).map(Result::unwrap).collect();
+        let resumed = loader(2);
+        resumed.resume(&first.position()).unwrap();
+        let rest: Vec<Seeds> = batches.map(Result::unwrap).collect();
+        assert_eq!(rest, resumed.iter().map(Result::unwrap).collect::<Vec<_>>());
+        all.extend(rest);
+        assert_eq!(all, loader(2).iter().map(Result::unwrap).collect::<Vec<_>>());
+
+        let items = || all.iter().flat_map(|(_, items)| items);
+        assert!(items().all(|[in_data_set, in_collate]| in_data_set == in_collate));
+        let different: HashSet<u64> =
+            items().map(|[item, _]| *item).chain(all.iter().map(|(batch, _)| *batch)).collect();
+        assert_eq!(different.len(), 24 + 6);
+        assert!(
+            first.iter().map(Result::unwrap).all(|(batch, _)| !different.contains(&batch)),
+            "another epoch"
+        );
+    }
+}
+
+#[test]
+fn an_item_that_is_another_one_is_collated_with_that_one_s_seed() {
+    let loader = |offset: usize| {
+        let items = Function(8, move |index: usize| {
+            set_item(index + offset);
+            Ok(worker_info().unwrap().item_seed)
+        });
+        let builder = DataLoader::builder(items).batch_size(4);
+        let add = |batch: &mut Vec<[u64; 2]>, item: u64| {
+            batch.push([item, worker_info().unwrap().item_seed]);
+            Ok(())
+        };
+        builder.collate_each(Vec::with_capacity, add).build().unwrap()
+    };
+    for offset in [0, 100] {
+        let items: Vec<[u64; 2]> = loader(offset).iter().flat_map(Result::unwrap).collect();
+        assert!(items.iter().all(|[in_data_set, in_collate]| in_data_set == in_collate), "{items:?}");
+    }
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! Loaders of streams.
 
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
-use phalanx_data::{IterableDataset, Shard, StreamLoader, StreamPosition, worker_info};
+use phalanx_data::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamPosition, worker_info};
 use proptest::prelude::*;
 
 use crate::support::{ThreadCount, shards, world};
@@ -183,7 +184,54 @@ fn no_thread_of_an_endless_stream_outlives_its_iterator() {
     assert_eq!((seeds.len(), count.alive()), (120, 0));
     seeds.sort_unstable();
     seeds.dedup();
-    assert_eq!(seeds.len(), 3, "each shard draws from its own seed");
+    assert_eq!(seeds.len(), 120, "each item draws from its own seed");
+}
+
+/// Gives for each item its seed, and those of its shard: when it was opened, and as the shard says.
+struct Seeds;
+
+impl IterableDataset for Seeds {
+    type Item = [u64; 3];
+    type Stream = Stream<[u64; 3]>;
+
+    fn stream(&self, shard: &Shard) -> Result<Self::Stream> {
+        let (opened, seed) = (worker_info().unwrap().item_seed, shard.seed);
+        let items = (shard.skip..6).map(move |_| Ok([worker_info().unwrap().item_seed, opened, seed]));
+        Ok(Box::new(items))
+    }
+}
+
+#[test]
+fn items_batches_and_shards_of_a_stream_draw_from_seeds_of_their_own() {
+    let loader = |workers: usize| {
+        let loader = StreamLoader::builder(Seeds).shards(4).seed(5).batch_size(3).num_workers(workers);
+        loader.collate(|items| Ok((worker_info().unwrap().item_seed, items))).build().unwrap()
+    };
+    let of = |batches: StreamBatches<Seeds, (u64, Vec<[u64; 3]>)>| {
+        let mut batches: Vec<_> = batches.map(Result::unwrap).collect();
+        batches.sort_unstable();
+        batches
+    };
+    // A shard has two whole batches, so these are the same with any number of workers.
+    let all = of(loader(0).iter());
+    assert_eq!(all, of(loader(2).iter()));
+    let items = || all.iter().flat_map(|(_, items)| items);
+    let shards: BTreeSet<u64> = items().map(|[.., shard]| *shard).collect();
+    assert!(items().all(|[_, opened, shard]| opened == shard));
+    let of_items = items().map(|[item, ..]| *item);
+    let seeds: BTreeSet<u64> =
+        of_items.chain(all.iter().map(|(batch, _)| *batch)).chain(shards.clone()).collect();
+    assert_eq!((shards.len(), seeds.len()), (4, 24 + 8 + 4));
+
+    let first = loader(2);
+    let mut seen: Vec<_> = first.iter().take(3).map(Result::unwrap).collect();
+    let second = loader(2);
+    second.resume(&first.position()).unwrap();
+    seen.extend(second.iter().map(Result::unwrap));
+    seen.sort_unstable();
+    assert_eq!(seen, all);
+    let next_epoch = of(second.iter());
+    assert!(next_epoch.iter().all(|(batch, _)| !seeds.contains(batch)));
 }
 
 #[test]
