@@ -25,7 +25,8 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
-//! With [`DdpStrategy`](crate::train::DdpStrategy) the strategy chooses the samples of each epoch:
+//! With [`DdpStrategy`](crate::train::DdpStrategy) the strategy chooses the samples of each epoch. It refuses a loader
+//! that a `group` or a sampler has divided among ranks already.
 //!
 //! ```
 //! # #[cfg(feature = "train")]
@@ -109,6 +110,8 @@ where
     }
 
     fn num_items(&self) -> usize {
+        #[cfg(feature = "train")]
+        crate::train::loaders::divided_among(self.loader.world_size());
         self.loader.items()
     }
 

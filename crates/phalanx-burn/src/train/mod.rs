@@ -25,6 +25,7 @@
 
 mod average;
 mod exchange;
+pub(crate) mod loaders;
 mod outputs;
 mod samples;
 mod session;
@@ -56,7 +57,8 @@ use crate::DdpOptions;
 /// - **Data.** [`sampled`](Self::sampled) distributes the training set again in each epoch, as a
 ///   [`DistributedSampler`](phalanx::sampler::DistributedSampler) does. A loader of any other data set is divided into
 ///   as many equal ranges as there are ranks, which rotate from epoch to epoch; up to `world_size - 1` samples at the
-///   end are left out. The validation set is divided completely. Batch sizes are per rank.
+///   end are left out. The validation set is divided completely. A loader that is divided already, by a `group` or a
+///   sampler of its own, is refused. Batch sizes are per rank.
 /// - **Model.** Parameters and buffers become rank 0's at the beginning. Gradients are averaged over all ranks, in
 ///   buckets that are sent while backward runs. With `grads_accumulation` the sums are averaged after the last part.
 ///   Before each step all ranks take over rank 0's buffers, unless [`broadcast_buffers`](DdpOptions::broadcast_buffers) says

@@ -127,6 +127,11 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         self.inner.progress.lock().shard = (group.rank(), group.world_size());
     }
 
+    /// Among how many ranks it is divided: the world of its sampler or group.
+    pub fn world_size(&self) -> WorldSize {
+        self.inner.progress.lock().shard.1
+    }
+
     /// The number of batches of a whole pass on this rank. With a [`Sampler`] of one's own, of the current epoch's.
     pub fn len(&self) -> usize {
         let (mut whole, (_, world)) = {

@@ -128,6 +128,33 @@ fn an_item_that_one_rank_s_worker_cannot_load_is_the_error_of_every_rank() {
     }
 }
 
+#[test]
+fn a_loader_that_is_divided_already_is_refused_on_every_rank_before_a_step() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    let builder = || phalanx_data::DataLoader::builder(ours(&order)).batch_size(4);
+    for (purpose, by_sampler) in [("training", false), ("training", true), ("validation", false)] {
+        run(2, |group| {
+            let divided = match by_sampler {
+                true => builder().sampler(DistributedSampler::for_group(TRAIN, &group)),
+                false => builder().group(&group),
+            };
+            let divided = BurnLoader::new(&divided.build().unwrap(), Rows, &device()).shared();
+            let (noting, seen) = Noting::new(TRAIN);
+            let whole = DataLoaderBuilder::new(Rows).batch_size(4).build(noting);
+            let loaders = if purpose == "training" { (divided, whole) } else { (whole, divided) };
+            let folder = tempfile::tempdir().unwrap();
+            let training = SupervisedTraining::new(folder.path(), loaders.0, loaders.1)
+                .with_application_logger(None)
+                .with_training_strategy(DdpStrategy::new(&group).into());
+            let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+            let error = result.error.expect("an error on every rank").to_string();
+            let cause = format!("the {purpose} loader is already divided among 2 ranks");
+            assert!(error.contains(&cause) && error.contains("leave out"), "{error}");
+            assert!(seen.lock().is_empty());
+        });
+    }
+}
+
 /// A loader that drops its last batch never says that it is at its end.
 #[test]
 fn batches_too_few_for_a_step_are_no_part_of_the_next_epoch() {
