@@ -68,7 +68,8 @@ where
     D::Item: 'static,
     O: Send + 'static,
 {
-    /// `loader` with `batcher` instead of its collate function, from its position on. Each pass is the next epoch.
+    /// `loader` with `batcher` instead of its collate function, from its position on. Each pass is the next epoch;
+    /// with [`DdpStrategy`](crate::train::DdpStrategy) it is that of the trainer's epoch, from its beginning.
     pub fn new<B: Send + 'static>(
         loader: &DataLoader<D, B>,
         batcher: impl Batcher<D::Item, O> + 'static,
@@ -105,6 +106,10 @@ where
     O: Send + 'static,
 {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
+        #[cfg(feature = "train")]
+        if let Some(epoch) = crate::train::loaders::epoch() {
+            self.loader.set_epoch(epoch);
+        }
         let (total, batch_size) = (self.num_items(), self.loader.batch_size());
         Box::new(Pass { batches: self.loader.iter(), processed: 0, total, batch_size })
     }

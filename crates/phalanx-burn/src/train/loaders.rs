@@ -4,10 +4,12 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use burn::data::dataloader::DataLoader;
+use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 use phalanx::{Error, Result, WorldSize};
 
 thread_local! {
+    /// The epoch whose pass begins.
+    static EPOCH: Cell<Option<u64>> = const { Cell::new(None) };
     /// Among how many ranks the loader is divided that was asked for its items.
     static DIVIDED: Cell<WorldSize> = const { Cell::new(WorldSize::ONE) };
 }
@@ -35,4 +37,24 @@ pub(crate) fn divided_among(ranks: WorldSize) {
     if ranks != WorldSize::ONE {
         DIVIDED.set(ranks);
     }
+}
+
+/// The pass over `loader` in the trainer's `epoch`. Passes that a loader counts by itself are others: each slice has a
+/// count of its own, and after a resume it begins again.
+pub(super) fn pass<O>(loader: &Arc<dyn DataLoader<O>>, epoch: usize) -> Box<dyn DataLoaderIterator<O> + '_> {
+    struct Begun;
+    impl Drop for Begun {
+        fn drop(&mut self) {
+            EPOCH.set(None);
+        }
+    }
+    let _begun = Begun;
+    EPOCH.set(Some(epoch as u64));
+    loader.iter()
+}
+
+/// The epoch of the pass that a loader begins, if the strategy has asked for it.
+#[cfg(feature = "data")]
+pub(crate) fn epoch() -> Option<u64> {
+    EPOCH.get()
 }

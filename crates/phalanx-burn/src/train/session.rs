@@ -77,7 +77,7 @@ where
         for epoch in starting_epoch..=self.components.num_epochs {
             let total_items = data.share * ranks;
             self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
-            let trained = self.train_epoch(data.of_epoch(epoch, self.strategy), &mut average);
+            let trained = self.train_epoch(data.of_epoch(epoch, self.strategy), epoch, &mut average);
             self.tie(&average);
             trained?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
@@ -87,7 +87,7 @@ where
             }
             self.share_buffers(&average)?;
             self.valid_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items: valid_total });
-            self.valid_epoch(&valid, valid_total, &average)?;
+            self.valid_epoch(&valid, epoch, valid_total, &average)?;
             self.valid_event(|| LearnerEvent::EndSplit(epoch));
             self.train_event(|| LearnerEvent::EndEpoch(epoch));
             if self.should_stop()? {
@@ -102,8 +102,8 @@ where
         Ok(())
     }
 
-    fn train_epoch(&mut self, loader: &TrainLoader<M>, average: &mut Average<M>) -> Result<()> {
-        let mut items = loader.iter();
+    fn train_epoch(&mut self, loader: &TrainLoader<M>, epoch: usize, average: &mut Average<M>) -> Result<()> {
+        let mut items = loaders::pass(loader, epoch);
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
@@ -166,14 +166,20 @@ where
         }
     }
 
-    fn valid_epoch(&mut self, loader: &ValidLoader<M>, total: usize, average: &Average<M>) -> Result<()> {
+    fn valid_epoch(
+        &mut self,
+        loader: &ValidLoader<M>,
+        epoch: usize,
+        total: usize,
+        average: &Average<M>,
+    ) -> Result<()> {
         // The metrics are those of one model: rank 0's, also where ranks keep buffers of their own.
         let mut model = self.learner.model().valid();
         if !average.inventory.buffers.is_empty() {
             let buffers = Select::Only(&average.inventory.buffers);
             model = replicas::from_rank(model, self.group, Rank::MAIN, buffers)?;
         }
-        let mut items = loader.iter();
+        let mut items = loaders::pass(loader, epoch);
         let (mut iteration, ranks) = (0, self.group.world_size().count());
         loop {
             let item = self.wanted(items.next());

@@ -1,5 +1,6 @@
 //! Loaders of `phalanx-data` under Burn's trainer: with `DdpStrategy` they are what Burn's own loaders are.
 
+use burn::train::checkpoint::KeepLastNCheckpoints;
 use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
 use phalanx_data::InMemory;
 
@@ -205,4 +206,63 @@ fn a_strategy_s_sample_has_the_same_seed_on_whatever_rank_and_others_have_others
     let different: std::collections::BTreeSet<u64> = seeds.values().copied().collect();
     assert_eq!((seeds.len(), different.len()), (SAMPLES, SAMPLES));
     assert!(drawn.iter().flatten().all(|(index, seed)| seeds[index] == *seed));
+}
+
+/// An item, the epoch that its worker knows, and its seed.
+type Draw = (u32, u64, u64);
+
+/// What each of two ranks draws in a training up to the epoch `to`, which goes on from a checkpoint behind the epoch `from`.
+fn drawn(sampled: bool, folder: &Path, from: Option<usize>, to: usize) -> Vec<Vec<Draw>> {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    run(2, |group| {
+        let draws = Arc::<Mutex<Vec<Draw>>>::default();
+        let noted = Arc::clone(&draws);
+        let note = move |sample: Sample| {
+            let worker = phalanx_data::worker_info().unwrap();
+            noted.lock().push((sample.0[0].to_bits(), worker.epoch, worker.item_seed));
+            Ok(sample)
+        };
+        let strategy = DdpStrategy::new(&group);
+        // Without workers, so that items are read in their order.
+        let train_loader = if sampled {
+            let samples = FromBurn::new(strategy.sampled(ToBurn(ours(&order)), 42));
+            burn_loader(phalanx_data::Dataset::map(samples, note), false, 0)
+        } else {
+            burn_loader(phalanx_data::Dataset::map(ours(&order), note), true, 0)
+        };
+        let mut training = SupervisedTraining::new(folder, train_loader, loader(&[5, 6], 2))
+            .with_metric_logger(InMemoryMetricLogger::default())
+            .with_application_logger(None)
+            .with_default_checkpointers()
+            .with_checkpointing_strategy(KeepLastNCheckpoints::new(2))
+            .num_epochs(to)
+            .with_training_strategy(strategy.into());
+        if let Some(from) = from {
+            training = training.checkpoint(from);
+        }
+        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+        assert!(result.error.is_none(), "{:?}", result.error);
+        draws.lock().clone()
+    })
+}
+
+#[test]
+fn an_item_s_seed_is_another_in_each_epoch_of_the_trainer_also_after_a_resume() {
+    for sampled in [false, true] {
+        let (whole, cut) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let uninterrupted = drawn(sampled, whole.path(), None, 4);
+        for draws in &uninterrupted {
+            let epochs: Vec<u64> = draws.iter().map(|(_, epoch, _)| *epoch).collect();
+            let expected: Vec<u64> = (1..=4).flat_map(|epoch| [epoch; TRAIN / 2]).collect();
+            assert_eq!(epochs, expected, "sampled: {sampled}");
+        }
+        let all = uninterrupted.iter().flatten();
+        let different: std::collections::BTreeSet<_> = all.map(|(item, _, seed)| (item, seed)).collect();
+        assert_eq!(different.len(), 4 * TRAIN, "sampled: {sampled}");
+
+        let before = drawn(sampled, cut.path(), None, 2);
+        let after = drawn(sampled, cut.path(), Some(2), 4);
+        let resumed: Vec<_> = before.into_iter().zip(after).map(|(a, b)| [a, b].concat()).collect();
+        assert_eq!(resumed, uninterrupted, "sampled: {sampled}");
+    }
 }
