@@ -11,6 +11,7 @@
 
 mod checkpoint;
 mod collector;
+mod elementwise;
 mod exchanges;
 mod group;
 mod inputs;
@@ -123,6 +124,8 @@ pub struct Fsdp<M> {
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
+    /// Whether the optimizer of the first step has been found to treat each element by itself.
+    is_elementwise: bool,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -183,7 +186,7 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated })
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_elementwise: false })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -381,7 +384,8 @@ impl<M: Module> Fsdp<M> {
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model.
+    /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if the optimizer does not
+    /// treat each element by itself, as LAMB and Burn's clipping by norm do not, and there are several shards.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -389,6 +393,11 @@ impl<M: Module> Fsdp<M> {
         gradients: impl Synced,
     ) -> Result<()> {
         self.exchanges.check()?;
+        // The piece of a single rank is the whole parameter.
+        if !self.is_elementwise && self.exchanges.ranks() > 1 {
+            elementwise::check(optimizer, self.model(), self.ddp.parameters())?;
+        }
+        self.is_elementwise = true;
         let began = Instant::now();
         self.ddp.step(optimizer, learning_rate, gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);

@@ -66,7 +66,7 @@ use crate::ties::Ties;
 /// this rank's piece of each. A piece that is empty on this rank has one element, which stays zero. Units are not nested: a module of units is
 /// no unit. An optimizer must treat each element by itself, as SGD and Adam
 /// do; one that looks at a parameter's shape or norm, such as Adafactor or Burn's own gradient clipping, would take the piece for a
-/// parameter. A parameter that gets no gradient on any rank has none here either.
+/// parameter. [`Fsdp::step`](super::Fsdp::step) refuses one that takes a norm. A parameter that gets no gradient on any rank has none here either.
 ///
 /// If no parameter of the module needs a gradient, all are sharded likewise, and gradients go through the unit to what is before it. In a
 /// module that is trained, frozen parameters stay whole on every rank, and tensors that are not floats do so in both.

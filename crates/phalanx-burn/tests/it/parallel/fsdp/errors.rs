@@ -1,12 +1,15 @@
 //! What is refused, and what a failure does.
 
+use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::{BatchNormConfig, Linear, LinearConfig};
-use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, RmsPropConfig, SgdConfig};
 use burn::tensor::Tensor;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup, Rank, Result};
+use phalanx_burn::FusedAdamWConfig;
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 
 use super::layers::Layers;
@@ -202,6 +205,49 @@ fn a_gradient_that_would_be_lost_is_an_error() {
         &errors,
         "unit 0 computes with a tensor that has a graph and is neither a parameter nor an input",
     );
+}
+
+/// Trains two steps; gives the error of the first, with which nothing has changed.
+fn stepped(group: &ProcessGroup, mut optimizer: ModuleOptimizer) -> Result<()> {
+    let sharding = ShardingGroup::new(group)?;
+    let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+    for _ in 0..2 {
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean())?;
+        let gradients = fsdp.backward(&loss)?;
+        let before = floats(fsdp.model());
+        let step = fsdp.step(&mut optimizer, 0.1, gradients);
+        assert_eq!(step.is_err(), floats(fsdp.model()) == before);
+        step?;
+    }
+    Ok(())
+}
+
+#[test]
+fn optimizers_that_take_a_norm_are_refused() {
+    let clipped = |by: GradientClippingConfig| SgdConfig::new().init().with_grad_clipping(by.init());
+    for optimizer in [
+        LambConfig::new().init(),
+        clipped(GradientClippingConfig::Norm(1e-4)),
+        clipped(GradientClippingConfig::Norm(1e4)),
+    ] {
+        let outcomes = run(2, |group| stepped(&group, optimizer.clone()));
+        all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+        // The piece of one rank is the whole.
+        run(1, |group| stepped(&group, optimizer.clone()).unwrap());
+    }
+    for optimizer in [
+        SgdConfig::new().init(),
+        SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
+        AdamConfig::new().init(),
+        AdamWConfig::new().with_weight_decay(0.1).init(),
+        FusedAdamWConfig::new().with_weight_decay(0.1).init(),
+        RmsPropConfig::new().init(),
+        RmsPropConfig::new().with_centered(true).init(),
+        clipped(GradientClippingConfig::Value(1.0)),
+    ] {
+        run(2, |group| stepped(&group, optimizer.clone()).unwrap());
+    }
 }
 
 #[test]
