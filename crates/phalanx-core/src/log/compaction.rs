@@ -21,7 +21,7 @@ pub(crate) const STRIDE: u64 = 64;
 
 pub(super) const BASE: &str = "base";
 const TRIMMED: &str = "trimmed";
-/// After how many removed entries `trimmed` moves: the time may be up before all of them are.
+/// How many entries are removed together, after which `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;
 /// How long the store may take to answer a request that does not wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
@@ -112,17 +112,15 @@ impl<M: Machine> Log<M> {
         }
         let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
         let mut noted = from;
-        for entry in from..index {
-            store.delete_key(&key(entry), deadline)?;
-            if entry > 0 && entry.is_multiple_of(STRIDE) {
-                store.delete_key(&state_key(entry), deadline)?;
-            }
-            let end = entry + 1;
-            if end.is_multiple_of(MARK) || end == index {
-                let (noted_text, end_text) = (noted.to_string(), end.to_string());
-                store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
-                noted = end;
-            }
+        while noted < index {
+            let end = (noted + 1).next_multiple_of(MARK).min(index);
+            let states = (noted..end).filter(|entry| *entry > 0 && entry.is_multiple_of(STRIDE));
+            let keys: Vec<String> = (noted..end).map(key).chain(states.map(state_key)).collect();
+            let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+            store.delete_keys(&keys, deadline)?;
+            let (noted_text, end_text) = (noted.to_string(), end.to_string());
+            store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
+            noted = end;
         }
         Ok(())
     }
