@@ -112,6 +112,10 @@ impl Store for Direct {
         self.asked()?.delete_key(key, deadline)
     }
 
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        self.asked()?.delete_keys(keys, deadline)
+    }
+
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         self.asked()?.num_keys(deadline)
     }

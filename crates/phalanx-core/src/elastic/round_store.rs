@@ -20,6 +20,8 @@ const SWEPT: &str = "swept";
 /// How many rounds before the removed ones are checked again: a process that was stopped in one of them may have
 /// written something afterwards.
 const RECHECKED: u64 = 8;
+/// How many keys of a round are removed before that is noted: the time may be up before all of them are.
+const SWEPT_TOGETHER: usize = 256;
 
 /// The store of one round. It records each key before it writes the key.
 pub(super) struct RoundStore {
@@ -88,6 +90,10 @@ impl Store for RoundStore {
         self.round.delete_key(key, deadline)
     }
 
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        self.round.delete_keys(keys, deadline)
+    }
+
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         self.round.num_keys(deadline)
     }
@@ -130,28 +136,51 @@ impl Store for RoundStore {
     }
 }
 
-/// Removes the keys of the rounds before `now`: no worker uses them.
+/// Removes the keys of the rounds before `now`: no worker uses them. On a slow network, or after a round of many workers, the time may be up
+/// before all are removed: what was done is noted, and the next call goes on from there.
 pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<()> {
     let swept = u64::try_from(store.add(SWEPT, 0, deadline)?).unwrap_or(0);
     let over = now.saturating_sub(1);
     if over <= swept {
         return Ok(());
     }
-    for round in swept.saturating_sub(RECHECKED) + 1..=over {
-        let list = list(round);
-        if !store.check(&[&list], deadline)? {
-            continue;
-        }
-        let keys = store.get(&list, deadline)?;
-        let keys = str::from_utf8(&keys).map_err(|_| Error::protocol("a round's keys are not text"))?;
-        for key in keys.lines() {
-            store.delete_key(&format!("{}/{key}", prefix(round)), deadline)?;
-        }
-        // Written last: if this process dies before, the next one finds these rounds and removes them.
-        store.delete_key(&list, deadline)?;
+    // What is new comes first.
+    for round in swept + 1..=over {
+        remove(store, round, deadline)?;
+        let (noted, now) = ((round - 1).to_string(), round.to_string());
+        store.compare_set(SWEPT, noted.as_bytes(), now.as_bytes(), deadline)?;
     }
-    store.compare_set(SWEPT, swept.to_string().as_bytes(), over.to_string().as_bytes(), deadline)?;
-    Ok(())
+    (swept.saturating_sub(RECHECKED) + 1..=swept).try_for_each(|round| remove(store, round, deadline))
+}
+
+/// Removes the keys of one round.
+fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
+    let list = list(round);
+    if !store.check(&[&list], deadline)? {
+        return Ok(());
+    }
+    let mut left = store.get(&list, deadline)?;
+    loop {
+        let ends = left.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1);
+        let end = ends.take(SWEPT_TOGETHER).last().unwrap_or(left.len());
+        let (first, rest) = left.split_at(end);
+        let first = str::from_utf8(first).map_err(|_| Error::protocol("a round's keys are not text"))?;
+        let keys: Vec<String> = first.lines().map(|key| format!("{}/{key}", prefix(round))).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        store.delete_keys(&keys, deadline)?;
+        if rest.is_empty() {
+            break;
+        }
+        // What was added meanwhile stays in the list.
+        let now = store.compare_set(&list, &left, rest, deadline)?;
+        if now == left {
+            // Another process has removed the list, and so the keys.
+            return Ok(());
+        }
+        left = now;
+    }
+    // Written last: if this process dies before, the next one finds this round and removes it.
+    store.delete_key(&list, deadline).map(drop)
 }
 
 fn prefix(round: u64) -> String {
@@ -164,10 +193,70 @@ fn list(round: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
     use super::*;
     use crate::store::{MAX_VALUE, MemoryStore};
+
+    /// A store that answers so many more calls, as one at the end of a slow network does until the time is up.
+    #[derive(Default)]
+    struct Slow {
+        store: MemoryStore,
+        left: AtomicUsize,
+    }
+
+    macro_rules! pass_on {
+        ($($call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
+            impl Store for Slow {
+                $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
+                    let left = self.left.load(Ordering::Relaxed);
+                    let left = left.checked_sub(1).ok_or_else(|| Error::timeout("the time is up"))?;
+                    self.left.store(left, Ordering::Relaxed);
+                    self.store.$call($($name,)* deadline)
+                })*
+            }
+        };
+    }
+
+    pass_on! {
+        set(key: &str, value: &[u8]) -> ();
+        get(key: &str) -> Vec<u8>;
+        wait(keys: &[&str]) -> ();
+        check(keys: &[&str]) -> bool;
+        add(key: &str, amount: i64) -> i64;
+        compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
+        delete_key(key: &str) -> bool;
+        num_keys() -> usize;
+        append(key: &str, value: &[u8]) -> ();
+        multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
+        multi_set(pairs: &[(&str, &[u8])]) -> ();
+    }
+
+    #[test]
+    fn a_sweep_whose_time_is_up_goes_on_where_it_was() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let slow = Arc::new(Slow::default());
+        slow.left.store(usize::MAX, Ordering::Relaxed);
+        let all: SharedStore = Arc::clone(&slow) as SharedStore;
+        // Two rounds, of which none can be removed at once.
+        for number in 1..=2 {
+            let round = RoundStore::new(&all, number);
+            (0..4 * SWEPT_TOGETHER).for_each(|key| round.set(&format!("key/{key}"), b"1", limit).unwrap());
+        }
+        let mut calls = 0;
+        loop {
+            slow.left.store(SWEPT_TOGETHER + 20, Ordering::Relaxed);
+            match sweep(&*slow, 3, limit) {
+                Ok(()) => break,
+                Err(error) => assert!(error.is_timeout(), "{error}"),
+            }
+            calls += 1;
+            assert!(calls < 20, "it comes to no end");
+        }
+        slow.left.store(1, Ordering::Relaxed);
+        assert_eq!(slow.num_keys(limit).unwrap(), 1);
+    }
 
     #[test]
     fn a_key_that_could_not_be_written_down_is_so_the_next_time() {

@@ -10,7 +10,7 @@
 //!
 //! So the store of a job that loses workers for weeks stays small, and a new worker reads little.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Fetched, Log, Machine, key};
 use crate::deadline::Deadline;
@@ -21,8 +21,11 @@ pub(crate) const STRIDE: u64 = 64;
 
 pub(super) const BASE: &str = "base";
 const TRIMMED: &str = "trimmed";
-/// After how many removed entries `trimmed` moves: the time may be up before all of them are.
+/// How many entries are removed together, after which `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;
+/// A process that waits for an entry asks after these pauses whether it has been removed: they double from the first to the second. The first
+/// answer is usually enough, and each process of a large job asks for as long as nothing happens.
+const LOOK_INTERVALS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 /// How long the store may take to answer a request that does not wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -58,9 +61,12 @@ impl<M: Machine> Log<M> {
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Fetched<M>> {
-        let mut is_removed = false;
+        let (mut is_removed, mut looks) = (false, Looks::new());
         let mut watch = || {
             go_on()?;
+            if !looks.is_due(Instant::now()) {
+                return Ok(());
+            }
             // An entry that has been removed never comes.
             is_removed = answer::<M, _>(|deadline| self.base(deadline))? > index;
             if is_removed { Err(Error::timeout("the entry has been removed")) } else { Ok(()) }
@@ -112,17 +118,15 @@ impl<M: Machine> Log<M> {
         }
         let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
         let mut noted = from;
-        for entry in from..index {
-            store.delete_key(&key(entry), deadline)?;
-            if entry > 0 && entry.is_multiple_of(STRIDE) {
-                store.delete_key(&state_key(entry), deadline)?;
-            }
-            let end = entry + 1;
-            if end.is_multiple_of(MARK) || end == index {
-                let (noted_text, end_text) = (noted.to_string(), end.to_string());
-                store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
-                noted = end;
-            }
+        while noted < index {
+            let end = (noted + 1).next_multiple_of(MARK).min(index);
+            let states = (noted..end).filter(|entry| *entry > 0 && entry.is_multiple_of(STRIDE));
+            let keys: Vec<String> = (noted..end).map(key).chain(states.map(state_key)).collect();
+            let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+            store.delete_keys(&keys, deadline)?;
+            let (noted_text, end_text) = (noted.to_string(), end.to_string());
+            store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
+            noted = end;
         }
         Ok(())
     }
@@ -134,6 +138,28 @@ impl<M: Machine> Log<M> {
         }
         // Adding 0 creates the key, so that a later `multi_get` finds it.
         Ok(u64::try_from(self.store.add(BASE, 0, deadline)?).unwrap_or(0))
+    }
+}
+
+/// When a process that waits for an entry asks whether it has been removed.
+pub(super) struct Looks {
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl Looks {
+    /// At once, and then less and less often.
+    pub(super) fn new() -> Self {
+        Self { next: None, pause: LOOK_INTERVALS.0 }
+    }
+
+    pub(super) fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.next.is_none_or(|next| next <= now);
+        if is_due {
+            self.next = Some(now + self.pause);
+            self.pause = (self.pause * 2).min(LOOK_INTERVALS.1);
+        }
+        is_due
     }
 }
 

@@ -10,7 +10,7 @@ use phalanx_proto::log::Compaction;
 use phalanx_proto::log::liveness::Absence;
 use serde::{Deserialize, Serialize};
 
-use super::compaction::{BASE, answer, state_key};
+use super::compaction::{BASE, Looks, answer, state_key};
 use super::*;
 use crate::store::{MemoryStore, Store};
 
@@ -349,6 +349,17 @@ fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
     thread::sleep(READ_TIMEOUT);
     reader.compact();
     assert_eq!(newcomer.join().unwrap(), 2 * STRIDE);
+}
+
+#[test]
+fn a_wait_for_an_entry_asks_soon_whether_it_is_gone_and_then_seldom() {
+    let (mut looks, began) = (Looks::new(), Instant::now());
+    // As a wait calls what it is to look at.
+    let calls = (1..=5 * 600).map(|call| began + Duration::from_millis(200) * call);
+    let asked: Vec<Instant> = calls.filter(|now| looks.is_due(*now)).collect();
+    assert_eq!(asked[0], began + Duration::from_millis(200));
+    assert!(asked.windows(2).all(|pair| pair[1] - pair[0] <= Duration::from_secs(6)));
+    assert!((100..150).contains(&asked.len()), "{} times in ten minutes", asked.len());
 }
 
 #[test]

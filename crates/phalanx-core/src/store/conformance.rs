@@ -100,6 +100,9 @@ fn keys_are_counted_and_deleted(another: &Another) {
     assert_eq!(store.num_keys(soon()).unwrap(), before + 1);
     // A counter that was deleted starts at 0 again.
     assert_eq!(store.add("counted", 3, soon()).unwrap(), 3);
+    store.delete_keys(&["counted", "never there", "counted too"], soon()).unwrap();
+    other.delete_keys(&[], soon()).unwrap();
+    assert_eq!(other.num_keys(soon()).unwrap(), before);
 }
 
 fn many_at_once(another: &Another) {

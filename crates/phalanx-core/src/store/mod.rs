@@ -70,6 +70,12 @@ pub trait Store: Send + Sync {
     /// Removes `key`. Returns whether it existed.
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool>;
 
+    /// Removes all `keys`, whether they exist or not. A store at the end of a network does that in few round trips. If it fails, some may be
+    /// removed.
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        keys.iter().try_for_each(|key| self.delete_key(key, deadline).map(drop))
+    }
+
     /// The number of keys.
     fn num_keys(&self, deadline: Deadline) -> Result<usize>;
 

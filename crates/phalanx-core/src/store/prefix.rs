@@ -85,6 +85,10 @@ impl Store for PrefixStore {
         self.store.delete_key(&self.key(key), deadline)
     }
 
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        self.with_keys(keys, |keys| self.store.delete_keys(keys, deadline))
+    }
+
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         self.store.num_keys(deadline)
     }

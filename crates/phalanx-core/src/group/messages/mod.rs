@@ -277,7 +277,7 @@ impl Shared {
                 self.notifier.wait(&[socket], false, deadline, || false)?;
             } else {
                 // Before the last check: what a peer published before it left, or died, still counts.
-                let is_over = self.is_over(peer);
+                let is_over = self.is_over(end);
                 let until = if is_over { Deadline::now() } else { deadline };
                 let mut found = false;
                 self.health.waits.message(Some((peer, E::RECEIVES)));
@@ -295,9 +295,11 @@ impl Shared {
         }
     }
 
-    /// Whether `peer` has left or failed, so that nothing more is sent or received.
-    fn is_over(&self, peer: Rank) -> bool {
-        self.health.has_failed() || self.health.has_left(peer)
+    /// Whether the peer of `end` has left or failed, so that nothing more is sent or received. Not while a connection with one that has left
+    /// may come: that is waited for as from any other peer, asleep.
+    fn is_over<E: LineEnd>(&self, end: &E) -> bool {
+        // In this order: what a peer has sent before it left comes on a connection that stands by then.
+        self.health.has_failed() || (self.health.has_left(end.peer()) && !end.may_come())
     }
 
     fn fail(&self, error: Error, call: Call, ticket: u64) -> Error {

@@ -250,7 +250,7 @@ struct Ends<'a, E: LineEnd> {
 impl<E: LineEnd> Ends<'_, E> {
     /// A message to or from a rank that no longer takes part, if only the memory could show it.
     fn over(&self, shared: &Shared) -> Option<(Rank, Call, u64)> {
-        let over = self.by_memory.iter().find(|(_, end)| shared.is_over(end.peer()));
+        let over = self.by_memory.iter().find(|(_, end)| shared.is_over(&**end));
         over.map(|(op, end)| (end.peer(), op.call, op.ticket))
     }
 }

@@ -39,6 +39,9 @@ const COMING_INTERVAL: Duration = Duration::from_millis(1);
 /// only when the last answer has gone out, so that more could leave both sides writing.
 const PIPELINED: usize = 16 << 10;
 
+/// So many removals are sent before their answers are read. The answers are short: both sides' buffers hold them, however long the keys are.
+const REMOVED_TOGETHER: usize = 256;
+
 /// A store that a [`TcpStoreServer`](super::TcpStoreServer), or PyTorch's, serves.
 ///
 /// Threads that share it do not wait for each other: each call takes an idle connection, or makes one.
@@ -323,6 +326,20 @@ impl Store for TcpStore {
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
         let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
         Ok(self.exchange(&call, Frame::new(Op::Delete).key(key), Link::integer)? > 0)
+    }
+
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "delete_key", keys, deadline)?;
+        let mut link = self.link(&call)?;
+        for keys in keys.chunks(REMOVED_TOGETHER) {
+            let requests: Vec<u8> =
+                keys.iter().flat_map(|key| Frame::new(Op::Delete).key(key).into_bytes()).collect();
+            let answers =
+                link.send(&requests).and_then(|()| keys.iter().try_for_each(|_| link.integer().map(drop)));
+            answers.map_err(|error| call.failed(error))?;
+        }
+        self.put_back(link);
+        Ok(())
     }
 
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {

@@ -483,6 +483,24 @@ fn a_wait_over_a_slow_network_is_one_request_however_often_it_is_watched() {
 }
 
 #[test]
+fn many_keys_are_removed_in_a_few_round_trips() {
+    let server = serve();
+    let (near, (address, made)) = (client(&server), far_away(&server, ROUND_TRIP_DELAY));
+    let keys: Vec<String> = (0..600).map(|number| format!("key {number}")).collect();
+    let pairs: Vec<(&str, &[u8])> = keys.iter().map(|key| (&**key, &b"1"[..])).collect();
+    near.multi_set(&pairs, soon()).unwrap();
+    let before = near.num_keys(soon()).unwrap();
+    let store = TcpStore::connect(address, soon()).unwrap();
+    // One after the other they would take minutes.
+    let keys: Vec<&str> = keys.iter().map(String::as_str).chain(["never"]).collect();
+    store.delete_keys(&keys, soon()).unwrap();
+    assert_eq!(near.num_keys(soon()).unwrap(), before - 600);
+    // The connection is in order.
+    assert_eq!(store.add("number", 7, soon()).unwrap(), 7);
+    assert_eq!(made.load(Ordering::Relaxed), 1);
+}
+
+#[test]
 fn a_change_and_a_wait_are_one_request_that_ends_at_what_is_found() {
     let server = serve();
     let (near, (address, made)) = (client(&server), far_away(&server, ROUND_TRIP_DELAY));

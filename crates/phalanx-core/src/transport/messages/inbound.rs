@@ -181,4 +181,11 @@ impl LineEnd for Inbound {
             Medium::Mailbox(mailbox) => !mailbox.lock().is_empty(),
         }
     }
+
+    fn may_come(&self) -> bool {
+        match &self.medium {
+            Medium::Stream(stream) => stream.may_come(),
+            Medium::Ring { .. } | Medium::Mailbox(_) => false,
+        }
+    }
 }

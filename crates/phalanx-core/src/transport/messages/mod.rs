@@ -79,8 +79,11 @@ pub(crate) trait LineEnd: Send {
     /// The socket to poll before the next step; None if a notifier says so.
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)>;
 
-    /// Whether something can be moved, as far as the memory shows.
+    /// Whether something can be moved, or there is a socket to poll, as far as the memory shows.
     fn is_ready(&mut self) -> bool;
+
+    /// Whether the connection stands, or may still come although the peer has left. A notifier tells when that changes.
+    fn may_come(&self) -> bool;
 }
 
 impl Messages {
@@ -165,15 +168,13 @@ impl Stream {
         self.connections.ask(Channel::Messages, self.peer);
     }
 
-    /// While there is no connection to poll: whether it stands, or may still come from a peer that has left. Once the group has failed, nobody
-    /// makes one any more.
     fn is_ready(&self) -> bool {
-        let may_come = || {
-            self.health.has_left(self.peer)
-                && !self.health.has_failed()
-                && self.connections.may_come(Channel::Messages, self.peer)
-        };
-        self.connections.get(Channel::Messages, self.peer).is_some() || may_come()
+        self.connections.get(Channel::Messages, self.peer).is_some()
+    }
+
+    /// Once the group has failed, nobody makes a connection any more.
+    fn may_come(&self) -> bool {
+        !self.health.has_failed() && self.connections.may_come(Channel::Messages, self.peer)
     }
 
     fn socket(&self, flags: PollFlags) -> Option<(BorrowedFd<'_>, PollFlags)> {

@@ -188,4 +188,11 @@ impl LineEnd for Outbound {
             Medium::Mailbox { .. } => true,
         }
     }
+
+    fn may_come(&self) -> bool {
+        match &self.medium {
+            Medium::Stream(stream) => stream.may_come(),
+            Medium::Ring { .. } | Medium::Mailbox { .. } => false,
+        }
+    }
 }

@@ -71,6 +71,13 @@ impl Connections {
         is_open || self.get(channel, peer).is_some()
     }
 
+    /// A peer has left: a call that it does not answer any more comes to its end, and with it what waits for that.
+    pub(super) fn peer_left(&self) {
+        if let Some(requests) = &self.requests {
+            requests.wake();
+        }
+    }
+
     /// Calls `tell` whenever a connection stands that was made after the start.
     pub(in crate::transport) fn on_connected(&self, tell: Box<dyn Fn() + Send + Sync>) {
         if let Some(requests) = &self.requests {
@@ -130,7 +137,7 @@ impl Connections {
 /// What threads ask of the one that makes connections.
 pub(super) struct Requests {
     state: Mutex<Wanted>,
-    /// A connection stands, or the group has failed.
+    /// A connection stands, or will not come any more, or the group has failed.
     changed: Condvar,
     /// Wakes the thread. Unlike a pipe it raises no signal when the thread has ended.
     waker: Arc<OwnedFd>,
@@ -201,7 +208,7 @@ impl Requests {
         self.tell();
     }
 
-    /// Calls `tell` whenever a connection stands.
+    /// Calls `tell` whenever a connection stands, or will not come any more.
     pub(super) fn on_connected(&self, tell: Box<dyn Fn() + Send + Sync>) {
         // A group has one user of messages.
         let _ = self.on_connected.set(tell);

@@ -231,6 +231,7 @@ impl<'a> Watch<'a> {
                         peer.awaits_answer = Some(now);
                         has_neighbour_left |= peer.is_near && peer.listens;
                         self.health.left(rank);
+                        self.connections.peer_left();
                     }
                     Control::Failure(notice) => {
                         self.health.hear(notice.into_error(rank, self.health.host(rank)));

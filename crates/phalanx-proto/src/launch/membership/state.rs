@@ -7,6 +7,11 @@ use crate::log::liveness::Absence;
 use crate::log::{Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
+/// In a job of up to so many nodes, each launcher watches all others.
+const MAX_WATCHED_BY_ALL: usize = 16;
+/// In a larger one each watches so many.
+const WATCHED: usize = 4;
+
 /// The state of the job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MembershipState {
@@ -139,8 +144,20 @@ impl Machine for MembershipState {
         self.present().any(|node| node.id == id)
     }
 
+    /// The launchers that a launcher watches: all, if they are few. Among many, the one that serves the store watches all, and each other one
+    /// those that come next in the order of their numbers: if all read the heartbeats of all each second, the store would have more to
+    /// do than one thread can. Numbers are random, so a rack that is lost has been watched by others.
     fn watched_by(&self, id: NodeId) -> Vec<NodeId> {
-        self.present().map(|node| node.id).filter(|other| *other != id).collect()
+        let mut ids: Vec<NodeId> = self.present().map(|node| node.id).collect();
+        let serves_store = self.present().any(|node| node.id == id && node.serves_store);
+        if ids.len() > MAX_WATCHED_BY_ALL && !serves_store {
+            ids.sort_unstable();
+            let next = ids.partition_point(|other| *other <= id);
+            ids.rotate_left(next);
+            ids.truncate(WATCHED);
+        }
+        ids.retain(|other| *other != id);
+        ids
     }
 
     fn heartbeat_key(&self, id: NodeId) -> Option<String> {

@@ -87,6 +87,34 @@ fn all_must_succeed() {
 }
 
 #[test]
+fn few_watch_all_and_among_many_each_is_watched_by_a_few() {
+    for count in [1_u64, 2, 16, 17, 200] {
+        let size = count as u32;
+        // None has number 0, which would serve the store.
+        let mut state = joined(settings(size, size, 1), (1..=count).map(|id| node(7 * id, 1, None)));
+        let watchers = |state: &MembershipState, id| {
+            let all = state.present().map(|node| node.id);
+            all.filter(|other| state.watched_by(*other).contains(&NodeId(id))).count() as u64
+        };
+        for id in (1..=count).map(|id| 7 * id) {
+            let watched = state.watched_by(NodeId(id));
+            assert!(!watched.contains(&NodeId(id)));
+            assert_eq!(watched.len() as u64, if count <= 16 { count - 1 } else { 4 });
+        }
+        for id in [7, 7 * count] {
+            assert_eq!(watchers(&state, id), if count <= 16 { count - 1 } else { 4 });
+        }
+        // Whoever is gone is watched no more, and those after it take its place.
+        if count > 20 {
+            left(&mut state, 14, SILENT);
+            assert_eq!(state.watched_by(NodeId(7)), [21, 28, 35, 42].map(NodeId));
+        }
+    }
+    let state = joined(settings(100, 100, 1), (0..100).map(|id| node(id, 1, None)));
+    assert_eq!(state.watched_by(NodeId(0)).len(), 99, "who serves the store watches all");
+}
+
+#[test]
 fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left() {
     let mut state = joined(settings(2, 2, 1), [node(0, 1, None), node(1, 1, None)]);
     failed(&mut state, 1, 1, None);
