@@ -446,6 +446,38 @@ def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
     assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
 
 
+def _state_of_other_types(rank, wrapped):
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    base = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(base) if wrapped else base
+    # What bfloat16 does not hold: 24 bits, the smallest float32, 52 bits, and 1001.
+    average, count = torch.tensor([1 + 2.0**-23, -(2.0**-149)]), torch.tensor([1001, -1001])
+    if rank == 0:
+        base.state[p] = {
+            "step": torch.tensor(16777215.0), "momentum_buffer": average, "squares": average.double() * (1 + 2.0**-50),
+            "count": count, "nested": {"list": [average * 3, "text"], "pair": (count * 7, 5)}, "name": "text",
+        }
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = optimizer.state[p]
+    assert state is base.state[p] and state["momentum_buffer"].dtype is torch.float32 and state["count"].dtype is torch.int64
+    assert state["count"].tolist() == [1001, -1001] and state["momentum_buffer"].tolist() == average.tolist()
+    before = repr(state)
+    optimizer.zero_grad()
+    (p.float() * 3).sum().backward()
+    optimizer.step()
+    return before, p.tolist(), repr(optimizer.state[p])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_state_of_an_optimizer_keeps_its_types_and_bits(wrapped):
+    torch.set_printoptions(precision=20)
+    try:
+        first, second = run(2, _state_of_other_types, wrapped)
+    finally:
+        torch.set_printoptions(profile="default")
+    assert first == second
+
+
 def _goes_on(rank, groups):
     first, third = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     # In another form on each rank: a mismatch of it alone.

@@ -122,4 +122,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     for handle in handles:
         synchronize(handle)
     if not is_root:
-        optimizer.load_state_dict(_replaced(frame, _Place, lambda one: own[one.index]))
+        received = _replaced(frame, _Place, lambda one: own[one.index])
+        optimizer.load_state_dict(received)
+        _put_as_received(optimizer, received)
+
+
+def _put_as_received(optimizer: torch.optim.Optimizer, received: dict[str, Any]) -> None:
+    """Gives the optimizer the state that has come. PyTorch's ``load_state_dict`` has cast its tensors to the types of the parameters, so that
+    averages in float32 beside parameters in bfloat16, and counts in int64, have lost bits; it also breaks texts."""
+    numbers = [number for group in received["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        if number in received["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _as_received(optimizer.state[parameter], received["state"][number])
+
+
+def _as_received(loaded: Any, received: Any) -> Any:
+    """``received``, with what ``load_state_dict`` has made of it in other places and shapes, and on other devices."""
+    if isinstance(loaded, torch.Tensor) and isinstance(received, torch.Tensor):
+        return received.to(loaded.device) if loaded.shape == received.shape else loaded
+    if isinstance(loaded, dict) and isinstance(received, dict):
+        for key in loaded.keys() & received.keys():
+            loaded[key] = _as_received(loaded[key], received[key])
+        return loaded
+    if type(loaded) in (list, tuple) and type(loaded) is type(received) and len(loaded) == len(received):
+        return type(loaded)(_as_received(*pair) for pair in zip(loaded, received))
+    return received if type(loaded) is type(received) else loaded
