@@ -446,6 +446,43 @@ def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
     assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
 
 
+def _parameters(rank):
+    model = torch.nn.Linear(2, 1)
+
+    def own(value):
+        with torch.no_grad():
+            [p.fill_(value + 10 * rank) for p in model.parameters()]
+
+    for value, params in enumerate([
+        model.state_dict(), model.named_parameters(), list(model.named_parameters()), list(model.parameters()), model.parameters(),
+        [model.weight, ("bias", model.bias)], [("nothing", None), (0, model.weight), (None, model.bias)],
+    ]):
+        own(value)
+        hvd.broadcast_parameters(params, root_rank=1)
+        assert all((p == value + 10).all() for p in model.parameters()), value
+    own(0)
+    for wrong, text in [
+        (model, "invalid params of type: <class 'torch.nn.modules.linear.Linear'>: pass model.state_dict"),
+        (model.weight, "invalid params of type: <class 'torch.nn.parameter.Parameter'>"),
+        ("weight", "invalid params of type: <class 'str'>"),
+        ([model.weight, [1.0]], "element 1 is of type list, and no tensor: pass model.state_dict"),
+        ([None], "element 0 is of type NoneType"),
+        ([(model.weight, model.bias)], "element 0 is a tuple of Parameter, Parameter, and no pair of a name and a tensor"),
+        ([("weight", model.weight, 1)], "element 0 is a tuple of str, Parameter, int"),
+        ({"weight": model.weight, "steps": 3}, "steps is of type int, and no tensor.*hvd.broadcast_object"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            hvd.broadcast_parameters(wrong, root_rank=1)
+    # Nothing of these was sent.
+    assert all((p == 10 * rank).all() for p in model.parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert all((p == 0).all() for p in model.parameters())
+
+
+def test_parameters_with_and_without_names_are_broadcast_and_all_else_is_refused():
+    run(2, _parameters)
+
+
 def _state_of_other_types(rank, wrapped):
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     base = torch.optim.SGD([p], lr=0.1, momentum=0.9)

@@ -59,25 +59,36 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return [_read(part) for part in every.split(lengths.tolist())]
 
 
+_PARAMETERS = "pass model.state_dict(), model.named_parameters() or list(model.parameters())"
+
+
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, process_set: ProcessSet = global_process_set
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites tensors with the root's: a ``state_dict()``, or pairs of names and tensors such as ``named_parameters()``."""
+    """Overwrites tensors with the root's: a ``state_dict()``, pairs of names and tensors such as ``named_parameters()``, or tensors alone such as
+    ``parameters()``, which all ranks then have in the same order."""
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        pairs = list(params)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ValueError("broadcast_parameters: pairs of names and tensors are expected, such as named_parameters() returns")
+    elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
+        # As Horovod does, which gives those without a name a number.
+        pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
     else:
-        raise ValueError(f"broadcast_parameters: {type(params).__name__} is neither a state_dict nor pairs of names and tensors")
-    handles = []
-    for name, tensor in pairs:
-        # State that a module has not got, and what its get_extra_state returned.
-        if isinstance(tensor, torch.Tensor):
-            handles.append(broadcast_async_(tensor, root_rank, f"parameters.{name}", process_set))
-        elif tensor is not None:
-            raise ValueError(f"broadcast_parameters: {name} is a {type(tensor).__name__}: hvd.broadcast_object takes it")
+        raise ValueError(f"invalid params of type: {type(params)}: {_PARAMETERS}")
+    for place, pair in enumerate(pairs):
+        if len(pair) != 2 or isinstance(pair[0], torch.Tensor):
+            kinds = ", ".join(type(part).__name__ for part in pair)
+            raise ValueError(f"broadcast_parameters: element {place} is a tuple of {kinds}, and no pair of a name and a tensor: {_PARAMETERS}")
+        name, tensor = pair
+        # None is state that a module has not got, and what its get_extra_state returned.
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name is None):
+            what = f"element {place}" if name is None else name
+            raise ValueError(
+                f"broadcast_parameters: {what} is of type {type(tensor).__name__}, and no tensor: {_PARAMETERS}; hvd.broadcast_object takes all else"
+            )
+    # Only when all are known to be right: else the other ranks would wait for the rest.
+    handles = [
+        broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}", process_set) for name, tensor in pairs if tensor is not None
+    ]
     for handle in handles:
         synchronize(handle)
 
