@@ -1,6 +1,7 @@
 """Horovod's functions, against values known otherwise."""
 
 import copy
+import datetime
 import importlib
 import json
 import os
@@ -13,9 +14,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import environment, free_port, press, processes
 
+import phalanx_torch
 import phalanx_torch.horovod as hvd
+from phalanx_torch import process_group
 from phalanx_torch.horovod import _operations
 
 
@@ -805,6 +809,60 @@ def _forked(rank):
 
 def test_a_forked_process_does_not_wait_for_its_parents_operations():
     run(2, _forked)
+
+
+def _refused_in_a_fork(calls):
+    """Whether each of the calls is refused at once in a forked process, for that reason."""
+    child = os.fork()
+    if child == 0:
+        code = 0
+        for number, call in enumerate(calls, 1):
+            try:
+                call()
+                code = code or 100 + number
+            except ValueError as error:
+                code = code or (0 if "forked" in str(error) and "spawn" in str(error) else number)
+            except BaseException:
+                code = code or 200 + number
+        os._exit(code)
+    end = time.monotonic() + 30.0
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the forked process waits")
+
+
+def _calls_in_a_fork(rank, folder):
+    alone = [hvd.add_process_set([0]), hvd.add_process_set([1])][rank]
+    joins = [
+        hvd.init, hvd.init, lambda: phalanx_torch.init(f"file://{folder}/array", rank=0, world_size=1),
+        lambda: process_group.ProcessGroup(dist.HashStore(), 0, 1, datetime.timedelta(seconds=30)),
+    ]
+    own = torch.ones(2)
+    calls = [
+        lambda: hvd.allreduce(own), lambda: hvd.allgather(own), lambda: hvd.broadcast(own, 0), lambda: hvd.alltoall(own),
+        lambda: hvd.reducescatter(own), hvd.barrier, hvd.join, lambda: hvd.remove_process_set(alone), lambda: hvd.add_process_set([rank]),
+        lambda: hvd.start_timeline(f"{folder}/timeline"), hvd.stop_timeline, lambda: hvd.broadcast_object(1, 0),
+    ]
+    _refused_in_a_fork([*calls, *joins])
+    # What the parent has begun is not the child's to end.
+    _refused_in_a_fork([lambda: hvd.shutdown() or hvd.init()])
+    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [2.0, 2.0]
+    hvd.barrier()
+    hvd.shutdown()
+    # The ranks are kept for the next job.
+    _refused_in_a_fork(joins)
+    hvd.init()
+    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+def test_a_forked_process_meets_nobody_and_is_told_at_once(tmp_path):
+    run(2, _calls_in_a_fork, tmp_path)
 
 
 PROGRAM = """
