@@ -980,6 +980,9 @@ class ProcessGroup(dist.ProcessGroup):
             self._native.monitored_barrier(seconds)
         except Error as error:
             named = re.search(r"ranks? ([0-9, ]+)(?: and more)? of ", str(error))
+            if named is None and error.peer is None:
+                # It has not failed for want of a rank, such as in a signal's handler.
+                raise
             missing = named[1].split(", ") if named else [str(error.peer)]
             if rank != 0:
                 begin = (

@@ -131,6 +131,7 @@ impl Group {
         operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
     ) -> PyResult<Option<Work>> {
         let group = self.open(timeout)?;
+        self.0.collectives.refuse_in_handler().map_err(|error| raised(py, &error))?;
         let operation = move || operation(&group).map(|()| None);
         if wait {
             let outcome = interrupt::waiting(py, || self.0.collectives.run(operation));
