@@ -24,6 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
+from phalanx_torch._functional import waited
 from phalanx_torch.observed import is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -143,7 +144,7 @@ class _Staged:
     def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
-        lent = tensor
+        lent = tensor = waited(tensor)
         if tensor.is_conj() or tensor.is_neg():
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
