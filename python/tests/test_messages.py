@@ -10,6 +10,7 @@ import torch.distributed as dist
 from conftest import processes
 
 import phalanx_torch
+from phalanx_torch import process_group
 
 
 def overtakes(rank):
@@ -208,6 +209,42 @@ def drops_its_works(rank):
                 time.sleep(0.001)
                 work.wait()
             assert (tensor == 1).all()
+
+
+def copies_before_a_barrier(rank, how):
+    """The copies take long: a barrier that did not wait for them would return before."""
+    finish = process_group._Staged.finish
+
+    def slow(staged):
+        settle = finish(staged)
+        return settle and (lambda: (time.sleep(0.5), settle()))
+
+    process_group._Staged.finish = slow
+    tensors = [torch.ones(4, 3).t(), torch.ones(3, 4, dtype=torch.int16), torch.full((2, 2), rank * 2 + 3, dtype=torch.int32)]
+    for tensor in tensors[:2]:
+        dist.all_reduce(tensor, async_op=True)
+    dist.all_reduce(tensors[2], dist.ReduceOp.AVG, async_op=True)
+    gathered = [torch.zeros(3, 4).t(), torch.zeros(3, 4).t()]
+    dist.all_gather(gathered, torch.full((4, 3), rank + 1.0), async_op=True)
+    if how == "barrier":
+        dist.barrier()
+    elif how == "async":
+        dist.barrier(async_op=True).wait()
+    elif how == "monitored":
+        dist.group.WORLD.monitored_barrier()
+    elif how == "destroy":
+        dist.destroy_process_group()
+    assert all((tensor == 2).all() for tensor in tensors[:2]) and (tensors[2] == 4).all()
+    assert (gathered[0] == 1).all() and (gathered[1] == 2).all()
+    # What has been copied is not kept.
+    if how == "barrier":
+        dist.all_reduce(tensors[0], async_op=True).wait()
+        assert len(dist.group.WORLD._copies) <= 2
+
+
+@pytest.mark.parametrize("how", ["barrier", "async", "monitored", "destroy"])
+def test_results_of_earlier_calls_are_there_after_a_barrier(ranks, how):
+    ranks(2, copies_before_a_barrier, how)
 
 
 def test_results_come_back_without_a_wait(ranks):
