@@ -17,11 +17,18 @@ GRACE = 5.0
 when_left: list[Callable[[], object]] = []
 
 _open: weakref.WeakSet[_native.Group] = weakref.WeakSet()
+# Horovod's, which `hvd.shutdown()` keeps for the next `hvd.init()`.
+_ranks: weakref.WeakSet[_native.Ranks] = weakref.WeakSet()
 
 
 def remember(group: _native.Group) -> None:
     """Lets the native ``group`` be left at exit."""
     _open.add(group)
+
+
+def remember_ranks(ranks: _native.Ranks) -> None:
+    """Lets processes that are forked from this one be told that they have not met these ``ranks``."""
+    _ranks.add(ranks)
 
 
 def check_not_forked() -> None:
@@ -30,6 +37,11 @@ def check_not_forked() -> None:
         raise ValueError(
             "this process was forked from one that has a process group, and cannot join another: start it with the "
             'multiprocessing method "spawn", or destroy the group before'
+        )
+    if any(ranks.is_inherited() for ranks in _ranks):
+        raise ValueError(
+            "this process was forked from one that has called hvd.init(), and cannot meet other ranks: start it with the multiprocessing "
+            'method "spawn"'
         )
 
 

@@ -14,13 +14,13 @@ _KEY = "versions"
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """An error if this PyTorch is older than the first that works, or later than the last that was tested."""
-    tested = f"Phalanx has been tested with PyTorch {_FIRST} to {TESTED}"
+    """An error if this PyTorch is older than the first that works, or later than the last that was tested. Of those between not all were."""
+    taken = f"Phalanx takes PyTorch {_FIRST} to {TESTED}"
     if _minor(version) < _minor(_FIRST):
-        raise Error(f"phalanx: PyTorch {version} is too old: it lacks what this backend is made of. {tested}")
+        raise Error(f"phalanx: PyTorch {version} is too old: it lacks what this backend is made of. {taken}")
     if _minor(version) > _minor(TESTED) and os.environ.get("PHALANX_UNTESTED_TORCH", "0") != "1":
         raise Error(
-            f"phalanx: PyTorch {version} is too new: this version of Phalanx does not know it. {tested}; take one of these, or a later Phalanx, "
+            f"phalanx: PyTorch {version} is too new: this version of Phalanx does not know it. {taken}; install one of these, or a later Phalanx, "
             "or set PHALANX_UNTESTED_TORCH=1 to try it"
         )
 

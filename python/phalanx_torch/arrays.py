@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 # The class of errors is made known to the native part.
 from phalanx_torch import _errors, _exit, _native  # noqa: F401
+from phalanx_torch._functional import waited
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -62,7 +63,7 @@ def _lent(array: Any) -> object:
         return array
     # Tensors of PyTorch have `is_cpu`.
     if hasattr(array, "is_cpu") or hasattr(array, "__array_interface__"):
-        return array
+        return waited(array)
     what = type(array).__name__
     try:
         import numpy

@@ -5,6 +5,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportAssignmentType=false
 
 import atexit
+import contextlib
 import datetime
 import os
 import re
@@ -24,6 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
+from phalanx_torch._functional import waited
 from phalanx_torch.observed import is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -143,7 +145,7 @@ class _Staged:
     def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
-        lent = tensor
+        lent = tensor = waited(tensor)
         if tensor.is_conj() or tensor.is_neg():
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
@@ -180,6 +182,29 @@ class _Staged:
                 tensor.detach().copy_(lent)
 
         return settle
+
+
+class _Earlier:
+    """Works that were called before a barrier, and whose results are not copied back yet: threads do that when they get to it."""
+
+    __slots__ = ("works",)
+
+    def __init__(self, works: list[Work]) -> None:
+        self.works = works
+
+    def finish(self) -> Callable[[], None] | None:
+        """What copies the results of works that have ended; None if there are none."""
+        return self.copy if self.works else None
+
+    def copy(self) -> None:
+        for work in self.works:
+            # Its error is for whoever waits for it.
+            work.exception()
+
+
+def _has_copied(work: Work | None) -> bool:
+    """Whether there is nothing left to do of a work; one that has done it may be gone."""
+    return work is None or work.has_copied
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
@@ -354,6 +379,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._barriers = 0
         self._has_moved_data = False
         self._coalesced: list[Ended | Work] | None = None
+        # Works whose results may still be to be copied back.
+        self._copies: list[weakref.ref[Work]] = []
         self._timeout = timeout
         self._abort_hooks: dict[int, Callable[[], object]] = {}
         self._watcher: threading.Thread | None = None
@@ -574,8 +601,10 @@ class ProcessGroup(dist.ProcessGroup):
         _keep_store(self)
         # The watcher may not have looked since it failed, and cannot when it is closed.
         _call_hooks(self)
+        earlier = self._earlier()
         try:
             self._native.close()
+            earlier.copy()
         finally:
             # What had not ended may have failed, and so may the leaving.
             _call_hooks(self)
@@ -631,7 +660,7 @@ class ProcessGroup(dist.ProcessGroup):
         how: How,
         tensors: Any,
         run: Callable[[How], _native.Work | None],
-        staged: _Staged | None = None,
+        staged: _Staged | _Earlier | None = None,
     ) -> Ended | Work:
         self._sequence += 1
         if self._coalesced is not None:
@@ -643,10 +672,25 @@ class ProcessGroup(dist.ProcessGroup):
             return ended(tensors, sequence)
         work = Work(native, tensors, finish, sequence, operation)
         if native is not None:
+            if finish is not None:
+                self._expect_copy(work)
             _ddp.wait_at_the_end_of_backward(self, native)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _expect_copy(self, work: Work) -> None:
+        # Without a lock: a signal's handler may interrupt this, and make calls.
+        for other in list(self._copies):
+            if _has_copied(other()):
+                with contextlib.suppress(ValueError):
+                    self._copies.remove(other)
+        self._copies.append(weakref.ref(work))
+
+    def _earlier(self) -> _Earlier:
+        """The works before this call whose results are not copied back yet."""
+        known = [reference() for reference in list(self._copies)]
+        return _Earlier([work for work in known if work is not None and not work.has_copied])
 
     def _all(self, works: Sequence[dist.Work], tensors: Any) -> dist.Work:
         return works[0] if len(works) == 1 else Works(works, tensors)
@@ -966,7 +1010,8 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "barrier", opts)
         self._barriers += 1
-        return self._call("barrier", _how(opts), [], self._native.barrier)
+        # As over gloo, all that was called before has ended when a barrier has, and its results are there.
+        return self._call("barrier", _how(opts), [], self._native.barrier, self._earlier())
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that have not come, on all ranks, and begins as gloo's does."""
@@ -976,10 +1021,14 @@ class ProcessGroup(dist.ProcessGroup):
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
         self._sequence += 1
         self._barriers += 1
+        earlier = self._earlier()
         try:
             self._native.monitored_barrier(seconds)
         except Error as error:
             named = re.search(r"ranks? ([0-9, ]+)(?: and more)? of ", str(error))
+            if named is None and error.peer is None:
+                # It has not failed for want of a rank, such as in a signal's handler.
+                raise
             missing = named[1].split(", ") if named else [str(error.peer)]
             if rank != 0:
                 begin = (
@@ -993,6 +1042,7 @@ class ProcessGroup(dist.ProcessGroup):
             named_error = Error(f"{begin}: {error}", peer=error.peer)
             named_error.kind = error.kind
             raise named_error from None
+        earlier.copy()
 
     # Messages.
 

@@ -74,6 +74,8 @@ class Work(dist.Work):
 
     # Set when the profiler knows of the end, if it is to know.
     _told: threading.Event | None = None
+    # Whether the results have been copied back, if they are to be.
+    has_copied = False
 
     def __init__(
         self,
@@ -92,7 +94,8 @@ class Work(dist.Work):
         self._sequence = sequence
         self._operation = operation
         self._future: torch.futures.Future[Any] | None = None
-        self._lock = threading.Lock()
+        # A signal's handler that interrupts the copying may ask for its end, by a barrier or by leaving the group.
+        self._lock = threading.RLock()
         # PyTorch refuses to write into tensors of inference mode outside of it, and a thread for callbacks is outside.
         self._is_inference = finish is not None and torch.is_inference_mode_enabled()
         if native is None:
@@ -111,6 +114,7 @@ class Work(dist.Work):
                         finish()
                 except Exception as error:
                     self._error = error
+                self.has_copied = True
             return self._error
 
     def _settle(self) -> None:

@@ -64,6 +64,18 @@ const NAMES: &[(&str, Known)] = &[
     ("float4_e2m1fn_x2", Known::Opaque(1)),
 ];
 
+/// The number by which ranks tell each other of the type with this name. All have the same version of this package.
+pub fn number(name: &str) -> Option<i64> {
+    let place = NAMES.iter().position(|(known, _)| *known == name)?;
+    i64::try_from(place).ok()
+}
+
+/// The type with this number: its name, and how many bytes one of its elements is. None if a peer has made it up.
+pub fn numbered(number: i64) -> Option<(&'static str, usize)> {
+    let (name, known) = NAMES.get(usize::try_from(number).ok()?)?;
+    Some((*name, known.bytes()))
+}
+
 /// From `torch.dtype`s to places in `NAMES`, for those that this PyTorch has.
 fn table(py: Python<'_>) -> PyResult<&Bound<'_, PyDict>> {
     static TABLE: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
@@ -139,6 +151,15 @@ impl Known {
             (b'c', 16) => ("complex128", Self::Complex(DType::F64)),
             _ => return None,
         })
+    }
+
+    /// How many bytes an element is.
+    fn bytes(self) -> usize {
+        match self {
+            Self::Same(dtype) => dtype.size(),
+            Self::Complex(dtype) => 2 * dtype.size(),
+            Self::Opaque(bytes) => bytes,
+        }
     }
 
     /// How its elements are seen. `name` is the type's.

@@ -47,6 +47,9 @@ struct Inner {
 /// How long a rank that leaves waits for messages that it has called for.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// Sums of it and of any time that a clock of this machine gives have room.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
+
 /// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
 pub type How = (Option<f64>, bool);
 
@@ -131,6 +134,7 @@ impl Group {
         operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
     ) -> PyResult<Option<Work>> {
         let group = self.open(timeout)?;
+        self.0.collectives.refuse_in_handler().map_err(|error| raised(py, &error))?;
         let operation = move || operation(&group).map(|()| None);
         if wait {
             let outcome = interrupt::waiting(py, || self.0.collectives.run(operation));
@@ -478,8 +482,10 @@ impl Drop for Inner {
     }
 }
 
+/// A time-out in seconds. One that is too long for the clock, such as 1e19, is thirty years, as in the core.
 fn duration(seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds)
+        .map(|timeout| timeout.min(LONGEST_TIMEOUT))
         .map_err(|error| PyValueError::new_err(format!("a time-out of {seconds} s: {error}")))
 }
 

@@ -25,7 +25,7 @@ impl phalanx_horovod::Memory for Memory {
 }
 
 /// The ranks that have met: a program may shut down and begin again, and they meet once.
-#[pyclass(frozen, module = "phalanx_torch._native")]
+#[pyclass(frozen, weakref, module = "phalanx_torch._native")]
 pub struct Ranks {
     /// None when it has been left.
     group: Mutex<Option<ProcessGroup>>,
@@ -44,6 +44,12 @@ impl Ranks {
     /// Whether they can begin again: not after a failure, nor in a process that was forked from theirs.
     fn can_begin(&self) -> bool {
         self.here().is_some_and(|group| group.failure().is_none())
+    }
+
+    /// Whether they have met in the process from which this one was forked, and have not been left before.
+    fn is_inherited(&self) -> bool {
+        // Whoever held the lock when the process was forked does not release it here.
+        !is_here(self.process) && self.group.try_lock().is_none_or(|group| group.is_some())
     }
 
     /// Says goodbye to them.

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use parking_lot::{Condvar, Mutex};
 use phalanx::Error;
 
+use crate::interrupt;
 use crate::work::{Outcome, Pending};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -53,10 +54,7 @@ impl Lane {
     /// Runs `operation` after all before it, and returns when it has ended.
     pub fn run(&self, operation: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
         if RUNS.get() {
-            return Err(Error::aborted(
-                "a signal's handler called this while the call that it has interrupted waits",
-            )
-            .with_remedy("let the handler set a flag, and look at it between two calls"));
+            return Err(in_handler());
         }
         let mut state = self.shared.state.lock();
         if state.closed {
@@ -93,6 +91,15 @@ impl Lane {
         state.jobs.push_back(Box::new(move || done(guarded(operation))));
         drop(state);
         self.shared.changed.notify_all();
+    }
+
+    /// An error if a signal's handler that runs in a wait of this thread asks, while a call has not ended. It may be the one for which this
+    /// thread waits, or after which: neither returns before the handler has, so that a handler that waited behind it could wait for ever.
+    pub fn refuse_in_handler(&self) -> Result<(), Error> {
+        match interrupt::is_in_handler() && !self.is_idle() {
+            true => Err(in_handler()),
+            false => Ok(()),
+        }
     }
 
     /// Takes no more calls; the worker ends when it has run those that it has.
@@ -177,6 +184,11 @@ impl Shared {
 fn guarded(operation: impl FnOnce() -> Outcome) -> Outcome {
     let outcome = catch_unwind(AssertUnwindSafe(operation));
     outcome.unwrap_or_else(|_| Err(Error::aborted("an operation panicked on this rank")))
+}
+
+fn in_handler() -> Error {
+    Error::aborted("a signal's handler called this while the call that it has interrupted waits")
+        .with_remedy("let the handler set a flag, and look at it between two calls")
 }
 
 fn closed() -> Error {

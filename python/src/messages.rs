@@ -9,14 +9,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use phalanx::{DType, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
+use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 
+use crate::dtypes;
 use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
 use crate::work::{Outcome, Pending};
 
-/// Tag, bytes and the elements' type.
+/// Tag, bytes and the number of the elements' type.
 const HEAD: usize = 3;
 /// Messages that nobody waits for take at most this many bytes, unless `PHALANX_UNEXPECTED_BYTES` says how many.
 const UNEXPECTED_BYTES: usize = 1 << 30;
@@ -85,7 +86,8 @@ struct Message {
 struct Head {
     tag: i64,
     bytes: usize,
-    dtype: Option<DType>,
+    /// The name of the elements' type, and how many bytes one of them is; None if the peer has named none that is known.
+    kind: Option<(&'static str, usize)>,
 }
 
 impl Messages {
@@ -145,7 +147,9 @@ impl Messages {
         let Some(lane) = self.outbound.get(to.index()) else { return pending.complete(Err(no_rank(to))) };
         let send = move || {
             let bytes = memory.as_bytes();
-            group.send(&[tag, bytes.len() as i64, i64::from(memory.dtype() as u8)], to)?;
+            // Every type that memory can have has a number.
+            let kind = dtypes::number(memory.seen().name).unwrap_or(-1);
+            group.send(&[tag, bytes.len() as i64, kind], to)?;
             if !bytes.is_empty() {
                 group.send(bytes, to)?;
             }
@@ -381,28 +385,30 @@ impl Head {
         self.bytes.saturating_add(size_of::<Message>())
     }
 
-    fn parse([tag, bytes, dtype]: [i64; HEAD], peer: Rank) -> Result<Self, Error> {
-        let dtype = DType::ALL.into_iter().find(|known| i64::from(*known as u8) == dtype);
+    fn parse([tag, bytes, kind]: [i64; HEAD], peer: Rank) -> Result<Self, Error> {
+        let kind = dtypes::numbered(kind);
         let bytes = usize::try_from(bytes).ok().filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes =
             bytes.ok_or_else(|| Error::mismatch(format!("rank {peer} has sent no head of a message")))?;
-        Ok(Self { tag, bytes, dtype })
+        Ok(Self { tag, bytes, kind })
     }
 
     /// Is it the message that `memory` is for? If not, the group fails: the lengths of all that follows are in doubt.
     fn check(self, group: &ProcessGroup, peer: Rank, memory: &Memory) -> Result<(), Error> {
-        if self.bytes == memory.as_bytes().len() && self.dtype == Some(memory.dtype()) {
+        // By name: to the core, int16 and float8 are bytes, as uint8 is, and a complex number is two floats.
+        let (seen, length) = (memory.seen(), memory.as_bytes().len());
+        if self.bytes == length && self.kind.is_some_and(|(name, _)| name == seen.name) {
             return Ok(());
         }
-        let sent = match self.dtype {
-            Some(dtype) => format!("{} x {dtype}", self.bytes / dtype.size()),
-            None => format!("{} bytes", self.bytes),
+        let sent = match self.kind {
+            Some((name, bytes)) => format!("{} x {name}", self.bytes / bytes),
+            None => format!("{} bytes of a type that this rank does not know", self.bytes),
         };
         let (rank, tag) = (group.rank(), self.tag);
         let error = Error::mismatch(format!(
             "rank {peer} has sent {sent} with tag {tag} to rank {rank}, which receives {} x {}",
-            memory.len(),
-            memory.dtype()
+            memory.len() / seen.each,
+            seen.name
         ))
         .with_remedy("send and receive tensors of the same type and number of elements");
         group.abort(error.clone());

@@ -241,3 +241,19 @@ def test_a_world_of_one_and_no_pytorch():
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
+def without_an_end(rank, port):
+    # Longer than any clock goes.
+    with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=1e19) as group:
+        array = numpy.full(3, float(rank))
+        if rank == 0:
+            group.send(array, 1)
+        else:
+            assert group.recv(array, 0) == 0 and array.tolist() == [0.0] * 3
+        group.all_reduce(array)
+        assert array.tolist() == [0.0] * 3
+
+
+def test_a_timeout_may_be_longer_than_the_clock():
+    processes(2, without_an_end, free_port())

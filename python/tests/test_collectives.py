@@ -1,13 +1,18 @@
 """Each collective, with each type and kind of tensor, against what it must give."""
 
 import gc
+import time
 import weakref
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import needs_async_op, waiting
+import torch.distributed._functional_collectives as functional
+from conftest import environment, free_port, needs_async_op, processes, waiting
+
+import phalanx_torch
+import phalanx_torch.horovod as hvd
 
 REDUCED = [
     torch.float32,
@@ -448,3 +453,89 @@ def big(rank, world):
 
 def test_sizes_and_an_order_of_waiting_and_other_calls(ranks):
     ranks(2, big, 2)
+
+
+def unfinished(rank):
+    """Results of functional collectives, for which nobody has waited."""
+
+    def result(shape=(2, 2)):
+        # The other rank comes late: without a wait there would be no result yet.
+        if rank == 1:
+            time.sleep(0.05)
+        made = functional.all_reduce(torch.full(shape, rank + 1.0), "sum", dist.group.WORLD)
+        assert isinstance(made, functional.AsyncCollectiveTensor)
+        return made
+
+    def check(name, tensor, expected):
+        assert tensor.tolist() == torch.full(tensor.shape, expected).tolist(), (name, tensor)
+
+    into = torch.zeros(2, 2)
+    for name, call in {
+        "all_reduce": dist.all_reduce, "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+        "reduce": lambda tensor: dist.reduce(tensor, 0),
+        "async": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
+    }.items():
+        tensor = result()
+        call(tensor)
+        check(name, tensor, 3.0 if name == "broadcast" or name == "reduce" and rank == 1 else 6.0)
+    # A view, and one that is not contiguous, whose result is copied back.
+    tensor = result((4, 2))
+    dist.all_reduce(tensor[1:3])
+    dist.all_reduce(tensor.t())
+    assert tensor.tolist() == [[6.0] * 2, [12.0] * 2, [12.0] * 2, [6.0] * 2]
+    for name, call in {
+        "all_gather": lambda tensor: dist.all_gather([torch.zeros(2, 2), into], tensor),
+        "all_gather_into_tensor": lambda tensor: dist.all_gather_into_tensor(torch.cat([into, into]), tensor),
+        "all_to_all_single": lambda tensor: dist.all_to_all_single(into, tensor),
+        "gather": lambda tensor: dist.gather(tensor, [torch.zeros(2, 2), into] if rank == 0 else None),
+        "scatter": lambda tensor: dist.scatter(into, [tensor, tensor] if rank == 0 else None),
+    }.items():
+        into.fill_(3.0 if name == "all_gather_into_tensor" or name == "gather" and rank == 1 else 0.0)
+        call(result())
+        check(name, into, 3.0)
+    # Where something is received.
+    tensors = [result(), result()]
+    dist.all_gather(tensors, into.fill_(rank + 7.0))
+    check("to", tensors[0], 7.0)
+    check("to", tensors[1], 8.0)
+    tensor = result()
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    check("message", tensor, 3.0)
+    tensor, own = result(), into.fill_(5.0)
+    if rank == 0:
+        dist.recv(tensor, 1)
+        check("recv", tensor, 5.0)
+    else:
+        dist.send(own, 0)
+
+
+def test_results_of_functional_collectives_are_waited_for(ranks):
+    ranks(2, unfinished)
+
+
+def unfinished_elsewhere(rank, path, port):
+    dist.init_process_group("phalanx", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    arrays = phalanx_torch.init(f"file://{path}/arrays", rank=rank, world_size=2)
+    tensor = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)
+    arrays.all_reduce(tensor)
+    assert tensor.tolist() == [6.0] * 3
+    arrays.close()
+    environment(rank, 2, port)
+    hvd.init()
+    for call in (hvd.allreduce, hvd.allreduce_):
+        tensor = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)
+        assert call(tensor, op=hvd.Sum).tolist() == [6.0] * 3
+        assert tensor.tolist() == [6.0 if call is hvd.allreduce_ else 3.0] * 3
+    tensor = functional.all_reduce(torch.full((3,), rank + 1.0), "sum", dist.group.WORLD)
+    tensor.mul_(rank + 1)
+    hvd.broadcast_(tensor, 1)
+    assert tensor.tolist() == [6.0] * 3
+    hvd.shutdown()
+    dist.destroy_process_group()
+
+
+def test_results_of_functional_collectives_are_waited_for_in_arrays_and_horovods_operations(tmp_path):
+    processes(2, unfinished_elsewhere, tmp_path, free_port())

@@ -1,6 +1,7 @@
 """Horovod's functions, against values known otherwise."""
 
 import copy
+import datetime
 import importlib
 import json
 import os
@@ -13,9 +14,12 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import environment, free_port, press, processes
 
+import phalanx_torch
 import phalanx_torch.horovod as hvd
+from phalanx_torch import process_group
 from phalanx_torch.horovod import _operations
 
 
@@ -446,6 +450,75 @@ def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
     assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
 
 
+def _parameters(rank):
+    model = torch.nn.Linear(2, 1)
+
+    def own(value):
+        with torch.no_grad():
+            [p.fill_(value + 10 * rank) for p in model.parameters()]
+
+    for value, params in enumerate([
+        model.state_dict(), model.named_parameters(), list(model.named_parameters()), list(model.parameters()), model.parameters(),
+        [model.weight, ("bias", model.bias)], [("nothing", None), (0, model.weight), (None, model.bias)],
+    ]):
+        own(value)
+        hvd.broadcast_parameters(params, root_rank=1)
+        assert all((p == value + 10).all() for p in model.parameters()), value
+    own(0)
+    for wrong, text in [
+        (model, "invalid params of type: <class 'torch.nn.modules.linear.Linear'>: pass model.state_dict"),
+        (model.weight, "invalid params of type: <class 'torch.nn.parameter.Parameter'>"),
+        ("weight", "invalid params of type: <class 'str'>"),
+        ([model.weight, [1.0]], "element 1 is of type list, and no tensor: pass model.state_dict"),
+        ([None], "element 0 is of type NoneType"),
+        ([(model.weight, model.bias)], "element 0 is a tuple of Parameter, Parameter, and no pair of a name and a tensor"),
+        ([("weight", model.weight, 1)], "element 0 is a tuple of str, Parameter, int"),
+        ({"weight": model.weight, "steps": 3}, "steps is of type int, and no tensor.*hvd.broadcast_object"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            hvd.broadcast_parameters(wrong, root_rank=1)
+    # Nothing of these was sent.
+    assert all((p == 10 * rank).all() for p in model.parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert all((p == 0).all() for p in model.parameters())
+
+
+def test_parameters_with_and_without_names_are_broadcast_and_all_else_is_refused():
+    run(2, _parameters)
+
+
+def _state_of_other_types(rank, wrapped):
+    p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    base = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(base) if wrapped else base
+    # What bfloat16 does not hold: 24 bits, the smallest float32, 52 bits, and 1001.
+    average, count = torch.tensor([1 + 2.0**-23, -(2.0**-149)]), torch.tensor([1001, -1001])
+    if rank == 0:
+        base.state[p] = {
+            "step": torch.tensor(16777215.0), "momentum_buffer": average, "squares": average.double() * (1 + 2.0**-50),
+            "count": count, "nested": {"list": [average * 3, "text"], "pair": (count * 7, 5)}, "name": "text",
+        }
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = optimizer.state[p]
+    assert state is base.state[p] and state["momentum_buffer"].dtype is torch.float32 and state["count"].dtype is torch.int64
+    assert state["count"].tolist() == [1001, -1001] and state["momentum_buffer"].tolist() == average.tolist()
+    before = repr(state)
+    optimizer.zero_grad()
+    (p.float() * 3).sum().backward()
+    optimizer.step()
+    return before, p.tolist(), repr(optimizer.state[p])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_state_of_an_optimizer_keeps_its_types_and_bits(wrapped):
+    torch.set_printoptions(precision=20)
+    try:
+        first, second = run(2, _state_of_other_types, wrapped)
+    finally:
+        torch.set_printoptions(profile="default")
+    assert first == second
+
+
 def _goes_on(rank, groups):
     first, third = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     # In another form on each rank: a mismatch of it alone.
@@ -736,6 +809,60 @@ def _forked(rank):
 
 def test_a_forked_process_does_not_wait_for_its_parents_operations():
     run(2, _forked)
+
+
+def _refused_in_a_fork(calls):
+    """Whether each of the calls is refused at once in a forked process, for that reason."""
+    child = os.fork()
+    if child == 0:
+        code = 0
+        for number, call in enumerate(calls, 1):
+            try:
+                call()
+                code = code or 100 + number
+            except ValueError as error:
+                code = code or (0 if "forked" in str(error) and "spawn" in str(error) else number)
+            except BaseException:
+                code = code or 200 + number
+        os._exit(code)
+    end = time.monotonic() + 30.0
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the forked process waits")
+
+
+def _calls_in_a_fork(rank, folder):
+    alone = [hvd.add_process_set([0]), hvd.add_process_set([1])][rank]
+    joins = [
+        hvd.init, hvd.init, lambda: phalanx_torch.init(f"file://{folder}/array", rank=0, world_size=1),
+        lambda: process_group.ProcessGroup(dist.HashStore(), 0, 1, datetime.timedelta(seconds=30)),
+    ]
+    own = torch.ones(2)
+    calls = [
+        lambda: hvd.allreduce(own), lambda: hvd.allgather(own), lambda: hvd.broadcast(own, 0), lambda: hvd.alltoall(own),
+        lambda: hvd.reducescatter(own), hvd.barrier, hvd.join, lambda: hvd.remove_process_set(alone), lambda: hvd.add_process_set([rank]),
+        lambda: hvd.start_timeline(f"{folder}/timeline"), hvd.stop_timeline, lambda: hvd.broadcast_object(1, 0),
+    ]
+    _refused_in_a_fork([*calls, *joins])
+    # What the parent has begun is not the child's to end.
+    _refused_in_a_fork([lambda: hvd.shutdown() or hvd.init()])
+    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [2.0, 2.0]
+    hvd.barrier()
+    hvd.shutdown()
+    # The ranks are kept for the next job.
+    _refused_in_a_fork(joins)
+    hvd.init()
+    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+def test_a_forked_process_meets_nobody_and_is_told_at_once(tmp_path):
+    run(2, _calls_in_a_fork, tmp_path)
 
 
 PROGRAM = """

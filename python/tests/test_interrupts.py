@@ -255,6 +255,68 @@ def test_a_collective_of_a_handler_is_refused_while_a_call_waits(ranks, transpor
     ranks(2, _handler, transport)
 
 
+# What a handler calls, and the call that it interrupts; the other rank makes as many of them.
+IN_HANDLER = {
+    "barrier": lambda: dist.barrier(),
+    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+    "work": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+    "monitored_barrier": lambda: dist.group.WORLD.monitored_barrier(),
+}
+
+
+def _handler_behind_a_work(rank, called, waits):
+    refusals, store = [], dist.group.WORLD._store
+
+    def collective(number, frame):
+        try:
+            IN_HANDLER[called]()
+        except phalanx_torch.Error as error:
+            refusals.append(error)
+        store.set("handled", "")
+
+    totals = [torch.full((4,), float(rank)), torch.full((2,), float(rank))]
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, collective)
+        # The worker has this one, and the next one waits behind it.
+        work = dist.all_reduce(totals[0], async_op=True)
+        press(signal.SIGUSR1)
+        if waits == "work":
+            work.wait()
+        dist.all_reduce(totals[1])
+        work.wait()
+        assert [error.kind for error in refusals] == ["aborted"] and "let the handler set a flag" in str(refusals[0]), refusals
+    else:
+        store.get("handled")
+        [dist.all_reduce(total) for total in totals]
+    assert [total.tolist() for total in totals] == [[1.0] * 4, [1.0] * 2]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("waits", ["work", "call behind it"])
+@pytest.mark.parametrize("called", IN_HANDLER)
+def test_a_collective_of_a_handler_is_refused_behind_calls_that_have_not_ended(ranks, called, waits):
+    ranks(2, _handler_behind_a_work, called, waits)
+
+
+def _handler_in_a_recv(rank):
+    total, tensor = torch.full((3,), rank + 1.0), torch.full((2,), float(rank))
+    if rank == 0:
+        # No collective is in flight: that of the handler runs as any.
+        signal.signal(signal.SIGUSR1, lambda number, frame: dist.all_reduce(total))
+        press(signal.SIGUSR1)
+        dist.recv(tensor, 1)
+        assert tensor.tolist() == [1.0] * 2
+    else:
+        dist.all_reduce(total)
+        dist.send(tensor, 0)
+    assert total.tolist() == [3.0] * 3
+    dist.barrier()
+
+
+def test_a_collective_of_a_handler_runs_while_none_is_in_flight(ranks):
+    ranks(2, _handler_in_a_recv)
+
+
 def _large():
     """More than a connection takes before the other rank receives."""
     return torch.zeros(1 << 23)

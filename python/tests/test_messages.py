@@ -10,6 +10,7 @@ import torch.distributed as dist
 from conftest import processes
 
 import phalanx_torch
+from phalanx_torch import process_group
 
 
 def overtakes(rank):
@@ -83,12 +84,68 @@ def unlike(rank):
             while True:
                 dist.all_reduce(torch.zeros(1))
     else:
-        with pytest.raises(phalanx_torch.Error, match="rank 0 has sent 3 x f32 with tag 4 to rank 1, which receives 5 x f32"):
+        with pytest.raises(phalanx_torch.Error, match="rank 0 has sent 3 x float32 with tag 4 to rank 1, which receives 5 x float32"):
             dist.recv(torch.zeros(5), 0, tag=4)
 
 
 def test_other_lengths_are_named(ranks):
     ranks(2, unlike)
+
+
+OTHER_TYPES = [
+    # As many bytes; the first is what is sent.
+    (torch.int16, 3, torch.uint8, 6),
+    (torch.int16, 3, torch.uint16, 3),
+    (torch.uint8, 4, torch.float8_e4m3fn, 4),
+    (torch.float8_e5m2, 4, torch.float8_e4m3fn, 4),
+    (torch.complex64, 3, torch.float32, 6),
+    (torch.float64, 3, torch.complex64, 3),
+    (torch.int32, 3, torch.float32, 3),
+    (torch.int8, 3, torch.bool, 3),
+]
+
+
+def of_other_types(rank, sent, received, is_kept, from_any):
+    (sent_type, sent_elements), (received_type, elements) = sent, received
+    if rank == 0:
+        with pytest.raises(phalanx_torch.Error):
+            works = [dist.isend(torch.zeros(sent_elements, dtype=sent_type), 1, tag=4), dist.isend(torch.zeros(1), 1, tag=5)]
+            works[0].wait()
+            while True:
+                dist.all_reduce(torch.zeros(1))
+    else:
+        if is_kept:
+            # The message is there before its receive: it comes before this one.
+            dist.recv(torch.zeros(1), 0, tag=5)
+        names = [str(dtype).removeprefix("torch.") for dtype in (sent_type, received_type)]
+        why = f"rank 0 has sent {sent_elements} x {names[0]} with tag 4 to rank 1, which receives {elements} x {names[1]}"
+        with pytest.raises(phalanx_torch.Error, match=why) as caught:
+            dist.recv(torch.zeros(elements, dtype=received_type), None if from_any else 0, tag=4)
+        assert caught.value.kind == "mismatch"
+
+
+@pytest.mark.parametrize("case", OTHER_TYPES, ids=lambda case: f"{case[0]} as {case[2]}")
+def test_other_types_of_as_many_bytes_are_named(ranks, case):
+    sent, elements, received, room = case
+    for is_kept, from_any in [(False, False), (True, False), (False, True)]:
+        ranks(2, of_other_types, (sent, elements), (received, room), is_kept, from_any)
+
+
+def of_each_type(rank):
+    """What is sent comes as it is, in every type that is only moved."""
+    names = ["int16", "uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "bool", "bfloat16"]
+    for tag, name in enumerate(names):
+        given = (torch.arange(16, dtype=torch.uint8) % 2).view(getattr(torch, name))
+        if rank == 0:
+            dist.send(given, 1, tag=tag)
+        else:
+            received = torch.zeros_like(given)
+            dist.recv(received, 0, tag=tag)
+            assert (received.view(torch.uint8) == given.view(torch.uint8)).all(), name
+
+
+def test_messages_of_each_type(ranks):
+    ranks(2, of_each_type)
 
 
 def object_lists(rank):
@@ -208,6 +265,42 @@ def drops_its_works(rank):
                 time.sleep(0.001)
                 work.wait()
             assert (tensor == 1).all()
+
+
+def copies_before_a_barrier(rank, how):
+    """The copies take long: a barrier that did not wait for them would return before."""
+    finish = process_group._Staged.finish
+
+    def slow(staged):
+        settle = finish(staged)
+        return settle and (lambda: (time.sleep(0.5), settle()))
+
+    process_group._Staged.finish = slow
+    tensors = [torch.ones(4, 3).t(), torch.ones(3, 4, dtype=torch.int16), torch.full((2, 2), rank * 2 + 3, dtype=torch.int32)]
+    for tensor in tensors[:2]:
+        dist.all_reduce(tensor, async_op=True)
+    dist.all_reduce(tensors[2], dist.ReduceOp.AVG, async_op=True)
+    gathered = [torch.zeros(3, 4).t(), torch.zeros(3, 4).t()]
+    dist.all_gather(gathered, torch.full((4, 3), rank + 1.0), async_op=True)
+    if how == "barrier":
+        dist.barrier()
+    elif how == "async":
+        dist.barrier(async_op=True).wait()
+    elif how == "monitored":
+        dist.group.WORLD.monitored_barrier()
+    elif how == "destroy":
+        dist.destroy_process_group()
+    assert all((tensor == 2).all() for tensor in tensors[:2]) and (tensors[2] == 4).all()
+    assert (gathered[0] == 1).all() and (gathered[1] == 2).all()
+    # What has been copied is not kept.
+    if how == "barrier":
+        dist.all_reduce(tensors[0], async_op=True).wait()
+        assert len(dist.group.WORLD._copies) <= 2
+
+
+@pytest.mark.parametrize("how", ["barrier", "async", "monitored", "destroy"])
+def test_results_of_earlier_calls_are_there_after_a_barrier(ranks, how):
+    ranks(2, copies_before_a_barrier, how)
 
 
 def test_results_come_back_without_a_wait(ranks):

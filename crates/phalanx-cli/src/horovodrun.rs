@@ -91,7 +91,7 @@ pub(crate) struct Horovodrun {
     #[arg(long, value_name = "FILE")]
     timeline_filename: Option<PathBuf>,
 
-    /// Do not report tensors that some ranks have not submitted (sets HOROVOD_STALL_CHECK_DISABLE)
+    /// Neither report tensors that some ranks have not submitted nor end the job for them (sets HOROVOD_STALL_CHECK_DISABLE)
     #[arg(long, conflicts_with = "stall_check_warning_time_seconds")]
     no_stall_check: bool,
 
@@ -103,7 +103,7 @@ pub(crate) struct Horovodrun {
     #[arg(long, value_name = "SECONDS")]
     stall_check_warning_time_seconds: Option<f64>,
 
-    /// After how long they end the job (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
+    /// After how long they end the job; 0 for never (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
     #[arg(long, value_name = "SECONDS")]
     stall_check_shutdown_time_seconds: Option<f64>,
 

@@ -17,6 +17,7 @@ pub const DEFAULT_STALL_CHECK_TIME: Duration = Duration::from_secs(60);
 /// The most bytes of a batch. A batch is allocated at once.
 const MAX_FUSION_THRESHOLD: usize = 1 << 40;
 const CYCLE_TIME_LIMIT: Duration = Duration::from_secs(10);
+/// In effect for ever: more than 31 years.
 const STALL_TIME_LIMIT: Duration = Duration::from_secs(1_000_000_000);
 /// Every slot is a bit of each cycle's message.
 const MAX_CACHE_CAPACITY: usize = 1 << 20;
@@ -42,7 +43,7 @@ pub struct Options {
     /// After how long tensors that some ranks lack are reported, and ranks that have not joined while others have and nothing
     /// is carried out. `None`: never.
     pub stall_check_time: Option<Duration>,
-    /// After how long they end the job. `None`: the time-out of the group.
+    /// After how long they end the job. `None`: the time-out of the group. The most is 1,000,000,000 s, which is in effect never.
     pub stall_shutdown_time: Option<Duration>,
     /// Measures fusion thresholds and cycle times while the program runs, and keeps the best. What is set with
     /// `HOROVOD_FUSION_THRESHOLD` or `HOROVOD_CYCLE_TIME` stays as it is.
@@ -107,8 +108,8 @@ impl Options {
     /// | `HOROVOD_CYCLE_TIME` | [`cycle_time`](Self::cycle_time) | milliseconds, such as 3.5 |
     /// | `HOROVOD_CACHE_CAPACITY` | [`cache_capacity`](Self::cache_capacity) | names |
     /// | `HOROVOD_STALL_CHECK_TIME_SECONDS` | [`stall_check_time`](Self::stall_check_time) | seconds |
-    /// | `HOROVOD_STALL_CHECK_DISABLE` | no [`stall_check_time`](Self::stall_check_time) | 1 or 0 |
-    /// | `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` | [`stall_shutdown_time`](Self::stall_shutdown_time) | seconds; 0: the time-out of the group |
+    /// | `HOROVOD_STALL_CHECK_DISABLE` | no [`stall_check_time`](Self::stall_check_time), and the most [`stall_shutdown_time`](Self::stall_shutdown_time) | 1 or 0 |
+    /// | `HOROVOD_STALL_SHUTDOWN_TIME_SECONDS` | [`stall_shutdown_time`](Self::stall_shutdown_time) | seconds; 0: the most |
     /// | `HOROVOD_AUTOTUNE` | [`autotune`](Self::autotune) | 1 or 0 |
     /// | `HOROVOD_TIMELINE` | [`timeline`](Self::timeline) | a path; `DYNAMIC`: none yet |
     ///
@@ -177,12 +178,14 @@ impl Variables<'_> {
             self.number("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", STALL_TIME_LIMIT.as_secs_f64(), false)?;
         let disabled = self.flag("HOROVOD_STALL_CHECK_DISABLE")?;
         let seconds = |value: f64| (value > 0.0).then(|| Duration::from_secs_f64(value));
+        // As in Horovod, which then looks for nothing that waits.
+        let never = disabled || shutdown == Some(0.0);
         Ok(Options {
             fusion_threshold: threshold.map_or(defaults.fusion_threshold, |bytes| bytes as usize),
             cycle_time: cycle.map_or(defaults.cycle_time, |millis| Duration::from_secs_f64(millis / 1e3)),
             cache_capacity: capacity.map_or(defaults.cache_capacity, |names| names as usize),
             stall_check_time: if disabled { None } else { check.map_or(defaults.stall_check_time, seconds) },
-            stall_shutdown_time: shutdown.and_then(seconds),
+            stall_shutdown_time: if never { Some(STALL_TIME_LIMIT) } else { shutdown.and_then(seconds) },
             autotune: self.flag("HOROVOD_AUTOTUNE")?,
             // "DYNAMIC" says that the program will start one.
             timeline: self.text("HOROVOD_TIMELINE").filter(|path| path != "DYNAMIC").map(PathBuf::from),
@@ -257,11 +260,24 @@ mod tests {
         };
         assert_eq!(set.unwrap(), expected);
         assert_eq!(options(&[("HOROVOD_TIMELINE", "DYNAMIC")]).unwrap().timeline, None);
-        assert_eq!(options(&[("HOROVOD_STALL_CHECK_DISABLE", "1")]).unwrap().stall_check_time, None);
-        assert_eq!(
-            options(&[("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0")]).unwrap().stall_shutdown_time,
-            None
-        );
+    }
+
+    #[test]
+    fn whoever_asks_for_no_end_gets_none() {
+        let (shutdown, disable) = ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "HOROVOD_STALL_CHECK_DISABLE");
+        let never = Options { stall_shutdown_time: Some(STALL_TIME_LIMIT), ..Options::default() };
+        let neither = Options { stall_check_time: None, ..never.clone() };
+        assert!(never.check().is_ok());
+        for zero in ["0", "0.0", "-0"] {
+            assert_eq!(options(&[(shutdown, zero)]).unwrap(), never, "{zero}");
+        }
+        assert_eq!(options(&[(disable, "1")]).unwrap(), neither);
+        // As in Horovod: nothing is looked for.
+        assert_eq!(options(&[(disable, "1"), (shutdown, "10")]).unwrap(), neither);
+        // Unset, or not asked for.
+        for unset in [(shutdown, ""), (disable, "0"), (disable, "")] {
+            assert_eq!(options(&[unset]).unwrap(), Options::default());
+        }
     }
 
     #[test]

@@ -59,25 +59,36 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     return [_read(part) for part in every.split(lengths.tolist())]
 
 
+_PARAMETERS = "pass model.state_dict(), model.named_parameters() or list(model.parameters())"
+
+
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, process_set: ProcessSet = global_process_set
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites tensors with the root's: a ``state_dict()``, or pairs of names and tensors such as ``named_parameters()``."""
+    """Overwrites tensors with the root's: a ``state_dict()``, pairs of names and tensors such as ``named_parameters()``, or tensors alone such as
+    ``parameters()``, which all ranks then have in the same order."""
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        pairs = list(params)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ValueError("broadcast_parameters: pairs of names and tensors are expected, such as named_parameters() returns")
+    elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
+        # As Horovod does, which gives those without a name a number.
+        pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
     else:
-        raise ValueError(f"broadcast_parameters: {type(params).__name__} is neither a state_dict nor pairs of names and tensors")
-    handles = []
-    for name, tensor in pairs:
-        # State that a module has not got, and what its get_extra_state returned.
-        if isinstance(tensor, torch.Tensor):
-            handles.append(broadcast_async_(tensor, root_rank, f"parameters.{name}", process_set))
-        elif tensor is not None:
-            raise ValueError(f"broadcast_parameters: {name} is a {type(tensor).__name__}: hvd.broadcast_object takes it")
+        raise ValueError(f"invalid params of type: {type(params)}: {_PARAMETERS}")
+    for place, pair in enumerate(pairs):
+        if len(pair) != 2 or isinstance(pair[0], torch.Tensor):
+            kinds = ", ".join(type(part).__name__ for part in pair)
+            raise ValueError(f"broadcast_parameters: element {place} is a tuple of {kinds}, and no pair of a name and a tensor: {_PARAMETERS}")
+        name, tensor = pair
+        # None is state that a module has not got, and what its get_extra_state returned.
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name is None):
+            what = f"element {place}" if name is None else name
+            raise ValueError(
+                f"broadcast_parameters: {what} is of type {type(tensor).__name__}, and no tensor: {_PARAMETERS}; hvd.broadcast_object takes all else"
+            )
+    # Only when all are known to be right: else the other ranks would wait for the rest.
+    handles = [
+        broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}", process_set) for name, tensor in pairs if tensor is not None
+    ]
     for handle in handles:
         synchronize(handle)
 
@@ -122,4 +133,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     for handle in handles:
         synchronize(handle)
     if not is_root:
-        optimizer.load_state_dict(_replaced(frame, _Place, lambda one: own[one.index]))
+        received = _replaced(frame, _Place, lambda one: own[one.index])
+        optimizer.load_state_dict(received)
+        _put_as_received(optimizer, received)
+
+
+def _put_as_received(optimizer: torch.optim.Optimizer, received: dict[str, Any]) -> None:
+    """Gives the optimizer the state that has come. PyTorch's ``load_state_dict`` has cast its tensors to the types of the parameters, so that
+    averages in float32 beside parameters in bfloat16, and counts in int64, have lost bits; it also breaks texts."""
+    numbers = [number for group in received["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        if number in received["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _as_received(optimizer.state[parameter], received["state"][number])
+
+
+def _as_received(loaded: Any, received: Any) -> Any:
+    """``received``, with what ``load_state_dict`` has made of it in other places and shapes, and on other devices."""
+    if isinstance(loaded, torch.Tensor) and isinstance(received, torch.Tensor):
+        return received.to(loaded.device) if loaded.shape == received.shape else loaded
+    if isinstance(loaded, dict) and isinstance(received, dict):
+        for key in loaded.keys() & received.keys():
+            loaded[key] = _as_received(loaded[key], received[key])
+        return loaded
+    if type(loaded) in (list, tuple) and type(loaded) is type(received) and len(loaded) == len(received):
+        return type(loaded)(_as_received(*pair) for pair in zip(loaded, received))
+    return received if type(loaded) is type(received) else loaded

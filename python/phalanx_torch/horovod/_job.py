@@ -136,12 +136,14 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     job = _state["job"]
     if job is not None and job.is_initialized():
         return
+    # A forked process cannot shut down what its parent has begun.
+    _exit.check_not_forked()
     if job is not None:
         shutdown()
-    _exit.check_not_forked()
     if _state["ranks"] is None or not _state["ranks"].can_begin():
         _leave_ranks()
         _state["ranks"] = _native.Ranks.meet()
+        _exit.remember_ranks(_state["ranks"])
     _state.update(job=_native.Horovod.begin(_state["ranks"]), sets={}, next=1)
     global_process_set._counts = {}
     # "dynamic" asks for what is always allowed here.

@@ -9,6 +9,7 @@ import torch
 
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
+from phalanx_torch._functional import waited
 from phalanx_torch.horovod._job import ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
@@ -128,7 +129,7 @@ def _dense(what: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{what}: a torch.Tensor is expected, and not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: this tensor is sparse; hvd.sparse_allreduce_async takes it, or tensor.to_dense() makes it dense")
-    return tensor.detach()
+    return waited(tensor).detach()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
