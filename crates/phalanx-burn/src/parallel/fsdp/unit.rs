@@ -343,6 +343,9 @@ fn refuse_units<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Resu
     })
 }
 
+/// The type under which visitors see what is in a [`FullySharded`], as Burn's derive names a struct.
+pub(crate) const UNIT: &str = "Struct:FullySharded";
+
 /// The name of a unit's shard, from that of one of its pieces.
 pub(super) fn unit_name(piece: &str) -> &str {
     piece.rsplit_once('.').map_or(piece, |(unit, _)| unit)
@@ -357,8 +360,7 @@ struct InnerUnit<'a> {
 
 impl ModuleVisitor for InnerUnit<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
-        // As Burn's derive names a struct.
-        self.path.push((name.to_owned(), container_type == "Struct:FullySharded"));
+        self.path.push((name.to_owned(), container_type == UNIT));
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {

@@ -59,6 +59,9 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
     ) -> Result<Self> {
         let (plan, group) = (pipeline.plan.clone(), pipeline.group.clone());
         pipeline.check(batches.len(), ddp.model().len())?;
+        if group.world_size().count() > 1 {
+            ddp.note_stages();
+        }
         let Some(device) = ddp.model().devices().into_iter().next() else {
             return Err(Error::invalid_argument("the stages of this rank have no parameters"));
         };
