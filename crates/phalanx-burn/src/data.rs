@@ -116,7 +116,11 @@ where
 
     fn num_items(&self) -> usize {
         #[cfg(feature = "train")]
-        crate::train::loaders::divided_among(self.loader.world_size());
+        {
+            crate::train::loaders::divided_among(self.loader.world_size());
+            // It says if the strategy has made it; the loader has asked for its length long ago.
+            let _ = self.loader.dataset().len();
+        }
         self.loader.items()
     }
 

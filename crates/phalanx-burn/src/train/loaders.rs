@@ -12,22 +12,51 @@ thread_local! {
     static EPOCH: Cell<Option<u64>> = const { Cell::new(None) };
     /// Among how many ranks the loader is divided that was asked for its items.
     static DIVIDED: Cell<WorldSize> = const { Cell::new(WorldSize::ONE) };
+    /// Among how many ranks `sampled` has divided the data set of the loader that was asked for its items.
+    static SAMPLED: Cell<WorldSize> = const { Cell::new(WorldSize::ONE) };
+}
+
+/// What a loader is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    Training,
+    Validation,
 }
 
 /// The number of items of `loader`, which the strategy is to divide.
 ///
 /// # Errors
 /// If it is divided already: each rank would get a part of its part.
-pub(super) fn items<O>(loader: &Arc<dyn DataLoader<O>>, purpose: &str) -> Result<usize> {
+pub(super) fn items<O>(loader: &Arc<dyn DataLoader<O>>, purpose: Purpose) -> Result<usize> {
     DIVIDED.set(WorldSize::ONE);
+    SAMPLED.set(WorldSize::ONE);
     let items = loader.num_items();
-    let ranks = DIVIDED.get();
-    if ranks == WorldSize::ONE {
-        return Ok(items);
+    let (divided, sampled) = (DIVIDED.get(), SAMPLED.get());
+    let name = match purpose {
+        Purpose::Training => "training",
+        Purpose::Validation => "validation",
+    };
+    if divided != WorldSize::ONE {
+        let cause =
+            format!("the {name} loader is already divided among {divided} ranks, and DdpStrategy divides it");
+        return Err(Error::invalid_argument(cause)
+            .with_remedy("leave out its `group`, `shard` or DistributedSampler"));
     }
-    let cause =
-        format!("the {purpose} loader is already divided among {ranks} ranks, and DdpStrategy divides it");
-    Err(Error::invalid_argument(cause).with_remedy("leave out its `group`, `shard` or DistributedSampler"))
+    if purpose == Purpose::Validation && sampled != WorldSize::ONE {
+        let cause = format!(
+            "the {name} loader reads what DdpStrategy::sampled has already divided among {sampled} ranks, and DdpStrategy divides it"
+        );
+        return Err(Error::invalid_argument(cause).with_remedy("give it the whole data set"));
+    }
+    Ok(items)
+}
+
+/// What a data set says that `sampled` made, when it is asked for its length.
+pub(super) fn sampled_among(ranks: WorldSize) {
+    // A data set may be made of several.
+    if ranks != WorldSize::ONE {
+        SAMPLED.set(ranks);
+    }
 }
 
 /// What a loader says that is asked for its items.

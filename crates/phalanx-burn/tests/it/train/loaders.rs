@@ -156,6 +156,42 @@ fn a_loader_that_is_divided_already_is_refused_on_every_rank_before_a_step() {
     }
 }
 
+#[test]
+fn a_validation_of_sampled_data_is_refused_on_every_rank_before_a_step() {
+    let order: Vec<usize> = (0..VALID).collect();
+    for is_ours in [false, true] {
+        let outcomes = |ranks: u32| {
+            run(ranks, |group| {
+                let strategy = DdpStrategy::new(&group);
+                let valid = if is_ours {
+                    let samples = FromBurn::new(strategy.sampled(ToBurn(ours(&order)), 42));
+                    burn_loader(phalanx_data::Dataset::map(samples, Ok), false, 0)
+                } else {
+                    DataLoaderBuilder::new(Rows).batch_size(4).build(strategy.sampled(data(&order), 42))
+                };
+                let (noting, seen) = Noting::new(TRAIN);
+                let training_data = strategy.sampled(noting, 1);
+                let training = DataLoaderBuilder::new(Rows).batch_size(4).build(training_data);
+                let folder = tempfile::tempdir().unwrap();
+                let training = SupervisedTraining::new(folder.path(), training, valid)
+                    .with_application_logger(None)
+                    .num_epochs(1)
+                    .with_training_strategy(strategy.into());
+                let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+                (result.error.map(|error| error.to_string()), seen.lock().len())
+            })
+        };
+        for (error, steps) in outcomes(2) {
+            let error = error.expect("an error on every rank");
+            assert!(error.contains("sampled has already divided among 2 ranks"), "{error}");
+            assert!(error.contains("the whole data set"), "{error}");
+            assert_eq!(steps, 0);
+        }
+        // One rank's part is the whole.
+        assert_eq!(outcomes(1)[0].0, None);
+    }
+}
+
 /// A loader that drops its last batch never says that it is at its end.
 #[test]
 fn batches_too_few_for_a_step_are_no_part_of_the_next_epoch() {
