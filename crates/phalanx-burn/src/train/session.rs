@@ -103,7 +103,7 @@ where
     }
 
     fn train_epoch(&mut self, loader: &TrainLoader<M>, epoch: usize, average: &mut Average<M>) -> Result<()> {
-        let mut items = loaders::pass(loader, epoch);
+        let mut items = loaders::pass(loader, epoch, self.group);
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
@@ -179,7 +179,7 @@ where
             let buffers = Select::Only(&average.inventory.buffers);
             model = replicas::from_rank(model, self.group, Rank::MAIN, buffers)?;
         }
-        let mut items = loaders::pass(loader, epoch);
+        let mut items = loaders::pass(loader, epoch, self.group);
         let (mut iteration, ranks) = (0, self.group.world_size().count());
         loop {
             let item = self.wanted(items.next());

@@ -157,6 +157,39 @@ fn a_loader_that_is_divided_already_is_refused_on_every_rank_before_a_step() {
 }
 
 #[test]
+fn workers_of_different_ranks_draw_differently() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    for sampled in [false, true] {
+        let noted = run(2, |group| {
+            let noted = Arc::<Mutex<Vec<phalanx_data::WorkerInfo>>>::default();
+            let notes = Arc::clone(&noted);
+            let note = move |sample: Sample| {
+                notes.lock().push(phalanx_data::worker_info().unwrap());
+                Ok(sample)
+            };
+            let strategy = DdpStrategy::new(&group);
+            let training = if sampled {
+                let samples = FromBurn::new(strategy.sampled(ToBurn(ours(&order)), 42));
+                burn_loader(phalanx_data::Dataset::map(samples, note), false, 2)
+            } else {
+                burn_loader(phalanx_data::Dataset::map(ours(&order), note), true, 2)
+            };
+            let folder = tempfile::tempdir().unwrap();
+            let setup = Setup { accumulate: None, stop_after: EPOCHS };
+            train(Net::new(false), (training, loader(&[5, 6], 2)), folder.path(), &setup, strategy.into());
+            noted.lock().clone()
+        });
+        let mut seeds = std::collections::BTreeSet::new();
+        for (rank, noted) in (0..).zip(&noted) {
+            assert!(noted.iter().all(|worker| (worker.rank.get(), worker.world_size.get()) == (rank, 2)));
+            seeds.extend(noted.iter().map(|worker| worker.seed));
+        }
+        // Of each of two ranks, two workers, each with another seed in each epoch.
+        assert_eq!(seeds.len(), 2 * 2 * EPOCHS, "sampled: {sampled}");
+    }
+}
+
+#[test]
 fn a_validation_of_sampled_data_is_refused_on_every_rank_before_a_step() {
     let order: Vec<usize> = (0..VALID).collect();
     for is_ours in [false, true] {
