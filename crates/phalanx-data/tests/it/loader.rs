@@ -57,7 +57,7 @@ proptest! {
         let tail = if repeat { Tail::Repeat } else { Tail::Split };
         let loader = |rank: Rank, world: WorldSize| {
             let loader = DataLoader::builder(numbers(len)).shard(rank, world).batch_size(batch).num_workers(workers);
-            let loader = loader.shuffle(shuffle).seed(3).tail(tail);
+            let loader = loader.shuffle(shuffle && !own).seed(3).tail(tail);
             let backwards = from_fn(move |_| (0..len).rev().collect());
             if own { loader.sampler(backwards) } else { loader }.build().unwrap()
         };
@@ -582,6 +582,8 @@ fn options_that_make_no_sense_are_refused() {
         (loader(4).sampler(sampler(4)).shard(Rank::MAIN, world(2)).build(), "the same group"),
         (loader(4).shard(Rank::new(2), world(2)).build(), "2"),
         (loader(0).shuffle(true).build(), "no item"),
+        (loader(4).sampler(ElasticSampler::new(4).shuffle(false)).shuffle(true).build(), "both say"),
+        (loader(4).shuffle(true).sampler(from_fn(|_| vec![0])).build(), "both say"),
     ];
     for (outcome, words) in refused {
         let error = outcome.unwrap_err();
