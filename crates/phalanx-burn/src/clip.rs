@@ -22,7 +22,8 @@ use crate::tensor_bytes::{self, TensorBytes};
 ///
 /// # Errors
 /// If `max_norm` is not a positive number, or a gradient is no float; if layers of the model are [divided](crate::parallel::tensor) among
-/// ranks.
+/// ranks, or are [units](crate::parallel::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](crate::parallel::fsdp::Fsdp::clip_grad_norm) clips.
+/// It does not see that a model is a stage of a pipeline: take [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) there.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
     refuse_parts(model)?;

@@ -107,8 +107,9 @@ where
 {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<O> + 'a> {
         #[cfg(feature = "train")]
-        if let Some(epoch) = crate::train::loaders::epoch() {
-            self.loader.set_epoch(epoch);
+        if let Some(begun) = crate::train::loaders::begun() {
+            self.loader.set_epoch(begun.epoch);
+            self.loader.set_worker_rank(begun.rank, begun.world);
         }
         let (total, batch_size) = (self.num_items(), self.loader.batch_size());
         Box::new(Pass { batches: self.loader.iter(), processed: 0, total, batch_size })
@@ -116,7 +117,11 @@ where
 
     fn num_items(&self) -> usize {
         #[cfg(feature = "train")]
-        crate::train::loaders::divided_among(self.loader.world_size());
+        {
+            crate::train::loaders::divided_among(self.loader.world_size());
+            // It says if the strategy has made it; the loader has asked for its length long ago.
+            let _ = self.loader.dataset().len();
+        }
         self.loader.items()
     }
 

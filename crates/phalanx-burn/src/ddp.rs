@@ -30,7 +30,7 @@ use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
-use crate::parallel::refuse_parts;
+use crate::parallel::{of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -91,6 +91,8 @@ pub struct Ddp<M> {
     gradient_as_bucket_view: bool,
     /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
+    /// Whether the model is this rank's stages of a pipeline of several ranks.
+    is_of_stages: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
@@ -147,6 +149,7 @@ impl<M: Module> Ddp<M> {
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
+            is_of_stages: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
             loaded_hook: LoadedHook::default(),
@@ -228,6 +231,11 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// Notes that the model is this rank's stages of a pipeline of several ranks.
+    pub(crate) fn note_stages(&mut self) {
+        self.is_of_stages = true;
+    }
+
     /// Scales `gradients` from [`backward`](Self::backward) so that their norm, taken over all elements of all of them
     /// as one vector, is at most `max_norm`; returns the 2-norm before, summed in f64. This is
     /// `torch.nn.utils.clip_grad_norm_`. All ranks call it together.
@@ -252,14 +260,16 @@ impl<M: Module> Ddp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, which
+    /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as
+    /// this rank's stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline), which
     /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
     /// exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
         // The replicas have the same parts, and the same error.
-        refuse_parts(self.model()).map_err(|error| match self.sharded {
+        let is_whole = if self.is_of_stages { Err(of_stages()) } else { refuse_parts(self.model()) };
+        is_whole.map_err(|error| match self.sharded {
             true => error.with_remedy(
                 "clip with phalanx_burn::parallel::clip_grad_norm, and without a ZeroRedundancyOptimizer: it leaves each rank the averages of \
                  some parameters only",

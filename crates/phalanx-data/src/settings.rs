@@ -72,17 +72,24 @@ pub(crate) struct Progress<P> {
     /// Behind the batches that the loop has got.
     pub position: P,
     pub shard: (Rank, WorldSize),
+    /// Whose workers load, if the program divides the items by itself: the rank of the process, of so many.
+    pub worker_rank: Option<(Rank, WorldSize)>,
 }
 
 impl<P: Clone> Progress<P> {
     /// At `position`, with nothing begun.
     pub fn new(position: P, shard: (Rank, WorldSize)) -> Self {
-        Self { passes: 0, begun: false, position, shard }
+        Self { passes: 0, begun: false, position, shard, worker_rank: None }
     }
 
     /// At the same position, with nothing begun.
     pub fn unbegun(&self) -> Self {
-        Self::new(self.position.clone(), self.shard)
+        Self { worker_rank: self.worker_rank, ..Self::new(self.position.clone(), self.shard) }
+    }
+
+    /// Whose workers load: the rank of the process, of so many.
+    pub fn worker_rank(&self) -> (Rank, WorldSize) {
+        self.worker_rank.unwrap_or(self.shard)
     }
 
     /// Begins a pass: its number, and where it begins. A pass that was begun before and cut off is not gone on with.

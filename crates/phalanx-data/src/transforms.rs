@@ -161,7 +161,7 @@ impl RandomResizedCrop {
 
     /// A part of the image, scaled. It depends on the seed alone: [`WorkerInfo::item_seed`](crate::WorkerInfo::item_seed), which is
     /// another one for each item in each epoch. Two views of one item need two seeds, such as `seed` and `seed + 1`: from the same one both are
-    /// the same part. In a stream, whose seed is the shard's, add the number of the item in its shard.
+    /// the same part.
     ///
     /// # Errors
     /// If the image has no pixel, or is to have none or a side of more than 16,384.

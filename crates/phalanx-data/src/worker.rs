@@ -43,6 +43,11 @@ impl WorkerInfo {
         Self { id, num_workers, rank, world_size, epoch, seed: own, item_seed: 0, loader_seed: seed }
     }
 
+    /// As it works for this rank of so many, which the process has from now on.
+    pub(crate) fn of_rank(self, place: (Rank, WorldSize)) -> Self {
+        Self::new(self.loader_seed, self.epoch, (self.id, self.num_workers), place)
+    }
+
     /// As it loads the item at `index` by a loader with this `seed`.
     pub(crate) fn at(self, seed: u64, index: usize) -> Self {
         Self { loader_seed: seed, item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }

@@ -65,6 +65,11 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// server has its parameters, its optimizer's state and its workers' clocks, and no update that a worker has had an answer to
 /// is lost or applied twice. A server that has lost its replica goes on alone and says so with each answer: if it dies too, its
 /// workers get an error instead of older parameters. So they do when an update rule panics.
+///
+/// If a [`step`](Self::step), [`push`](Self::push) or [`advance`](Self::advance) fails after it was sent, some servers may have
+/// carried it out, and others not. If it were repeated, its gradients would count twice there. So this rank's next calls are refused,
+/// with the cause, until it has [left](Self::leave). Then it may [`join`](Self::join) again, which begins the same step on all servers with
+/// their parameters: the failed step counts where it was carried out. To be exact, begin again from a checkpoint.
 pub struct ParameterServer {
     rpc: Rpc,
     layout: Layout,
@@ -90,6 +95,23 @@ struct State {
     /// The replica, for when that one is lost. None if it has replaced the server already, or lacks operations that this rank has
     /// answers to.
     replicas: Vec<Option<Rank>>,
+    /// Why a step of this rank has failed that some servers may have carried out, and others not.
+    torn: Option<Error>,
+}
+
+impl State {
+    /// An error if a step of this rank may be on some servers only.
+    fn whole(&self) -> Result<()> {
+        let Some(cause) = &self.torn else { return Ok(()) };
+        let text = format!(
+            "a step of this rank has failed, and some servers may have carried it out, and others not: {}",
+            cause.clone().without_remedy()
+        );
+        Err(Error::aborted(text).with_remedy(
+            "begin again from a checkpoint, or call ParameterServer::leave and then ParameterServer::join: the failed step then counts \
+             where it was carried out",
+        ))
+    }
 }
 
 /// How stale gradients were when they were applied.
@@ -159,7 +181,7 @@ impl ParameterServer {
     ///
     /// # Errors
     /// If this rank is no worker, or the slices have not as many elements as the keys. If a server dies that has no replica, or
-    /// the time-out passes before slower workers have come.
+    /// the time-out passes before slower workers have come. If an earlier step of this rank has [failed](ParameterServer#failures).
     pub fn step(&self, gradients: &[f32], parameters: &mut [f32]) -> Result<u64> {
         self.exchange(0..self.layout.keys(), Some(gradients), true, Some(parameters))
     }
@@ -197,6 +219,7 @@ impl ParameterServer {
     pub fn join(&self, parameters: &mut [f32]) -> Result<()> {
         self.fits(&(0..self.layout.keys()), parameters.len())?;
         let mut state = self.state.lock();
+        state.whole()?;
         let entered = self.enter(&mut state, parameters);
         if entered.is_err() {
             // No worker may wait for one that only some servers know.
@@ -222,7 +245,11 @@ impl ParameterServer {
     /// # Errors
     /// If a server dies that has no replica.
     pub fn leave(&self) -> Result<()> {
-        self.ask_all(&mut self.state.lock(), |_| Ask::Leave).map(drop)
+        let mut state = self.state.lock();
+        self.ask_all(&mut state, |_| Ask::Leave)?;
+        // No server waits for the rest of a failed step, or takes it.
+        state.torn = None;
+        Ok(())
     }
 
     /// What each server says about its shard, or the replica of one that was lost.
@@ -299,6 +326,7 @@ impl ParameterServer {
             self.fits(&keys, length)?;
         }
         let mut state = self.state.lock();
+        state.whole()?;
         state.number += 1;
         let number = state.number;
         let mut asked = Vec::new();
@@ -317,15 +345,30 @@ impl ParameterServer {
             let call = self.rpc.call_async(state.servers[shard], STEP, &request).ok();
             asked.push((request, part, call));
         }
-        let mut staleness = 0;
+        let changes = gradients.is_some() || advance;
+        let (mut staleness, mut is_done, mut refused) = (0, false, None);
         for (request, part, call) in asked {
-            let done = self.done(&mut state, &request, call)?;
-            staleness = staleness.max(done.staleness);
-            if let Some(parameters) = parameters.as_deref_mut() {
-                take(&done, &mut parameters[part])?;
+            let done = self.done(&mut state, &request, call).and_then(|done| {
+                let target = parameters.as_deref_mut().map(|parameters| &mut parameters[part]);
+                target.map_or(Ok(()), |target| take(&done, target)).map(|()| done)
+            });
+            match done {
+                Ok(done) => (staleness, is_done) = (staleness.max(done.staleness), true),
+                // A shard checks all that it is asked before it changes anything. What have the others done?
+                Err(error) if error.is_invalid_argument() => {
+                    refused.get_or_insert(error);
+                }
+                Err(error) => {
+                    state.torn = changes.then(|| error.clone());
+                    return Err(error);
+                }
             }
         }
-        Ok(staleness)
+        let Some(error) = refused else { return Ok(staleness) };
+        if changes && is_done {
+            state.torn = Some(error.clone());
+        }
+        Err(error)
     }
 
     /// The outcome of `request`. `call` is the first attempt.

@@ -190,3 +190,90 @@ fn a_worker_that_leaves_tells_all_servers_even_if_one_fails() {
         server.shutdown().unwrap();
     });
 }
+
+/// What is refused after a failed step, each with the step's `cause`.
+fn refused(server: &ParameterServer, cause: &str) {
+    let mut parameters = [0.0; 4];
+    for error in [
+        server.step(&[1.0; 4], &mut parameters).unwrap_err(),
+        server.push(0..1, &[1.0; 2]).unwrap_err(),
+        server.advance().unwrap_err(),
+        server.pull(0..2, &mut parameters).unwrap_err(),
+        server.join(&mut parameters).unwrap_err(),
+    ] {
+        let text = error.to_string();
+        assert!(error.is_aborted() && text.contains("some servers may") && text.contains(cause), "{text}");
+        assert!(error.remedy().unwrap().contains("ParameterServer::leave"), "{error}");
+    }
+    assert_eq!(parameters, [0.0; 4]);
+}
+
+#[test]
+fn a_step_that_one_server_has_refused_counts_once_on_the_other() {
+    run(3, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .consistency(Consistency::Asp)
+            .servers(&ranks(&[1, 2]))
+            .workers(&[Rank::MAIN])
+            .start(&group, &mut parameters)
+            .unwrap();
+        if group.rank().is_main() {
+            // The second server alone hears that it has left.
+            let leave = Request { shard: 1, number: 0, ask: Ask::Leave };
+            let _: Reply<Done> = server.rpc.call(Rank::new(2), STEP, &leave).unwrap();
+            let error = server.step(&[1.0; 4], &mut parameters).unwrap_err();
+            assert!(error.to_string().contains("no worker"), "{error}");
+            refused(&server, "no worker");
+            let updates: Vec<u64> = server.statistics().unwrap().iter().map(|shard| shard.updates).collect();
+            assert_eq!(updates, [1, 0]);
+
+            server.leave().unwrap();
+            // All servers refuse it, and nothing has changed.
+            for _ in 0..2 {
+                let error = server.step(&[1.0; 4], &mut parameters).unwrap_err();
+                assert!(error.is_invalid_argument() && error.to_string().contains("no worker"), "{error}");
+            }
+            server.pull(0..2, &mut parameters).unwrap();
+            assert_eq!(parameters, [0.0, 0.0, 1.0, 1.0]);
+            server.join(&mut parameters).unwrap();
+            server.step(&[1.0; 4], &mut parameters).unwrap();
+            assert_eq!(parameters, [-1.0, -1.0, 0.0, 0.0]);
+            let statistics = server.statistics().unwrap();
+            assert!(statistics.iter().all(|shard| shard.clocks == [(Rank::MAIN, 2)]), "{statistics:?}");
+        }
+        group.barrier().unwrap();
+        server.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn a_step_that_one_server_was_lost_in_is_not_repeated_on_the_other() {
+    run(3, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .consistency(Consistency::Asp)
+            .servers(&ranks(&[1, 2]))
+            .workers(&[Rank::MAIN])
+            .start(&group, &mut parameters)
+            .unwrap();
+        if group.rank().get() == 2 {
+            drop(server);
+            group.barrier().unwrap();
+            return;
+        }
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            let error = server.step(&[1.0; 4], &mut parameters).unwrap_err();
+            assert_eq!(error.peer(), Some(Rank::new(2)), "{error}");
+            refused(&server, "rank 2");
+            // It cannot leave all servers.
+            assert!(server.leave().is_err());
+            refused(&server, "rank 2");
+            let first: Reply<ShardStatistics> = server.rpc.call(Rank::new(1), STATISTICS, &0u32).unwrap();
+            let Reply::Done(first) = first else { panic!("{first:?}") };
+            assert_eq!(first.updates, 1, "{first:?}");
+        }
+        server.shutdown().unwrap();
+    });
+}

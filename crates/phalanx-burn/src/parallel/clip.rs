@@ -8,6 +8,7 @@ use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, ReduceOp, Result, adapter};
 
 use super::division::{Span, divided};
+use super::fsdp::UNIT;
 use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
 use crate::clip;
@@ -23,7 +24,9 @@ use crate::clip;
 /// All ranks call it together.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, a gradient is no float, or the exchange fails.
+/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if a gradient is no float, if layers are divided and
+/// `tensor` is none, or if there are [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm)
+/// clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -38,7 +41,13 @@ pub fn clip_grad_norm<M: Module>(
         let is_copy = tied.iter().any(|(tied, copy)| copy == id && !tied.is_first());
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
-    let squares = clip::squares_of(model, gradients)?;
+    let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
+    let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients));
+    // The others wait for this rank's number.
+    let squares = squares.inspect_err(|error| {
+        tensor.into_iter().for_each(|group| group.abort(error.clone()));
+        pipeline.into_iter().for_each(|group| group.abort_all(error.clone()));
+    })?;
     let mut sum: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
     if let Some(group) = tensor {
         group.sum(&mut sum)?;
@@ -51,31 +60,56 @@ pub fn clip_grad_norm<M: Module>(
 
 /// An error if this rank has only a part of a parameter of `model` that is trained: each rank would take its part's norm for the whole one,
 /// and scale what all of them have by a factor of its own.
+///
+/// A unit counts in a group of one rank, too: nothing at it says how many there are.
 pub(crate) fn refuse_parts<M: Module>(model: &M) -> Result<()> {
-    let spans = divided(model);
-    if spans.is_empty() {
-        return Ok(());
-    }
+    refuse(model, divided(model))
+}
+
+/// As [`refuse_parts`], with the divided parameters of which a norm does not know.
+fn refuse<M: Module>(model: &M, spans: HashMap<ParamId, Span>) -> Result<()> {
     let mut parts = Parts { spans, path: Vec::new(), found: None };
     model.visit(&mut parts);
-    parts.found.map_or(Ok(()), |name| {
-        Err(Error::invalid_argument(format!(
-            "this rank has a part of `{name}`, which is divided among tensor-parallel ranks: the norm of its gradients is not the model's"
-        ))
-        .with_remedy("clip with phalanx_burn::parallel::clip_grad_norm, which knows what is divided"))
-    })
+    let Some((name, part)) = parts.found else { return Ok(()) };
+    let (what, remedy) = match part {
+        Part::OfLayer => (
+            "which is divided among tensor-parallel ranks",
+            "clip with phalanx_burn::parallel::clip_grad_norm, which knows what is divided, and give it the tensor group",
+        ),
+        Part::OfUnit => {
+            ("which is the shard of a unit", "clip with phalanx_burn::parallel::fsdp::Fsdp::clip_grad_norm")
+        }
+    };
+    let cause =
+        format!("this rank has a part of `{name}`, {what}: the norm of its gradients is not the model's");
+    Err(Error::invalid_argument(cause).with_remedy(remedy))
+}
+
+/// The error of a norm that knows no other ranks' stages.
+pub(crate) fn of_stages() -> Error {
+    Error::invalid_argument(
+        "this rank has some stages of a pipeline: the norm of their gradients is not the model's",
+    )
+    .with_remedy("clip with phalanx_burn::parallel::clip_grad_norm, and give it the pipeline's group")
+}
+
+#[derive(Clone, Copy)]
+enum Part {
+    OfLayer,
+    OfUnit,
 }
 
 /// Finds a parameter of which others have a part.
 struct Parts {
     spans: HashMap<ParamId, Span>,
-    path: Vec<String>,
-    found: Option<String>,
+    /// The names on the way, and whether each is in a unit.
+    path: Vec<(String, bool)>,
+    found: Option<(String, Part)>,
 }
 
 impl ModuleVisitor for Parts {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.path.push((name.to_owned(), container_type == UNIT));
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {
@@ -83,12 +117,17 @@ impl ModuleVisitor for Parts {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Of a group of one rank, the part is the whole.
-        if let Some(span) = self.spans.get(&param.id)
-            && param.is_require_grad()
-            && param.shape().as_slice().get(span.dim) != Some(&span.total)
-        {
-            self.found.get_or_insert_with(|| self.path.join("."));
+        if self.found.is_some() || !param.is_require_grad() {
+            return;
+        }
+        let is_in_unit = self.path.iter().any(|(_, is_unit)| *is_unit);
+        let is_divided = self.spans.get(&param.id).is_some_and(|span| {
+            // Of a group of one rank, the part is the whole.
+            param.shape().as_slice().get(span.dim) != Some(&span.total)
+        });
+        if is_in_unit || is_divided {
+            let names: Vec<&str> = self.path.iter().map(|(name, _)| name.as_str()).collect();
+            self.found = Some((names.join("."), if is_in_unit { Part::OfUnit } else { Part::OfLayer }));
         }
     }
 }

@@ -55,6 +55,10 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link; a link
 /// of its own for each tensor would confuse gradients, so make one for each pair of ranks, and keep it.
 ///
+/// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`. Neither
+/// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) nor [`clip_grad_norm`](crate::clip_grad_norm) sees a link: each rank would take the norm
+/// of its layers.
+///
 /// Links are for chains, in which tensors go from each rank to the next. Backward sends a gradient and waits until it is taken, and each
 /// rank's order is that of its own graph: with a connection that skips ranks, or an output that returns to an earlier rank, ranks may
 /// wait for each other until the time-out. Such a model needs a backward pass of its own for each way.

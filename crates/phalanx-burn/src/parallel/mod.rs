@@ -24,7 +24,7 @@ mod state;
 pub mod tensor;
 
 pub use clip::clip_grad_norm;
-pub(crate) use clip::refuse_parts;
+pub(crate) use clip::{of_stages, refuse_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
 pub use state::{ShardedState, StateNames};

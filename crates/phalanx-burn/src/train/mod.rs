@@ -145,9 +145,10 @@ impl DdpStrategy {
     /// # }
     /// ```
     ///
-    /// It may be called for several data sets, for example one more for evaluation: all of them are distributed again
-    /// in each epoch. While there is one, the strategy, and each clone of it, assumes that the training loader reads
-    /// one of them, and refuses a loader with another number of samples.
+    /// It may be called for several data sets, for example one more for an evaluation of the program's own: all of them are distributed
+    /// again in each epoch. The validation loader reads the whole data set: the strategy divides it, and refuses one of these. While there is
+    /// one, the strategy, and each clone of it, assumes that the training loader reads one of them, and refuses a loader with another number
+    /// of samples.
     pub fn sampled<I, D: Dataset<I>>(&self, dataset: D, seed: u64) -> Sampled<D> {
         let shard = Arc::new(Shard::new(dataset.len(), &self.group, seed));
         self.shards.lock().push(Arc::downgrade(&shard));

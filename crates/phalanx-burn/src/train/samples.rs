@@ -8,6 +8,8 @@ use parking_lot::RwLock;
 use phalanx::ProcessGroup;
 use phalanx::sampler::DistributedSampler;
 
+use super::loaders;
+
 /// A data set as one rank sees it: its samples of the current epoch, which a
 /// [`DistributedSampler`] gives. [`DdpStrategy::sampled`](super::DdpStrategy::sampled) makes it.
 pub struct Sampled<D> {
@@ -61,6 +63,7 @@ impl<I, D: Dataset<I>> Dataset<I> for Sampled<D> {
     }
 
     fn len(&self) -> usize {
+        loaders::sampled_among(self.shard.order.read().0.world_size());
         self.shard.len()
     }
 }

@@ -17,7 +17,7 @@ use phalanx::{Error, ProcessGroup, Rank, Result};
 use super::DdpStrategy;
 use super::average::Average;
 use super::exchange;
-use super::loaders;
+use super::loaders::{self, Purpose};
 use super::outputs::Outputs;
 use super::samples::Shard;
 use crate::parameters::Select;
@@ -68,7 +68,7 @@ where
         self.learner.load_model(model.into_record());
 
         let data = Data::<M>::of(train, self.strategy)?;
-        let valid_total = loaders::items(valid, "validation")?;
+        let valid_total = loaders::items(valid, Purpose::Validation)?;
         let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
         let bound = |rank: usize| rank * valid_total / ranks;
         let valid =
@@ -103,7 +103,7 @@ where
     }
 
     fn train_epoch(&mut self, loader: &TrainLoader<M>, epoch: usize, average: &mut Average<M>) -> Result<()> {
-        let mut items = loaders::pass(loader, epoch);
+        let mut items = loaders::pass(loader, epoch, self.group);
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
@@ -179,7 +179,7 @@ where
             let buffers = Select::Only(&average.inventory.buffers);
             model = replicas::from_rank(model, self.group, Rank::MAIN, buffers)?;
         }
-        let mut items = loaders::pass(loader, epoch);
+        let mut items = loaders::pass(loader, epoch, self.group);
         let (mut iteration, ranks) = (0, self.group.world_size().count());
         loop {
             let item = self.wanted(items.next());
@@ -285,7 +285,8 @@ struct Data<'a, M: LearnerModel> {
 
 impl<'a, M: LearnerModel> Data<'a, M> {
     fn of(loader: &'a TrainLoader<M>, strategy: &DdpStrategy) -> Result<Self> {
-        let (items, ranks) = (loaders::items(loader, "training")?, strategy.group.world_size().count());
+        let (items, ranks) =
+            (loaders::items(loader, Purpose::Training)?, strategy.group.world_size().count());
         let shards = strategy.living_shards();
         let lengths: Vec<_> = shards.iter().map(|shard| shard.len()).collect();
         let (share, stretches) = match lengths.is_empty() {

@@ -33,6 +33,8 @@ pub struct Batches<D: Dataset, B: Send + 'static> {
     /// The sampler's own order of this epoch.
     order: Option<Arc<[usize]>>,
     shard: (Rank, WorldSize),
+    /// Whose workers load: the rank of the process, of so many.
+    worker_rank: (Rank, WorldSize),
     /// How many batches have been handed to workers.
     issued: u64,
     /// Those that the loop has not got yet.
@@ -49,7 +51,10 @@ struct InFlight {
 
 impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
-        let (pass, position, shard) = inner.progress.lock().begin(ElasticSampler::next_epoch);
+        let ((pass, position, shard), worker_rank) = {
+            let mut progress = inner.progress.lock();
+            (progress.begin(ElasticSampler::next_epoch), progress.worker_rank())
+        };
         let mut pass = Self {
             inner,
             pass,
@@ -58,6 +63,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             ahead: position,
             order: None,
             shard,
+            worker_rank,
             issued: 0,
             in_flight: VecDeque::new(),
             waited: Duration::ZERO,
@@ -74,7 +80,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     fn start(&mut self) -> Result<Pool<Loading<D, B>>> {
         let epoch = self.ahead.epoch();
-        let (shard, samples) = (self.shard, self.inner.dataset.len());
+        let (shard, worker_rank, samples) = (self.shard, self.worker_rank, self.inner.dataset.len());
         if let Some(own) = &self.inner.own {
             let order = own.order(epoch);
             if let Some(index) = order.iter().find(|index| **index >= samples) {
@@ -88,16 +94,17 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             self.inner.check(self.ahead.samples(), shard.1)?;
         }
         let (inner, workers) = (self.inner.clone(), self.inner.settings.num_workers);
-        let info = move |id| WorkerInfo::new(inner.settings.seed, epoch, (id, workers), shard);
+        let info = move |id| WorkerInfo::new(inner.settings.seed, epoch, (id, workers), worker_rank);
         let inner = self.inner.clone();
-        Pool::start(workers, |id| format!("data-{}-{id}", shard.0), move |id| Loading::new(&inner, info(id)))
+        let name = |id: usize| format!("data-{}-{id}", worker_rank.0);
+        Pool::start(workers, name, move |id| Loading::new(&inner, info(id)))
     }
 
     /// Hands to the workers what they may be ahead.
     fn fill(&mut self) {
         let Settings { batch_size, num_workers, prefetch_factor, .. } = self.inner.settings;
         let most = (num_workers * prefetch_factor).max(1);
-        let (rank, world) = self.shard;
+        let ((rank, world), worker_rank) = (self.shard, self.worker_rank);
         while let Some(pool) = self.pool.as_mut()
             && self.in_flight.len() < most
             && self.inner.steps_left(&self.ahead, world) > 0
@@ -108,7 +115,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             }
             let (number, workers) = (self.issued, pool.workers() as u64);
             self.issued += 1;
-            pool.submit((number % workers) as usize, number, indices.clone());
+            pool.submit((number % workers) as usize, number, (indices.clone(), worker_rank));
             self.in_flight.push_back(InFlight { number, indices, after: self.ahead.clone() });
         }
     }
@@ -139,6 +146,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     /// # }
     /// ```
     pub fn regroup(&mut self, missing: &[Rank], rank: Rank, world_size: WorldSize) {
+        let changes = !missing.is_empty() || self.shard != (rank, world_size);
         let position = {
             let mut progress = self.inner.progress.lock();
             if self.pass != progress.passes {
@@ -147,12 +155,15 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             // What the last batch gave can be put back once, and not behind the next one.
             progress.position.put_back(missing);
             progress.shard = (rank, world_size);
+            if changes {
+                progress.worker_rank = None;
+            }
             progress.position.clone()
         };
-        if missing.is_empty() && self.shard == (rank, world_size) {
+        if !changes {
             return;
         }
-        self.shard = (rank, world_size);
+        (self.shard, self.worker_rank) = ((rank, world_size), (rank, world_size));
         self.ahead = position;
         self.in_flight.clear();
         if let Some(pool) = self.pool.as_mut() {

@@ -135,7 +135,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { sampling: Some(sampler.into()), ..self }
     }
 
-    /// Whether to shuffle anew in every epoch. It applies to a loader without a sampler. False by default.
+    /// Whether to shuffle anew in every epoch, in a loader without a sampler: a sampler has an order, and with one this is refused, as in
+    /// PyTorch. False by default.
     pub fn shuffle(self, shuffle: bool) -> Self {
         Self { shuffle, ..self }
     }
@@ -200,13 +201,19 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     /// The loader.
     ///
     /// # Errors
-    /// If an option is out of its range, the sampler is for another number of items, there are fewer items than ranks, or
-    /// [`reuse`](Self::reuse) does not come after [`collate_each`](Self::collate_each).
+    /// If an option is out of its range, there are a sampler and [`shuffle`](Self::shuffle), the sampler is for another number of items,
+    /// there are fewer items than ranks, or [`reuse`](Self::reuse) does not come after [`collate_each`](Self::collate_each).
     pub fn build(self) -> Result<DataLoader<D, B>> {
         if self.reuses_in_vain {
             return Err(Error::invalid_argument("`reuse` is called without a `collate_each` before it")
                 .with_remedy(
                     "call `reuse` after `collate_each`; what `collate` makes of a list is its own",
+                ));
+        }
+        if self.shuffle && self.sampling.is_some() {
+            return Err(Error::invalid_argument("`shuffle` and `sampler` both say in which order items come")
+                .with_remedy(
+                    "leave out `shuffle`; a DistributedSampler and an ElasticSampler shuffle unless they are told not to",
                 ));
         }
         let samples = self.dataset.len();

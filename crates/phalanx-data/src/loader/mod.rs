@@ -124,7 +124,15 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
 
     /// From the next [`iter`](Self::iter) on, the part of this rank of `group`: for a loader that outlives a change of the group.
     pub fn set_group(&self, group: &ProcessGroup) {
-        self.inner.progress.lock().shard = (group.rank(), group.world_size());
+        let mut progress = self.inner.progress.lock();
+        (progress.shard, progress.worker_rank) = ((group.rank(), group.world_size()), None);
+    }
+
+    /// From the next [`iter`](Self::iter) on, the rank and the world that [`worker_info`](crate::worker_info) says, and of which
+    /// [workers' seeds](crate::WorkerInfo::seed) are made; the items stay the same. For a trainer that divides loaders or data sets among
+    /// ranks by itself: for the loader it is a world of one, and without this the workers of all ranks would draw alike.
+    pub fn set_worker_rank(&self, rank: Rank, world_size: WorldSize) {
+        self.inner.progress.lock().worker_rank = Some((rank, world_size));
     }
 
     /// Among how many ranks it is divided: the world of its sampler or group.
@@ -166,7 +174,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 
     /// A loader of a part of what this rank gets: of its items in a pass, those at these places. It begins with this loader's epoch,
-    /// and has a position of its own. For trainers that divide a loader among ranks by themselves.
+    /// and has a position of its own. For trainers that divide a loader among ranks by themselves; see
+    /// [`set_worker_rank`](Self::set_worker_rank). Its workers are those of this loader's rank.
     pub fn slice(&self, places: Range<usize>) -> Self {
         let mut progress = self.inner.progress.lock().unbegun();
         let of = Sampling {
@@ -174,6 +183,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
             own: self.inner.own.clone(),
             shard: Some(progress.shard),
         };
+        progress.worker_rank = Some(progress.worker_rank());
         progress.shard = (Rank::MAIN, WorldSize::ONE);
         let epoch = progress.position.epoch();
         progress.position = ElasticSampler::new(0).shuffle(false).tail(Tail::Repeat);

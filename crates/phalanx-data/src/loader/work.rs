@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use phalanx::{Rank, WorldSize};
+
 use super::Inner;
 use super::collate::Collating;
 use crate::error::{During, guarded};
@@ -78,11 +80,12 @@ impl<D: Dataset, B> Loading<D, B> {
 }
 
 impl<D: Dataset, B: Send + 'static> Work for Loading<D, B> {
-    /// The indices of the items.
-    type Task = Vec<usize>;
+    /// The indices of the items, and the rank of the process, of so many: in an elastic job it changes in the middle of a pass.
+    type Task = (Vec<usize>, (Rank, WorldSize));
     type Done = Result<B, LoadError>;
 
-    fn run(&mut self, indices: Vec<usize>, wanted: &dyn Fn() -> bool) -> Option<Self::Done> {
+    fn run(&mut self, (indices, rank): Self::Task, wanted: &dyn Fn() -> bool) -> Option<Self::Done> {
+        self.worker = self.worker.of_rank(rank);
         self.batch(&indices, wanted).transpose()
     }
 }

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::{Error, Rank, Result, WorldSize};
-use phalanx_data::{DataLoader, Dataset, InMemory, LoadError, Sampler, from_fn, set_item, worker_info};
+use phalanx_data::{
+    DataLoader, Dataset, InMemory, LoadError, Sampler, WorkerInfo, from_fn, set_item, worker_info,
+};
 use proptest::prelude::*;
 
 use crate::support::{Function, ThreadCount, numbers, shards, world};
@@ -55,7 +57,7 @@ proptest! {
         let tail = if repeat { Tail::Repeat } else { Tail::Split };
         let loader = |rank: Rank, world: WorldSize| {
             let loader = DataLoader::builder(numbers(len)).shard(rank, world).batch_size(batch).num_workers(workers);
-            let loader = loader.shuffle(shuffle).seed(3).tail(tail);
+            let loader = loader.shuffle(shuffle && !own).seed(3).tail(tail);
             let backwards = from_fn(move |_| (0..len).rev().collect());
             if own { loader.sampler(backwards) } else { loader }.build().unwrap()
         };
@@ -580,6 +582,8 @@ fn options_that_make_no_sense_are_refused() {
         (loader(4).sampler(sampler(4)).shard(Rank::MAIN, world(2)).build(), "the same group"),
         (loader(4).shard(Rank::new(2), world(2)).build(), "2"),
         (loader(0).shuffle(true).build(), "no item"),
+        (loader(4).sampler(ElasticSampler::new(4).shuffle(false)).shuffle(true).build(), "both say"),
+        (loader(4).shuffle(true).sampler(from_fn(|_| vec![0])).build(), "both say"),
     ];
     for (outcome, words) in refused {
         let error = outcome.unwrap_err();
@@ -605,6 +609,67 @@ fn slices_are_what_a_rank_gets_in_parts() {
         assert_eq!(doubled.iter().map(Result::unwrap).collect::<Vec<_>>(), [8, 2]);
         let (from, to) = (3, 2);
         assert_eq!((doubled.epoch(), front.epoch(), loader.slice(from..to).iter().count()), (4, 3, 0));
+    }
+}
+
+/// So many items, each of which is the worker that has loaded it.
+struct Workers(usize);
+
+impl Dataset for Workers {
+    type Item = WorkerInfo;
+
+    fn len(&self) -> usize {
+        self.0
+    }
+
+    fn get(&self, _: usize) -> Result<WorkerInfo> {
+        Ok(worker_info().unwrap())
+    }
+}
+
+fn workers_of(len: usize, (rank, size): (Rank, WorldSize), workers: usize) -> DataLoader<Workers> {
+    let loader = DataLoader::builder(Workers(len)).sampler(ElasticSampler::new(len)).shard(rank, size);
+    loader.num_workers(workers).build().unwrap()
+}
+
+#[test]
+fn workers_draw_by_the_rank_that_the_process_has_after_a_death() {
+    for workers in [0, 2] {
+        let (before, after) = ((Rank::new(2), world(3)), (Rank::new(1), world(2)));
+        let loader = workers_of(40, before, workers);
+        let mut batches = loader.iter();
+        let first = batches.next().unwrap().unwrap()[0];
+        assert_eq!((first.rank, first.world_size), before);
+        batches.regroup(&[Rank::MAIN], after.0, after.1);
+        let expected: Vec<WorkerInfo> =
+            workers_of(40, after, workers).iter().flat_map(Result::unwrap).collect();
+        let rest: Vec<WorkerInfo> = batches.flat_map(Result::unwrap).collect();
+        assert!(!rest.is_empty());
+        for worker in rest {
+            assert_eq!((worker.rank, worker.world_size), after);
+            let same = expected.iter().find(|other| other.id == worker.id).unwrap();
+            assert_eq!(worker.seed, same.seed);
+        }
+    }
+}
+
+#[test]
+fn workers_of_a_slice_are_those_of_the_rank() {
+    let mut seeds = HashSet::new();
+    for shard in shards(2) {
+        let loader = workers_of(8, shard, 0);
+        let own = loader.iter().next().unwrap().unwrap()[0];
+        let slice = loader.slice(0..2);
+        let part = slice.iter().next().unwrap().unwrap()[0];
+        assert_eq!((part.rank, part.world_size), shard);
+        assert_eq!(part.seed, own.seed);
+        assert!(seeds.insert(own.seed));
+        // A trainer says which rank it is; the items stay.
+        let whole = workers_of(8, (Rank::MAIN, WorldSize::ONE), 0);
+        whole.set_worker_rank(shard.0, shard.1);
+        let all: Vec<WorkerInfo> = whole.with_collate(Ok).iter().flat_map(Result::unwrap).collect();
+        assert!(all.iter().all(|worker| (worker.rank, worker.world_size) == shard));
+        assert_eq!((all.len(), all[0].seed), (8, own.seed));
     }
 }
 

@@ -41,6 +41,7 @@ pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
+pub(super) use self::unit::UNIT;
 use self::unit::unit_name;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};

@@ -82,7 +82,7 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
         let module = self.unit.whole(&shard, Some(&self.place), next, role)?;
         exchanges.traced(Track::Backward, layout, || {
             let leaves = inputs.map_floats(&mut Leaves(self.slots.all()));
-            let own_numbers = OwnNumbers::of(&device);
+            let own_numbers = OwnNumbers::of(&device)?;
             device.seed(self.seed);
             let output = pass(&module, leaves.clone());
             drop((own_numbers, module));

@@ -72,7 +72,8 @@ use crate::ties::Ties;
 /// module that is trained, frozen parameters stay whole on every rank, and tensors that are not floats do so in both.
 ///
 /// # Errors
-/// A forward pass cannot return one. If an exchange fails, the groups end with the cause, the output is NaN, and
+/// A forward pass cannot return one. If an exchange fails, or the device does not give the number of which the
+/// [seed](super::ShardingOptions::seed) of a pass is made, the groups end with the cause, the output is NaN, and
 /// [`Fsdp`](super::Fsdp)'s next call returns the cause.
 #[doc(alias("fully_shard", "FSDPModule", "ZeRO"))]
 #[derive(Module, Debug)]
@@ -221,7 +222,10 @@ impl<M: Module + 'static> FullySharded<M> {
         }
         let constants = inputs.clone().map_floats(&mut Constants);
         let module = whole(Role::Constant);
-        let own_numbers = OwnNumbers::of(&device);
+        let own_numbers = match OwnNumbers::of(&device) {
+            Ok(own_numbers) => own_numbers,
+            Err(error) => return pass(&self.unit.failed(error, &shard, Role::Constant), constants),
+        };
         let seed = exchanges.seed(&place, own_numbers.drawn());
         device.seed(seed);
         let output = exchanges.traced(Track::Forward, layout, || pass(&module, constants.clone()));
@@ -272,10 +276,14 @@ impl<M: Module> Unit<M> {
     }
 
     fn whole_or_nan(&self, shard: &Shard, place: &Place, next: Vec<Shard>, role: Role) -> M {
-        self.whole(shard, Some(place), next, role.clone()).unwrap_or_else(|error| {
-            self.exchanges.fail(error);
-            self.filled(Whole::new(&self.layout, None, role, device_of(shard)))
-        })
+        self.whole(shard, Some(place), next, role.clone())
+            .unwrap_or_else(|error| self.failed(error, shard, role))
+    }
+
+    /// The whole module with NaN in place of parameters, after `error`.
+    fn failed(&self, error: Error, shard: &Shard, role: Role) -> M {
+        self.exchanges.fail(error);
+        self.filled(Whole::new(&self.layout, None, role, device_of(shard)))
     }
 
     fn filled(&self, mut whole: Whole<'_>) -> M {
@@ -335,6 +343,9 @@ fn refuse_units<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Resu
     })
 }
 
+/// The type under which visitors see what is in a [`FullySharded`], as Burn's derive names a struct.
+pub(crate) const UNIT: &str = "Struct:FullySharded";
+
 /// The name of a unit's shard, from that of one of its pieces.
 pub(super) fn unit_name(piece: &str) -> &str {
     piece.rsplit_once('.').map_or(piece, |(unit, _)| unit)
@@ -349,8 +360,7 @@ struct InnerUnit<'a> {
 
 impl ModuleVisitor for InnerUnit<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
-        // As Burn's derive names a struct.
-        self.path.push((name.to_owned(), container_type == "Struct:FullySharded"));
+        self.path.push((name.to_owned(), container_type == UNIT));
     }
 
     fn exit_module(&mut self, _name: &str, _container_type: &str) {

@@ -59,6 +59,9 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
     ) -> Result<Self> {
         let (plan, group) = (pipeline.plan.clone(), pipeline.group.clone());
         pipeline.check(batches.len(), ddp.model().len())?;
+        if group.world_size().count() > 1 {
+            ddp.note_stages();
+        }
         let Some(device) = ddp.model().devices().into_iter().next() else {
             return Err(Error::invalid_argument("the stages of this rank have no parameters"));
         };
@@ -74,7 +77,10 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         }
         let start = Instant::now();
         // Once for a step: ranks may run different numbers of passes, and the program draws alike on all of them.
-        let own_numbers = self.pipeline.recomputation.map(|seed| (seed, OwnNumbers::of(&self.device)));
+        let own_numbers = match self.pipeline.recomputation {
+            Some(seed) => Some((seed, OwnNumbers::of(&self.device)?)),
+            None => None,
+        };
         // Not of the number of steps, which begins anew in a process that goes on from a checkpoint.
         self.seed = own_numbers.as_ref().map(|(seed, own)| mixed([*seed, own.drawn()]));
         let actions = self.plan.actions(self.group.rank().index()).to_vec();

@@ -144,6 +144,27 @@ fn a_pipeline_trains_as_one_process_does_and_its_norm_is_the_whole_one() {
     assert!(apart < 1e-2, "{apart}");
 }
 
+#[test]
+fn the_norm_of_some_stages_is_refused() {
+    run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();
+        let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+        let mut step = pipeline.train(&mut ddp, &batches(2)).unwrap();
+        let error = ddp.clip_grad_norm(&mut step.gradients, 1e-6).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("some stages"), "{error}");
+        assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
+        // Nothing has been scaled, and the group goes on.
+        let (model, gradients) = (ddp.model(), &mut step.gradients);
+        let norm = parallel::clip_grad_norm(model, gradients, 1e9, None, Some(&group), &[]).unwrap();
+        assert!(norm > 1e-5, "{norm}");
+    });
+    // One rank has all stages.
+    let mut pipeline = Pipeline::new(&alone(), Schedule::OneForwardOneBackward, 2).unwrap();
+    let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+    let mut step = pipeline.train(&mut ddp, &batches(2)).unwrap();
+    ddp.clip_grad_norm(&mut step.gradients, 1e9).unwrap();
+}
+
 /// A stage that takes a known time: it sleeps in its forward pass, and again when that is repeated for the backward pass.
 #[derive(Module, Debug)]
 struct Sleeper {

@@ -253,6 +253,7 @@ fn the_norm_of_a_part_is_refused() {
         for error in [
             ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err(),
             phalanx_burn::clip_grad_norm(ddp.model(), &mut gradients, 1e-3).unwrap_err(),
+            parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e-3, None, None, &[]).unwrap_err(),
         ] {
             assert!(error.is_invalid_argument() && error.to_string().contains("`0.weight`"), "{error}");
             assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");

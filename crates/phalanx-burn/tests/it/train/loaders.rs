@@ -156,6 +156,75 @@ fn a_loader_that_is_divided_already_is_refused_on_every_rank_before_a_step() {
     }
 }
 
+#[test]
+fn workers_of_different_ranks_draw_differently() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    for sampled in [false, true] {
+        let noted = run(2, |group| {
+            let noted = Arc::<Mutex<Vec<phalanx_data::WorkerInfo>>>::default();
+            let notes = Arc::clone(&noted);
+            let note = move |sample: Sample| {
+                notes.lock().push(phalanx_data::worker_info().unwrap());
+                Ok(sample)
+            };
+            let strategy = DdpStrategy::new(&group);
+            let training = if sampled {
+                let samples = FromBurn::new(strategy.sampled(ToBurn(ours(&order)), 42));
+                burn_loader(phalanx_data::Dataset::map(samples, note), false, 2)
+            } else {
+                burn_loader(phalanx_data::Dataset::map(ours(&order), note), true, 2)
+            };
+            let folder = tempfile::tempdir().unwrap();
+            let setup = Setup { accumulate: None, stop_after: EPOCHS };
+            train(Net::new(false), (training, loader(&[5, 6], 2)), folder.path(), &setup, strategy.into());
+            noted.lock().clone()
+        });
+        let mut seeds = std::collections::BTreeSet::new();
+        for (rank, noted) in (0..).zip(&noted) {
+            assert!(noted.iter().all(|worker| (worker.rank.get(), worker.world_size.get()) == (rank, 2)));
+            seeds.extend(noted.iter().map(|worker| worker.seed));
+        }
+        // Of each of two ranks, two workers, each with another seed in each epoch.
+        assert_eq!(seeds.len(), 2 * 2 * EPOCHS, "sampled: {sampled}");
+    }
+}
+
+#[test]
+fn a_validation_of_sampled_data_is_refused_on_every_rank_before_a_step() {
+    let order: Vec<usize> = (0..VALID).collect();
+    for is_ours in [false, true] {
+        let outcomes = |ranks: u32| {
+            run(ranks, |group| {
+                let strategy = DdpStrategy::new(&group);
+                let valid = if is_ours {
+                    let samples = FromBurn::new(strategy.sampled(ToBurn(ours(&order)), 42));
+                    burn_loader(phalanx_data::Dataset::map(samples, Ok), false, 0)
+                } else {
+                    DataLoaderBuilder::new(Rows).batch_size(4).build(strategy.sampled(data(&order), 42))
+                };
+                let (noting, seen) = Noting::new(TRAIN);
+                let training_data = strategy.sampled(noting, 1);
+                let training = DataLoaderBuilder::new(Rows).batch_size(4).build(training_data);
+                let folder = tempfile::tempdir().unwrap();
+                let training = SupervisedTraining::new(folder.path(), training, valid)
+                    .with_application_logger(None)
+                    .num_epochs(1)
+                    .with_training_strategy(strategy.into());
+                let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+                (result.error.map(|error| error.to_string()), seen.lock().len())
+            })
+        };
+        for (error, steps) in outcomes(2) {
+            let error = error.expect("an error on every rank");
+            assert!(error.contains("sampled has already divided among 2 ranks"), "{error}");
+            assert!(error.contains("the whole data set"), "{error}");
+            assert_eq!(steps, 0);
+        }
+        // One rank's part is the whole.
+        assert_eq!(outcomes(1)[0].0, None);
+    }
+}
+
 /// A loader that drops its last batch never says that it is at its end.
 #[test]
 fn batches_too_few_for_a_step_are_no_part_of_the_next_epoch() {

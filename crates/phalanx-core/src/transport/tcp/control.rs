@@ -391,11 +391,16 @@ pub(super) mod tests {
 
     use super::*;
 
-    fn pair() -> (Connection, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    /// A connection with a peer that listens at `address`, and the peer's end.
+    pub(in super::super) fn connected(address: &str) -> (Connection, TcpStream) {
+        let listener = TcpListener::bind(address).unwrap();
         let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         own.set_nonblocking(true).unwrap();
         (Connection::new(own), listener.accept().unwrap().0)
+    }
+
+    fn pair() -> (Connection, TcpStream) {
+        connected("127.0.0.1:0")
     }
 
     /// Fails `health` in another thread, which has a processor only now and then: returns when it is about to tell the peers.
@@ -496,10 +501,7 @@ pub(super) mod tests {
 
     /// A connection between two addresses of this host, as between two hosts, whose peer never answers.
     fn far() -> (Connection, TcpStream) {
-        let listener = TcpListener::bind("127.0.0.2:0").unwrap();
-        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        own.set_nonblocking(true).unwrap();
-        (Connection::new(own), listener.accept().unwrap().0)
+        connected("127.0.0.2:0")
     }
 
     #[test]

@@ -475,20 +475,40 @@ impl Peer {
 #[cfg(test)]
 mod tests {
     use std::io::IoSlice;
-    use std::net::{TcpListener, TcpStream};
     use std::sync::Arc;
 
     use rustix::event::{PollFd, PollFlags};
 
-    use super::super::control::tests::fail_slowly;
+    use super::super::control::tests::{connected, fail_slowly};
     use super::*;
     use crate::poll::poll;
 
     fn pair() -> (Connection, Connection) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        own.set_nonblocking(true).unwrap();
-        (Connection::new(own), Connection::new(listener.accept().unwrap().0))
+        let (own, peer) = connected("127.0.0.1:0");
+        (own, Connection::new(peer))
+    }
+
+    /// What rank 1 of two has to do with rank 0.
+    struct Two {
+        connections: Arc<Connections>,
+        health: Arc<Health>,
+        /// Ends the watch if it is dropped.
+        _stop: UnixStream,
+        stopped: UnixStream,
+    }
+
+    impl Two {
+        fn new(own: Connection) -> Self {
+            let connections = Connections { control: vec![Some(own), None], ..Connections::default() };
+            let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+            let (stop, stopped) = UnixStream::pair().unwrap();
+            Self { connections: Arc::new(connections), health, _stop: stop, stopped }
+        }
+
+        fn watch(&self) -> Watch<'_> {
+            let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
+            Watch::new(ranks, &self.connections, &self.health, Heartbeat::default(), &self.stopped).unwrap()
+        }
     }
 
     #[test]
@@ -526,11 +546,8 @@ mod tests {
     #[test]
     fn a_goodbye_is_answered_also_if_the_end_of_what_its_rank_sends_comes_with_it() {
         let (own, peer) = pair();
-        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
-        let (_stop, stopped) = UnixStream::pair().unwrap();
-        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
-        let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
-        let mut watch = Watch::new(ranks, &connections, &health, Heartbeat::default(), &stopped).unwrap();
+        let two = Two::new(own);
+        let mut watch = two.watch();
         peer.send(&[IoSlice::new(&control::encode(&Control::Goodbye).unwrap())]).unwrap();
         peer.finish_sending();
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -542,19 +559,16 @@ mod tests {
         // The peer reads the end, and leaves.
         peer.socket().set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         assert_eq!(Buffered::default().fill(&peer), Err("its connection closed".to_owned()));
-        assert!(watch.peers[0].awaits_answer.is_none() && !health.has_failed());
+        assert!(watch.peers[0].awaits_answer.is_none() && !two.health.has_failed());
     }
 
     #[test]
     fn a_goodbye_is_answered_after_the_cause_of_a_failure() {
         let (own, peer) = pair();
-        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
-        let (_stop, stopped) = UnixStream::pair().unwrap();
-        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
-        let ranks = (Rank::new(1), WorldSize::new(2).unwrap());
-        let mut watch = Watch::new(ranks, &connections, &health, Heartbeat::default(), &stopped).unwrap();
+        let two = Two::new(own);
+        let mut watch = two.watch();
         watch.peers[0].awaits_answer = Some(Instant::now());
-        let failing = fail_slowly(&health, &connections);
+        let failing = fail_slowly(&two.health, &two.connections);
         watch.answer_goodbyes();
         failing.join().unwrap();
         let mut received = Buffered::default();

@@ -9,8 +9,8 @@ use burn::tensor::Tensor;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup, Rank, Result};
-use phalanx_burn::FusedAdamWConfig;
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
+use phalanx_burn::{FusedAdamWConfig, parallel};
 
 use super::layers::Layers;
 use super::{all_options, options};
@@ -248,6 +248,30 @@ fn optimizers_that_take_a_norm_are_refused() {
     ] {
         run(2, |group| stepped(&group, optimizer.clone()).unwrap());
     }
+}
+
+#[test]
+fn a_norm_that_takes_shards_for_the_whole_is_refused() {
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding).unwrap(), &sharding).unwrap();
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean()).unwrap();
+        let mut gradients = fsdp.backward(&loss).unwrap();
+        for error in [
+            phalanx_burn::clip_grad_norm(fsdp.model(), &mut gradients, 1e-9).unwrap_err(),
+            parallel::clip_grad_norm(fsdp.model(), &mut gradients, 1e-9, None, None, &[]).unwrap_err(),
+        ] {
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains("`layers.0.shard.0`"),
+                "{error}"
+            );
+            assert!(error.remedy().unwrap().contains("Fsdp::clip_grad_norm"), "{error}");
+        }
+        // Nothing has been scaled, and the group goes on.
+        let norm = fsdp.clip_grad_norm(&mut gradients, 1e9).unwrap();
+        assert!(norm > 1e-8, "{norm}");
+    });
 }
 
 #[test]
