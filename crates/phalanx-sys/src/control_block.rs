@@ -46,7 +46,7 @@ use self::wait::{Patience, Processor, Waits};
 use self::windows::{Staging, Windows};
 pub use self::windows::{TakeBack, block_start};
 use crate::arena::{Arena, Mapping, PAGE};
-use crate::copy::copy;
+use crate::copy::{copy, take_lines};
 use crate::shared::Doorbell;
 use crate::sync::{Ordering, fence};
 
@@ -436,13 +436,34 @@ impl ControlBlock {
         if member == self.me {
             return &self.own_data.0[start..start + bytes];
         }
-        let in_all = match self.memory_kind(member) == MemoryKind::InSlot as u64 {
-            true => self.note.saturating_add(self.length(member)),
-            false => self.note,
-        };
+        let in_all = self.in_all(member);
         // SAFETY: in the member's slot. These bytes were published with the sequence number that this rank has seen.
         // They stay until this rank publishes the next call, which needs this borrow of the control block to end.
         unsafe { self.members[member].lend(self.slot() + data_start(in_all) + start, bytes) }
+    }
+
+    /// Bytes in a member's slot of this call, as the member says, including the note.
+    #[inline]
+    fn in_all(&self, member: usize) -> usize {
+        match self.memory_kind(member) == MemoryKind::InSlot as u64 {
+            true => self.note.saturating_add(self.length(member)),
+            false => self.note,
+        }
+    }
+
+    /// Takes the lines of the data in the other of two members' slot: this rank has read them, and nobody else does. Of less data the owner
+    /// fetches the lines itself.
+    fn take_slot(&mut self) {
+        if self.members.len() != 2 {
+            return;
+        }
+        let other = 1 - self.me;
+        let bytes = self.in_all(other);
+        if (READY + 1..=SMALL).contains(&bytes) {
+            // SAFETY: in the member's slot, behind its header. The member writes there again only when it has seen this rank's header
+            // of the next call, and there is no third one.
+            take_lines(unsafe { self.members[other].lend_mut(self.slot() + BODY, bytes) });
+        }
     }
 
     #[inline]

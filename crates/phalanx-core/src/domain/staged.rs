@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share, with_all};
 
+use phalanx_sys::copy::{take, take_lines};
 use phalanx_sys::processors::rereads_slowly;
 
 use super::routes::Routes;
@@ -107,19 +108,15 @@ pub(super) fn reduce(
 ) -> Result<()> {
     let layout = WindowLayout::new(job.ranks, share);
     let mut block = Block::default();
-    layout.inputs(operation, job.me, |windows, memory, number| {
+    layout.inputs(operation, |windows, memory, number| {
         let own = layout.piece(job.me, number);
-        let sources = layout.sources(job.me, own.len(), windows);
-        for start in (0..own.len()).step_by(block.0.len()) {
-            let part = start..own.len().min(start + block.0.len());
+        parts(own.len()).try_for_each(|part| {
             let range = own.start + part.start..own.start + part.end;
             let result = &mut block.0[..part.len()];
-            let mut sources: Vec<_> = sources.iter().map(|source| &source[part.clone()]).collect();
-            sources[job.me] = &memory[range.clone()];
-            fold.apply_to(&sources, result)?;
+            layout.fold(fold, job.me, windows, part, &memory[range.clone()], result)?;
             memory[range].copy_from_slice(result);
-        }
-        Ok(())
+            Ok(())
+        })
     })
 }
 
@@ -130,7 +127,7 @@ pub(super) fn collect(
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = for_all(job, &share);
-    layout.copy(operation, job.me, &share, |memory, range, bytes| memory[range].copy_from_slice(bytes))
+    layout.copy(operation, job.me, &share, |memory, range, piece| piece.copy_to(&mut memory[range]))
 }
 
 /// This rank's share in one block for all others.
@@ -151,12 +148,13 @@ pub(super) fn reduce_out_of_place(
 ) -> Result<()> {
     let layout = WindowLayout::new(job.ranks, move |index| job.chunk(index));
     let start = job.chunk(job.me).start;
-    layout.inputs(operation, job.me, |windows, _, number| {
+    layout.inputs(operation, |windows, _, number| {
         let own = layout.piece(job.me, number);
         let result = &mut output[own.start - start..own.end - start];
-        let mut sources = layout.sources(job.me, own.len(), windows);
-        sources[job.me] = &input[own];
-        job.fold().apply_to(&sources, result)
+        parts(own.len()).try_for_each(|part| {
+            let input = &input[own.start..][part.clone()];
+            layout.fold(job.fold(), job.me, windows, part.clone(), input, &mut result[part])
+        })
     })
 }
 
@@ -172,7 +170,7 @@ pub(super) fn copy(
     let layout =
         WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
     let destination = |from| routes.output_range(from);
-    layout.copy(operation, job.me, destination, |_, range, bytes| output[range].copy_from_slice(bytes))
+    layout.copy(operation, job.me, destination, |_, range, piece| piece.copy_to(&mut output[range]))
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows. Ranks that need the results read them there.
@@ -261,15 +259,18 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         }
     }
 
-    /// Stages all windows, and calls `work` with all ranks' windows, this rank's memory and the window's number.
+    /// Stages all windows, and calls `work` with the ranks' windows, this rank's memory and the window's number.
     fn inputs(
         &self,
         operation: &mut Staging<'_, '_>,
-        me: usize,
-        mut work: impl FnMut(&[&[u8]], &mut [u8], usize) -> Result<()>,
+        mut work: impl FnMut(&mut Inputs<'_, '_>, &mut [u8], usize) -> Result<()>,
     ) -> Result<()> {
-        let work = |operation: &mut Staging<'_, '_>, number| {
-            operation.take(|windows, memory| work(windows, memory, number))
+        let (me, is_pair) = (operation.me(), operation.members() == 2);
+        let work = |operation: &mut Staging<'_, '_>, number| match is_pair {
+            true => {
+                operation.take_from_other(|window, memory| work(&mut Inputs::Other(window), memory, number))
+            }
+            false => operation.take(|windows, memory| work(&mut Inputs::All(windows), memory, number)),
         };
         if rereads_slowly() {
             operation.rotate();
@@ -284,20 +285,81 @@ impl<F: Fn(usize) -> Range<usize>> WindowLayout<F> {
         operation: &mut Staging<'_, '_>,
         me: usize,
         destination: impl Fn(usize) -> Range<usize>,
-        mut put: impl FnMut(&mut [u8], Range<usize>, &[u8]),
+        mut put: impl FnMut(&mut [u8], Range<usize>, Piece<'_>),
     ) -> Result<()> {
-        self.inputs(operation, me, |windows, memory, number| {
-            for (from, window) in windows.iter().enumerate().filter(|(from, _)| *from != me) {
-                let range = self.cut(destination(from), number);
-                let bytes = &window[self.start(me)..][..range.len()];
-                put(memory, range, bytes);
+        let start = self.start(me);
+        self.inputs(operation, |windows, memory, number| {
+            let range = |from| self.cut(destination(from), number);
+            match windows {
+                Inputs::Other(window) => {
+                    let range = range(1 - me);
+                    put(memory, range.clone(), Piece::Own(&mut window[start..][..range.len()]));
+                }
+                Inputs::All(windows) => {
+                    for (from, window) in windows.iter().enumerate().filter(|(from, _)| *from != me) {
+                        let range = range(from);
+                        put(memory, range.clone(), Piece::Shared(&window[start..][..range.len()]));
+                    }
+                }
             }
             Ok(())
         })
     }
 
-    /// The blocks for `me` in the others' windows. Its own part is not staged; the caller must insert it.
-    fn sources<'a>(&self, me: usize, length: usize, windows: &[&'a [u8]]) -> Vec<&'a [u8]> {
-        windows.iter().map(|window| &window[self.start(me)..][..length]).collect()
+    /// Combines a `part` of the blocks for `me` in the others' windows with its own `input`, in the order of the ranks.
+    fn fold(
+        &self,
+        fold: Fold,
+        me: usize,
+        windows: &mut Inputs<'_, '_>,
+        part: Range<usize>,
+        input: &[u8],
+        result: &mut [u8],
+    ) -> Result<()> {
+        let part = self.start(me) + part.start..self.start(me) + part.end;
+        match windows {
+            Inputs::Other(window) => {
+                let other = &mut window[part];
+                let sources = if me == 0 { [input, &*other] } else { [&*other, input] };
+                fold.apply_to(&sources, result)?;
+                take_lines(other);
+                Ok(())
+            }
+            Inputs::All(windows) => {
+                let mut sources: Vec<_> = windows.iter().map(|window| &window[part.clone()]).collect();
+                sources[me] = input;
+                fold.apply_to(&sources, result)
+            }
+        }
     }
+}
+
+/// What the ranks have staged.
+enum Inputs<'a, 'w> {
+    /// With two ranks: the other's window, which nobody else reads.
+    Other(&'a mut [u8]),
+    /// All ranks' windows, in their order. This rank's own part is not staged.
+    All(&'a [&'w [u8]]),
+}
+
+/// A piece of a window, for one rank.
+enum Piece<'a> {
+    /// That nobody else reads.
+    Own(&'a mut [u8]),
+    Shared(&'a [u8]),
+}
+
+impl Piece<'_> {
+    fn copy_to(self, place: &mut [u8]) {
+        match self {
+            Self::Own(piece) => take(piece, place),
+            Self::Shared(piece) => place.copy_from_slice(piece),
+        }
+    }
+}
+
+/// The parts of a block of `bytes` that are combined at once.
+fn parts(bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    const PART: usize = size_of::<Block>();
+    (0..bytes).step_by(PART).map(move |start| start..bytes.min(start + PART))
 }

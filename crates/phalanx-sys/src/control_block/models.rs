@@ -191,6 +191,32 @@ fn loom_windows_stay_until_all_have_taken_them() {
     model(2, Some(2), read_windows);
 }
 
+/// The same, of two ranks that overwrite what they have read.
+fn take_windows(mut control_block: ControlBlock) {
+    let (me, other) = (control_block.me(), 1 - control_block.me());
+    let first = |memory: &[u8], window: &mut [u8]| fill(me)(0, memory, window);
+    let take = |operation: &mut SharedOperation<'_, '_, Infallible>, number| {
+        operation.take_from_other(|window, _| {
+            assert!(window.iter().all(|byte| *byte == (16 * number + other) as u8));
+            take_lines(window);
+            Ok(())
+        })
+    };
+    let outcome = control_block.in_place(
+        CALL,
+        &mut [0],
+        (divided(2), Unregistered::InWindow(&first)),
+        &mut go_on,
+        |operation| operation.pass(BUFFERS + 1, fill(me), take, None),
+    );
+    assert_eq!(outcome, Ok(()));
+}
+
+#[test]
+fn loom_windows_that_are_overwritten_stay_until_they_are_taken() {
+    model(2, Some(2), take_windows);
+}
+
 /// More windows than there are buffers. Each rank adds to its block of the other's window, whose owner takes it back.
 fn combine_windows(mut control_block: ControlBlock) {
     let (me, other) = (control_block.me(), 1 - control_block.me());

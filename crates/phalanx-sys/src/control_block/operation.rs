@@ -137,6 +137,9 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         };
         let outcome = work(&mut operation)?;
         let SharedOperation { control_block, protocol, watch, .. } = operation;
+        if protocol == Protocol::Small {
+            control_block.take_slot();
+        }
         if protocol == Protocol::Direct {
             // For the fence in `withdraw`: if `work` has read what a rank wrote after it withdrew, the check below sees that. It
             // holds on processors. The language has no rule for it, because those reads are not atomic.

@@ -295,6 +295,21 @@ fn read_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -
     operation.pass(count, numbered(me), read, None)
 }
 
+/// The same with two ranks, which overwrite what they have read.
+fn take_windows(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
+    let (me, other) = (operation.me(), 1 - operation.me());
+    let take = |operation: &mut SharedOperation<'_, '_, String>, number| {
+        operation.take_from_other(|window, memory| {
+            assert_eq!(window.len(), WINDOW);
+            assert!(window.iter().all(|byte| *byte == (other + number) as u8));
+            window.fill(0);
+            memory[0] += 1;
+            Ok(())
+        })
+    };
+    operation.pass(count, numbered(me), take, None)
+}
+
 /// The same, in all buffers in turn.
 fn read_rotating(operation: &mut SharedOperation<'_, '_, String>, count: usize) -> Result<(), String> {
     operation.rotate();
@@ -353,6 +368,49 @@ fn windows_pass_in_order() {
             }
         });
     }
+}
+
+#[test]
+fn windows_of_two_pass_in_order_and_may_be_overwritten() {
+    for rotates in [false, true] {
+        run(2, |control_block, _| {
+            for count in [1, 2, 40, 2, 1, 9, 1] {
+                let mut memory = vec![0; 8];
+                let given = (SHARES, Unregistered::Later);
+                control_block
+                    .in_place(CALL, &mut memory, given, &mut go_on, |operation| {
+                        if rotates {
+                            operation.rotate();
+                        }
+                        take_windows(operation, count)
+                    })
+                    .unwrap();
+                assert_eq!(usize::from(memory[0]), count);
+            }
+        });
+    }
+}
+
+/// The lines of the slots go from rank to rank, and the data is whole in each call.
+#[test]
+fn slots_of_two_are_whole_in_each_call() {
+    run(2, |control_block, _| {
+        let (me, other) = (control_block.me(), 1 - control_block.me());
+        for call in 0..100 {
+            let bytes = [0, 8, 24, 25, READY, READY + 1, 5000, SMALL - 8][call % 8];
+            let data = |rank: usize| vec![(2 * call + rank) as u8 | 1; bytes];
+            let (note, own) = ([call as u8; 8], data(me));
+            control_block
+                .out_of_place(CALL, &note, &own, Some(0..bytes), &mut go_on, |operation| {
+                    assert_eq!((operation.note(0), operation.note(1)), (&note[..], &note[..]));
+                    operation.slots(|slots, _| {
+                        assert!(slots.bytes(me) == own && slots.bytes(other) == data(other));
+                    });
+                    Ok::<_, String>(())
+                })
+                .unwrap();
+        }
+    });
 }
 
 /// Calls whose windows take turns with all buffers, and others, one of whose windows may be staged ahead in any buffer.

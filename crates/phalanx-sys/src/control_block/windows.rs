@@ -210,6 +210,27 @@ impl<E> SharedOperation<'_, '_, E> {
         Ok(())
     }
 
+    /// Lends the next window of the only other member for writing, together with this rank's memory: nobody else reads it, so what has been
+    /// read may be overwritten, as [`take`](crate::copy::take) does.
+    ///
+    /// # Panics
+    /// As [`take`](Self::take), and if there are not two members.
+    pub fn take_from_other(
+        &mut self,
+        work: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        assert!(self.reads_windows() && self.members() == 2, "somebody else may use the window");
+        self.await_staged()?;
+        let (control_block, other) = (&*self.control_block, 1 - self.control_block.me);
+        let window = control_block.window(other, control_block.staging.taken);
+        // SAFETY: in the member's part of the control block. It was published as staged, and its owner does not access it until
+        // this rank has published it as taken, which needs this borrow to end. There is no third member.
+        let window = unsafe { control_block.members[other].lend_mut(window.start, window.len()) };
+        work(window, self.memory.as_mut_slice().unwrap_or_default())?;
+        self.show_taken();
+        Ok(())
+    }
+
     /// Lends the first `bytes` of this rank's block of each other member's next window for writing, in the order of the
     /// members without this one, together with this rank's memory. A window has a block for each member, at
     /// [`block_start`].

@@ -72,9 +72,8 @@ impl Memory {
     ///
     /// Until it returns, these bytes are not read or written by others, through any mapping.
     pub unsafe fn write(&self, offset: usize, bytes: &[u8]) {
-        self.check(offset, bytes.len());
-        // SAFETY: inside the mapping, as just checked, where the caller has exclusive access.
-        copy(bytes, unsafe { slice::from_raw_parts_mut(self.base.add(offset).as_ptr(), bytes.len()) });
+        // SAFETY: the caller has exclusive access.
+        copy(bytes, unsafe { self.lend_mut(offset, bytes.len()) });
     }
 
     /// The `length` bytes at `offset`.
@@ -86,6 +85,29 @@ impl Memory {
         self.check(offset, length);
         // SAFETY: inside the mapping, as just checked; the caller guarantees that there are no writes.
         unsafe { slice::from_raw_parts(self.base.as_ptr().add(offset), length) }
+    }
+
+    /// The `length` bytes at `offset`, for writing.
+    ///
+    /// # Safety
+    ///
+    /// While they are borrowed, these bytes are not read or written by others, through any mapping.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn lend_mut(&self, offset: usize, length: usize) -> &mut [u8] {
+        self.check(offset, length);
+        // SAFETY: inside the mapping, as just checked, where the caller has exclusive access.
+        unsafe { slice::from_raw_parts_mut(self.base.add(offset).as_ptr(), length) }
+    }
+
+    /// Prefetches the `length` bytes at `offset` into this processor's cache. This is only a hint.
+    pub fn fetch(&self, offset: usize, length: usize) {
+        self.check(offset, length);
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        for line in (offset..offset + length).step_by(64) {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: inside the mapping, as just checked. The instruction changes no memory.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.base.add(line).as_ptr().cast()) };
+        }
     }
 
     fn check(&self, offset: usize, length: usize) {

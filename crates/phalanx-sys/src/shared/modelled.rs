@@ -70,6 +70,19 @@ impl Memory {
         unsafe { slice::from_raw_parts(bytes.as_ptr().cast(), bytes.len()) }
     }
 
+    /// # Safety
+    ///
+    /// No requirement here: loom panics where a real borrow would be unsound.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn lend_mut(&self, offset: usize, length: usize) -> &mut [u8] {
+        self.watched(offset, length).iter().for_each(|cell| cell.with_mut(|_| ()));
+        let bytes = &self.bytes[offset - self.start..][..length];
+        // SAFETY: as above.
+        unsafe { slice::from_raw_parts_mut(bytes.as_ptr().cast_mut().cast(), bytes.len()) }
+    }
+
+    pub fn fetch(&self, _: usize, _: usize) {}
+
     fn watched(&self, offset: usize, length: usize) -> &[loom::cell::UnsafeCell<()>] {
         assert!(offset.is_multiple_of(WATCHED) && length.is_multiple_of(WATCHED));
         &self.watch[(offset - self.start) / WATCHED..][..length / WATCHED]

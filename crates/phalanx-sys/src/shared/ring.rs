@@ -4,7 +4,11 @@ use std::sync::Arc;
 
 use super::doorbell::Doorbell;
 use super::{FIELDS, LINE, POSITIONS, Segment};
+use crate::copy::{take, take_lines};
 use crate::sync::{AtomicU64, Ordering};
+
+/// The most unread bytes that are prefetched when they are first seen.
+const READY: usize = 512;
 
 impl Segment {
     /// The writing end of `ring`. None if there is no such ring, or if the end was handed out before, through any
@@ -122,6 +126,9 @@ impl Consumer {
             let written = self.segment.written(self.ring).load(Ordering::Acquire);
             let waiting = written.checked_sub(self.consumed);
             waiting.filter(|waiting| *waiting <= self.segment.layout.ring_bytes as u64).ok_or(Corrupt)?;
+            let (place, contiguous) = self.segment.place(self.ring, self.consumed);
+            let new = (written - self.written.max(self.consumed)) as usize;
+            self.segment.memory.fetch(place, new.min(contiguous).min(READY));
             self.written = written;
             self.most_unread = written - self.consumed;
         }
@@ -138,9 +145,30 @@ impl Consumer {
         self.most_unread >= self.segment.layout.ring_bytes as u64 / 2
     }
 
+    /// Copies the first unread bytes `into` memory, and gives the first `bytes` back to the producer, which are at least as many.
+    pub fn take(&mut self, into: &mut [u8], bytes: usize) {
+        assert!(into.len() <= bytes, "what is given back was not copied");
+        take(self.lend(bytes, into.len()), into);
+        self.give_back(bytes);
+    }
+
     /// Gives the first `bytes` of the unread bytes back to the producer.
     pub fn consume(&mut self, bytes: usize) {
+        take_lines(self.lend(bytes, bytes));
+        self.give_back(bytes);
+    }
+
+    /// The first `length` of the first unread `bytes`, for writing. They do not go beyond the ring's end.
+    fn lend(&mut self, bytes: usize, length: usize) -> &mut [u8] {
+        let (place, contiguous) = self.segment.place(self.ring, self.consumed);
         assert!(bytes as u64 <= self.written - self.consumed, "more is consumed than was peeked at");
+        assert!(bytes <= contiguous, "more is consumed than was peeked at");
+        // SAFETY: inside the ring. As in `peek`, the producer does not touch these bytes until they are given back, which needs this
+        // borrow to have ended. This end lends them only once: it is borrowed mutably.
+        unsafe { self.segment.memory.lend_mut(place, length) }
+    }
+
+    fn give_back(&mut self, bytes: usize) {
         self.consumed += bytes as u64;
         self.segment.consumed(self.ring).store(self.consumed, Ordering::Release);
     }

@@ -69,7 +69,7 @@ impl TensorGroup {
     }
 
     /// Ends the groups of this rank with `cause`.
-    pub(super) fn abort(&self, cause: Error) {
+    pub(in crate::parallel) fn abort(&self, cause: Error) {
         self.0.abort_all(cause);
     }
 

@@ -4,7 +4,6 @@ use std::io::{self, ErrorKind, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use phalanx_sys::copy::copy;
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
 use rustix::event::PollFlags;
 
@@ -147,8 +146,7 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
     let lines = waiting.len() - waiting.len() % ALIGNMENT;
     if lines > 0 {
         let bytes = lines.min(rest.len());
-        copy(&waiting[..bytes], &mut rest[..bytes]);
-        ring.consume(lines);
+        ring.take(&mut rest[..bytes], lines);
         frame.received += bytes;
     }
     Ok(())

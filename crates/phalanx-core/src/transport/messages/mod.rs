@@ -38,7 +38,7 @@ const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
 /// A payload of up to so many bytes takes the place of the padding.
 const INLINE: usize = HEAD - HEADER;
 /// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
-const CHUNK: usize = 32 * 1024;
+const CHUNK: usize = 8 * 1024;
 
 /// One rank's ends of all its lines, by peer; none for itself.
 pub(crate) struct Messages {

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use phalanx_sys::processors::rereads_slowly;
 use phalanx_sys::shared::{ALIGNMENT, Consumer, Invitation, Layout, Producer, Segment};
 use serde::{Deserialize, Serialize};
 
@@ -16,10 +15,7 @@ use crate::transport::tcp::MeshConfig;
 /// The memory of all rings into one rank together.
 const INBOUND: usize = 16 << 20;
 /// A ring of this size fits into the second-level cache together with the data taken out of it.
-const RING: usize = 512 << 10;
-/// The same where processors [write slowly](rereads_slowly) to what another one has read: by the time a line is written again, it has left the
-/// reader's second-level cache.
-const LONG_RING: usize = 1536 << 10;
+const RING: usize = 256 << 10;
 const MIN_RING: usize = 64 << 10;
 /// Keys of what ranks write to the store: where their rings are, and whose each could map.
 const MEMORY: &str = "rings";
@@ -147,8 +143,7 @@ impl<'a> RingLending<'a> {
 /// The sizes of each member's rings. None if no rank shares memory, or too many do.
 fn layout(members: usize) -> Option<Layout> {
     let share = INBOUND / members.max(1);
-    let most = if rereads_slowly() { LONG_RING } else { RING };
-    let ring_bytes = share.clamp(MIN_RING, most).next_multiple_of(ALIGNMENT);
+    let ring_bytes = share.clamp(MIN_RING, RING).next_multiple_of(ALIGNMENT);
     (members > 1 && share >= MIN_RING).then_some(Layout { rings: members, ring_bytes })
 }
 
