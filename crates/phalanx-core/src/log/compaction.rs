@@ -12,7 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Fetched, Log, Machine, key};
+use super::{Fetched, Log, Machine, key, line_key};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -121,7 +121,8 @@ impl<M: Machine> Log<M> {
         while noted < index {
             let end = (noted + 1).next_multiple_of(MARK).min(index);
             let states = (noted..end).filter(|entry| *entry > 0 && entry.is_multiple_of(STRIDE));
-            let keys: Vec<String> = (noted..end).map(key).chain(states.map(state_key)).collect();
+            let entries = (noted..end).flat_map(|entry| [key(entry), line_key(entry)]);
+            let keys: Vec<String> = entries.chain(states.map(state_key)).collect();
             let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
             store.delete_keys(&keys, deadline)?;
             let (noted_text, end_text) = (noted.to_string(), end.to_string());

@@ -6,12 +6,19 @@
 //!
 //! ```text
 //! log/<n>       entry n: a version byte and the entry; in front of it a MAC, if the log has a key
+//! line/<n>      how many have found place n taken
 //! base          the index of the first entry that still exists      (in a log that is compacted)
 //! state/<base>  the state after all entries before that one         (the same)
 //! trimmed       entries before this one have been removed           (the same)
 //! ```
 //!
 //! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
+//!
+//! A writer tries the first place that it does not know to be taken. If many try that at once, one gets it. If the others all went on to the
+//! next place, one of them would get that, and so on: `n` writers would make `n * n / 2` requests. So they stand in line: `line/<n>` gives each
+//! its turn, and each waits until the one before it has written. That is four requests a writer. The line is no reservation. A place is
+//! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second leaves
+//! the line, and tries as if it had just come.
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
 //! sends this process's heartbeats and appends the processes that have become silent.
@@ -26,6 +33,7 @@ mod replica;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 pub use phalanx_proto::log::liveness::ENDED;
 pub use phalanx_proto::log::mac::Mac;
@@ -41,6 +49,13 @@ pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::SharedStore;
+
+/// How long a writer waits for the one before it in line. That one has died, or the network is slow; then those that leave the line make a
+/// few requests more.
+const LINE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A longer line is nonsense in the store.
+const LONGEST_LINE: u64 = 1 << 20;
 
 /// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer
 /// than its own deadline because of another.
@@ -93,7 +108,23 @@ impl<M: Machine> Log<M> {
             if found == signed {
                 return self.confirm(index, deadline);
             }
-            index += 1;
+            let next = self.wait_in_line(index, deadline)?;
+            // This process's reader may have come further.
+            index = next.max(self.end.load(Ordering::Relaxed));
+        }
+    }
+
+    /// Waits until those that have found the place `taken` before this writer have written. Returns the place to try next.
+    fn wait_in_line(&self, taken: u64, deadline: Deadline) -> Result<u64> {
+        let turn = self.store.add(&line_key(taken), 1, deadline)?;
+        // The first need not wait.
+        let Ok(turn @ 2..=LONGEST_LINE) = u64::try_from(turn) else { return Ok(taken + 1) };
+        let before = taken + turn - 1;
+        match self.store.wait(&[&key(before)], deadline.at_most(LINE_TIMEOUT)) {
+            // Whoever has written there has found all places before it taken.
+            Ok(()) => Ok(before + 1),
+            Err(error) if error.is_timeout() && !deadline.has_passed() => Ok(taken + 1),
+            Err(error) => Err(error),
         }
     }
 
@@ -147,6 +178,11 @@ impl<M: Machine> Log<M> {
 /// The key of the entry at `index`.
 fn key(index: u64) -> String {
     format!("log/{index}")
+}
+
+/// The counter of those that have found the place `index` taken.
+fn line_key(index: u64) -> String {
+    format!("line/{index}")
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Readers, writers and caretakers that are late in every way, and stores that fail.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Weak};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Barrier, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -92,6 +93,8 @@ struct Faulty {
     store: MemoryStore,
     fault: Mutex<Option<Fault>>,
     changed: Condvar,
+    /// How often it was asked for something.
+    calls: AtomicUsize,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -142,6 +145,7 @@ macro_rules! pass_on {
     ($($access:ident $call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
         impl Store for Faulty {
             $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
+                self.calls.fetch_add(1, Ordering::Relaxed);
                 self.$access(deadline)?.$call($($name,)* deadline)
             })*
         }
@@ -254,6 +258,67 @@ fn those_who_append_at_once_get_one_order() {
 }
 
 #[test]
+fn many_who_append_at_once_make_few_requests_each() {
+    const WRITERS: u32 = 100;
+    let store = Arc::new(Faulty::default());
+    let shared = Arc::clone(&store) as SharedStore;
+    let together = Barrier::new(WRITERS as usize);
+    thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            // No writer knows more than that the log may be empty.
+            let (log, together) = (log::<false>(&shared), &together);
+            scope.spawn(move || {
+                together.wait();
+                log.append(&Entry::Word(writer), limit()).unwrap();
+            });
+        }
+    });
+    let calls = store.calls.load(Ordering::Relaxed);
+    // It is four for each; one that was stopped for long has left the line, and made some more.
+    assert!(calls <= 10 * WRITERS as usize, "{calls} requests");
+    let log = log::<false>(&shared);
+    let words: BTreeSet<u32> = (0..u64::from(WRITERS))
+        .map(|index| match log.read(index, limit()).unwrap() {
+            Read::Entry(Entry::Word(word)) => word,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(words.len(), WRITERS as usize);
+    assert!(!shared.check(&[&key(WRITERS.into())], limit()).unwrap());
+}
+
+#[test]
+fn who_dies_in_the_line_holds_nobody_up_for_long_and_leaves_no_hole() {
+    let store = memory();
+    log::<false>(&store).append(&Entry::Word(0), limit()).unwrap();
+    // It has found place 0 taken, and is the first in the line.
+    assert_eq!(store.add(&line_key(0), 1, limit()).unwrap(), 1);
+    thread::scope(|scope| {
+        for word in 1..=3 {
+            let log = log::<false>(&store);
+            scope.spawn(move || log.append(&Entry::Word(word), limit()).unwrap());
+        }
+    });
+    let log = log::<false>(&store);
+    let mut words = (0..4).map(|index| log.read(index, limit()).unwrap()).collect::<Vec<_>>();
+    assert_eq!(words.remove(0), Read::Entry(Entry::Word(0)));
+    for word in 1..=3 {
+        assert!(words.contains(&Read::Entry(Entry::Word(word))), "{word} is lost");
+    }
+    assert!(!store.check(&["log/4"], limit()).unwrap());
+    // What is no turn is not waited for.
+    for turn in [-5, 0, i64::MAX - 1] {
+        store.set(&line_key(0), turn.to_string().as_bytes(), limit()).unwrap();
+        assert_eq!(log.wait_in_line(0, limit()).unwrap(), 1);
+    }
+    store.set(&line_key(0), b"4", limit()).unwrap();
+    // Whoever is late for its own deadline says so, and not that it has waited in a line.
+    let short = Deadline::after(Duration::from_millis(50));
+    let error = log.wait_in_line(0, short).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+}
+
+#[test]
 fn entries_come_back_and_nonsense_does_not() {
     let bytes = encode(7, &Entry::Join(300)).unwrap();
     let read = |bytes: &[u8]| decode::<Entry>(7, bytes, "another tester");
@@ -319,6 +384,7 @@ fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
     store.set(&state_key(index), &encode(1, &state).unwrap(), limit()).unwrap();
     store.compare_set(BASE, b"0", b"64", limit()).unwrap();
     (0..STRIDE / 2).for_each(|entry| assert!(store.delete_key(&key(entry), limit()).unwrap()));
+    store.add(&line_key(STRIDE + 1), 2, limit()).unwrap();
     for word in STRIDE..2 * STRIDE {
         log.append(&Entry::Word(word as u32), limit()).unwrap();
     }

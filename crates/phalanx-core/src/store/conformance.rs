@@ -227,6 +227,18 @@ fn file() {
     drop(owner);
 }
 
+#[test]
+fn file_that_is_compacted_again_and_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let owner = FileStore::create(&path).unwrap();
+    let another: Another =
+        Box::new(move || Arc::new(FileStore::open(&path, soon()).unwrap().compacted_at(1024)));
+    conforms(&another);
+    conforms(&prefixed(another));
+    drop(owner);
+}
+
 #[cfg(feature = "etcd")]
 #[test]
 #[ignore = "needs etcd: .ci/full runs it"]

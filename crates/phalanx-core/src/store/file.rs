@@ -1,19 +1,22 @@
-//! A store in a file that all ranks see: a log to which every change is appended.
+//! A store in a file that all ranks see: a log to which every change is appended. A log that has become long goes on in a new file
+//! ([`compaction`]).
 
+mod compaction;
 mod log;
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, remove_file};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::slice::from_ref;
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
-use self::log::Log;
+use self::compaction::is_stale;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::log::fuzz;
+use self::log::{Identity, Log};
 use super::Store;
 use super::call::Call;
 use super::table::{Refusal, Table};
@@ -23,12 +26,17 @@ use crate::random;
 
 /// The pause between two reads of the file grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+/// How long the removal of a store waits for its lock.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A store in a file, for ranks that share a file system.
 ///
 /// One process [`create`](Self::create)s it, replacing any file of that name, and removes it when it is dropped. The
 /// others [`open`](Self::open) it. A writer that dies in the middle of a change leaves an incomplete one at the end.
 /// Readers ignore it, and the next writer removes it.
+///
+/// Now and then a writer replaces a long file by a shorter one that says the same. It makes that beside the first. If it may not create files
+/// in the folder, the file grows, to 4 GiB at most.
 ///
 /// A file that an earlier job left is a complete store, so `open` alone cannot distinguish it from this job's.
 /// A [rendezvous](crate::rendezvous) can, by a greeting that only this job's rank 0 answers.
@@ -45,12 +53,14 @@ impl FileStore {
     /// Creates a new store at `path`, atomically, replacing any existing file.
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let file = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
-        Ok(Self::new(path, Log::new(file), true))
+        let log = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
+        Ok(Self::new(path, log, true))
     }
 
     fn new(path: PathBuf, log: Log, remove: bool) -> Self {
         let name = format!("the store file://{}", path.display());
+        // A process that changes its folder still finds the file that follows.
+        let path = std::path::absolute(&path).unwrap_or(path);
         Self { path, name, log: Mutex::new(log), remove }
     }
 
@@ -76,6 +86,14 @@ impl FileStore {
         }
     }
 
+    /// The same store, compacted more often.
+    #[cfg(test)]
+    pub(super) fn compacted_at(mut self, length: u64) -> Self {
+        let log = self.log.get_mut();
+        (log.compacted_length, log.compact_at) = (length, length);
+        self
+    }
+
     /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
     /// `silence`. If it does not grow in that time, or there is none, a new one is made. It is not removed on drop,
     /// because others may need it.
@@ -83,12 +101,16 @@ impl FileStore {
     pub fn open_or_create(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
         let path = path.into();
         loop {
-            if let Some(file) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
-                return Ok(Self::new(path, Log::new(file), false));
+            if let Some(log) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
+                return Ok(Self::new(path, log, false));
             }
             let store = Self::open(&path, deadline)?;
-            if store.grows(silence, deadline)? {
-                return Ok(store);
+            match store.grows(silence, deadline) {
+                Ok(true) => return Ok(store),
+                Ok(false) => {}
+                // Another file has just taken its place.
+                Err(error) if is_stale(&error) => continue,
+                Err(error) => return Err(unusable(&path, "read", error)),
             }
             let call = Call::new(&store.name, "open", &[], deadline)?;
             let mut backoff = Backoff::new(PAUSES, deadline);
@@ -99,21 +121,21 @@ impl FileStore {
                     return Err(call.locked_out());
                 }
             }
-            let file = if is_named(&log.file, &path) { Some(create_in_place(&path)) } else { None };
+            let created = is_named(&log.file, &path).then(|| create_in_place(&path));
+            if let Some(Ok(_)) = created {
+                remove_next(&log, &path);
+            }
             log.unlock();
-            if let Some(file) = file {
-                let file = file.map_err(|error| unusable(&path, "create", error))?;
-                return Ok(Self::new(path, Log::new(file), false));
+            if let Some(created) = created {
+                let log = created.map_err(|error| unusable(&path, "create", error))?;
+                return Ok(Self::new(path, log, false));
             }
         }
     }
 
     /// Whether a process writes to it within `silence`.
-    fn grows(&self, silence: Duration, deadline: Deadline) -> Result<bool> {
-        let length = || {
-            let metadata = self.log.lock().file.metadata();
-            metadata.map(|metadata| metadata.len()).map_err(|error| unusable(&self.path, "read", error))
-        };
+    fn grows(&self, silence: Duration, deadline: Deadline) -> io::Result<bool> {
+        let length = || self.log.lock().file.metadata().map(|metadata| metadata.len());
         let first = length()?;
         let mut backoff = Backoff::new(PAUSES, deadline.at_most(silence));
         while backoff.pause() {
@@ -126,7 +148,10 @@ impl FileStore {
 
     /// Whether this store is still the one that its path names.
     pub(crate) fn is_current(&self) -> bool {
-        is_named(&self.log.lock().file, &self.path)
+        let mut log = self.log.lock();
+        // If the path names another file, this store may go on in that.
+        is_named(&log.file, &self.path)
+            || (log.read_on(&self.path).is_ok() && is_named(&log.file, &self.path))
     }
 
     /// Changes the call's keys under the file's lock. `change` returns its result, and whether it wrote or removed them.
@@ -137,12 +162,15 @@ impl FileStore {
     ) -> Result<T> {
         let mut log = self.log(call)?;
         let mut backoff = Backoff::new(PAUSES, call.deadline);
-        while !log.try_lock().map_err(|error| call.failed(error))? {
+        while !log.try_lock_newest(&self.path).map_err(|error| call.failed(error))? {
             if !backoff.pause() {
                 return Err(call.locked_out());
             }
         }
         let outcome = log.change(call.keys, change);
+        if matches!(outcome, Ok(Ok(_))) {
+            log.compact_if_long(&self.path);
+        }
         log.unlock();
         match outcome {
             Ok(Ok(value)) => Ok(value),
@@ -156,7 +184,7 @@ impl FileStore {
         let mut backoff = Backoff::new(PAUSES, call.deadline);
         loop {
             let mut log = self.log(call)?;
-            log.catch_up().map_err(|error| call.failed(error))?;
+            log.read_on(&self.path).map_err(|error| call.failed(error))?;
             if keys.iter().all(|key| log.table.contains(key.as_bytes())) {
                 return Ok(read(&log.table));
             }
@@ -177,10 +205,19 @@ impl FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        if self.remove && self.is_current() {
-            // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
-            let _ = std::fs::remove_file(&self.path);
+        if !self.remove {
+            return;
         }
+        let log = self.log.get_mut();
+        // A process that holds the lock may be about to put the next file at the path.
+        let mut backoff = Backoff::new(PAUSES, Deadline::after(REMOVE_TIMEOUT));
+        while matches!(log.try_lock_newest(&self.path), Ok(false)) && backoff.pause() {}
+        if is_named(&log.file, &self.path) {
+            // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
+            let _ = remove_file(&self.path);
+            remove_next(log, &self.path);
+        }
+        log.unlock();
     }
 }
 
@@ -256,37 +293,43 @@ fn value(table: &Table, key: &str) -> Vec<u8> {
 }
 
 /// Creates an empty store at `path`, replacing any existing file.
-fn create_in_place(path: &Path) -> io::Result<File> {
+fn create_in_place(path: &Path) -> io::Result<Log> {
     create_by(path, |temporary| std::fs::rename(temporary, path))
 }
 
 /// Creates an empty store at `path`, unless a file exists there.
-fn create_beside(path: &Path) -> io::Result<Option<File>> {
+fn create_beside(path: &Path) -> io::Result<Option<Log>> {
     // Unlike a file that is created under its final name, a link is never seen half written.
     let created = create_by(path, |temporary| {
         let linked = std::fs::hard_link(temporary, path);
-        std::fs::remove_file(temporary).and(linked)
+        remove_file(temporary).and(linked)
     });
     match created {
-        Ok(file) => Ok(Some(file)),
+        Ok(log) => Ok(Some(log)),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(None),
         Err(error) => Err(error),
     }
 }
 
 /// Writes an empty store under a temporary name, which `place` then moves to `path`.
-fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<File> {
-    let nonce = random::number().map_err(io::Error::other)?;
+fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<Log> {
+    let store = random::number().map_err(io::Error::other)?;
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
-    name.push(format!(".{nonce:016x}.new"));
+    name.push(format!(".{store:016x}.new"));
     let temporary = path.with_file_name(name);
-    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary)?;
-    let placed = log::write_header(&file).and_then(|()| place(&temporary));
-    if let Err(error) = placed {
-        let _ = std::fs::remove_file(&temporary);
+    let log = Log::create(&temporary, Identity { store, generation: 0 })?;
+    if let Err(error) = place(&temporary) {
+        let _ = remove_file(&temporary);
         return Err(error);
     }
-    Ok(file)
+    Ok(log)
+}
+
+/// Removes the next file of a store that is over: a process that compacted the log may have died.
+fn remove_next(log: &Log, path: &Path) {
+    if let Ok(next) = log.next_path(path) {
+        let _ = remove_file(next);
+    }
 }
 
 /// Whether `path` still names `file`.

@@ -71,6 +71,11 @@ impl Table {
         self.values.len()
     }
 
+    /// The bytes of all keys and values.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// All keys, in order.
     pub fn keys(&self) -> impl Iterator<Item = &[u8]> {
         self.values.keys().map(Vec::as_slice)
@@ -183,7 +188,7 @@ mod tests {
         assert!(table.delete(b"a") && !table.delete(b"a"));
         table.set(b"c", vec![0; 17]).unwrap();
         assert_eq!(table.set(b"c", vec![0; MAX_VALUE + 1]), Err(Refusal::LongValue(MAX_VALUE + 1)));
-        assert_eq!(table.keys().count(), 2);
+        assert_eq!((table.keys().count(), table.bytes()), (2, 20));
     }
 
     #[test]
