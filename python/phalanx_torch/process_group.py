@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
-from phalanx_torch._functional import waited
+from phalanx_torch._functional import stored, waited
 from phalanx_torch.observed import is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -143,9 +143,10 @@ class _Staged:
         self.divided: list[tuple[torch.Tensor, int]] = []
 
     def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
+        lent = tensor = stored(waited(tensor))
         if tensor.layout is not torch.strided:
-            raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
-        lent = tensor = waited(tensor)
+            known = "only all_reduce takes them: " if tensor.layout is torch.sparse_coo else ""
+            raise ValueError(f"phalanx: this tensor is of layout {tensor.layout}; {known}to_dense() makes one that can be exchanged")
         if tensor.is_conj() or tensor.is_neg():
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:

@@ -9,7 +9,7 @@ import torch
 
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
-from phalanx_torch._functional import waited
+from phalanx_torch._functional import stored, waited
 from phalanx_torch.horovod._job import ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
@@ -127,9 +127,10 @@ def _op(op: Op | None, average: bool | None, default: Op = Average) -> Op:
 def _dense(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what}: a torch.Tensor is expected, and not {type(tensor).__name__}")
+    tensor = stored(waited(tensor))
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: this tensor is sparse; hvd.sparse_allreduce_async takes it, or tensor.to_dense() makes it dense")
-    return waited(tensor).detach()
+    return tensor.detach()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
