@@ -1,4 +1,5 @@
-"""Results of PyTorch's functional collectives (``torch.distributed._functional_collectives``). No import of PyTorch."""
+"""Tensors that are none of their own: results of PyTorch's functional collectives (``torch.distributed._functional_collectives``), and
+wrappers. No import of PyTorch."""
 
 import sys
 from typing import Any, TypeVar
@@ -16,4 +17,49 @@ def waited(tensor: _T) -> _T:
     if module is not None and isinstance(tensor, module.AsyncCollectiveTensor):
         result: _T = module.wait_tensor(tensor)
         return result
+    return tensor
+
+
+def stored(tensor: _T) -> _T:
+    """The tensor itself, if it has its elements in memory of its own: an error names what others are, and what to give instead.
+
+    Collectives read and write memory, past PyTorch's dispatcher, which knows what such a tensor stands for.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(tensor, torch.Tensor):
+        return tensor
+    kind: Any = type(tensor)
+    any_tensor: Any = tensor
+    if any_tensor.is_nested:
+        # Rows of other lengths on other ranks would be added up, or cut, elsewhere.
+        raise TypeError(
+            f"phalanx: a nested tensor ({any_tensor.layout}) is several of lengths of their own: exchange what unbind() gives, or "
+            "torch.nested.to_padded_tensor(tensor, 0.0)"
+        )
+    if any_tensor.is_quantized:
+        raise TypeError(f"phalanx: a quantized tensor ({any_tensor.dtype}) has a scale beside its elements: exchange dequantize() of it")
+    if any_tensor.is_meta:
+        raise TypeError("phalanx: a tensor on meta has no elements: make it on the CPU, such as with torch.empty_like(tensor, device='cpu')")
+    if any_tensor._is_zerotensor():
+        raise TypeError("phalanx: this tensor is all zeros, and has no memory: exchange clone() of it")
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return tensor
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if callable(getattr(tensor, "to_local", None)):
+        raise TypeError(
+            f"phalanx: a {name} has parts on several ranks, and no memory of its own: exchange to_local(), this rank's part, or "
+            "full_tensor(), the whole"
+        )
+    if any_tensor.layout is not torch.strided:
+        return tensor
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(tensor, fake.FakeTensor):
+        raise TypeError(f"phalanx: a {name} has no elements, and stands for a tensor while a program is looked at: exchange outside of its mode")
+    try:
+        any_tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        raise TypeError(
+            f"phalanx: a {name} has no memory of its own, only what it stands for: exchange the tensors that it is made of, as each rank "
+            "needs them"
+        ) from None
     return tensor

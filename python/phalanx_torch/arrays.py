@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 # The class of errors is made known to the native part.
 from phalanx_torch import _errors, _exit, _native  # noqa: F401
-from phalanx_torch._functional import waited
+from phalanx_torch._functional import stored, waited
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -62,8 +62,18 @@ def _lent(array: Any) -> object:
     if loaded is not None and type(array) is loaded.ndarray:
         return array
     # Tensors of PyTorch have `is_cpu`.
-    if hasattr(array, "is_cpu") or hasattr(array, "__array_interface__"):
-        return waited(array)
+    if hasattr(array, "is_cpu"):
+        tensor = stored(waited(array))
+        if hasattr(tensor, "to_dense") and str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
+            raise TypeError(f"a tensor of layout {tensor.layout} is not one row of elements: to_dense() makes one that is")
+        return tensor
+    if hasattr(array, "__array_interface__"):
+        masked: Any = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(array, masked.MaskedArray):
+            raise TypeError(
+                "a masked array of NumPy would be exchanged without its mask: give filled(value), or its data and its mask, one by one"
+            )
+        return array
     what = type(array).__name__
     try:
         import numpy

@@ -25,7 +25,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
-from phalanx_torch._functional import waited
+from phalanx_torch._functional import stored, waited
 from phalanx_torch.observed import is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -40,6 +40,9 @@ _AVG, _MIN, _MAX, _PREMUL_SUM = 1, 3, 4, 8
 _INTEGER_AVERAGE = 64
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+# The numbers by which the native part knows the types of tensors that are combined in a wider one, so that ranks compare them.
+_NARROW = {torch.int8: 1, torch.uint8: 2, torch.int16: 3, torch.uint16: 4, torch.int32: 5, torch.uint32: 6, torch.uint64: 7}
+_NARROW_FACTOR = 256
 # The sum that is to be divided does not overflow, with fewer than 2^24 ranks.
 _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
@@ -143,9 +146,10 @@ class _Staged:
         self.divided: list[tuple[torch.Tensor, int]] = []
 
     def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
+        lent = tensor = stored(waited(tensor))
         if tensor.layout is not torch.strided:
-            raise ValueError(f"phalanx: tensors of layout {tensor.layout} are only for all_reduce")
-        lent = tensor = waited(tensor)
+            known = "only all_reduce takes them: " if tensor.layout is torch.sparse_coo else ""
+            raise ValueError(f"phalanx: this tensor is of layout {tensor.layout}; {known}to_dense() makes one that can be exchanged")
         if tensor.is_conj() or tensor.is_neg():
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
@@ -222,6 +226,11 @@ def _widened(tensor: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor] = ()) 
             raise TypeError("phalanx: torch.uint64 has no average, minimum and maximum; convert the tensor")
         return torch.int64
     return (_WIDER_FOR_AVG if op[0] == _AVG else _WIDER).get(dtype)
+
+
+def _told(op: Op, dtype: torch.dtype, wider: torch.dtype | None) -> Op:
+    """The operation to call, with the type that the tensors have if they are combined in a wider one."""
+    return op if wider is None else (op[0] + _NARROW_FACTOR * _NARROW[dtype], op[1])
 
 
 _NOT_RECONFIGURABLE = (
@@ -723,10 +732,10 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_in_place(
         self, operation: str, tensors: Any, tensor: torch.Tensor, op: Op, how: How, root: int | None = None
     ) -> Ended | Work:
-        staged = _Staged()
+        staged, wider = _Staged(), _widened(tensor, op)
         is_written = root is None or root == self.rank()
-        lent = staged.lend(tensor, is_written, _widened(tensor, op))
-        op = staged.averaged(op, [lent], self.size(), is_written)
+        lent = staged.lend(tensor, is_written, wider)
+        op = _told(staged.averaged(op, [lent], self.size(), is_written), tensor.dtype, wider)
         if root is None:
             return self._call(
                 operation, how, tensors, lambda how: self._native.all_reduce(lent, op, how), staged
@@ -744,9 +753,9 @@ class ProcessGroup(dist.ProcessGroup):
             tensor.layout is not torch.strided for tensor in tensors
         ):
             raise ValueError("all_reduce_coalesced: all tensors must be dense and have the same type")
-        staged = _Staged()
-        lent = staged.each(tensors, type=_widened(tensors[0], op))
-        op = staged.averaged(op, lent, self.size())
+        staged, wider = _Staged(), _widened(tensors[0], op)
+        lent = staged.each(tensors, type=wider)
+        op = _told(staged.averaged(op, lent, self.size()), tensors[0].dtype, wider)
         return self._call(
             "all_reduce_coalesced",
             how,
@@ -925,7 +934,7 @@ class ProcessGroup(dist.ProcessGroup):
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
-        op = staged.averaged(op, [into], self.size())
+        op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
         return self._call(
             "reduce_scatter",
             _how(opts),
@@ -941,7 +950,7 @@ class ProcessGroup(dist.ProcessGroup):
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
-        op = staged.averaged(op, [into], self.size())
+        op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
         return self._call(
             "reduce_scatter_single",
             _how(opts),

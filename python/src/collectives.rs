@@ -6,7 +6,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::dtypes::Meaning;
+use crate::dtypes::{Meaning, Seen};
 use crate::group::{Group, How, Op, Reduction};
 use crate::memory::Memory;
 use crate::work::Work;
@@ -28,7 +28,7 @@ impl Group {
         self.reduction(
             py,
             how,
-            reduction,
+            (reduction, memory.seen()),
             move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
         )
     }
@@ -69,8 +69,9 @@ impl Group {
         let reduction = Reduction::of(op)?;
         let op = reduction.op;
         let mut memories = each(&tensors, reduction.meaning(), true)?;
-        let dtype = one_type(&memories)?;
-        self.reduction(py, how, reduction, move |group| {
+        let seen = one_type(&memories)?;
+        let dtype = seen.dtype;
+        self.reduction(py, how, (reduction, seen), move |group| {
             // One after the other: they may share memory, and then there is no slice of each at the same time.
             let mut packed = pack(dtype, &memories);
             with_element!(dtype, T => group.all_reduce_coalesced(&mut [packed.as_mut_slice::<T>()?], op))?;
@@ -92,7 +93,7 @@ impl Group {
         let op = reduction.op;
         let mut memory = Memory::of(tensor, reduction.meaning(), true)?;
         let is_root = self.is_rank(root);
-        self.reduction(py, how, reduction, move |group| {
+        self.reduction(py, how, (reduction, memory.seen()), move |group| {
             with_element!(memory.dtype(), T => match is_root {
                 true => group.reduce(memory.as_mut_slice::<T>(), Rank::new(root), op),
                 false => {
@@ -111,7 +112,7 @@ impl Group {
         how: How,
     ) -> PyResult<Option<Work>> {
         let mut memory = Memory::of(tensor, Meaning::Bytes, !self.is_rank(root))?;
-        self.collective(py, how, move |group| {
+        self.moving(py, how, memory.seen(), move |group| {
             with_element!(memory.dtype(), T => match memory.is_writable() {
                 true => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root)),
                 // The root's is only read, but the core wants memory that it could write.
@@ -132,7 +133,7 @@ impl Group {
         how: How,
     ) -> PyResult<Option<Work>> {
         let (mut output, input) = pair(output, input, Meaning::Bytes)?;
-        self.collective(py, how, move |group| {
+        self.moving(py, how, input.seen(), move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output);
                 group.all_gather(input.as_slice()?, output.as_mut_slice::<T>())
@@ -151,9 +152,10 @@ impl Group {
         self.one_for_each("all_gather: outputs", outputs.len())?;
         let mut outputs = each(&outputs, Meaning::Bytes, true)?;
         let input = Memory::of(input, Meaning::Bytes, false)?;
-        let dtype = one_type(outputs.iter().chain([&input]))?;
+        let seen = one_type(outputs.iter().chain([&input]))?;
+        let dtype = seen.dtype;
         let counts: Vec<usize> = outputs.iter().map(Memory::len).collect();
-        self.collective(py, how, move |group| {
+        self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
                 let mut packed = Buffer::zeroed(dtype, counts.iter().sum());
                 match are_even(&counts) {
@@ -180,9 +182,10 @@ impl Group {
         }
         let mut outputs = each(&outputs, Meaning::Bytes, true)?;
         let input = Memory::of(input, Meaning::Bytes, false)?;
-        let dtype = one_type(outputs.iter().chain([&input]))?;
+        let seen = one_type(outputs.iter().chain([&input]))?;
+        let dtype = seen.dtype;
         let elements = outputs.iter().map(Memory::len).sum();
-        self.collective(py, how, move |group| {
+        self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
                 let mut packed = Buffer::zeroed(dtype, elements);
                 group.gather(input.as_slice::<T>(), packed.as_mut_slice()?, Rank::new(root))?;
@@ -206,8 +209,9 @@ impl Group {
         }
         let mut output = Memory::of(output, Meaning::Bytes, true)?;
         let inputs = each(&inputs, Meaning::Bytes, false)?;
-        let dtype = one_type(inputs.iter().chain([&output]))?;
-        self.collective(py, how, move |group| {
+        let seen = one_type(inputs.iter().chain([&output]))?;
+        let dtype = seen.dtype;
+        self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
                 let packed = pack(dtype, &inputs);
                 group.scatter(packed.as_slice::<T>()?, output.as_mut_slice(), Rank::new(root))
@@ -226,7 +230,7 @@ impl Group {
         let reduction = Reduction::of(op)?;
         let op = reduction.op;
         let (mut output, input) = pair(output, input, reduction.meaning())?;
-        self.reduction(py, how, reduction, move |group| {
+        self.reduction(py, how, (reduction, input.seen()), move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output);
                 group.reduce_scatter(input.as_slice()?, output.as_mut_slice::<T>(), op)
@@ -248,9 +252,10 @@ impl Group {
         let op = reduction.op;
         let mut output = Memory::of(output, reduction.meaning(), true)?;
         let inputs = each(&inputs, reduction.meaning(), false)?;
-        let dtype = one_type(inputs.iter().chain([&output]))?;
+        let seen = one_type(inputs.iter().chain([&output]))?;
+        let dtype = seen.dtype;
         let counts: Vec<usize> = inputs.iter().map(Memory::len).collect();
-        self.reduction(py, how, reduction, move |group| {
+        self.reduction(py, how, (reduction, seen), move |group| {
             let packed = pack(dtype, &inputs);
             if are_even(&counts) {
                 return with_element!(dtype, T => {
@@ -290,7 +295,7 @@ impl Group {
             // Some types are several elements of collectives, which alone might be divisible.
             self.has_equal_parts("all_to_all: the output", output.len() / each)?;
             self.has_equal_parts("all_to_all: the input", input.len() / each)?;
-            return self.collective(py, how, move |group| {
+            return self.moving(py, how, input.seen(), move |group| {
                 with_element!(input.dtype(), T => {
                     let input = Sent::<T>::beside(&input, &output);
                     group.all_to_all(input.as_slice()?, output.as_mut_slice::<T>())
@@ -304,7 +309,7 @@ impl Group {
             counts.ok_or_else(|| PyValueError::new_err("all_to_all: a part is longer than memory can be"))
         };
         let (received, sent) = (in_elements(received)?, in_elements(sent)?);
-        self.collective(py, how, move |group| {
+        self.moving(py, how, input.seen(), move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output);
                 group.all_to_all_v(input.as_slice()?, &sent, output.as_mut_slice::<T>(), &received)
@@ -324,10 +329,11 @@ impl Group {
         self.one_for_each("all_to_all: inputs", inputs.len())?;
         let (mut outputs, inputs) =
             (each(&outputs, Meaning::Bytes, true)?, each(&inputs, Meaning::Bytes, false)?);
-        let dtype = one_type(outputs.iter().chain(&inputs))?;
+        let seen = one_type(outputs.iter().chain(&inputs))?;
+        let dtype = seen.dtype;
         let received: Vec<usize> = outputs.iter().map(Memory::len).collect();
         let sent: Vec<usize> = inputs.iter().map(Memory::len).collect();
-        self.collective(py, how, move |group| {
+        self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
                 let (packed, mut into) = (pack(dtype, &inputs), Buffer::zeroed(dtype, received.iter().sum()));
                 group.all_to_all_v(packed.as_slice::<T>()?, &sent, into.as_mut_slice()?, &received)?;
@@ -354,7 +360,7 @@ impl Group {
         self.reduction(
             py,
             (timeout, true),
-            reduction,
+            (reduction, memory.seen()),
             move |group| with_element!(memory.dtype(), T => group.all_reduce(memory.as_mut_slice::<T>(), op)),
         )?;
         Ok(true)
@@ -415,12 +421,13 @@ fn each(tensors: &[Bound<'_, PyAny>], meaning: Meaning, written: bool) -> PyResu
     tensors.iter().map(|tensor| Memory::of(tensor, meaning, written)).collect()
 }
 
-fn one_type<'a>(memories: impl IntoIterator<Item = &'a Memory>) -> PyResult<DType> {
+/// How the elements of all of them are seen.
+fn one_type<'a>(memories: impl IntoIterator<Item = &'a Memory>) -> PyResult<Seen> {
     let mut types = memories.into_iter().map(Memory::seen);
-    let Some(first) = types.next() else { return Ok(DType::U8) };
+    let Some(first) = types.next() else { return Ok(Seen::NOTHING) };
     // By name: to collectives, int16 and float8 are bytes, as uint8 is.
     match types.find(|seen| seen.name != first.name) {
-        None => Ok(first.dtype),
+        None => Ok(first),
         Some(other) => Err(PyTypeError::new_err(format!(
             "all tensors of one call must have the same type; these are {} and {}",
             first.name, other.name

@@ -1,6 +1,6 @@
 //! How the types of PyTorch's and NumPy's elements are seen by collectives.
 
-use phalanx::DType;
+use phalanx::{Caller, DType};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -22,10 +22,10 @@ pub enum Meaning {
 enum Known {
     /// The same type.
     Same(DType),
-    /// Two floats.
-    Complex(DType),
-    /// So many bytes, which only move.
-    Opaque(usize),
+    /// Two floats, which ranks tell apart from such by this.
+    Complex(DType, Caller),
+    /// So many bytes, which only move, and which ranks tell apart from other bytes by this.
+    Opaque(usize, Caller),
 }
 
 /// How collectives see the elements of a tensor or an array.
@@ -37,6 +37,13 @@ pub struct Seen {
     pub dtype: DType,
     /// How many of that an element is.
     pub each: usize,
+    /// What ranks compare of a call with it, if collectives see another type.
+    pub caller: Option<Caller>,
+}
+
+impl Seen {
+    /// Of no tensor at all.
+    pub const NOTHING: Self = Self { name: "uint8", dtype: DType::U8, each: 1, caller: None };
 }
 
 const NAMES: &[(&str, Known)] = &[
@@ -49,20 +56,44 @@ const NAMES: &[(&str, Known)] = &[
     ("uint8", Known::Same(DType::U8)),
     ("int8", Known::Same(DType::I8)),
     ("bool", Known::Same(DType::Bool)),
-    ("complex32", Known::Complex(DType::F16)),
-    ("complex64", Known::Complex(DType::F32)),
-    ("complex128", Known::Complex(DType::F64)),
-    ("int16", Known::Opaque(2)),
-    ("uint16", Known::Opaque(2)),
-    ("uint32", Known::Opaque(4)),
-    ("uint64", Known::Opaque(8)),
-    ("float8_e4m3fn", Known::Opaque(1)),
-    ("float8_e4m3fnuz", Known::Opaque(1)),
-    ("float8_e5m2", Known::Opaque(1)),
-    ("float8_e5m2fnuz", Known::Opaque(1)),
-    ("float8_e8m0fnu", Known::Opaque(1)),
-    ("float4_e2m1fn_x2", Known::Opaque(1)),
+    ("complex32", Known::Complex(DType::F16, Caller::TensorsOfComplex32)),
+    ("complex64", Known::Complex(DType::F32, Caller::TensorsOfComplex64)),
+    ("complex128", Known::Complex(DType::F64, Caller::TensorsOfComplex128)),
+    ("int16", Known::Opaque(2, Caller::TensorsOfInt16)),
+    ("uint16", Known::Opaque(2, Caller::TensorsOfUint16)),
+    ("uint32", Known::Opaque(4, Caller::TensorsOfUint32)),
+    ("uint64", Known::Opaque(8, Caller::TensorsOfUint64)),
+    ("float8_e4m3fn", Known::Opaque(1, Caller::TensorsOfFloat8E4m3fn)),
+    ("float8_e4m3fnuz", Known::Opaque(1, Caller::TensorsOfFloat8E4m3fnuz)),
+    ("float8_e5m2", Known::Opaque(1, Caller::TensorsOfFloat8E5m2)),
+    ("float8_e5m2fnuz", Known::Opaque(1, Caller::TensorsOfFloat8E5m2fnuz)),
+    ("float8_e8m0fnu", Known::Opaque(1, Caller::TensorsOfFloat8E8m0fnu)),
+    ("float4_e2m1fn_x2", Known::Opaque(1, Caller::TensorsOfFloat4E2m1fnX2)),
 ];
+
+/// Types whose tensors `phalanx_torch` combines in a wider one, in the order of the numbers that it has for them, from 1 on: what ranks
+/// compare of a sum and the like, if those are wider, and of an average, if there is one.
+const NARROW: &[(Option<Caller>, Option<Caller>)] = &[
+    (None, Some(Caller::AverageOfInt8)),
+    (None, Some(Caller::AverageOfUint8)),
+    (Some(Caller::TensorsOfInt16), Some(Caller::AverageOfInt16)),
+    (Some(Caller::TensorsOfUint16), Some(Caller::AverageOfUint16)),
+    (None, Some(Caller::AverageOfInt32)),
+    (Some(Caller::TensorsOfUint32), Some(Caller::AverageOfUint32)),
+    (Some(Caller::TensorsOfUint64), None),
+];
+
+/// What ranks compare of a reduction of tensors of the narrow type with this number, or of 0, if they are what collectives see. Averages
+/// are sums of integers, which `phalanx_torch` divides.
+pub fn of_narrow(number: u16, is_average: bool) -> PyResult<Option<Caller>> {
+    let average = is_average.then_some(Caller::IntegerAverage);
+    let Some(place) = number.checked_sub(1) else { return Ok(average) };
+    match NARROW.get(usize::from(place)) {
+        Some((_, narrow)) if is_average => Ok(narrow.or(average)),
+        Some((narrow, _)) => Ok(*narrow),
+        None => Err(PyValueError::new_err(format!("there is no narrow type {number}"))),
+    }
+}
 
 /// The number by which ranks tell each other of the type with this name. All have the same version of this package.
 pub fn number(name: &str) -> Option<i64> {
@@ -139,16 +170,16 @@ impl Known {
             (b'f', 4) => ("float32", Self::Same(DType::F32)),
             (b'f', 8) => ("float64", Self::Same(DType::F64)),
             (b'i', 1) => ("int8", Self::Same(DType::I8)),
-            (b'i', 2) => ("int16", Self::Opaque(2)),
+            (b'i', 2) => ("int16", Self::Opaque(2, Caller::TensorsOfInt16)),
             (b'i', 4) => ("int32", Self::Same(DType::I32)),
             (b'i', 8) => ("int64", Self::Same(DType::I64)),
             (b'u', 1) => ("uint8", Self::Same(DType::U8)),
-            (b'u', 2) => ("uint16", Self::Opaque(2)),
-            (b'u', 4) => ("uint32", Self::Opaque(4)),
-            (b'u', 8) => ("uint64", Self::Opaque(8)),
+            (b'u', 2) => ("uint16", Self::Opaque(2, Caller::TensorsOfUint16)),
+            (b'u', 4) => ("uint32", Self::Opaque(4, Caller::TensorsOfUint32)),
+            (b'u', 8) => ("uint64", Self::Opaque(8, Caller::TensorsOfUint64)),
             (b'b', 1) => ("bool", Self::Same(DType::Bool)),
-            (b'c', 8) => ("complex64", Self::Complex(DType::F32)),
-            (b'c', 16) => ("complex128", Self::Complex(DType::F64)),
+            (b'c', 8) => ("complex64", Self::Complex(DType::F32, Caller::TensorsOfComplex64)),
+            (b'c', 16) => ("complex128", Self::Complex(DType::F64, Caller::TensorsOfComplex128)),
             _ => return None,
         })
     }
@@ -157,22 +188,22 @@ impl Known {
     fn bytes(self) -> usize {
         match self {
             Self::Same(dtype) => dtype.size(),
-            Self::Complex(dtype) => 2 * dtype.size(),
-            Self::Opaque(bytes) => bytes,
+            Self::Complex(dtype, _) => 2 * dtype.size(),
+            Self::Opaque(bytes, _) => bytes,
         }
     }
 
     /// How its elements are seen. `name` is the type's.
     fn as_seen(self, name: &'static str, meaning: Meaning) -> PyResult<Seen> {
-        let seen = |dtype, each| Ok(Seen { name, dtype, each });
+        let seen = |dtype, each, caller| Ok(Seen { name, dtype, each, caller });
         match (self, meaning) {
-            (Self::Same(dtype), _) => seen(dtype, 1),
-            (Self::Complex(dtype), Meaning::Bytes | Meaning::Sums) => seen(dtype, 2),
-            (Self::Opaque(bytes), Meaning::Bytes) => seen(DType::U8, bytes),
-            (Self::Complex(_), Meaning::Numbers) => {
+            (Self::Same(dtype), _) => seen(dtype, 1, None),
+            (Self::Complex(dtype, caller), Meaning::Bytes | Meaning::Sums) => seen(dtype, 2, Some(caller)),
+            (Self::Opaque(bytes, caller), Meaning::Bytes) => seen(DType::U8, bytes, Some(caller)),
+            (Self::Complex(..), Meaning::Numbers) => {
                 Err(PyValueError::new_err(format!("{name} can be summed and averaged, and nothing else")))
             }
-            (Self::Opaque(_), Meaning::Numbers | Meaning::Sums) => Err(PyTypeError::new_err(format!(
+            (Self::Opaque(..), Meaning::Numbers | Meaning::Sums) => Err(PyTypeError::new_err(format!(
                 "{name} cannot be reduced, only moved: convert it to a type that can"
             ))),
         }

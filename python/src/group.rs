@@ -11,7 +11,7 @@ use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSi
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::dtypes::Meaning;
+use crate::dtypes::{self, Meaning, Seen};
 use crate::errors::raised;
 use crate::interrupt;
 use crate::lane::Lane;
@@ -53,11 +53,15 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
 /// How an operation is called: its limit in seconds, if not the group's, and whether the caller waits for it.
 pub type How = (Option<f64>, bool);
 
-/// An operation of `torch.distributed.ReduceOp`, and its factor. One number more is `INTEGER_AVERAGE`.
-pub type Op = (u8, f64);
+/// An operation of `torch.distributed.ReduceOp`, and its factor. One number more is `INTEGER_AVERAGE`, and to each of them `NARROW` times the
+/// number of the program's type is added if the tensors are combined in a wider one (`dtypes::of_narrow`).
+pub type Op = (u16, f64);
 
 /// A sum of integers that `phalanx_torch` divides afterwards.
-const INTEGER_AVERAGE: u8 = 64;
+pub const INTEGER_AVERAGE: u16 = 64;
+
+/// What the number of a narrow type is multiplied by.
+pub const NARROW: u16 = 256;
 
 /// How elements are combined, and the call of the program of which that is a part: ranks compare both.
 #[derive(Clone, Copy)]
@@ -147,15 +151,36 @@ impl Group {
         Ok(Some(Work::new(pending)))
     }
 
-    /// As `collective`, of one that combines elements.
+    /// As `collective`, of one that moves elements that are `seen` so: ranks compare what they are.
+    pub fn moving(
+        &self,
+        py: Python<'_>,
+        how: How,
+        seen: Seen,
+        operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
+    ) -> PyResult<Option<Work>> {
+        self.in_call(py, how, seen.caller, operation)
+    }
+
+    /// As `collective`, of one that combines elements that are `seen` so.
     pub fn reduction(
         &self,
         py: Python<'_>,
         how: How,
-        reduction: Reduction,
+        (reduction, seen): (Reduction, Seen),
         operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
     ) -> PyResult<Option<Work>> {
-        self.collective(py, how, move |group| match reduction.caller {
+        self.in_call(py, how, reduction.caller.or(seen.caller), operation)
+    }
+
+    fn in_call(
+        &self,
+        py: Python<'_>,
+        how: How,
+        caller: Option<Caller>,
+        operation: impl FnOnce(&ProcessGroup) -> phalanx::Result<()> + Send + 'static,
+    ) -> PyResult<Option<Work>> {
+        self.collective(py, how, move |group| match caller {
             None => operation(group),
             Some(caller) => operation(&group.in_call(caller)),
         })
@@ -492,6 +517,7 @@ fn duration(seconds: f64) -> PyResult<Duration> {
 impl Reduction {
     /// The one with PyTorch's number, or with `INTEGER_AVERAGE`.
     pub fn of((number, factor): Op) -> PyResult<Self> {
+        let (narrow, number) = (number / NARROW, number % NARROW);
         let op = match number {
             0 | INTEGER_AVERAGE => ReduceOp::Sum,
             1 => ReduceOp::Avg,
@@ -504,12 +530,12 @@ impl Reduction {
             8 => ReduceOp::PreMulSum(factor),
             _ => return Err(PyValueError::new_err(format!("there is no reduce operation {number}"))),
         };
-        Ok(Self { op, caller: (number == INTEGER_AVERAGE).then_some(Caller::IntegerAverage) })
+        Ok(Self { op, caller: dtypes::of_narrow(narrow, number == INTEGER_AVERAGE)? })
     }
 
     /// The one with PyTorch's number, unless it has a factor, which takes longer to read, or there is none.
     pub fn usual(number: u8) -> Option<Self> {
-        let reduction = Self::of((number, f64::NAN)).ok()?;
+        let reduction = Self::of((number.into(), f64::NAN)).ok()?;
         (!matches!(reduction.op, ReduceOp::PreMulSum(_))).then_some(reduction)
     }
 

@@ -7,8 +7,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use crate::dtypes::Meaning;
+use crate::dtypes::{self, Meaning};
 use crate::errors::raised;
+use crate::group::{INTEGER_AVERAGE, NARROW};
 use crate::interrupt;
 use crate::memory::Memory;
 
@@ -256,7 +257,7 @@ impl Horovod {
     fn reduce(
         &self,
         py: Python<'_>,
-        tensors: &Tensors<'_>,
+        (tensors, types): (&Tensors<'_>, &[u16]),
         (op, factors): (u8, (f64, f64)),
         start: impl FnOnce(
             &phalanx_horovod::Horovod,
@@ -266,7 +267,15 @@ impl Horovod {
         + Send,
     ) -> PyResult<Handle> {
         let reduction = reduction(op, factors)?;
-        let tensors = lent(tensors, meaning(op), true)?;
+        let mut tensors = lent(tensors, meaning(op), true)?;
+        if types.len() != tensors.len() {
+            return Err(PyValueError::new_err("each tensor has a number of its type"));
+        }
+        for (tensor, number) in tensors.iter_mut().zip(types) {
+            if let Some(caller) = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)? {
+                tensor.stand_for(caller);
+            }
+        }
         self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
     }
 
@@ -364,16 +373,18 @@ impl Horovod {
         py.detach(|| inner.stop_timeline()).map_err(|error| raised(py, &error))
     }
 
-    /// Combines the tensors where they are.
+    /// Combines the tensors where they are. `types` are the numbers of their types in the program, as `group::Op` has them: 0, if they
+    /// have the type that is combined and no average of integers is made of the sum.
     fn allreduce(
         &self,
         py: Python<'_>,
         name: &str,
         tensors: Tensors<'_>,
+        types: Vec<u16>,
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+        self.reduce(py, (&tensors, types.as_slice()), (op, factors), |hvd, tensors, reduction| {
             hvd.grouped_allreduce_async(name, tensors, reduction)
         })
     }
@@ -411,10 +422,11 @@ impl Horovod {
         py: Python<'_>,
         name: &str,
         tensors: Tensors<'_>,
+        types: Vec<u16>,
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        self.reduce(py, &tensors, (op, factors), |hvd, tensors, reduction| {
+        self.reduce(py, (&tensors, types.as_slice()), (op, factors), |hvd, tensors, reduction| {
             hvd.grouped_reducescatter_async(name, tensors, reduction)
         })
     }
@@ -469,5 +481,8 @@ fn lent_one(tensor: &Bound<'_, PyAny>, meaning: Meaning, written: bool) -> PyRes
     if itemsize != memory.dtype().size() {
         shape.push(itemsize / memory.dtype().size());
     }
-    Tensor::from_memory(memory.dtype(), shape, memory).map_err(|error| raised(py, &error))
+    let caller = memory.seen().caller;
+    let mut lent = Tensor::from_memory(memory.dtype(), shape, memory).map_err(|error| raised(py, &error))?;
+    caller.into_iter().for_each(|caller| lent.stand_for(caller));
+    Ok(lent)
 }

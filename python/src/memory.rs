@@ -98,9 +98,17 @@ impl Memory {
         let seen = dtypes::of_torch(&tensor.getattr(intern!(py, "dtype"))?, meaning)?;
         if !tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
             let device = tensor.getattr(intern!(py, "device"))?;
+            if tensor.getattr(intern!(py, "is_meta"))?.is_truthy()? {
+                return Err(PyTypeError::new_err("a tensor on meta has no elements: make it on the CPU"));
+            }
             return Err(PyTypeError::new_err(format!(
                 "this tensor is on {device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one"
             )));
+        }
+        if tensor.getattr(intern!(py, "is_nested"))?.is_truthy()? {
+            return Err(PyTypeError::new_err(
+                "a nested tensor is several of lengths of their own: exchange what unbind() gives",
+            ));
         }
         if !tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
             return Err(PyValueError::new_err("this tensor is not contiguous"));
@@ -115,10 +123,15 @@ impl Memory {
             ));
         }
         let elements: usize = tensor.call_method0(intern!(py, "numel"))?.extract()?;
-        let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        // What only stands for other tensors has no address; PyTorch's error says neither what it is nor what to do.
+        let read = || {
+            let pointer: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+            let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            Ok::<_, PyErr>((pointer, storage, start))
+        };
         // Sizes and strides are the tensor's, and the memory is the storage's, which may have been made smaller since.
-        let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let (pointer, storage, start) = read().map_err(|error| without_memory(tensor, &error))?;
         let length: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         let elements = elements.checked_mul(seen.each);
         if !elements.is_some_and(|elements| is_within(pointer, elements, seen.dtype, (start, length))) {
@@ -149,6 +162,11 @@ impl Memory {
         }
         if written && read_only {
             return Err(PyValueError::new_err("this array is read-only"));
+        }
+        if interface.get_item("mask")?.is_some_and(|mask| !mask.is_none()) {
+            return Err(PyTypeError::new_err(
+                "a masked array would be exchanged without its mask: fill it, or give its elements and its mask, one by one",
+            ));
         }
         let shape = part("shape")?;
         let shape: Vec<usize> = shape.cast::<PyTuple>()?.extract()?;
@@ -287,6 +305,17 @@ impl Memory {
         let (other_start, other_end) = (other.pointer as usize, other.pointer as usize + other.bytes);
         start < other_end && other_start < end
     }
+}
+
+/// The error for a tensor of whose memory PyTorch does not give the address.
+fn without_memory(tensor: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
+    let kind = tensor
+        .get_type()
+        .fully_qualified_name()
+        .map_or_else(|_| "tensor".to_owned(), |name| name.to_string());
+    PyTypeError::new_err(format!(
+        "a {kind} has no memory of its own: exchange the tensors that it is made of, such as to_local() of a DTensor ({error})"
+    ))
 }
 
 /// Whether elements of so many bytes lie one after the other, the last dimension's first.

@@ -199,6 +199,17 @@ def rank_of_memory(rank, port):
             group.send(torch.ones(2)._neg_view(), 1 - rank)
         group.all_reduce(tensor, "max")
         assert (tensor == 1.5).all()
+        with pytest.raises(TypeError, match=r"quantized tensor.*dequantize\(\)"):
+            group.all_reduce(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8))
+        with pytest.raises(TypeError, match=r"torch.sparse_coo.*to_dense\(\)"):
+            group.broadcast(torch.eye(2).to_sparse())
+        # What is masked is not in the memory.
+        masked = numpy.ma.masked_array([1.0, 2.0], mask=[True, False])
+        with pytest.raises(TypeError, match=r"without its mask: give filled\(value\)"):
+            group.all_reduce(masked)
+        with pytest.raises(TypeError, match="without its mask"):
+            group.send(masked, 1 - rank)
+        group.all_reduce(masked.filled(0.0))
         # Neither.
         with pytest.raises(TypeError, match="list has neither .* nor DLPack nor a buffer"):
             group.all_reduce([1.0, 2.0])

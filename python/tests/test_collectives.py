@@ -327,6 +327,69 @@ def kinds(rank, world):
             dist.all_reduce(torch.ones(1, device="cuda"))
 
 
+class Hidden(torch.Tensor):
+    """A tensor that only PyTorch's dispatcher can read."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        raise NotImplementedError(str(function))
+
+
+def strange():
+    """Tensors that have not their elements in memory of their own, by what an error says of each."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:
+        from torch.distributed._tensor import Shard, distribute_tensor
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with FakeTensorMode():
+        fake = torch.ones(4)
+    return {
+        r"DTensor has parts on several ranks.*to_local\(\).*full_tensor\(\)": distribute_tensor(torch.ones(4 * dist.get_world_size()), mesh, [Shard(0)]),
+        r"Hidden has no memory of its own": Hidden(torch.ones(4)),
+        r"FakeTensor has no elements": fake,
+        r"nested tensor.*unbind\(\)": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        r"quantized tensor.*dequantize\(\)": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+        r"on meta has no elements": torch.ones(4, device="meta"),
+        r"is all zeros, and has no memory: .*clone\(\)": torch._efficientzerotensor(4),
+    }
+
+
+def wrappers(rank, world):
+    """In every place where a call takes a tensor; PyTorch's own error names neither what it is nor a remedy."""
+    group = dist.group.WORLD
+    for said, tensor in strange().items():
+        many = [torch.empty(4) for _ in range(world)]
+        for call in (
+            lambda: dist.all_reduce(tensor),
+            lambda: group.allreduce([tensor]),
+            lambda: group.reduce([tensor], 0),
+            lambda: group.broadcast([tensor], 0),
+            lambda: group.allgather([many], [tensor]),
+            lambda: group.allgather([[tensor] * world], [many[0]]),
+            lambda: group.all_gather_single(torch.empty(4 * world), tensor),
+            lambda: group.alltoall([tensor] * world, many),
+            lambda: group.send([tensor], (rank + 1) % world, 0),
+            lambda: group.recv([tensor], (rank + 1) % world, 0),
+        ):
+            with pytest.raises(TypeError, match=said):
+                call()
+    # Nothing has been sent, and the group goes on.
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    assert number.item() == world
+
+
 def sparse(rank, world):
     indices = torch.tensor([[0, rank + 1], [1, 0]])
     tensor = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0]), (world + 1, 2))
@@ -396,7 +459,7 @@ def weighted(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, sparse, coalesced, overlapping, swapped])
+@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, wrappers, sparse, coalesced, overlapping, swapped])
 def test_results(ranks, world, body):
     ranks(world, body, world)
 
@@ -533,6 +596,11 @@ def unfinished_elsewhere(rank, path, port):
     tensor.mul_(rank + 1)
     hvd.broadcast_(tensor, 1)
     assert tensor.tolist() == [6.0] * 3
+    for said, tensor in strange().items():
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.broadcast, hvd.alltoall):
+            with pytest.raises(TypeError, match=said):
+                call(tensor, root_rank=0) if call is hvd.broadcast else call(tensor)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
     hvd.shutdown()
     dist.destroy_process_group()
 

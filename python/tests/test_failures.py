@@ -144,7 +144,7 @@ def averages_and_sums(rank, dtype, call):
         dist.barrier()
     text = str(caught.value)
     assert caught.value.kind == "mismatch", text
-    assert "ReduceOp.AVG of integers [" in text and "rank 0" in text and "rank 1" in text, text
+    assert f"ReduceOp.AVG of {'integers' if dtype is torch.int64 else 'int16'} [" in text and "rank 0" in text and "rank 1" in text, text
 
 
 CALLS = {
@@ -550,3 +550,55 @@ def test_ddp_and_different_calls_with_torch_distributed_debug_detail(backend, tm
         dist.destroy_process_group()
 
     processes(2, run)
+
+
+def of_two_types(rank, call, types, shapes):
+    """Each rank has tensors of another type, of as many bytes."""
+    own = torch.ones(shapes[rank], dtype=types[rank])
+    with pytest.raises(Error) as caught:
+        call(own)
+        # The root of a broadcast receives nothing in it.
+        dist.barrier()
+    text = str(caught.value)
+    assert caught.value.kind == "mismatch", text
+    return text
+
+
+@pytest.mark.parametrize(
+    "types, shapes, said",
+    [
+        ((torch.int16, torch.uint8), (4, 8), "tensors of int16 ["),
+        ((torch.int16, torch.uint16), (4, 4), "tensors of uint16 ["),
+        ((torch.complex64, torch.float32), (4, 8), "tensors of complex64 ["),
+        ((torch.float8_e5m2, torch.float8_e4m3fn), (4, 4), "tensors of float8_e4m3fn ["),
+    ],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda own: dist.broadcast(own, 0),
+        lambda own: dist.all_gather_into_tensor(torch.empty(2 * own.numel(), dtype=own.dtype), own),
+        lambda own: dist.all_gather([torch.empty_like(own) for _ in range(2)], own),
+        lambda own: dist.all_to_all_single(torch.empty_like(own), own),
+    ],
+    ids=["broadcast", "all_gather_into_tensor", "all_gather", "all_to_all_single"],
+)
+def test_types_that_travel_as_one_are_told_apart(ranks, call, types, shapes, said):
+    texts = ranks(2, of_two_types, call, types, shapes)
+    # Of each rank's own call, and of the other's.
+    assert all(said in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    "op, types, said",
+    [
+        (dist.ReduceOp.SUM, (torch.int16, torch.int32), "tensors of int16 ["),
+        (dist.ReduceOp.MAX, (torch.int16, torch.uint16), "tensors of uint16 ["),
+        (dist.ReduceOp.SUM, (torch.uint64, torch.int64), "tensors of uint64 ["),
+        (dist.ReduceOp.AVG, (torch.int8, torch.uint8), "ReduceOp.AVG of int8 ["),
+        (dist.ReduceOp.AVG, (torch.int32, torch.int64), "ReduceOp.AVG of int32 ["),
+    ],
+)
+def test_types_that_are_combined_in_one_are_told_apart(ranks, op, types, said):
+    texts = ranks(2, of_two_types, lambda own: dist.all_reduce(own, op), types, (4, 4))
+    assert all(said in text for text in texts), texts

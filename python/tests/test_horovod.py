@@ -183,6 +183,19 @@ def _errors(rank):
     with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(torch.ones(rank + 1), name="wrong")
     assert caught.value.kind == "mismatch" and isinstance(caught.value, RuntimeError)
+    # Types that travel as one.
+    for call, types, said in [
+        (lambda own, name: hvd.broadcast(own, 0, name=name), (torch.int16, torch.uint16), r"tensors of int16 \(u8 \[4, 2\]\), rank 1 .*tensors of uint16"),
+        (lambda own, name: hvd.allgather(own, name=name), (torch.complex64, torch.float32), "tensors of complex64"),
+        (lambda own, name: hvd.alltoall(own, name=name), (torch.int16, torch.uint16), "tensors of uint16"),
+        (lambda own, name: hvd.allreduce(own, name=name, op=hvd.Sum), (torch.int16, torch.int32), "tensors of int16"),
+        (lambda own, name: hvd.allreduce(own, name=name), (torch.int8, torch.uint8), "ReduceOp.AVG of int8"),
+        (lambda own, name: hvd.reducescatter(own, name=name, op=hvd.Sum), (torch.uint16, torch.int32), "tensors of uint16"),
+    ]:
+        own = torch.ones((4, 2) if types[rank] is torch.float32 else 4, dtype=types[rank])
+        with pytest.raises(hvd.HorovodInternalError, match=said) as caught:
+            call(own, said)
+        assert caught.value.kind == "mismatch"
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
     handle = hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None
     if rank == 0:

@@ -24,7 +24,7 @@ use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 
 pub(crate) use self::engine::{Averaging, Engine};
-use self::regroup::prepare;
+use self::regroup::{Units, prepare};
 pub(crate) use self::weights::{one_more, scaled};
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
@@ -106,6 +106,10 @@ impl<M: Module> Ddp<M> {
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
     /// Parameters that need none when this is called are not averaged.
     ///
+    /// All of the model that a rank has must be the same on every rank of `group`: a model of [units](crate::parallel::fsdp::FullySharded) is
+    /// refused, and ranks that have different parts of [divided](crate::parallel::tensor) layers are. Ranks that have different stages of a
+    /// [`Pipeline`](crate::parallel::pipeline::Pipeline) are refused in its first step. In a mesh, `group` is that of the data dimension.
+    ///
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
     /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms, whose collectives then
     /// take part in `join`. Make a [`Communicator`] of the program's own into one with [`JoinGroup::new`].
@@ -125,7 +129,22 @@ impl<M: Module> Ddp<M> {
         options: DdpOptions,
         averaging: Averaging,
     ) -> Result<Self> {
-        let (inventory, engine) = prepare(&model, &group, &options, &averaging)?;
+        Self::made(model, group, options, averaging, Units::Refused)
+    }
+
+    /// For a model of units, in a `group` whose ranks have the same shards.
+    pub(crate) fn of_shards(model: M, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
+        Self::made(model, group.into(), options, Averaging::Host, Units::Replicated)
+    }
+
+    fn made(
+        model: M,
+        group: JoinGroup,
+        options: DdpOptions,
+        averaging: Averaging,
+        units: Units,
+    ) -> Result<Self> {
+        let (inventory, engine) = prepare(&model, &group, &options, &averaging, units)?;
         let model = match engine {
             Engine::Alone { .. } => model,
             Engine::Together { .. } => {

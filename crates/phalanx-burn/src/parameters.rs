@@ -7,6 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
+use crate::parallel::parts_in_words;
 use crate::tensor_bytes::{self, TensorBytes};
 use crate::ties::Ties;
 use crate::{device, read_back};
@@ -37,6 +38,8 @@ pub(crate) struct Inventory {
     pub device: Device,
     /// Whether parameters stand in several places.
     pub ties: Ties,
+    /// Which part this rank has of each parameter that is divided among several ranks, in words.
+    parts: HashMap<ParamId, String>,
 }
 
 impl Inventory {
@@ -71,7 +74,22 @@ impl Inventory {
         let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
         let (ties, buffers) = (Ties::of(module)?, buffers(module));
         let frozen = frozen.into_iter().filter(|parameter| !buffers.contains(&parameter.id)).collect();
-        Ok(Self { parameters, frozen, state, indices, buffers, device, ties })
+        let parts = parts_in_words(module);
+        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts })
+    }
+
+    /// Every tensor, in module order, under names that also say which part of it this rank has: what replicas must have in common.
+    pub fn compared(&self) -> Vec<Parameter> {
+        let named = |tensor: &Parameter| match self.parts.get(&tensor.id) {
+            Some(part) => Parameter { name: format!("{} ({part})", tensor.name), ..tensor.clone() },
+            None => tensor.clone(),
+        };
+        self.state.iter().map(named).collect()
+    }
+
+    /// Whether this rank has only a part of a parameter.
+    pub fn is_divided(&self) -> bool {
+        !self.parts.is_empty()
     }
 }
 

@@ -50,6 +50,7 @@ use super::owner::Owner;
 use super::snapshot::Snapshot;
 use super::writes::{Operation, Outcome, Role, WriteOrder};
 use crate::deadline::Deadline;
+use crate::error::Error;
 
 /// Elements are written in pieces of this size, each read once for disk and checksum.
 const PIECE: usize = 1 << 20;
@@ -321,6 +322,8 @@ pub(super) enum Unfit {
     Torn(String),
     /// It may be complete: taking an older one instead would lose it.
     Unread(String, Option<io::Error>),
+    /// The time was up before all of it was read. It may be complete, too.
+    Late(String),
 }
 
 impl Unfit {
@@ -335,6 +338,12 @@ impl Unfit {
             _ => Self::Unread(format!("{file} cannot be read"), Some(error)),
         }
     }
+}
+
+/// The error for [`Unfit::Late`].
+pub(super) fn late(folder: &Path, cause: &str) -> Error {
+    Error::timeout(format!("cannot read the checkpoint {}: {cause}", folder.display()))
+        .with_remedy("allow more time with `Checkpoints::with_timeout`")
 }
 
 /// The manifest of the checkpoint in `folder`, and its bytes.
@@ -384,11 +393,7 @@ fn compare(
     let (mut piece, mut checksum) = (vec![0; PIECE], Checksum::default());
     loop {
         if deadline.has_passed() {
-            let cause = format!(
-                "there was no time to read all of {}: allow more with `Checkpoints::with_timeout`",
-                entry.name
-            );
-            return Err(Unfit::Unread(cause, None));
+            return Err(Unfit::Late(format!("there was no time to read all of {}", entry.name)));
         }
         match file.read(&mut piece) {
             Ok(0) => break,
@@ -541,7 +546,11 @@ mod tests {
         let read = |deadline| read_entry(root.path(), &entry, deadline);
         assert_eq!(read(Deadline::after(Duration::from_secs(60))).unwrap(), b"abc");
         match read(Deadline::now()) {
-            Err(Unfit::Unread(cause, None)) => assert!(cause.contains("with_timeout"), "{cause}"),
+            Err(Unfit::Late(cause)) => {
+                assert!(cause.contains("a.part"), "{cause}");
+                let error = late(root.path(), &cause);
+                assert!(error.is_timeout() && error.remedy().unwrap().contains("with_timeout"), "{error}");
+            }
             other => panic!("{other:?}"),
         }
     }

@@ -77,6 +77,7 @@ impl Search {
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
+                Err(Unfit::Late(cause)) => return Err(folder::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
             }
         }
@@ -236,6 +237,11 @@ enum Finding {
         host: String,
         cause: String,
     },
+    /// It may be complete: the time was up before this rank had read it.
+    Late {
+        host: String,
+        cause: String,
+    },
 }
 
 /// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged,
@@ -253,17 +259,24 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
             let source = source.map_or_else(String::new, |source| format!(": {source}"));
             Finding::Unread { host: host::name(), cause: cause + &source }
         }
+        Err(Unfit::Late(cause)) => Finding::Late { host: host::name(), cause },
     };
     let findings = group.all_gather_object(&finding)?;
     let mut torn = None;
+    let told = |finder: Rank, host: String, error: Error| {
+        let error = error.at(finder, host).with_peer(finder);
+        if finder == rank { error } else { group.note_remote_error(error) }
+    };
     for (finder, finding) in group.world_size().ranks().zip(findings) {
         match finding {
             Finding::Whole => {}
             Finding::Torn(cause) => torn = torn.or(Some(cause)),
             Finding::Unread { host, cause } => {
                 let cause = format!("cannot read the checkpoint {}: {cause}", place.display());
-                let error = Error::environment(cause).at(finder, host).with_peer(finder).with_remedy(SHARE);
-                return Err(if finder == rank { error } else { group.note_remote_error(error) });
+                return Err(told(finder, host, Error::environment(cause).with_remedy(SHARE)));
+            }
+            Finding::Late { host, cause } => {
+                return Err(told(finder, host, folder::late(place, &cause)));
             }
         }
     }
@@ -291,7 +304,7 @@ fn unseen(unfit: Unfit, rank: Rank) -> Unfit {
         Unfit::Torn(cause) => {
             Unfit::Unread(format!("rank {rank} does not see what rank 0 sees: {cause}"), None)
         }
-        unread @ Unfit::Unread(..) => unread,
+        unread @ (Unfit::Unread(..) | Unfit::Late(_)) => unread,
     }
 }
 
@@ -367,6 +380,7 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
             None => return Ok((Some(found), search.skipped)),
             Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),
             Some(Unfit::Unread(cause, source)) => return Err(unreadable(&found.folder, &cause, source)),
+            Some(Unfit::Late(cause)) => return Err(folder::late(&found.folder, &cause)),
         }
     }
     Ok((None, search.skipped))

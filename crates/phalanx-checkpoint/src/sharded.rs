@@ -288,7 +288,7 @@ impl<'a> Threads<'a> {
         let seen = self.wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
         seen.map_err(|unfit| {
             let (cause, source) = match unfit {
-                Unfit::Torn(cause) => (cause, None),
+                Unfit::Torn(cause) | Unfit::Late(cause) => (cause, None),
                 Unfit::Unread(cause, source) => (cause, source),
             };
             let error = Error::environment(format!(

@@ -12,7 +12,7 @@ use crate::WorkerInfo;
 
 /// Why a batch could not be loaded: at which item, on which worker, and the error or panic there.
 ///
-/// It becomes a [`phalanx::Error`] by `?`.
+/// It becomes a [`phalanx::Error`] by `?`, of the kind of its [`cause`](Self::cause): `is_timeout` is true for a batch that did not come in time.
 #[derive(Clone)]
 pub struct LoadError(Arc<Inner>);
 
@@ -144,6 +144,7 @@ impl StdError for LoadError {
 
 impl From<LoadError> for Error {
     fn from(error: LoadError) -> Self {
-        Self::other(error)
+        // As `Error::other`, but of the cause's kind: a late batch is a time-out behind `?` too.
+        Self::new(error.cause().kind(), "").with_source(error)
     }
 }

@@ -81,7 +81,7 @@ fn asked() -> [Request; 2] {
     let request = |name: &str, kind, shape: &[u64]| Request {
         name: name.into(),
         kind,
-        parts: vec![Part { dtype: DType::F32, shape: shape.into() }],
+        parts: vec![Part { dtype: DType::F32, stands_for: None, shape: shape.into() }],
     };
     [request("a", Kind::Allreduce(Op::Sum.into()), &[4]), request("g", Kind::Allgather, &[2, 3])]
 }
@@ -110,7 +110,7 @@ mod tests {
             joins: false,
         };
         let alltoall = Request { kind: Kind::Alltoall { splits: vec![0, 2] }, ..g.clone() };
-        let endless = Part { dtype: DType::F64, shape: vec![u64::MAX, 3] };
+        let endless = Part { dtype: DType::F64, stands_for: None, shape: vec![u64::MAX, 3] };
         let response = |request: &Request, rows: &[&[u64]]| Response {
             request: request.clone(),
             rows: rows.iter().map(|rows| rows.to_vec()).collect(),

@@ -316,6 +316,7 @@ impl Horovod {
     ) -> Result<Handle<T>> {
         let parts = tensors.iter().map(|tensor| Part {
             dtype: tensor.dtype(),
+            stands_for: tensor.stands_for(),
             shape: tensor.shape().iter().map(|extent| *extent as u64).collect(),
         });
         let request = Request { name: name.to_owned(), kind, parts: parts.collect() };

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 
-use phalanx::{Buffer, BufferPart, DType, Element, Error, Result};
+use phalanx::{Buffer, BufferPart, Caller, DType, Element, Error, Result};
 
 use phalanx::adapter::elements::{cast, cast_mut};
 
@@ -74,6 +74,8 @@ impl<T: Element> Memory for Vec<T> {
 /// ```
 pub struct Tensor {
     dtype: DType,
+    /// What it is to the program, if its elements are of another type there.
+    stands_for: Option<Caller>,
     shape: Vec<usize>,
     memory: Box<dyn Memory>,
 }
@@ -101,18 +103,18 @@ impl Tensor {
         if !(memory.as_bytes().as_ptr() as usize).is_multiple_of(dtype.size()) {
             return Err(Error::invalid_argument(format!("a tensor's memory is not aligned to {dtype}")));
         }
-        Ok(Self { dtype, shape, memory: Box::new(memory) })
+        Ok(Self { dtype, stands_for: None, shape, memory: Box::new(memory) })
     }
 
     /// One element, of the shape `[]`.
     pub fn scalar<T: Element>(value: T) -> Self {
-        Self { dtype: T::DTYPE, shape: Vec::new(), memory: Box::new(vec![value]) }
+        Self { dtype: T::DTYPE, stands_for: None, shape: Vec::new(), memory: Box::new(vec![value]) }
     }
 
     /// Zeros, in ordinary memory.
     pub(crate) fn zeroed(dtype: DType, shape: Vec<usize>) -> Self {
         let memory = Box::new(Buffer::zeroed(dtype, elements(&shape).unwrap_or(usize::MAX)));
-        Self { dtype, shape, memory }
+        Self { dtype, stands_for: None, shape, memory }
     }
 
     /// The same elements in another shape.
@@ -129,6 +131,17 @@ impl Tensor {
             )));
         }
         Ok(Self { shape, ..self })
+    }
+
+    /// Notes that it is a tensor of another type to the program, such as one of `int16`, which travels as bytes: ranks compare that, too.
+    /// For adapters, which must call the same type by one name.
+    pub fn stand_for(&mut self, tensor: Caller) {
+        self.stands_for = Some(tensor);
+    }
+
+    /// What it is to the program, if its elements are of another type there.
+    pub fn stands_for(&self) -> Option<Caller> {
+        self.stands_for
     }
 
     /// The type of its elements.
@@ -194,14 +207,14 @@ impl Tensor {
 
     /// Its memory, if it is an `M`, otherwise the tensor.
     pub fn into_memory<M: Memory>(self) -> Result<M, Self> {
-        let Self { dtype, shape, memory } = self;
+        let Self { dtype, stands_for, shape, memory } = self;
         if !<dyn Any>::is::<M>(&*memory) {
-            return Err(Self { dtype, shape, memory });
+            return Err(Self { dtype, stands_for, shape, memory });
         }
         let any: Box<dyn Any> = memory;
         match any.downcast::<M>() {
             Ok(memory) => Ok(*memory),
-            Err(_) => Err(Self { dtype, shape, memory: Box::new(Vec::<u8>::new()) }),
+            Err(_) => Err(Self { dtype, stands_for, shape, memory: Box::new(Vec::<u8>::new()) }),
         }
     }
 
@@ -230,14 +243,16 @@ fn elements(shape: &[usize]) -> Option<usize> {
 impl From<Buffer> for Tensor {
     /// One dimension.
     fn from(buffer: Buffer) -> Self {
-        Self { dtype: buffer.dtype(), shape: vec![buffer.len()], memory: Box::new(buffer) }
+        let (dtype, shape) = (buffer.dtype(), vec![buffer.len()]);
+        Self { dtype, stands_for: None, shape, memory: Box::new(buffer) }
     }
 }
 
 impl<T: Element> From<Vec<T>> for Tensor {
     /// One dimension.
     fn from(elements: Vec<T>) -> Self {
-        Self { dtype: T::DTYPE, shape: vec![elements.len()], memory: Box::new(elements) }
+        let shape = vec![elements.len()];
+        Self { dtype: T::DTYPE, stands_for: None, shape, memory: Box::new(elements) }
     }
 }
 

@@ -127,6 +127,44 @@ callers! {
     TrainStateCheckpoint = 56, "TrainState::checkpoint";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
+    /// A call with tensors of `int16`: a type that collectives see as another one.
+    TensorsOfInt16 = 61, "tensors of int16";
+    /// A call with tensors of `uint16`: a type that collectives see as another one.
+    TensorsOfUint16 = 62, "tensors of uint16";
+    /// A call with tensors of `uint32`: a type that collectives see as another one.
+    TensorsOfUint32 = 63, "tensors of uint32";
+    /// A call with tensors of `uint64`: a type that collectives see as another one.
+    TensorsOfUint64 = 64, "tensors of uint64";
+    /// A call with tensors of `float8_e4m3fn`: a type that collectives see as another one.
+    TensorsOfFloat8E4m3fn = 65, "tensors of float8_e4m3fn";
+    /// A call with tensors of `float8_e4m3fnuz`: a type that collectives see as another one.
+    TensorsOfFloat8E4m3fnuz = 66, "tensors of float8_e4m3fnuz";
+    /// A call with tensors of `float8_e5m2`: a type that collectives see as another one.
+    TensorsOfFloat8E5m2 = 67, "tensors of float8_e5m2";
+    /// A call with tensors of `float8_e5m2fnuz`: a type that collectives see as another one.
+    TensorsOfFloat8E5m2fnuz = 68, "tensors of float8_e5m2fnuz";
+    /// A call with tensors of `float8_e8m0fnu`: a type that collectives see as another one.
+    TensorsOfFloat8E8m0fnu = 69, "tensors of float8_e8m0fnu";
+    /// A call with tensors of `float4_e2m1fn_x2`: a type that collectives see as another one.
+    TensorsOfFloat4E2m1fnX2 = 70, "tensors of float4_e2m1fn_x2";
+    /// A call with tensors of `complex32`: complex numbers, which are pairs of floats to collectives.
+    TensorsOfComplex32 = 71, "tensors of complex32";
+    /// A call with tensors of `complex64`: complex numbers, which are pairs of floats to collectives.
+    TensorsOfComplex64 = 72, "tensors of complex64";
+    /// A call with tensors of `complex128`: complex numbers, which are pairs of floats to collectives.
+    TensorsOfComplex128 = 73, "tensors of complex128";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `int8`, which the tensors have.
+    AverageOfInt8 = 74, "ReduceOp.AVG of int8";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `uint8`, which the tensors have.
+    AverageOfUint8 = 75, "ReduceOp.AVG of uint8";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `int16`, which the tensors have.
+    AverageOfInt16 = 76, "ReduceOp.AVG of int16";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `uint16`, which the tensors have.
+    AverageOfUint16 = 77, "ReduceOp.AVG of uint16";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `int32`, which the tensors have.
+    AverageOfInt32 = 78, "ReduceOp.AVG of int32";
+    /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `uint32`, which the tensors have.
+    AverageOfUint32 = 79, "ReduceOp.AVG of uint32";
 }
 
 impl Caller {

@@ -379,7 +379,7 @@ impl Recorder {
         self.queue.close(outcome);
         let (report, state) =
             self.ended.into_inner().recv_timeout(self.finish_timeout).map_err(|error| match error {
-                RecvTimeoutError::Timeout => Error::aborted(format!(
+                RecvTimeoutError::Timeout => Error::timeout(format!(
                     "the record's sinks have not written everything within {} s",
                     self.finish_timeout.as_secs_f64()
                 ))

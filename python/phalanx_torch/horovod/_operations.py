@@ -9,7 +9,7 @@ import torch
 
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
-from phalanx_torch._functional import waited
+from phalanx_torch._functional import stored, waited
 from phalanx_torch.horovod._job import ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
@@ -34,6 +34,10 @@ class Op:
 Average, Sum, Adasum = Op("Average", 0), Op("Sum", 1), Op("Adasum", 2)
 Min, Max, Product = Op("Min", 3), Op("Max", 4), Op("Product", 5)
 
+# As `phalanx_torch.process_group` has them, which needs more of PyTorch than this does: the numbers by which the native part knows the types
+# of tensors that are combined in a wider one, and averages of integers, so that ranks compare them.
+_NARROW = {torch.int8: 1, torch.uint8: 2, torch.int16: 3, torch.uint16: 4, torch.int32: 5, torch.uint32: 6}
+_NARROW_FACTOR, _INTEGER_AVERAGE = 256, 64
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 # The sum that is to be divided does not overflow. There is no wider type than int64: see `_shares`.
@@ -127,9 +131,10 @@ def _op(op: Op | None, average: bool | None, default: Op = Average) -> Op:
 def _dense(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what}: a torch.Tensor is expected, and not {type(tensor).__name__}")
+    tensor = stored(waited(tensor))
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: this tensor is sparse; hvd.sparse_allreduce_async takes it, or tensor.to_dense() makes it dense")
-    return waited(tensor).detach()
+    return tensor.detach()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,6 +163,7 @@ class _Reduced:
         self.type, self.into, self.divisor, self.after = own.dtype, into, 1, 1.0
         self.factors, self.has_shares = (before, after), False
         wider = (_WIDER_FOR_AVERAGE if op is Average else _WIDER).get(own.dtype)
+        self.number = 0 if wider is None else _NARROW_FACTOR * _NARROW[own.dtype]
         if own.dtype is torch.uint64:
             raise ValueError(f"{what}: torch.uint64 cannot be combined; convert the tensor")
         lent = _plain(own)
@@ -168,6 +174,7 @@ class _Reduced:
             self.factors, self.after = (1.0, 1.0), after
             if op is Average:
                 self.op, self.divisor = Sum, ranks
+                self.number += _INTEGER_AVERAGE
                 if own.dtype is torch.int64 and ranks > 1:
                     lent, self.has_shares = _shares(lent, ranks), True
             else:
@@ -250,8 +257,8 @@ def _allreduce_async(
     def finish(_: object) -> list[torch.Tensor]:
         return [way.result(way.lent) for way in ways]
 
-    lent = [way.lent for way in ways]
-    return _start(lambda: native.allreduce(name, lent, op._number, factors), finish if grouped else _first(finish))
+    lent, types = [way.lent for way in ways], [way.number for way in ways]
+    return _start(lambda: native.allreduce(name, lent, types, op._number, factors), finish if grouped else _first(finish))
 
 
 def allreduce_async(
@@ -651,14 +658,14 @@ def _scatter(
         raise ValueError(f"{what}: a scalar has no rows that could be divided among the ranks; use hvd.allreduce, or tensor.reshape(1)")
     ways, op, factors = _ways(what, tensors, op, before, after, process_set)
     name = _name(what, name, process_set)
-    lent = [way.lent for way in ways]
+    lent, types = [way.lent for way in ways], [way.number for way in ways]
 
     def finish(done: _native.Handle) -> Any:
         shards = _gathered(lent)(done)
         shards = [way.result(shard) for way, shard in zip(ways, shards)]
         return shards if grouped else shards[0]
 
-    return _start(lambda: native.reducescatter(name, lent, op._number, factors), finish)
+    return _start(lambda: native.reducescatter(name, lent, types, op._number, factors), finish)
 
 
 def reducescatter_async(

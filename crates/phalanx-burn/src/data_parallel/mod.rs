@@ -79,7 +79,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// Replicates `module` over `devices`; the first is the main one. `D` is the number of dimensions of the output.
     ///
     /// # Errors
-    /// If there is no device, or one is without autodiff.
+    /// If there is no device, or one is without autodiff; if the module is a part of a larger one: it has
+    /// [units](crate::parallel::fsdp::FullySharded), or [divided](crate::parallel::tensor) layers.
     pub fn new(module: M, devices: Vec<Device>) -> Result<Self> {
         Ok(Self { replicas: Replicas::new(module, devices)?, pending: None })
     }

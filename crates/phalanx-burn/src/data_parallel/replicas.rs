@@ -14,6 +14,7 @@ use phalanx::{Error, Result};
 use super::scatter::{self, Scatter};
 use super::transfers::Transfers;
 use crate::gradients::{ModelToken, SyncedGradients};
+use crate::parallel::{refuse_divided, refuse_units};
 use crate::ties::Ties;
 
 type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
@@ -45,6 +46,9 @@ impl<M: Module> Replicas<M> {
             return Err(Error::invalid_argument(format!("{plain:?} is a device without autodiff"))
                 .with_remedy("give device.autodiff()"));
         }
+        // Replicas of a part would exchange with other ranks all at once.
+        refuse_units(&model, "data parallelism in one process")?;
+        refuse_divided(&model, "data parallelism in one process")?;
         // Before each parameter gets a tensor of its own.
         let ties = Ties::of(&model)?;
         let model = model.fork(main);

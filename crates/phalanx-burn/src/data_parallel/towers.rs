@@ -47,7 +47,8 @@ impl<M: Module> TowerGradients<M> {
     /// Replicates `module` over `devices`, of which the first is the main one.
     ///
     /// # Errors
-    /// If there is no device, or one is without autodiff.
+    /// If there is no device, or one is without autodiff; if the module is a part of a larger one: it has
+    /// [units](crate::parallel::fsdp::FullySharded), or [divided](crate::parallel::tensor) layers.
     pub fn new(module: M, devices: Vec<Device>) -> Result<Self> {
         Ok(Self { replicas: Replicas::new(module, devices)? })
     }

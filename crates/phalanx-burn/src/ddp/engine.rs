@@ -54,7 +54,14 @@ impl<M> Engine<M> {
             return Ok(Self::Alone { held: None });
         }
         let kind = device::kind_of(&inventory.device)?;
-        verify_state_on(&*group.in_call(Caller::DdpNew), kind, specs(&inventory.state)?)?;
+        let same = verify_state_on(&*group.in_call(Caller::DdpNew), kind, specs(&inventory.compared())?);
+        same.map_err(|error| match inventory.is_divided() && error.is_mismatch() {
+            true => error.with_remedy(
+                "build the same model on every rank; ranks that divide layers among themselves are no replicas of each other: give Ddp the \
+                 group of those that have the same part, such as mesh.group(\"data\")",
+            ),
+            false => error,
+        })?;
         let parameters = specs(&inventory.parameters)?;
         let options = options.reducer.clone();
         match averaging {

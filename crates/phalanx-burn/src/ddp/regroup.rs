@@ -20,6 +20,7 @@ use super::engine::{Averaging, Engine};
 use super::{Ddp, DdpOptions};
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
+use crate::parallel::refuse_units;
 use crate::parameters::{Inventory, Parameter};
 
 impl<M: Module> Ddp<M> {
@@ -30,7 +31,8 @@ impl<M: Module> Ddp<M> {
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
         // Made again: parameters may have been frozen since.
-        let (inventory, engine) = prepare(self.model(), &self.group, options, &self.averaging_in(group)?)?;
+        let averaging = self.averaging_in(group)?;
+        let (inventory, engine) = prepare(self.model(), &self.group, options, &averaging, Units::Refused)?;
         self.settle(engine);
         self.inventory = inventory;
         self.broadcast_buffers = options.broadcast_buffers;
@@ -161,6 +163,15 @@ impl<M: Module> Ddp<M> {
     }
 }
 
+/// Whether [units](crate::parallel::fsdp::FullySharded) may be in a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Units {
+    /// Each rank has another shard, which rank 0's would overwrite.
+    Refused,
+    /// The ranks of the group have the same shards.
+    Replicated,
+}
+
 /// Lists the tensors of `model`, which the ranks of `group` compare. An error ends the group: the others may be waiting
 /// for that.
 pub(super) fn prepare<M: Module>(
@@ -168,8 +179,13 @@ pub(super) fn prepare<M: Module>(
     group: &JoinGroup,
     options: &DdpOptions,
     averaging: &Averaging,
+    units: Units,
 ) -> Result<(Inventory, Engine<M>)> {
-    let prepared = Inventory::of(model).and_then(|inventory| {
+    let allowed = match units {
+        Units::Refused => refuse_units(model, "Ddp"),
+        Units::Replicated => Ok(()),
+    };
+    let prepared = allowed.and_then(|()| Inventory::of(model)).and_then(|inventory| {
         let engine = Engine::new(&inventory, Arc::new(group.clone()), options, averaging)?;
         Ok((inventory, engine))
     });

@@ -16,6 +16,7 @@ use serde::de::DeserializeOwned;
 use super::{DistributedOptimizer, DistributedOptions};
 use crate::ddp::held;
 use crate::optimizer::OptimizerState;
+use crate::parallel::{refuse_divided, refuse_units};
 use crate::parameters::{Inventory, Select};
 use crate::replicas;
 use crate::state::{Begun, model, moments};
@@ -72,8 +73,11 @@ impl<M: Module, T> ModelState<M, T> {
     /// A state of these.
     ///
     /// # Errors
-    /// If no parameter of the model needs a gradient, or it is on a device without autodiff, or on one that this build does not know.
+    /// If no parameter of the model needs a gradient, or it is on a device without autodiff, or on one that this build does not know; if it
+    /// has [units](crate::parallel::fsdp::FullySharded) or [divided](crate::parallel::tensor) layers, of which each rank has a part.
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
+        refuse_units(&model, "ModelState")?;
+        refuse_divided(&model, "ModelState")?;
         let inventory = Inventory::of(&model)?;
         let model = inventory.ties.retie(model);
         Ok(Self { model: Some(model), optimizer, progress, inventory, group: None })

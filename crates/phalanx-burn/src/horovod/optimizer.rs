@@ -12,6 +12,7 @@ use phalanx::{Buffer, Error, Result};
 use phalanx_horovod::{Compression, Horovod, Op, Reduction};
 
 use super::sink::{Delivery, Pass, Sink};
+use super::state::check_replicas;
 use crate::hook;
 use crate::parameters::{self, Inventory, Parameter};
 use crate::tensor_bytes::{self, TensorBytes};
@@ -170,7 +171,9 @@ impl DistributedOptimizer {
     /// For the parameters of `model` that need a gradient, with the default options.
     ///
     /// # Errors
-    /// If the model has none, or is on a device without autodiff, or on one that this build does not know.
+    /// If the model has none, or is on a device without autodiff, or on one that this build does not know; if it has
+    /// [units](crate::parallel::fsdp::FullySharded), or ranks have different parts of [divided](crate::parallel::tensor) layers: of a model
+    /// with those, all ranks make it together.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, model: &M, hvd: &Horovod) -> Result<Self> {
         Self::with_options(optimizer, model, hvd, DistributedOptions::default())
     }
@@ -190,6 +193,7 @@ impl DistributedOptimizer {
                 Error::invalid_argument("backward_passes_per_step is 0").with_remedy("it must be at least 1")
             );
         }
+        check_replicas(hvd, model, &format!("{}.parts", options.name), "DistributedOptimizer")?;
         let inventory = Inventory::of(model)?;
         let reduction = options.reduction(hvd.size())?;
         let sink = Sink::new(hvd.clone(), &inventory.parameters, reduction, &options)?;

@@ -7,6 +7,7 @@ use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::optimizer::OptimizerState;
+use crate::parallel::refuse_units;
 use crate::parameters::{self, Inventory, Select};
 use crate::state::{Begun, fit};
 use crate::tensor_bytes;
@@ -18,9 +19,11 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 /// root has loaded a checkpoint.
 ///
 /// # Errors
-/// If the ranks' models differ, with the name of the first tensor that does; and as a collective.
+/// If the ranks' models differ, with the name of the first tensor that does; if the model has [units](crate::parallel::fsdp::FullySharded),
+/// or ranks have different parts of [divided](crate::parallel::tensor) layers; and as a collective.
 #[doc(alias = "hvd.broadcast_parameters")]
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
+    check_replicas(hvd, &model, "broadcast.parts", "horovod::broadcast_parameters")?;
     let Inventory { state: names, ties, buffers, .. } = Inventory::of(&model)?;
     if !buffers.is_empty() {
         // Running state defers the last forward pass's update, which would overwrite the root's.
@@ -96,6 +99,31 @@ pub fn allreduce<const D: usize>(
     let combined = hvd.allreduce(name, own, reduction)?;
     let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
     Ok(Tensor::from_data(data, (&device, dtype)))
+}
+
+/// An error, on every rank, if the ranks' models are no replicas of each other: `what` would give all of them one rank's part. Models without
+/// parts are not compared. All ranks call it together, under a `name` of its own.
+pub(super) fn check_replicas<M: Module>(hvd: &Horovod, model: &M, name: &str, what: &str) -> Result<()> {
+    refuse_units(model, what)?;
+    let inventory = Inventory::of(model)?;
+    if !inventory.is_divided() || hvd.size() == 1 {
+        return Ok(());
+    }
+    let own: Vec<String> = inventory.compared().into_iter().map(|tensor| tensor.name).collect();
+    let all = hvd.allgather_object(name, &own)?;
+    let other = all.iter().enumerate().find_map(|(rank, names)| {
+        let place = names.iter().zip(&all[0]).position(|(one, first)| one != first)?;
+        Some((rank, &names[place], &all[0][place]))
+    });
+    other.map_or(Ok(()), |(rank, name, first)| {
+        Err(Error::mismatch(format!(
+            "rank 0 has `{first}`, and rank {rank} `{name}`: {what} takes all ranks for replicas of one model"
+        ))
+        .with_peer(Rank::new(rank as u32))
+        .with_remedy(
+            "make the Horovod of the ranks that have the same part, such as those of mesh.group(\"data\")",
+        ))
+    })
 }
 
 /// What this rank has `read`. An error ends the job: the other ranks wait for this one.

@@ -26,17 +26,29 @@ pub(super) struct Span {
     pub total: usize,
 }
 
-/// The type under which visitors see a [`Span`], whose name is its figures.
+/// The part of a parameter that this rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub span: Span,
+    /// This rank's number among those that have the parts, and how many there are.
+    pub rank: usize,
+    pub ranks: usize,
+}
+
+/// The type under which visitors see a [`Part`], whose name is its figures.
 const CONTAINER: &str = "phalanx::Division";
 
-impl Span {
+impl Part {
     fn name(self) -> String {
-        format!("{}/{}", self.dim, self.total)
+        let Self { span: Span { dim, total }, rank, ranks } = self;
+        format!("{dim}/{total}/{rank}/{ranks}")
     }
 
     fn parse(name: &str) -> Option<Self> {
-        let (dim, total) = name.split_once('/')?;
-        Some(Self { dim: dim.parse().ok()?, total: total.parse().ok()? })
+        let mut figures = name.split('/').map(|figure| figure.parse().ok());
+        let mut next = || figures.next().flatten();
+        let (span, rank) = (Span { dim: next()?, total: next()? }, next()?);
+        Some(Self { span, rank, ranks: next()? })
     }
 }
 
@@ -51,24 +63,35 @@ impl Division {
 pub(super) fn divided<M: Module>(module: &M) -> HashMap<ParamId, Span> {
     let mut visitor = Divided::default();
     module.visit(&mut visitor);
-    visitor.spans
+    visitor.found.into_iter().map(|(id, (part, _))| (id, part.span)).collect()
+}
+
+/// Which part this rank has of each parameter of `module` that it has not whole. In a group of one rank the part is the whole.
+pub(super) fn parts<M: Module>(module: &M) -> HashMap<ParamId, Part> {
+    let mut visitor = Divided::default();
+    module.visit(&mut visitor);
+    let is_part = |part: &Part, shape: &[usize]| shape.get(part.span.dim) != Some(&part.span.total);
+    let found = visitor.found.into_iter();
+    found.filter(|(_, (part, shape))| is_part(part, shape)).map(|(id, (part, _))| (id, part)).collect()
 }
 
 #[derive(Default)]
 struct Divided {
     /// The parameter that was visited last: what is noted at it comes next.
-    last: Option<ParamId>,
-    spans: HashMap<ParamId, Span>,
+    last: Option<(ParamId, Vec<usize>)>,
+    /// With their shapes here.
+    found: HashMap<ParamId, (Part, Vec<usize>)>,
 }
 
 impl ModuleVisitor for Divided {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.last = Some(param.id);
+        self.last = Some((param.id, param.shape().as_slice().to_vec()));
     }
 
     fn enter_module(&mut self, name: &str, container_type: &str) {
         if container_type == CONTAINER {
-            self.spans.extend(self.last.zip(Span::parse(name)));
+            let found = self.last.clone().zip(Part::parse(name));
+            self.found.extend(found.map(|((id, shape), part)| (id, (part, shape))));
         }
     }
 }
@@ -122,12 +145,26 @@ impl Module for Division {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        let name = self.span.name();
+        let name = Part { span: self.span, rank: self.group.rank(), ranks: self.group.ranks() }.name();
         visitor.enter_module(&name, CONTAINER);
         visitor.exit_module(&name, CONTAINER);
     }
 
     fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_is_read_as_it_is_written() {
+        let part = Part { span: Span { dim: 1, total: 768 }, rank: 2, ranks: 3 };
+        assert_eq!(Part::parse(&part.name()), Some(part));
+        for other in ["", "1/768", "1/768/2", "1/768/2/x"] {
+            assert_eq!(Part::parse(other), None, "{other}");
+        }
     }
 }

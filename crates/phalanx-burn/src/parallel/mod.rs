@@ -22,12 +22,14 @@ pub mod pipeline;
 mod random;
 mod state;
 pub mod tensor;
+mod whole;
 
 pub use clip::clip_grad_norm;
 pub(crate) use clip::{of_stages, refuse_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
 pub use state::{ShardedState, StateNames};
+pub(crate) use whole::{parts_in_words, refuse_divided, refuse_units};
 
 /// One number of several, each of which changes all its bits (SplitMix64).
 fn mixed(numbers: impl IntoIterator<Item = u64>) -> u64 {

@@ -12,7 +12,7 @@ use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::{Error, ProcessGroup, Rank, Result};
 use serde::{Deserialize, Serialize};
 
-use super::division::{Span, divided};
+use super::division::{Span, divided, parts};
 use super::tensor::{TensorGroup, part};
 use crate::Ddp;
 use crate::optimizer::{Key, OptimizerState, unknown};
@@ -118,6 +118,8 @@ struct RankStatement {
     /// Its numbers among replicas and among those that share layers, and how many there are of both.
     replica: (usize, usize),
     divider: (usize, usize),
+    /// The same of those among which layers were divided, if they are others.
+    other_divider: Option<(usize, usize)>,
     tensors: Vec<TensorStatement>,
 }
 
@@ -145,7 +147,7 @@ impl ShardedState {
     /// there is one; the replicas are those of the `Ddp`. All ranks call it together.
     ///
     /// # Errors
-    /// On every rank: if ranks that are no replicas of each other have a tensor of the same name that is neither divided nor
+    /// On every rank: if layers are divided, and `tensor` is another group or none; if ranks that are no replicas of each other have a tensor of the same name that is neither divided nor
     /// [tied](StateNames::tied), or tensors of one name that do not fit each other. If the exchange fails.
     pub fn new<M: Module>(
         ddp: &Ddp<M>,
@@ -158,7 +160,10 @@ impl ShardedState {
         let spans = divided(ddp.model());
         let trained: HashSet<_> = ddp.parameters().iter().map(|parameter| parameter.id).collect();
         let mut own: Vec<Own> = Vec::with_capacity(ddp.state().len());
-        let mut told = RankStatement { replica, divider, tensors: Vec::with_capacity(own.capacity()) };
+        let other_divider =
+            parts(ddp.model()).values().map(|part| (part.rank, part.ranks)).find(|part| *part != divider);
+        let tensors = Vec::with_capacity(own.capacity());
+        let mut told = RankStatement { replica, divider, other_divider, tensors };
         for parameter in ddp.state() {
             let placed = Own::new(parameter, spans.get(&parameter.id).copied(), divider, names);
             told.tensors.push(TensorStatement {
@@ -172,6 +177,7 @@ impl ShardedState {
             own.push(placed);
         }
         let all = group.all_gather_object(&told)?;
+        check_divider(&all)?;
         let whole = agreed(&all)?;
         let positions: HashMap<&str, usize> =
             whole.keys().enumerate().map(|(position, name)| (*name, position)).collect();
@@ -397,6 +403,19 @@ impl Own {
         }
         tensor.slice(&self.offsets, &self.shape)?.bytes()
     }
+}
+
+/// An error if a rank has divided layers, and names another group for those among which they are: its part would be taken for another one.
+fn check_divider(all: &[RankStatement]) -> Result<()> {
+    let other =
+        |(rank, told): (usize, &RankStatement)| told.other_divider.map(|part| (rank, part, told.divider));
+    let Some((rank, (part, parts), (number, ranks))) = all.iter().enumerate().find_map(other) else {
+        return Ok(());
+    };
+    Err(Error::invalid_argument(format!(
+        "rank {rank} has part {part} of {parts} of a divided layer, and in `tensor` it is number {number} of {ranks}"
+    ))
+    .with_remedy("give ShardedState::new the TensorGroup among whose ranks the layers are divided"))
 }
 
 /// The tensors of the whole model by name, each with the first rank that has it; an error if ranks contradict each other.

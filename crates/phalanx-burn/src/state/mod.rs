@@ -28,6 +28,7 @@ pub(crate) use self::fit::Begun;
 pub(crate) use self::storage::Layout;
 use crate::ddp::Averaging;
 use crate::gradients::{Synced, SyncedGradients};
+use crate::parallel::refuse_divided;
 use crate::parameters::Select;
 use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 
@@ -169,8 +170,11 @@ impl<M: Module, T> TrainState<M, T> {
     /// A state of these, in a world of one.
     ///
     /// # Errors
-    /// As [`Ddp::new`].
+    /// As [`Ddp::new`]; and if layers are [divided](crate::parallel::tensor) among ranks, which
+    /// [`ShardedState`](crate::parallel::ShardedState) saves.
     pub fn new(model: M, optimizer: ModuleOptimizer, progress: T) -> Result<Self> {
+        // Rank 0 saves what it has, and all load it.
+        refuse_divided(&model, "TrainState")?;
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
         let (name, scheduler, averager) = (String::new(), None, None);

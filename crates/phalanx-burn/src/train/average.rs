@@ -10,6 +10,7 @@ use super::DdpStrategy;
 use crate::ddp::{Averaging, Engine};
 use crate::gradients::{Handover, averages};
 use crate::hook;
+use crate::parallel::refuse_units;
 use crate::parameters::Inventory;
 use crate::sink::{Delivery, Pass, Sink};
 
@@ -24,6 +25,7 @@ impl<M: LearnerModel> Average<M> {
     /// For `model`, which must be equal on every rank.
     pub fn new(model: &M, strategy: &DdpStrategy) -> Result<Self> {
         let DdpStrategy { group, options, hook, .. } = strategy;
+        refuse_units(model, "DdpStrategy")?;
         let inventory = Inventory::of(model)?;
         let engine =
             Engine::new(&inventory, Arc::new(ProcessGroup::clone(group)), options, &Averaging::Host)?;

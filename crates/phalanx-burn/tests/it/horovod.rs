@@ -1,7 +1,7 @@
 //! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::nn::{BatchNorm, BatchNormConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
@@ -13,6 +13,8 @@ use phalanx_burn::horovod::{
     DistributedOptimizer, DistributedOptions, Groups, ModelState, allreduce, broadcast_optimizer_state,
     broadcast_parameters,
 };
+use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, TensorGroup};
 use phalanx_horovod::{Compression, Horovod, Op, Options};
 
 use crate::common::{Mlp, device, distance, floats, run, samples};
@@ -471,4 +473,34 @@ fn broadcast_parameters_gives_every_rank_the_root_s_running_statistics() {
     let (_, expected) = &statistics[1];
     assert!(statistics.iter().all(|(taken, _)| taken == expected), "{statistics:?}");
     assert!(expected[2].iter().any(|mean| mean.abs() > 0.01));
+}
+
+#[test]
+fn parts_of_a_model_are_refused() {
+    let layer = || LinearConfig::new(4, 4).init(&device());
+    let said = |error: Option<phalanx::Error>| error.expect("it is refused").to_string();
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let unit = FullySharded::new(layer(), &sharding).unwrap();
+        let divided = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group)).unwrap();
+        let hvd = horovod(&group);
+        for error in [
+            said(broadcast_parameters(&hvd, unit.clone(), Rank::MAIN).err()),
+            said(DistributedOptimizer::new(sgd(), &unit, &hvd).err()),
+            said(ModelState::new(unit.clone(), sgd(), ()).err()),
+        ] {
+            assert!(error.contains("`shard` is the shard of a unit"), "{error}");
+        }
+        for error in [
+            said(broadcast_parameters(&hvd, divided.clone(), Rank::MAIN).err()),
+            said(DistributedOptimizer::new(sgd(), &divided, &hvd).err()),
+        ] {
+            assert!(error.contains("rank 0 has `weight (part 0 of 2 along dimension 1)`"), "{error}");
+            assert!(error.contains("rank 1 `weight (part 1 of 2 along dimension 1)`"), "{error}");
+        }
+        let error = said(ModelState::new(divided, sgd(), ()).err());
+        assert!(error.contains("of `weight`, and ModelState takes"), "{error}");
+        // Nothing has ended.
+        assert_eq!(hvd.allreduce("sum", vec![1f32], Op::Sum).unwrap().as_slice::<f32>().unwrap(), [2.0]);
+    });
 }

@@ -215,7 +215,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     fn missing(&self, missing: &Missing, indices: Vec<usize>, worker: usize) -> LoadError {
         let cause = match missing {
-            Missing::Late => Error::aborted(format!(
+            Missing::Late => Error::timeout(format!(
                 "worker {worker} has not loaded it in {:?}",
                 self.inner.settings.timeout
             ))

@@ -117,7 +117,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
                     let cause = match missing {
                         Missing::Late => {
                             let timeout = self.inner.settings.timeout;
-                            Error::aborted(format!("worker {worker} has delivered no batch in {timeout:?}"))
+                            Error::timeout(format!("worker {worker} has delivered no batch in {timeout:?}"))
                                 .with_remedy("does the source answer? Else raise the loader's `timeout`")
                         }
                         Missing::Gone => {

@@ -440,6 +440,10 @@ fn a_batch_that_does_not_come_is_an_error_in_time() {
     // A pool that is dropped waits 5 s for its workers: not when it is known that one is late.
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
     assert!(error.to_string().contains("timeout") && error.indices().len() == 1, "{error}");
+    assert!(error.cause().is_timeout() && !error.cause().is_aborted(), "{error}");
+    let text = error.to_string();
+    let error = phalanx::Error::from(error);
+    assert!(error.is_timeout() && error.to_string() == text, "{error}");
     assert!(batches.next().is_none());
     drop(free);
     assert_eq!(loader.position().epoch(), 0, "what did not come was not seen");

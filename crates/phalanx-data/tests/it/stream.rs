@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_data::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamPosition, worker_info};
@@ -51,6 +52,32 @@ proptest! {
         prop_assert!(seen.iter().all(|times| *times == 1), "{seen:?}");
         prop_assert_eq!(position.unwrap().read().iter().sum::<u64>(), len);
     }
+}
+
+/// A source that says nothing until its sender is dropped.
+struct Silent(Mutex<Receiver<()>>);
+
+impl IterableDataset for Silent {
+    type Item = u64;
+    type Stream = Stream<u64>;
+
+    fn stream(&self, _shard: &Shard) -> Result<Stream<u64>> {
+        let _ = self.0.lock().unwrap().recv();
+        Ok(Box::new(std::iter::empty()))
+    }
+}
+
+#[test]
+fn a_batch_that_does_not_come_is_a_time_out() {
+    let (free, blocked) = channel::<()>();
+    let loader = StreamLoader::builder(Silent(Mutex::new(blocked))).num_workers(1);
+    let loader = loader.timeout(Duration::from_millis(50)).build().unwrap();
+    let mut batches = loader.iter();
+    let error = batches.next().unwrap().unwrap_err();
+    assert!(error.cause().is_timeout() && phalanx::Error::from(error.clone()).is_timeout(), "{error}");
+    assert!(error.cause().remedy().unwrap().contains("timeout"), "{error}");
+    assert!(batches.next().is_none());
+    drop(free);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::Barrier;
 
 use half::{bf16, f16};
 use phalanx::testing::Fabric;
-use phalanx::{DType, Element, Rank};
+use phalanx::{Caller, DType, Element, Rank};
 use phalanx_horovod::{Compression, Horovod, Op, Options, Reduction, Tensor};
 
 use super::ranks;
@@ -238,6 +238,25 @@ fn rows_are_gathered_exchanged_and_scattered() {
             hvd.barrier().unwrap();
         });
     }
+}
+
+#[test]
+fn types_that_travel_as_one_are_told_apart() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        let of = |caller| {
+            let mut tensor = Tensor::from(vec![hvd.rank().get() as u8; 4]);
+            tensor.stand_for(caller);
+            tensor
+        };
+        let own = if hvd.rank().is_main() { Caller::TensorsOfInt16 } else { Caller::TensorsOfUint16 };
+        let error = hvd.broadcast("differ", of(own), Rank::MAIN).unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+        for what in ["tensors of int16 (u8 [4])", "tensors of uint16 (u8 [4])"] {
+            assert!(error.to_string().contains(what), "{error}");
+        }
+        let same = hvd.broadcast("agree", of(Caller::TensorsOfInt16), Rank::new(1)).unwrap();
+        assert_eq!(same.as_slice::<u8>().unwrap(), [1; 4]);
+    });
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::caller::Caller;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -96,11 +97,47 @@ impl Kind {
 
 /// A tensor, without its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(into = "WirePart", try_from = "WirePart")]
 pub struct Part {
     /// The type of its elements.
     pub dtype: DType,
+    /// What the tensor is to the program, if its elements are of another type there: `int16` travels as bytes.
+    pub stands_for: Option<Caller>,
     /// Its extents; none for a scalar.
     pub shape: Vec<u64>,
+}
+
+/// A [`Part`] as it is sent.
+#[derive(Serialize, Deserialize)]
+struct WirePart {
+    /// The place of the type in [`DType::ALL`], and from the eighth bit on the number of what it stands for, or 0.
+    elements: u32,
+    shape: Vec<u64>,
+}
+
+impl From<Part> for WirePart {
+    fn from(Part { dtype, stands_for, shape }: Part) -> Self {
+        let stands_for = stands_for.map_or(0, |caller| u32::from(caller as u8));
+        Self { elements: (u32::from(dtype as u8) - 1) | stands_for << 8, shape }
+    }
+}
+
+impl TryFrom<WirePart> for Part {
+    type Error = Error;
+
+    fn try_from(WirePart { elements, shape }: WirePart) -> Result<Self> {
+        let unknown = || Error::protocol(format!("a tensor has elements of the unknown type {elements:#x}"));
+        let [dtype, stands_for, third, fourth] = elements.to_le_bytes();
+        if (third, fourth) != (0, 0) {
+            return Err(unknown());
+        }
+        let dtype = dtype.checked_add(1).and_then(DType::from_wire).ok_or_else(unknown)?;
+        let stands_for = match stands_for {
+            0 => None,
+            code => Some(Caller::from_wire(code).ok_or_else(unknown)?),
+        };
+        Ok(Self { dtype, stands_for, shape })
+    }
 }
 
 impl Part {
@@ -138,7 +175,7 @@ impl Part {
 
     /// Whether they are the same but for the number of rows.
     fn rows_match(&self, other: &Self) -> bool {
-        self.dtype == other.dtype
+        (self.dtype, self.stands_for) == (other.dtype, other.stands_for)
             && self.shape.len() == other.shape.len()
             && self.shape.get(1..) == other.shape.get(1..)
     }
@@ -266,7 +303,10 @@ impl fmt::Display for Request {
         }
         for (index, part) in self.parts.iter().take(SHOWN).enumerate() {
             let separator = if index == 0 { " of" } else { "," };
-            write!(f, "{separator} {} {:?}", part.dtype, part.shape)?;
+            match part.stands_for {
+                Some(whole) => write!(f, "{separator} {} ({} {:?})", whole.name(), part.dtype, part.shape)?,
+                None => write!(f, "{separator} {} {:?}", part.dtype, part.shape)?,
+            }
         }
         match self.parts.len().saturating_sub(SHOWN) {
             0 => Ok(()),
@@ -392,8 +432,12 @@ impl Round {
 mod tests {
     use super::*;
 
+    fn part(shape: &[u64]) -> Part {
+        Part { dtype: DType::F32, stands_for: None, shape: shape.into() }
+    }
+
     fn request(kind: Kind, shape: &[u64]) -> Request {
-        Request { name: "t".into(), kind, parts: vec![Part { dtype: DType::F32, shape: shape.into() }] }
+        Request { name: "t".into(), kind, parts: vec![part(shape)] }
     }
 
     #[test]
@@ -415,7 +459,7 @@ mod tests {
 
     #[test]
     fn a_request_that_no_message_has_room_for_is_refused() {
-        let part = Part { dtype: DType::F32, shape: vec![1; MAX_DIMENSIONS] };
+        let part = part(&[1; MAX_DIMENSIONS]);
         let group =
             |kind: Kind, tensors| Request { name: "g".into(), kind, parts: vec![part.clone(); tensors] };
         let sum = Kind::Allreduce(Op::Sum.into());
@@ -494,6 +538,41 @@ mod tests {
             let request = Request { name: "n".repeat(300), ..request(kind, &[u64::MAX; 32]) };
             let bytes = postcard::to_stdvec(&(&request, u64::MAX)).unwrap().len();
             assert!(bytes <= request.wire_bytes(), "{bytes} {}", request.wire_bytes());
+        }
+    }
+
+    #[test]
+    fn types_that_travel_as_the_same_one_do_not_agree() {
+        let of = |kind: Kind, stands_for| {
+            let parts = vec![Part { dtype: DType::U8, stands_for, ..part(&[3, 2]) }];
+            Request { name: "t".into(), kind, parts }
+        };
+        let [int16, uint16] = [Some(Caller::TensorsOfInt16), Some(Caller::TensorsOfUint16)];
+        for kind in [Kind::Allgather, Kind::Broadcast { root: 0 }, Kind::Alltoall { splits: vec![1, 2] }] {
+            let own = of(kind.clone(), int16);
+            assert!(own.agrees_with(&of(kind.clone(), int16)));
+            assert!(!own.agrees_with(&of(kind.clone(), uint16)));
+            assert!(!own.agrees_with(&of(kind.clone(), None)), "bytes");
+            assert!(own.to_string().contains("tensors of int16 (u8 [3, 2])"), "{own}");
+        }
+    }
+
+    #[test]
+    fn a_tensor_is_read_as_it_was_written() {
+        for dtype in DType::ALL {
+            let plain = Part { dtype, ..part(&[2, 300]) };
+            let bytes = postcard::to_stdvec(&plain).unwrap();
+            // As the type alone, which seeds of the fuzzer have.
+            assert_eq!(bytes, postcard::to_stdvec(&(dtype, &plain.shape)).unwrap());
+            for stands_for in Caller::ALL.iter().copied().map(Some).chain([None]) {
+                let part = Part { stands_for, ..plain.clone() };
+                let bytes = postcard::to_stdvec(&part).unwrap();
+                assert_eq!(postcard::from_bytes::<Part>(&bytes).unwrap(), part);
+            }
+        }
+        for elements in [9, 255, 0xff00, 0x1_0000, u32::MAX] {
+            let bytes = postcard::to_stdvec(&WirePart { elements, shape: vec![2] }).unwrap();
+            assert!(postcard::from_bytes::<Part>(&bytes).is_err(), "{elements:#x}");
         }
     }
 

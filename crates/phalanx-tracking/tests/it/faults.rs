@@ -112,7 +112,9 @@ fn a_sink_that_hangs_ends_finish_with_an_error() {
     let probe = Probe::new(Behaviour { blocked: true, ..Behaviour::default() });
     let run = alone(with(&probe, &folder).finish_timeout(Duration::from_millis(50)));
     run.log(1, "loss", 0.5);
-    let error = run.finish().unwrap_err().to_string();
+    let error = run.finish().unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    let error = error.to_string();
     assert!(error.contains("have not written everything within 0.05 s"), "{error}");
     assert!(error.contains("RunOptions::finish_timeout"), "{error}");
     probe.release();

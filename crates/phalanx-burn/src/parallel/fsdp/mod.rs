@@ -41,8 +41,9 @@ pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
-pub(super) use self::unit::UNIT;
 use self::unit::unit_name;
+pub(super) use self::unit::{UNIT, first_shard};
+use super::refuse_divided;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -153,7 +154,7 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Errors
     /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
-    /// parameter that needs a gradient is in none, or in two. If the exchange fails.
+    /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -178,7 +179,7 @@ impl<M: Module> Fsdp<M> {
             trained.iter().map(|piece| numbers.get(&piece.id).copied().unwrap_or_default()).collect();
         let reducer = ReducerOptions::default().bucket_numbers(buckets).find_unused_parameters(true);
         let options = DdpOptions { reducer, ..DdpOptions::default() };
-        let ddp = Ddp::with_options(model, &exchanges.replicas, options)?;
+        let ddp = Ddp::of_shards(model, &exchanges.replicas, options)?;
         let mut parameters = HashMap::new();
         for (index, piece) in ddp.parameters().iter().enumerate() {
             if let Some(&unit) = numbers.get(&piece.id) {
@@ -465,6 +466,7 @@ type Description = (Vec<usize>, Vec<String>);
 
 impl Units {
     fn of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<Self> {
+        refuse_divided(model, "Fsdp")?;
         let known = exchanges.shards();
         let (mut order, mut seen) = (Vec::new(), HashSet::new());
         let Inventory { parameters, state, .. } = Inventory::of(model)?;

@@ -14,6 +14,7 @@ use phalanx::{Error, Rank, Result};
 use super::super::mixed;
 use super::super::op::{ParallelOp, Source, Supply, Target};
 use super::super::random::OwnNumbers;
+use super::super::refuse_divided;
 use super::collector::Collector;
 use super::exchanges::{Exchanges, Place, Shard};
 use super::group::ShardingGroup;
@@ -107,7 +108,8 @@ impl<M: Module + 'static> FullySharded<M> {
     ///
     /// # Errors
     /// On every rank: if the ranks' modules or options differ; if the module has no parameter, parameters of
-    /// different types, one id with different values in several places, running statistics, as batch norm has, or a unit in it; if it is not on a device with autodiff. If the exchange
+    /// different types, one id with different values in several places, running statistics, as batch norm has, a unit in it, or a parameter
+    /// that is [divided](crate::parallel::tensor) among ranks; if it is not on a device with autodiff. If the exchange
     /// fails.
     pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = &sharding.exchanges;
@@ -302,6 +304,7 @@ pub(super) fn device_of(shard: &Shard) -> Device {
 /// This rank's module, and its parameters in one row.
 fn prepared<M: Module>(module: &M, number: usize, exchanges: &Exchanges) -> Result<(Inventory, FlatLayout)> {
     refuse_units(module, &exchanges.shards())?;
+    refuse_divided(module, "FullySharded")?;
     let inventory = Inventory::or_frozen(module)?;
     if let Some(buffer) = inventory.state.iter().find(|tensor| inventory.buffers.contains(&tensor.id)) {
         return Err(Error::invalid_argument(format!(
@@ -335,12 +338,22 @@ fn frozen<M: Module>(module: &M, layout: &FlatLayout) -> Result<u64> {
 
 /// An error if `module` has a unit in it: each rank's shard would be taken for a parameter that all ranks have.
 fn refuse_units<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Result<()> {
-    let mut inner = InnerUnit { shards, path: Vec::new(), found: None };
-    module.visit(&mut inner);
-    inner.found.map_or(Ok(()), |name| {
+    shard_in(module, shards).map_or(Ok(()), |name| {
         Err(Error::invalid_argument(format!("`{name}` is the shard of a unit: units are not nested"))
             .with_remedy("make units of layers next to each other, and a module of them that is no unit"))
     })
+}
+
+/// The name of the first shard in `module`, if there is a unit in it.
+pub(in crate::parallel) fn first_shard<M: Module>(module: &M) -> Option<String> {
+    shard_in(module, &HashMap::new())
+}
+
+/// The same, where what is in `shards` is a shard, too, whatever it stands in.
+fn shard_in<M: Module>(module: &M, shards: &HashMap<ParamId, usize>) -> Option<String> {
+    let mut inner = InnerUnit { shards, path: Vec::new(), found: None };
+    module.visit(&mut inner);
+    inner.found
 }
 
 /// The type under which visitors see what is in a [`FullySharded`], as Burn's derive names a struct.

@@ -1,4 +1,4 @@
-//! Parameters that stand in stages of two ranks.
+//! Parameters that stand in stages of two ranks, and stages that are taken for replicas.
 //!
 //! In one process they are one parameter, which gets both gradients. Here each rank would train its copy by the gradient of its own
 //! stages, and the copies would drift apart. A rank sees only its own stages, so the ranks compare ids, which copies have in common: those
@@ -7,7 +7,8 @@
 
 use std::collections::HashMap;
 
-use phalanx::{Caller, Error, Result};
+use burn::module::ParamId;
+use phalanx::{Buffer, Caller, Communicator, Error, Rank, Result, WorldSize};
 
 use super::Pipeline;
 use crate::parameters::Parameter;
@@ -38,6 +39,30 @@ pub(super) fn check<const D: usize>(pipeline: &Pipeline<D>, parameters: &[Parame
         "for tied weights, train with the copies that TiedParameter::new gives; for weights that are trained apart, give one an id of \
          its own: Param::from_tensor(param.val().detach())",
     ))
+}
+
+/// An error on every rank if ranks of the pipeline, which have different stages, are ranks of one `Ddp`, whose group is `replicas`: that has
+/// given them one rank's stages, and would average the gradients of different ones. All ranks call it together.
+pub(super) fn check_replicas<const D: usize>(
+    pipeline: &Pipeline<D>,
+    replicas: &dyn Communicator,
+) -> Result<()> {
+    if pipeline.plan.ranks() == 1 {
+        return Ok(());
+    }
+    // Which group it is: a number that its first rank draws, as those of new parameters are.
+    let mut mark = Buffer::from_slice(&[ParamId::new().val() as i64]);
+    if replicas.world_size() != WorldSize::ONE {
+        mark = replicas.in_call(Caller::PipelineTrain).broadcast_async(mark, Rank::MAIN)?.wait()?;
+    }
+    let mark = mark.as_slice::<i64>()?.first().copied().unwrap_or_default();
+    let marks = pipeline.group.in_call(Caller::PipelineTrain).all_gather_object(&vec![mark as u64])?;
+    let Some((_, [first, second])) = on_two_ranks(&marks) else { return Ok(()) };
+    Err(Error::invalid_argument(format!(
+        "ranks {first} and {second} of the pipeline have different stages, and are in one Ddp, which takes them for replicas: both have the \
+         stages of one rank now"
+    ))
+    .with_remedy("make the Ddp of the ranks that have the same stages, such as mesh.group(\"data\"), or of ProcessGroup::alone()"))
 }
 
 /// The first id that two ranks have, and these ranks.

@@ -73,6 +73,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
 
     pub fn train(mut self) -> Result<PipelineStep> {
         if self.pipeline.steps == 0 {
+            places::check_replicas(self.pipeline, self.ddp.group())?;
             places::check(self.pipeline, self.ddp.parameters())?;
         }
         let start = Instant::now();

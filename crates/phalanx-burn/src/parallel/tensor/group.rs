@@ -10,6 +10,7 @@ use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use super::super::division::{Division, Span, divided};
 use super::super::exchange::{Exchange, Step};
+use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
 use super::TensorPlan;
 use crate::parameters::Select;
@@ -136,10 +137,19 @@ impl TensorGroup {
     /// All ranks call it together, with modules of the same shapes.
     ///
     /// # Errors
-    /// On every rank, if a parameter of one is divided already: each rank has another part. If modules differ, or the exchange fails.
+    /// On every rank, if a parameter of one is divided already, or is the shard of a [unit](crate::parallel::fsdp::FullySharded): each rank
+    /// has another part. If modules differ, or the exchange fails.
     pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
         // Asked of all ranks, or the others would wait for one that finds it here alone.
-        if self.0.all_gather_object(&!divided(&module).is_empty())?.contains(&true) {
+        let own = (!divided(&module).is_empty(), first_shard(&module));
+        let all = self.0.all_gather_object(&own)?;
+        if let Some(name) = all.iter().find_map(|(_, shard)| shard.as_deref()) {
+            return Err(Error::invalid_argument(format!(
+                "`{name}` is the shard of a unit: a module with it cannot be the same on every rank"
+            ))
+            .with_remedy("replicate layers that are in no unit"));
+        }
+        if all.iter().any(|(is_divided, _)| *is_divided) {
             return Err(Error::invalid_argument(
                 "a module with layers that are divided already cannot be the same on every rank",
             )

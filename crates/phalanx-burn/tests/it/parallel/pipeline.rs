@@ -183,6 +183,23 @@ impl Stage<2> for Sleeper {
 }
 
 #[test]
+fn stages_in_one_ddp_are_refused_in_the_first_step() {
+    let errors = run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+        let layer = LinearConfig::new(2, 2).init(&device());
+        // It cannot know that these are two stages, and gives both ranks those of rank 0.
+        let stage = Sleeper { layer, is_last: !group.rank().is_main() };
+        let mut ddp = Ddp::new(vec![stage], &group).unwrap();
+        let batch = vec![Tensor::<2>::ones([1, 2], &device()); 2];
+        pipeline.train(&mut ddp, &batch).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("ranks 0 and 1 of the pipeline have different stages"), "{error}");
+        assert!(error.contains("mesh.group(\"data\")"), "{error}");
+    }
+}
+
+#[test]
 fn the_bubble_is_the_formula_s() {
     for (ranks, microbatches) in [(2, 4), (3, 3)] {
         let (p, m) = (f64::from(ranks), microbatches as f64);

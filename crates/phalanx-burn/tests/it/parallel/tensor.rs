@@ -6,7 +6,7 @@ use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use phalanx::mesh::DeviceMesh;
@@ -16,7 +16,8 @@ use phalanx_burn::parallel::tensor::{
     Activations, ColumnParallelLinear, ParallelAttention, ParallelEncoder, ParallelFeedForward,
     RowParallelLinear, TensorGroup, VocabParallelEmbedding,
 };
-use phalanx_burn::{Ddp, parallel};
+use phalanx_burn::parallel::{ShardedState, StateNames};
+use phalanx_burn::{DataParallel, Ddp, TowerGradients, TrainState, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
 use crate::common::{device, distance, floats, run};
@@ -278,6 +279,34 @@ fn the_norm_of_a_part_is_refused() {
         let mut gradients = ddp.backward(&loss).unwrap();
         ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
     });
+}
+
+/// Rank 0's part would overwrite the others', and their gradients would be averaged.
+#[test]
+fn ranks_with_different_parts_are_no_replicas() {
+    let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
+    let outcomes = run(2, |group| {
+        let model = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group)).unwrap();
+        let alone = [
+            DataParallel::<_, 3>::new(model.clone(), vec![device(); 2]).err().unwrap(),
+            TowerGradients::new(model.clone(), vec![device(); 2]).err().unwrap(),
+            TrainState::new(model.clone(), SgdConfig::new().init(), ()).err().unwrap(),
+        ];
+        for error in alone {
+            assert!(error.is_invalid_argument() && error.to_string().contains("`weight`"), "{error}");
+        }
+        let own = Ddp::new(model.clone(), &ProcessGroup::alone().unwrap()).unwrap();
+        let error = ShardedState::new(&own, &group, None, &StateNames::same()).unwrap_err();
+        assert!(error.to_string().contains("has part 0 of 2 of a divided layer"), "{error}");
+        assert!(error.remedy().unwrap().contains("TensorGroup"), "{error}");
+        Ddp::new(model, &group).err().unwrap()
+    });
+    for error in outcomes {
+        let text = error.to_string();
+        assert!(text.contains("weight (part 0 of 2 along dimension 1)"), "{text}");
+        assert!(text.contains("weight (part 1 of 2 along dimension 1)"), "{text}");
+        assert!(text.contains("mesh.group(\"data\")"), "{text}");
+    }
 }
 
 /// A layer of one's own, which is not divided.

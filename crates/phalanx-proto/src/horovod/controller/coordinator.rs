@@ -266,7 +266,7 @@ mod tests {
     fn answers_that_no_message_has_room_for_go_with_the_next_rounds() {
         let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
         let mut coordinator = Coordinator { room: 1, ..Coordinator::new(2, stall) };
-        let parts = vec![Part { dtype: crate::dtype::DType::F32, shape: vec![1] }];
+        let parts = vec![Part { dtype: crate::dtype::DType::F32, stands_for: None, shape: vec![1] }];
         let kind = Kind::Allreduce(Op::Sum.into());
         let request =
             |name: &str| (Request { name: name.into(), kind: kind.clone(), parts: parts.clone() }, 0);

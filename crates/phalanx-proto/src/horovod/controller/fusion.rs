@@ -121,8 +121,10 @@ mod tests {
     use crate::horovod::request::{Part, Request};
 
     fn response(reduction: impl Into<Reduction>, tensors: &[(DType, u64)]) -> Response {
-        let parts =
-            tensors.iter().map(|(dtype, length)| Part { dtype: *dtype, shape: vec![*length] }).collect();
+        let parts = tensors
+            .iter()
+            .map(|(dtype, length)| Part { dtype: *dtype, stands_for: None, shape: vec![*length] })
+            .collect();
         let request = Request { name: "t".into(), kind: Kind::Allreduce(reduction.into()), parts };
         Response { request, rows: Vec::new(), absent: Vec::new(), error: None }
     }

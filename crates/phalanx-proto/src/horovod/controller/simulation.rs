@@ -81,7 +81,11 @@ impl World {
 }
 
 pub(super) fn tensor(kind: Kind, name: &str, rows: u64) -> Request {
-    Request { name: name.into(), kind, parts: vec![Part { dtype: DType::F32, shape: vec![rows] }] }
+    Request {
+        name: name.into(),
+        kind,
+        parts: vec![Part { dtype: DType::F32, stands_for: None, shape: vec![rows] }],
+    }
 }
 
 pub(super) fn allreduce(name: &str, elements: u64) -> Request {

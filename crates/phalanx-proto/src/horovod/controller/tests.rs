@@ -57,7 +57,7 @@ fn every_disagreement_names_both_sides() {
     let of = |kind: Kind, dtype: DType, shape: &[u64]| Request {
         name: "t".into(),
         kind,
-        parts: vec![Part { dtype, shape: shape.to_vec() }],
+        parts: vec![Part { dtype, stands_for: None, shape: shape.to_vec() }],
     };
     let sum = || Kind::Allreduce(Op::Sum.into());
     let first = of(sum(), DType::F32, &[2, 3]);

@@ -1,5 +1,7 @@
 //! What is refused, and what a failure does.
 
+use std::sync::Barrier;
+
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::{BatchNormConfig, Linear, LinearConfig};
@@ -10,7 +12,8 @@ use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup, Rank, Result};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
-use phalanx_burn::{FusedAdamWConfig, parallel};
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, TensorGroup};
+use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainState, parallel};
 
 use super::layers::Layers;
 use super::{all_options, options};
@@ -120,6 +123,55 @@ fn units_in_units_are_an_error_on_every_rank() {
         FullySharded::new(FullySharded::new(layer(), &sharding)?, &sharding).map(drop)
     }));
     all_say(&twice, "`shard` is the shard of a unit: units are not nested");
+}
+
+/// A unit, trained or frozen, would be overwritten by rank 0's, or averaged with others.
+#[test]
+fn what_takes_a_model_for_the_whole_refuses_units() {
+    for is_trained in [true, false] {
+        let all_are_here = Barrier::new(2);
+        let all = run(2, |group| {
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let sharded = Layers::new(&[4, 4], &sharding).unwrap();
+            let sharded = if is_trained { sharded } else { sharded.no_grad() };
+            let before = floats(&sharded);
+            let model = || (sharded.clone(), LinearConfig::new(4, 4).init(&device()));
+            let devices = || vec![device(); 2];
+            let local = [
+                DataParallel::<_, 2>::new(model(), devices()).err(),
+                TowerGradients::new(model(), devices()).err(),
+                TrainState::new(model(), AdamWConfig::new().init(), ()).err(),
+                TensorGroup::new(&group).replicate(model()).err(),
+            ];
+            all_are_here.wait();
+            // It ends the groups: some rank may have a model without units.
+            let together = Ddp::new(model(), &group).err();
+            assert_eq!(floats(&sharded), before);
+            let refused = local.into_iter().chain([together]);
+            refused.map(|error| error.expect("each is refused")).collect::<Vec<_>>()
+        });
+        for error in all.iter().flatten() {
+            assert!(error.is_invalid_argument(), "{error}");
+            assert!(error.to_string().contains("`0.layers.0.shard` is the shard of a unit"), "{error}");
+            assert!(error.remedy().is_some(), "{error}");
+        }
+    }
+}
+
+#[test]
+fn divided_layers_are_no_units_on_every_rank() {
+    let layer = || LinearConfig::new(4, 4).init(&device());
+    let unit = errors(run(2, |group| {
+        let divided = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group))?;
+        FullySharded::new(divided, &ShardingGroup::new(&group)?).map(drop)
+    }));
+    all_say(&unit, "of `weight`, and FullySharded takes what a rank has for the whole model");
+    let frozen = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let divided = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group))?.no_grad();
+        Fsdp::new((FullySharded::new(layer(), &sharding)?, divided), &sharding).map(drop)
+    }));
+    all_say(&frozen, "of `1.weight`, and Fsdp takes what a rank has for the whole model");
 }
 
 #[derive(Module, Debug)]
