@@ -442,7 +442,7 @@ fn a_batch_that_does_not_come_is_an_error_in_time() {
     assert!(error.to_string().contains("timeout") && error.indices().len() == 1, "{error}");
     assert!(error.cause().is_timeout() && !error.cause().is_aborted(), "{error}");
     let text = error.to_string();
-    let error = phalanx::Error::from(error);
+    let error = Error::from(error);
     assert!(error.is_timeout() && error.to_string() == text, "{error}");
     assert!(batches.next().is_none());
     drop(free);

@@ -74,7 +74,7 @@ fn a_batch_that_does_not_come_is_a_time_out() {
     let loader = loader.timeout(Duration::from_millis(50)).build().unwrap();
     let mut batches = loader.iter();
     let error = batches.next().unwrap().unwrap_err();
-    assert!(error.cause().is_timeout() && phalanx::Error::from(error.clone()).is_timeout(), "{error}");
+    assert!(error.cause().is_timeout() && Error::from(error.clone()).is_timeout(), "{error}");
     assert!(error.cause().remedy().unwrap().contains("timeout"), "{error}");
     assert!(batches.next().is_none());
     drop(free);

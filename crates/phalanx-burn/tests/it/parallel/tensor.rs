@@ -49,7 +49,7 @@ fn near(ours: &[Vec<f32>], expected: &[Vec<f32>], what: &str) {
 /// them, and the layers are gathered.
 fn stepped<M: Module>(model: M, loss: &Tensor<1>) -> M {
     let gradients = GradientsParams::from_grads(loss.backward(), &model);
-    burn::optim::SgdConfig::new().init().step(1.0, model, gradients)
+    SgdConfig::new().init().step(1.0, model, gradients)
 }
 
 #[test]
