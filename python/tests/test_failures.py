@@ -569,7 +569,6 @@ def of_two_types(rank, call, types, shapes):
     [
         ((torch.int16, torch.uint8), (4, 8), "tensors of int16 ["),
         ((torch.int16, torch.uint16), (4, 4), "tensors of uint16 ["),
-        ((torch.complex64, torch.float32), (4, 8), "tensors of complex64 ["),
         ((torch.float8_e5m2, torch.float8_e4m3fn), (4, 4), "tensors of float8_e4m3fn ["),
     ],
 )
