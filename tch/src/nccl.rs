@@ -12,6 +12,9 @@
 //! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
 //! to memory of its own, which is sent and copied back.
 //!
+//! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
+//! ([`Elsewhere`]): so these calls have one order on all ranks.
+//!
 //! In an elastic job the thread waits for the calls at the end of backward, so that a failure is one of this step. A step that can be done again keeps
 //! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
@@ -20,8 +23,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
+use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
-use phalanx::{DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Caller, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -31,6 +35,8 @@ use crate::tensors::{Named, torch};
 /// Averages the gradients of a model's parameters.
 pub(crate) struct OnDevice {
     nccl: CommunicatorHandle,
+    /// Ranks without data hear of calls by it.
+    group: JoinGroup,
     /// Whether the end of backward waits for the calls.
     waits: bool,
     state: Mutex<State>,
@@ -138,23 +144,29 @@ impl Bucket {
 }
 
 impl State {
-    /// Divides the averages by `weight`.
-    fn divide(&mut self, weight: f64) -> Result<()> {
-        if weight == 1.0 {
+    /// Divides the averages by `weight`, and multiplies them by `scale`.
+    fn scale(&mut self, weight: f64, scale: f64) -> Result<()> {
+        if weight == 1.0 && scale == 1.0 {
             return Ok(());
         }
         let _guard = tch::no_grad_guard();
         if self.are_placed {
             for bucket in self.buckets.iter_mut().flatten() {
-                drop(bucket.memory.f_div_scalar_(weight).map_err(torch)?);
+                if weight != 1.0 {
+                    drop(bucket.memory.f_div_scalar_(weight).map_err(torch)?);
+                }
+                if scale != 1.0 {
+                    drop(bucket.memory.f_mul_scalar_(scale).map_err(torch)?);
+                }
             }
             return Ok(());
         }
-        // Gradients that backward has made may share memory.
+        // A world of one. Gradients that backward has made may share memory.
         for one in &self.parameters {
             let gradient = one.tensor.grad();
             if gradient.defined() {
-                let average = gradient.f_div_scalar(weight).map_err(torch)?;
+                let average = gradient.f_div_scalar(weight).and_then(|it| it.f_mul_scalar(scale));
+                let average = average.map_err(torch)?;
                 shim::set_gradient(&one.tensor, Some(&average))?;
             }
         }
@@ -174,15 +186,22 @@ impl State {
 }
 
 impl OnDevice {
-    /// For these parameters, which must be on the communicator's device. `waits`: no call is left behind at the end of backward.
-    pub fn new(nccl: &Communicator, parameters: &[Named], waits: bool) -> Result<Arc<Self>> {
+    /// For these parameters, which must be on the communicator's device, and ranks that may `join` in `group`. `waits`: no call is left behind at
+    /// the end of backward.
+    pub fn new(
+        nccl: &Communicator,
+        group: &JoinGroup,
+        parameters: &[Named],
+        waits: bool,
+    ) -> Result<Arc<Self>> {
         let ordinal = nccl.device().ordinal();
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
             let state = State { parameters: parameters.to_vec(), buckets, streams, ahead, are_placed: false };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
-            return Ok(Arc::new(Self { nccl, waits, state, bytes: AtomicU64::new(0) }));
+            let group = group.in_call(Caller::DdpBackward);
+            return Ok(Arc::new(Self { nccl, group, waits, state, bytes: AtomicU64::new(0) }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -253,14 +272,16 @@ impl OnDevice {
         Ok(true)
     }
 
-    /// Backward is over, and all buckets are launched: the averages are divided by `weight`, and what is queued from now on waits for them.
-    pub fn settle(&self, weight: f64) -> Result<()> {
+    /// Backward is over, and all buckets are launched: the averages are divided by `weight` and multiplied by `scale`, and what is queued from now on
+    /// waits for them.
+    pub fn settle(&self, weight: f64, scale: f64) -> Result<()> {
         // This thread's stream waits for the averages, or they are there.
         let (streams, writes) = {
             let mut state = lock(&self.state);
-            state.divide(weight)?;
+            state.scale(weight, scale)?;
             let is_compressed = state.buckets.iter().flatten().any(|bucket| bucket.compressed.is_some());
-            (std::mem::take(&mut state.streams), weight != 1.0 || is_compressed)
+            let writes = weight != 1.0 || scale != 1.0 || is_compressed;
+            (std::mem::take(&mut state.streams), writes)
         };
         let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
         let here = self.stream_of_thread()?;
@@ -360,12 +381,26 @@ impl OnDevice {
                 (bucket.memory.shallow_clone(), ReduceOp::Avg)
             }
         };
+        let dtype = shim::dtype(sent.kind())?;
         let lent = lend::<T>(sent, self.nccl.device())?;
         if lent.is_empty() {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
+        let call = ElsewhereCall { op, dtype, elements: lent.len() };
+        self.group.announce_elsewhere(self, call)?;
         nccl.after(&here)?.all_reduce_async(lent, op).map(Some)
+    }
+
+    /// Makes a call of a rank with data, on this one, which has none.
+    fn answer_in<T: Element>(&self, kind: Kind, op: ReduceOp, elements: i64) -> Result<()> {
+        let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
+        let place = (kind, Device::Cuda(self.ordinal() as usize));
+        let zeros = tch::no_grad(|| Tensor::f_zeros(elements, place)).map_err(torch)?;
+        let work = nccl.after(&here)?.all_reduce_async(lend::<T>(zeros, self.nccl.device())?, op)?;
+        // Their memory is used again in the order of this stream, which waits for the call.
+        drop(if self.waits { work.wait() } else { work.order(&here) }?);
+        Ok(())
     }
 
     /// This thread's current stream.
@@ -393,6 +428,22 @@ impl OnDevice {
             state.buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)?;
             Ok(bucket.buffer)
         }))
+    }
+}
+
+impl Elsewhere for OnDevice {
+    fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
+        let count = i64::try_from(elements)
+            .map_err(|_| Error::invalid_argument(format!("a bucket of {elements} elements")))?;
+        match dtype {
+            DType::F32 => self.answer_in::<f32>(Kind::Float, op, count),
+            DType::F64 => self.answer_in::<f64>(Kind::Double, op, count),
+            DType::F16 => self.answer_in::<f16>(Kind::Half, op, count),
+            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, count),
+            DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+                Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+            }
+        }
     }
 }
 

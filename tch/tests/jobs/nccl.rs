@@ -2,18 +2,20 @@
 //! all are on the first one, which NCCL permits to ranks of different hosts.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use phalanx::join::JoinOptions;
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{AllReduce, Compressed};
-use phalanx::{ProcessGroup, Result};
+use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_nccl::DeviceGroup;
-use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, SyncBatchNorm, TrainState};
+use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, Init, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::common::{device, elements};
+use crate::common::{Mlp, device, distance, elements, floats, load, samples};
 
 /// Those that need a CUDA device.
 pub const TESTS: &[(&str, fn())] = &[
@@ -27,11 +29,19 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_state_with_nccl_saves_and_loads", || job("state", 2)),
     ("what_cannot_be_done_in_place_is_refused_by_name", || job("refused", 2)),
     ("a_world_of_one_averages_nothing", || job("refused", 1)),
+    ("ranks_that_are_done_answer_the_others_calls", || {
+        job("joined", 2);
+        job("joined", 3);
+    }),
+    ("a_synchronised_batch_norm_takes_part_in_a_join", || job("joined norm", 2)),
+    ("a_rank_that_dies_in_a_join_is_named", dies_in_a_join),
 ];
 
 /// Those that need the stand-in, whose calls can be held up.
-pub const ON_STAND_IN: &[(&str, fn())] =
-    &[("backward_waits_for_no_call_and_a_bucket_is_one", backward_waits_for_no_call)];
+pub const ON_STAND_IN: &[(&str, fn())] = &[
+    ("backward_waits_for_no_call_and_a_bucket_is_one", backward_waits_for_no_call),
+    ("in_a_join_nobody_waits_for_a_call", || held_up("held join")),
+];
 
 /// Set for ranks of other tests that are to average by NCCL.
 pub const NCCL: &str = "PHALANX_TEST_NCCL";
@@ -41,7 +51,11 @@ fn job(case: &str, ranks: u32) {
 }
 
 fn backward_waits_for_no_call() {
-    job_with("held", 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
+    held_up("held");
+}
+
+fn held_up(case: &str) {
+    job_with(case, 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
 }
 
 /// Names a file: the stand-in's calls begin when it exists.
@@ -124,6 +138,10 @@ pub fn play(case: &str) -> Result<()> {
         "own" => own(&group),
         "kinds" => kinds(&group),
         "state" => state(&group),
+        "joined" => joined(&group),
+        "joined norm" => joined_norm(&group),
+        "dies" => dies(&group),
+        "held join" => held_join(&group),
         "refused" => refused(&group),
         other => panic!("no case {other}"),
     }
@@ -443,14 +461,8 @@ fn state(group: &ProcessGroup) -> Result<()> {
 }
 
 fn refused(group: &ProcessGroup) -> Result<()> {
-    type Call = fn(&mut Ddp, &VarStore) -> Result<()>;
-    let cases: [(&str, Call); 2] = [
-        ("register_comm_hook", |ddp, _| ddp.register_comm_hook(AllReduce)),
-        ("join", |ddp, store| {
-            let mut optimizer = Optimizer::new(store, Rule::sgd(0.0))?;
-            ddp.join(&mut optimizer, JoinOptions::default(), |_, _| Ok(()))
-        }),
-    ];
+    type Call = fn(&mut Ddp) -> Result<()>;
+    let cases: [(&str, Call); 1] = [("register_comm_hook", |ddp| ddp.register_comm_hook(AllReduce))];
     for (words, call) in cases {
         let store = VarStore::new(device());
         drop(store.root().var("one", &[3], Init::Const(1.0)));
@@ -458,7 +470,7 @@ fn refused(group: &ProcessGroup) -> Result<()> {
         let part = group.split(Some(0), 0)?.unwrap();
         let mut ddp = ddp(&store, &part, options())?;
         before_an_error(&part);
-        let called = call(&mut ddp, &store);
+        let called = call(&mut ddp);
         match group.world_size().get() {
             1 => called?,
             _ => {
@@ -467,6 +479,8 @@ fn refused(group: &ProcessGroup) -> Result<()> {
             }
         }
     }
+    let part = group.split(Some(0), 0)?.unwrap();
+    foreign_join(&part)?;
     if group.world_size().get() == 1 {
         return Ok(());
     }
@@ -488,4 +502,228 @@ fn refused(group: &ProcessGroup) -> Result<()> {
     };
     assert!(error.to_string().contains("averaged by is"), "{error}");
     group.barrier()
+}
+
+/// In a `join` that the `Ddp` has not begun ranks that are done would not make its calls.
+fn foreign_join(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let joined = JoinGroup::new(ProcessGroup::alone()?);
+    let optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let state = TrainState::new(&store, optimizer, ())?.sharing(&joined)?;
+    let mut state = state.with_nccl(&devices(group)?)?;
+    before_an_error(group);
+    let called = joined.join(JoinOptions::default(), || {
+        let loss = state.ddp.forward(|| one.sum(Kind::Float))?;
+        state.ddp.backward(&loss)
+    });
+    if group.world_size().get() == 1 {
+        return called.map(drop);
+    }
+    let error = called.unwrap_err().to_string();
+    assert!(error.contains("a join that this Ddp has not begun"), "{error}");
+    Ok(())
+}
+
+/// What ranks do that have unequal numbers of batches.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Uneven {
+    Plain,
+    /// What ranks average counts those that have data.
+    ByActive,
+    Accumulated,
+    /// A layer that only rank 1 uses, and one that nobody does.
+    Unused,
+    Weighted,
+    Half,
+}
+
+/// A rank's batches: the first has two, the second four, the third none.
+fn batches(rank: usize) -> usize {
+    [2, 4, 0][rank]
+}
+
+fn joined(group: &ProcessGroup) -> Result<()> {
+    use Uneven::{Accumulated, ByActive, Half, Plain, Unused, Weighted};
+    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half] {
+        let (host, nccl) = (train_uneven(case, group, false)?, train_uneven(case, group, true)?);
+        for (ours, expected) in nccl.iter().zip(&host) {
+            let apart = distance(ours, expected);
+            assert!(apart < if case == Half { 1e-3 } else { 1e-5 }, "{case:?}: {apart:e}");
+        }
+    }
+    Ok(())
+}
+
+/// The parameters after a `join`, and after one step more together.
+fn train_uneven(case: Uneven, group: &ProcessGroup, over_nccl: bool) -> Result<[Vec<Vec<f32>>; 2]> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let rank = group.rank().index();
+    let model = Mlp::new(&[8, 32, 3]);
+    let extra = ["only", "none"].map(|name| model.store.root().var(name, &[3], Init::Const(0.0)));
+    let start = floats(&model.store).into_iter().enumerate().map(|(index, one)| {
+        let wave = |place: usize| ((place * 7 + index * 3) as f32).sin() / 4.0;
+        (0..one.len()).map(wave).collect::<Vec<f32>>()
+    });
+    load(&model.store, &start.collect::<Vec<_>>());
+    let mut options = options();
+    if case == Uneven::Unused {
+        options.reducer = ReducerOptions::default().bucket_cap_mb(0.0005).find_unused_parameters(true);
+    }
+    let mut ddp = match over_nccl {
+        true => Ddp::with_nccl(&model.store, &devices(group)?, options)?,
+        false => Ddp::with_options(&model.store, group, options)?,
+    };
+    if case == Uneven::Half {
+        ddp.register_comm_hook(Compressed::f16())?;
+    }
+    let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
+    let step = |ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize| {
+        let from = step * 40 + rank * 10;
+        let loss = || {
+            let loss = model.loss(samples(from, from + 4 + step % 3));
+            match case {
+                Uneven::Unused if rank == 1 => loss + extra[0].sum(Kind::Float),
+                Uneven::Unused => loss,
+                _ => loss + extra[0].sum(Kind::Float) + extra[1].sum(Kind::Float) * 0.5,
+            }
+        };
+        optimizer.zero_grad()?;
+        if case == Uneven::Accumulated {
+            let loss = ddp.forward(loss)?;
+            ddp.backward_no_sync(&loss)?;
+        }
+        let loss = ddp.forward(loss)?;
+        match case {
+            Uneven::Weighted => ddp.backward_weighted(&loss, (4 + step % 3) as f64)?,
+            _ => ddp.backward(&loss)?,
+        }
+        if case == Uneven::Unused {
+            assert!(!extra[1].grad().defined(), "nobody has used it");
+        }
+        optimizer.step(0.02)
+    };
+    let mut join = JoinOptions::default();
+    join.divide_by_initial_world_size = case != Uneven::ByActive;
+    ddp.join(&mut optimizer, join, |ddp, optimizer| {
+        (0..batches(rank)).try_for_each(|index| step(ddp, optimizer, index))
+    })?;
+    assert!(ddp.replicas_identical()?);
+    let joined = floats(&model.store);
+    // With other states of the optimizer replicas would drift apart.
+    step(&mut ddp, &mut optimizer, 9)?;
+    assert!(ddp.replicas_identical()?);
+    Ok([joined, floats(&model.store)])
+}
+
+/// Sums of statistics go through the host's group, and gradients over NCCL; both are announced.
+fn joined_norm(group: &ProcessGroup) -> Result<()> {
+    let train = |over_nccl: bool| {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let rank = group.rank().index();
+        let joined = JoinGroup::new(ProcessGroup::alone()?);
+        let store = VarStore::new(device());
+        let config = nn::LinearConfig {
+            ws_init: Init::Const(0.1),
+            bs_init: Some(Init::Const(0.2)),
+            ..Default::default()
+        };
+        let first = nn::linear(store.root() / "first", 8, 6, config);
+        let of_norm = nn::BatchNormConfig { ws_init: Init::Const(0.7), ..Default::default() };
+        let norm = nn::batch_norm1d(store.root() / "norm", 6, of_norm);
+        let norm = SyncBatchNorm::new(norm, of_norm, &joined);
+        tch::no_grad(|| {
+            let wave = Tensor::arange(48, (Kind::Float, device())).sin().reshape([6, 8]);
+            first.ws.shallow_clone().copy_(&wave);
+        });
+        let optimizer = Optimizer::new(&store, Rule::ADAMW)?;
+        let state = TrainState::new(&store, optimizer, ())?.sharing(&joined)?;
+        let state = if over_nccl { state.with_nccl(&devices(group)?)? } else { state.with_group(group)? };
+        let TrainState { mut ddp, mut optimizer, .. } = state.with_options(options())?;
+        assert_eq!(over_nccl, format!("{ddp:?}").contains("NCCL"));
+        ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            for step in 0..batches(rank) {
+                let (x, _) = samples(step * 40 + rank * 10, step * 40 + rank * 10 + 4);
+                let loss = ddp.forward(|| norm.forward(&x.apply(&first), true))??;
+                optimizer.zero_grad()?;
+                ddp.backward(&(&loss * loss.cos()).sum(Kind::Float))?;
+                optimizer.step(0.02)?;
+            }
+            Ok(())
+        })?;
+        assert!(ddp.replicas_identical()? && ddp.buffers_identical()?);
+        Ok(floats(&store))
+    };
+    let (host, nccl) = (train(false)?, train(true)?);
+    assert!(distance(&nccl, &host) < 1e-4, "{:e}", distance(&nccl, &host));
+    Ok(())
+}
+
+/// Rank 0 is done when rank 2 dies; the others learn of it, whoever makes whose calls.
+fn dies(group: &ProcessGroup) -> Result<()> {
+    let rank = group.rank().index();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = ddp(&model.store, group, options())?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0))?;
+    ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for step in 0..[1, 6, 6][rank] {
+            if (rank, step) == (2, 3) {
+                kill_process(getpid(), Signal::KILL).unwrap();
+            }
+            let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+            optimizer.zero_grad()?;
+            ddp.backward(&loss)?;
+        }
+        Ok(())
+    })?;
+    panic!("it went well");
+}
+
+fn dies_in_a_join() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stderr = String::new();
+    let job = crate::job("nccl dies", 3, folder.path()).variable(NCCL, "1").grace(Duration::from_secs(30));
+    let report = crate::run(&job, |event| crate::equivalence::note(event, &mut stderr));
+    let is_named = matches!(&report.outcome, Outcome::Failed(failure) if failure.rank == Rank::new(2));
+    assert!(is_named && !stderr.contains("it went well"), "{:?}: {stderr}", report.outcome);
+    crate::equivalence::assert_each_says(2, &stderr, &["rank 2"]);
+}
+
+/// Rank 0 has one batch and makes the calls of rank 1's second one, while they are held up.
+fn held_join(group: &ProcessGroup) -> Result<()> {
+    let go = PathBuf::from(std::env::var_os(HOLD).unwrap());
+    let release = || std::fs::write(&go, "").unwrap();
+    let rank = group.rank().index();
+    if rank == 0 {
+        release();
+    }
+    let devices = devices(group)?;
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64], Init::Const(0.0))).collect();
+    let mut ddp = Ddp::with_nccl(&store, &devices, options())?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let mut seen = Vec::new();
+    ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for step in 0..=rank {
+            let loss = ddp.forward(|| all(&layers) * (rank as f64 + 1.0))?;
+            optimizer.zero_grad()?;
+            if step == 1 {
+                // The only one that has data: nobody removes it meanwhile.
+                std::fs::remove_file(&go).unwrap();
+            }
+            ddp.backward(&loss)?;
+            if step == 1 {
+                assert!(!go.exists(), "somebody has waited");
+                release();
+            }
+            seen.push((step, layers.iter().map(|one| one.grad() * 1.0).collect::<Vec<_>>()));
+        }
+        Ok(())
+    })?;
+    for (step, seen) in seen {
+        let average = if step == 0 { 1.5 } else { 1.0 };
+        assert!(seen.iter().all(|one| elements(one) == [average; 64]), "step {step}");
+    }
+    Ok(())
 }
