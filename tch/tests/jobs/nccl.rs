@@ -7,7 +7,7 @@ use std::time::Duration;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed};
+use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
 use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_nccl::DeviceGroup;
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, SyncBatchNorm, TrainState};
@@ -34,13 +34,24 @@ pub const TESTS: &[(&str, fn())] = &[
         job("joined", 3);
     }),
     ("a_synchronised_batch_norm_takes_part_in_a_join", || job("joined norm", 2)),
-    ("a_rank_that_dies_in_a_join_is_named", dies_in_a_join),
+    ("a_rank_that_dies_in_a_join_is_named", || dies_in_a_join("dies")),
+    ("power_sgd_on_the_device_trains_as_in_the_host_s_memory", || {
+        job("low rank", 2);
+        job("low rank", 3);
+    }),
+    ("power_sgd_goes_on_after_steps_of_zeros_and_of_nan", || job("low rank steps", 2)),
+    ("power_sgd_goes_on_from_checkpoints_of_both", || job("low rank state", 2)),
+    ("a_rank_that_dies_under_power_sgd_is_named", || dies_in_a_join("dies low rank")),
 ];
 
 /// Those that need the stand-in, whose calls can be held up.
 pub const ON_STAND_IN: &[(&str, fn())] = &[
-    ("backward_waits_for_no_call_and_a_bucket_is_one", backward_waits_for_no_call),
+    ("backward_waits_for_no_call_and_a_bucket_is_one", || held_up("held")),
     ("in_a_join_nobody_waits_for_a_call", || held_up("held join")),
+    ("no_thread_waits_for_the_device_in_backward", || {
+        job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
+    }),
+    ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
 ];
 
 /// Set for ranks of other tests that are to average by NCCL.
@@ -50,16 +61,18 @@ fn job(case: &str, ranks: u32) {
     job_with(case, ranks, |job, _| job);
 }
 
-fn backward_waits_for_no_call() {
-    held_up("held");
-}
-
 fn held_up(case: &str) {
     job_with(case, 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
 }
 
 /// Names a file: the stand-in's calls begin when it exists.
 const HOLD: &str = "STANDIN_NCCL_HOLD";
+
+/// Names a file: while it exists, it is an error if a thread waits for the stand-in's device. With the number of the rank behind it, to each its own.
+const NO_WAIT: &str = "STANDIN_CUDA_NO_WAIT";
+
+/// The case in which the ranks' devices have other names.
+const OTHER_MODELS: &str = "other models";
 
 fn job_with(case: &str, ranks: u32, more: impl FnOnce(Job, &Path) -> Job) {
     let folder = tempfile::tempdir().unwrap();
@@ -86,7 +99,11 @@ pub fn prepare() {
         ("NCCL_P2P_DISABLE", "1"),
         ("NCCL_SHM_DISABLE", "1"),
     ];
-    for (name, value) in variables {
+    let other = std::env::var(crate::ROLE).is_ok_and(|role| role.ends_with(OTHER_MODELS));
+    let other = other.then_some(("STANDIN_CUDA_NAME", host.as_str()));
+    let own = std::env::var(NO_WAIT).map(|path| format!("{path} {rank}")).ok();
+    let own = own.as_ref().map(|own| (NO_WAIT, own.as_str()));
+    for (name, value) in variables.into_iter().chain(other).chain(own) {
         // SAFETY: no other thread has been started yet.
         unsafe { std::env::set_var(name, value) };
     }
@@ -140,7 +157,12 @@ pub fn play(case: &str) -> Result<()> {
         "state" => state(&group),
         "joined" => joined(&group),
         "joined norm" => joined_norm(&group),
-        "dies" => dies(&group),
+        "dies" | "dies low rank" => dies(&group, case == "dies low rank"),
+        "low rank" => low_rank(&group),
+        "low rank steps" => low_rank_steps(&group),
+        "low rank state" => low_rank_state(&group),
+        "no wait" => no_wait(&group),
+        OTHER_MODELS => other_models(&group),
         "held join" => held_join(&group),
         "refused" => refused(&group),
         other => panic!("no case {other}"),
@@ -462,7 +484,12 @@ fn state(group: &ProcessGroup) -> Result<()> {
 
 fn refused(group: &ProcessGroup) -> Result<()> {
     type Call = fn(&mut Ddp) -> Result<()>;
-    let cases: [(&str, Call); 1] = [("register_comm_hook", |ddp| ddp.register_comm_hook(AllReduce))];
+    let cases: [(&str, Call); 2] = [
+        ("register_comm_hook: NCCL averages", |ddp| ddp.register_comm_hook(AllReduce)),
+        ("warm_start(false) where NCCL averages", |ddp| {
+            ddp.register_comm_hook(PowerSgd::new(compressing(0).warm_start(false))?)
+        }),
+    ];
     for (words, call) in cases {
         let store = VarStore::new(device());
         drop(store.root().var("one", &[3], Init::Const(1.0)));
@@ -475,7 +502,7 @@ fn refused(group: &ProcessGroup) -> Result<()> {
             1 => called?,
             _ => {
                 let error = called.unwrap_err().to_string();
-                assert!(error.contains(words) && error.contains("NCCL averages"), "{words}: {error}");
+                assert!(error.contains(words), "{words}: {error}");
             }
         }
     }
@@ -536,6 +563,16 @@ enum Uneven {
     Unused,
     Weighted,
     Half,
+    LowRank,
+}
+
+/// Gives variables the same values in each run.
+fn begin(store: &VarStore) {
+    let start = floats(store).into_iter().enumerate().map(|(index, one)| {
+        let wave = |place: usize| ((place * 7 + index * 3) as f32).sin() / 4.0;
+        (0..one.len()).map(wave).collect::<Vec<f32>>()
+    });
+    load(store, &start.collect::<Vec<_>>());
 }
 
 /// A rank's batches: the first has two, the second four, the third none.
@@ -544,12 +581,13 @@ fn batches(rank: usize) -> usize {
 }
 
 fn joined(group: &ProcessGroup) -> Result<()> {
-    use Uneven::{Accumulated, ByActive, Half, Plain, Unused, Weighted};
-    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half] {
+    use Uneven::{Accumulated, ByActive, Half, LowRank, Plain, Unused, Weighted};
+    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half, LowRank] {
         let (host, nccl) = (train_uneven(case, group, false)?, train_uneven(case, group, true)?);
         for (ours, expected) in nccl.iter().zip(&host) {
             let apart = distance(ours, expected);
-            assert!(apart < if case == Half { 1e-3 } else { 1e-5 }, "{case:?}: {apart:e}");
+            let near = if case == Half { 1e-3 } else { 1e-5 };
+            assert!(apart < near, "{case:?}: {apart:e}");
         }
     }
     Ok(())
@@ -561,11 +599,7 @@ fn train_uneven(case: Uneven, group: &ProcessGroup, over_nccl: bool) -> Result<[
     let rank = group.rank().index();
     let model = Mlp::new(&[8, 32, 3]);
     let extra = ["only", "none"].map(|name| model.store.root().var(name, &[3], Init::Const(0.0)));
-    let start = floats(&model.store).into_iter().enumerate().map(|(index, one)| {
-        let wave = |place: usize| ((place * 7 + index * 3) as f32).sin() / 4.0;
-        (0..one.len()).map(wave).collect::<Vec<f32>>()
-    });
-    load(&model.store, &start.collect::<Vec<_>>());
+    begin(&model.store);
     let mut options = options();
     if case == Uneven::Unused {
         options.reducer = ReducerOptions::default().bucket_cap_mb(0.0005).find_unused_parameters(true);
@@ -574,10 +608,14 @@ fn train_uneven(case: Uneven, group: &ProcessGroup, over_nccl: bool) -> Result<[
         true => Ddp::with_nccl(&model.store, &devices(group)?, options)?,
         false => Ddp::with_options(&model.store, group, options)?,
     };
-    if case == Uneven::Half {
-        ddp.register_comm_hook(Compressed::f16())?;
+    match case {
+        Uneven::Half => ddp.register_comm_hook(Compressed::f16())?,
+        Uneven::LowRank => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        _ => {}
     }
-    let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
+    // Adam makes large steps of what is rounding alone, of which products of two vectors have much.
+    let rule = if case == Uneven::LowRank { Rule::sgd(0.9) } else { Rule::ADAMW };
+    let mut optimizer = Optimizer::new(&model.store, rule)?;
     let step = |ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize| {
         let from = step * 40 + rank * 10;
         let loss = || {
@@ -660,10 +698,13 @@ fn joined_norm(group: &ProcessGroup) -> Result<()> {
 }
 
 /// Rank 0 is done when rank 2 dies; the others learn of it, whoever makes whose calls.
-fn dies(group: &ProcessGroup) -> Result<()> {
+fn dies(group: &ProcessGroup, is_low_rank: bool) -> Result<()> {
     let rank = group.rank().index();
     let model = Mlp::new(&[8, 32, 3]);
     let mut ddp = ddp(&model.store, group, options())?;
+    if is_low_rank {
+        ddp.register_comm_hook(PowerSgd::new(compressing(0))?)?;
+    }
     let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0))?;
     ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
         for step in 0..[1, 6, 6][rank] {
@@ -679,10 +720,12 @@ fn dies(group: &ProcessGroup) -> Result<()> {
     panic!("it went well");
 }
 
-fn dies_in_a_join() {
+fn dies_in_a_join(case: &str) {
     let folder = tempfile::tempdir().unwrap();
     let mut stderr = String::new();
-    let job = crate::job("nccl dies", 3, folder.path()).variable(NCCL, "1").grace(Duration::from_secs(30));
+    let job = crate::job(&format!("nccl {case}"), 3, folder.path())
+        .variable(NCCL, "1")
+        .grace(Duration::from_secs(30));
     let report = crate::run(&job, |event| crate::equivalence::note(event, &mut stderr));
     let is_named = matches!(&report.outcome, Outcome::Failed(failure) if failure.rank == Rank::new(2));
     assert!(is_named && !stderr.contains("it went well"), "{:?}: {stderr}", report.outcome);
@@ -725,5 +768,222 @@ fn held_join(group: &ProcessGroup) -> Result<()> {
         let average = if step == 0 { 1.5 } else { 1.0 };
         assert!(seen.iter().all(|one| elements(one) == [average; 64]), "step {step}");
     }
+    Ok(())
+}
+
+/// PowerSGD that sends matrices as products after so many steps, if they become smaller at all.
+fn compressing(steps: u64) -> PowerSgdOptions {
+    PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0)
+}
+
+/// With several matrices of one shape in a bucket, and with a bucket for each.
+fn low_rank(group: &ProcessGroup) -> Result<()> {
+    let cases = [
+        compressing(2),
+        compressing(0).rank(2).seed(5),
+        compressing(1).error_feedback(false),
+        compressing(1).rank(3).orthogonalization_epsilon(1e-6),
+    ];
+    for (case, low_rank) in cases.into_iter().enumerate() {
+        for is_one_bucket in [true, false] {
+            let train = |over_nccl: bool| {
+                let group = &group.split(Some(0), 0)?.unwrap();
+                let model = Mlp::new(&[8, 32, 32, 32, 3]);
+                begin(&model.store);
+                let options = if is_one_bucket { DdpOptions::default() } else { options() };
+                let mut ddp = match over_nccl {
+                    true => Ddp::with_nccl(&model.store, &devices(group)?, options)?,
+                    false => Ddp::with_options(&model.store, group, options)?,
+                };
+                ddp.register_comm_hook(PowerSgd::new(low_rank)?)?;
+                let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+                for step in 0..8 {
+                    train_step(&model, &mut ddp, &mut optimizer, step)?;
+                }
+                assert!(ddp.replicas_identical()?);
+                Ok((floats(&model.store), ddp.communicated_bytes()))
+            };
+            let (host, nccl) = (train(false)?, train(true)?);
+            let apart = distance(&nccl.0, &host.0);
+            assert!(apart < 1e-4, "case {case}, one bucket: {is_one_bucket}: {apart:e}");
+            assert_eq!(nccl.1, host.1, "bytes");
+        }
+    }
+    Ok(())
+}
+
+fn train_step(model: &Mlp, ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize) -> Result<()> {
+    let from = step * 40 + ddp.rank().index() * 10;
+    let loss = ddp.forward(|| model.loss(samples(from, from + 6)))?;
+    optimizer.zero_grad()?;
+    ddp.backward(&loss)?;
+    optimizer.step(0.05)
+}
+
+/// The gradient of each matrix has one direction, which a product of two vectors has exactly.
+fn low_rank_steps(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let sizes = [[16, 8], [16, 8], [12, 20]];
+    let layers: Vec<Tensor> = sizes
+        .iter()
+        .enumerate()
+        .map(|(index, size)| store.root().var(&format!("l{index}"), size, Init::Const(0.0)))
+        .collect();
+    let bias = store.root().var("bias", &[5], Init::Const(0.0));
+    let slopes: Vec<Tensor> = sizes
+        .iter()
+        .map(|&[rows, columns]| {
+            let wave = |count: i64| (Tensor::arange(count, (Kind::Float, device())) * 0.7 + 0.3).sin();
+            wave(rows).unsqueeze(1) * wave(columns).unsqueeze(0)
+        })
+        .collect();
+    let expected: Vec<Vec<f32>> = slopes.iter().map(elements).collect();
+    let mut ddp = ddp(&store, group, DdpOptions::default())?;
+    ddp.register_comm_hook(PowerSgd::new(compressing(0).rank(2))?)?;
+    let rank = group.rank().index() as f64 + 1.0;
+    // What rank 0's gradients are multiplied by; those of rank 1 by 1.
+    let factors = [1.0, f64::NAN, 1.0, 0.0, 0.0, 1.0, f64::INFINITY, f64::NAN, 2.0, -1.0];
+    for (step, factor) in factors.into_iter().enumerate() {
+        let factor = if factor == 0.0 || rank == 1.0 { factor } else { 1.0 };
+        let loss = ddp.forward(|| {
+            let parts = layers.iter().zip(&slopes).map(|(one, slope)| (one * slope).sum(Kind::Float));
+            (parts.reduce(|a, b| a + b).unwrap() + bias.sum(Kind::Float)) * (rank * factor)
+        })?;
+        zero_grad(&store);
+        ddp.backward(&loss)?;
+        // Queued before anybody has waited for the device.
+        let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+        let of_bias = bias.grad() * 2.0;
+        zero_grad(&store);
+        // Twice the average.
+        let sum = factors[step] + if factors[step] == 0.0 { 0.0 } else { 2.0 };
+        for (index, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
+            let (found, scaled) = (elements(seen), expected.iter().map(|one| one * sum as f32));
+            let is_right = |(found, scaled): (&f32, f32)| match sum.is_finite() {
+                true => (found - scaled).abs() < 1e-5,
+                false => !found.is_finite(),
+            };
+            assert!(found.iter().zip(scaled).all(is_right), "step {step}, {index}: {found:?}, {sum} times");
+        }
+        assert!(elements(&of_bias).iter().all(|one| !sum.is_finite() || *one == sum as f32), "step {step}");
+    }
+    Ok(())
+}
+
+/// Bit for bit over NCCL; from the host's memory to the device, and back, as near as the two are.
+fn low_rank_state(group: &ProcessGroup) -> Result<()> {
+    struct Training {
+        model: Mlp,
+        state: TrainState<u32>,
+    }
+    impl Training {
+        fn new(group: &ProcessGroup, over_nccl: bool, hook_first: bool) -> Result<Self> {
+            let group = &group.split(Some(0), 0)?.unwrap();
+            let model = Mlp::new(&[8, 32, 32, 3]);
+            begin(&model.store);
+            let optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+            let state = TrainState::new(&model.store, optimizer, 0u32)?;
+            let state =
+                if over_nccl { state.with_nccl(&devices(group)?)? } else { state.with_group(group)? };
+            let mut this = Self { model, state: state.with_options(options())? };
+            if hook_first {
+                this.register()?;
+            }
+            Ok(this)
+        }
+
+        fn register(&mut self) -> Result<()> {
+            self.state.ddp.register_comm_hook(PowerSgd::new(compressing(2))?)
+        }
+
+        fn train(&mut self, steps: std::ops::Range<usize>) -> Result<Vec<Vec<f32>>> {
+            for step in steps {
+                let Self { model, state } = self;
+                let from = step * 40 + state.ddp.rank().index() * 10;
+                let loss = state.ddp.forward(|| model.loss(samples(from, from + 6)))?;
+                state.optimizer.zero_grad()?;
+                state.ddp.backward(&loss)?;
+                state.step(0.05)?;
+            }
+            Ok(floats(&self.model.store))
+        }
+    }
+    for saved_by_nccl in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = phalanx::checkpoint::Checkpoints::open(folder.path(), group)?;
+        let mut training = Training::new(group, saved_by_nccl, true)?;
+        training.train(0..5)?;
+        training.state.checkpoint(&checkpoints)?;
+        checkpoints.finish()?;
+        // What is read disturbs nothing.
+        let expected = training.train(5..9)?;
+        for resumed_by_nccl in [true, false] {
+            for hook_first in [true, false] {
+                let mut training = Training::new(group, resumed_by_nccl, hook_first)?;
+                // Other losses and factors than those of the checkpoint.
+                if hook_first {
+                    training.train(20..24)?;
+                }
+                assert!(training.state.resume(&checkpoints)?);
+                if !hook_first {
+                    training.register()?;
+                }
+                let before = training.state.ddp.communicated_bytes();
+                let resumed = training.train(5..9)?;
+                let all: u64 = resumed.iter().map(|one| 4 * one.len() as u64).sum();
+                assert!(training.state.ddp.communicated_bytes() - before < 4 * all / 2, "it compresses");
+                match saved_by_nccl == resumed_by_nccl {
+                    true => assert_eq!(resumed, expected, "over NCCL: {saved_by_nccl}, {hook_first}"),
+                    false => {
+                        let apart = distance(&resumed, &expected);
+                        assert!(apart < 1e-4, "saved over NCCL: {saved_by_nccl}, {hook_first}: {apart:e}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Nothing is read in backward, and nothing is copied to the device, whatever averages.
+fn no_wait(group: &ProcessGroup) -> Result<()> {
+    let nobody = PathBuf::from(std::env::var_os(NO_WAIT).unwrap());
+    type Register = fn(&mut Ddp) -> Result<()>;
+    let hooks: [Register; 3] = [
+        |_| Ok(()),
+        |ddp| ddp.register_comm_hook(Compressed::f16()),
+        |ddp| ddp.register_comm_hook(PowerSgd::new(compressing(1).rank(2))?),
+    ];
+    for register in hooks {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let model = Mlp::new(&[8, 32, 32, 3]);
+        let mut ddp = ddp(&model.store, group, options())?;
+        register(&mut ddp)?;
+        let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
+        for step in 0..4 {
+            let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+            optimizer.zero_grad()?;
+            std::fs::write(&nobody, "").unwrap();
+            let averaged = ddp.backward(&loss);
+            std::fs::remove_file(&nobody).unwrap();
+            averaged?;
+            optimizer.step(0.01)?;
+        }
+        // The stand-in would have said so.
+        std::fs::write(&nobody, "").unwrap();
+        assert!(model.layers[0].ws.grad().f_to_device(tch::Device::Cpu).is_err());
+        std::fs::remove_file(&nobody).unwrap();
+    }
+    Ok(())
+}
+
+fn other_models(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    drop(store.root().var("one", &[8, 8], Init::Const(1.0)));
+    let mut ddp = ddp(&store, group, options())?;
+    ddp.register_comm_hook(Compressed::f16())?;
+    let error = ddp.register_comm_hook(PowerSgd::new(compressing(0))?).unwrap_err().to_string();
+    let names = ["host-of-rank-0", "host-of-rank-1"];
+    assert!(names.iter().all(|name| error.contains(name)), "{error}");
     Ok(())
 }
