@@ -140,10 +140,7 @@ impl Ddp {
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
         self.loaded_hook.check_taken(self.hooked())?;
-        if self.group.running().is_some() {
-            // Ranks that are done answer the host's calls alone.
-            self.check_on_host("join")?;
-        }
+        self.check_join()?;
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;
@@ -395,7 +392,7 @@ fn prepare(
         let sink = match nccl {
             None => Sink::new(Reducer::new(communicator, specs, reducer)?, &inventory.parameters, None),
             Some(nccl) => {
-                let on_device = OnDevice::new(nccl, &inventory.parameters, waits)?;
+                let on_device = OnDevice::new(nccl, group, &inventory.parameters, waits)?;
                 let hook = Box::new(Hook::new(on_device.clone()));
                 let reducer = Reducer::elsewhere(communicator, specs, reducer, hook)?;
                 // NCCL connects ranks in the first call, and not in the first backward pass.

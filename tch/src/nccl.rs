@@ -10,27 +10,39 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
-//! to memory of its own, which is sent and copied back.
+//! to memory of its own, which is sent and copied back; with [`PowerSgd`] two messages of its own are ([`power_sgd`]).
+//!
+//! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
+//! ([`Elsewhere`]): so these calls have one order on all ranks.
 //!
 //! In an elastic job the thread waits for the calls at the end of backward, so that a failure is one of this step. A step that can be done again keeps
 //! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
+mod power_sgd;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
-use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
-use phalanx::{DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
+use phalanx::reducer::broadcast_bytes;
+use phalanx::reducer::hooks::{
+    CommHook, GradBucket, GradientPlace, HookState, Pending, PowerSgd, PowerSgdOptions,
+};
+use phalanx::{Caller, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
+use self::power_sgd::{LowRank, LowRankBucket};
 use crate::shim;
 use crate::tensors::{Named, torch};
 
 /// Averages the gradients of a model's parameters.
 pub(crate) struct OnDevice {
     nccl: CommunicatorHandle,
+    /// Ranks without data hear of calls by it.
+    group: JoinGroup,
     /// Whether the end of backward waits for the calls.
     waits: bool,
     state: Mutex<State>,
@@ -48,6 +60,18 @@ struct State {
     ahead: Vec<usize>,
     /// Whether the gradients of this step lie in buckets; not in a world of one.
     are_placed: bool,
+    /// What PowerSGD keeps, if that averages.
+    low_rank: Option<LowRank>,
+}
+
+/// How a bucket of f32 is sent.
+#[derive(Clone, Copy)]
+enum Sent {
+    Whole,
+    /// Rounded to this type.
+    Rounded(Kind),
+    /// As products of thin matrices.
+    LowRank,
 }
 
 /// A bucket's memory, which it keeps.
@@ -60,6 +84,8 @@ struct Bucket {
     kept: Option<Tensor>,
     /// What is sent of it, if that has another type.
     compressed: Option<Tensor>,
+    /// If its matrices are sent as products.
+    low_rank: Option<LowRankBucket>,
     /// Whether other memory takes the place of this.
     is_abandoned: bool,
 }
@@ -78,7 +104,8 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        Ok(Self { gradients, memory, places, kept: None, compressed: None, is_abandoned: false })
+        let (kept, compressed, low_rank) = (None, None, None);
+        Ok(Self { gradients, memory, places, kept, compressed, low_rank, is_abandoned: false })
     }
 
     /// Takes other memory.
@@ -105,6 +132,14 @@ impl Bucket {
         let place = self.compressed.insert(place);
         place.f_copy_(&scaled)?;
         Ok(place.shallow_clone())
+    }
+
+    /// What PowerSGD sends first of it; none if it has no matrix.
+    fn first_message(&mut self, all: &mut LowRank) -> Result<Option<Tensor>> {
+        if self.low_rank.is_none() {
+            self.low_rank = all.bucket(&self.gradients, &self.memory)?;
+        }
+        self.low_rank.as_ref().map(|low_rank| all.first(low_rank)).transpose()
     }
 
     /// It holds what was sent in another type, if anything was.
@@ -138,23 +173,29 @@ impl Bucket {
 }
 
 impl State {
-    /// Divides the averages by `weight`.
-    fn divide(&mut self, weight: f64) -> Result<()> {
-        if weight == 1.0 {
+    /// Divides the averages by `weight`, and multiplies them by `scale`.
+    fn scale(&mut self, weight: f64, scale: f64) -> Result<()> {
+        if weight == 1.0 && scale == 1.0 {
             return Ok(());
         }
         let _guard = tch::no_grad_guard();
         if self.are_placed {
             for bucket in self.buckets.iter_mut().flatten() {
-                drop(bucket.memory.f_div_scalar_(weight).map_err(torch)?);
+                if weight != 1.0 {
+                    drop(bucket.memory.f_div_scalar_(weight).map_err(torch)?);
+                }
+                if scale != 1.0 {
+                    drop(bucket.memory.f_mul_scalar_(scale).map_err(torch)?);
+                }
             }
             return Ok(());
         }
-        // Gradients that backward has made may share memory.
+        // A world of one. Gradients that backward has made may share memory.
         for one in &self.parameters {
             let gradient = one.tensor.grad();
             if gradient.defined() {
-                let average = gradient.f_div_scalar(weight).map_err(torch)?;
+                let average = gradient.f_div_scalar(weight).and_then(|it| it.f_mul_scalar(scale));
+                let average = average.map_err(torch)?;
                 shim::set_gradient(&one.tensor, Some(&average))?;
             }
         }
@@ -174,15 +215,23 @@ impl State {
 }
 
 impl OnDevice {
-    /// For these parameters, which must be on the communicator's device. `waits`: no call is left behind at the end of backward.
-    pub fn new(nccl: &Communicator, parameters: &[Named], waits: bool) -> Result<Arc<Self>> {
+    /// For these parameters, which must be on the communicator's device, and ranks that may `join` in `group`. `waits`: no call is left behind at
+    /// the end of backward.
+    pub fn new(
+        nccl: &Communicator,
+        group: &JoinGroup,
+        parameters: &[Named],
+        waits: bool,
+    ) -> Result<Arc<Self>> {
         let ordinal = nccl.device().ordinal();
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
-            let state = State { parameters: parameters.to_vec(), buckets, streams, ahead, are_placed: false };
+            let (parameters, are_placed, low_rank) = (parameters.to_vec(), false, None);
+            let state = State { parameters, buckets, streams, ahead, are_placed, low_rank };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
-            return Ok(Arc::new(Self { nccl, waits, state, bytes: AtomicU64::new(0) }));
+            let group = group.in_call(Caller::DdpBackward);
+            return Ok(Arc::new(Self { nccl, group, waits, state, bytes: AtomicU64::new(0) }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -253,14 +302,17 @@ impl OnDevice {
         Ok(true)
     }
 
-    /// Backward is over, and all buckets are launched: the averages are divided by `weight`, and what is queued from now on waits for them.
-    pub fn settle(&self, weight: f64) -> Result<()> {
+    /// Backward is over, and all buckets are launched: the averages are divided by `weight` and multiplied by `scale`, and what is queued from now on
+    /// waits for them.
+    pub fn settle(&self, weight: f64, scale: f64) -> Result<()> {
         // This thread's stream waits for the averages, or they are there.
         let (streams, writes) = {
             let mut state = lock(&self.state);
-            state.divide(weight)?;
-            let is_compressed = state.buckets.iter().flatten().any(|bucket| bucket.compressed.is_some());
-            (std::mem::take(&mut state.streams), weight != 1.0 || is_compressed)
+            state.scale(weight, scale)?;
+            let is_compressed = |bucket: &Bucket| bucket.compressed.is_some() || bucket.low_rank.is_some();
+            let is_compressed = state.buckets.iter().flatten().any(is_compressed);
+            let writes = weight != 1.0 || scale != 1.0 || is_compressed;
+            (std::mem::take(&mut state.streams), writes)
         };
         let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
         let here = self.stream_of_thread()?;
@@ -300,20 +352,51 @@ impl OnDevice {
         .with_remedy("move the VarStore before the Ddp is made"))
     }
 
+    /// What this rank's device is called.
+    pub fn device_name(&self) -> Result<String> {
+        self.nccl.device().name()
+    }
+
     fn ordinal(&self) -> u32 {
         self.nccl.device().ordinal()
     }
 
-    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or that of `compressed`, in
-    /// which they are sent. If the bucket is to be kept, it can be launched again in the same step, with the same gradients.
+    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or as they are.
+    fn approximate(&self, low_rank: Option<(PowerSgdOptions, u64)>) -> Result<()> {
+        let state = &mut *lock(&self.state);
+        let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
+        let low_rank = low_rank.map(begin).transpose()?;
+        state.low_rank = low_rank;
+        state.buckets.iter_mut().flatten().for_each(|bucket| bucket.low_rank = None);
+        Ok(())
+    }
+
+    /// What PowerSGD keeps, after so many steps.
+    fn low_rank_state(&self, step: u64) -> Result<HookState> {
+        let state = lock(&self.state);
+        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step)).transpose()?;
+        drop(state);
+        // What was read is worth nothing after a call that has failed.
+        self.check().map(|()| read.unwrap_or_default())
+    }
+
+    /// PowerSGD goes on from `saved`.
+    fn load_low_rank(&self, mut saved: HookState, steps: u64) -> Result<()> {
+        let state = &mut *lock(&self.state);
+        state.buckets.iter_mut().flatten().for_each(|bucket| bucket.low_rank = None);
+        state.low_rank.as_mut().map_or(Ok(()), |low_rank| low_rank.load(&mut saved, steps))
+    }
+
+    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or the one to which they are
+    /// rounded. If the bucket is to be kept, it can be launched again in the same step, with the same gradients.
     fn launch<T: Element>(
         &self,
         (number, keeps): (usize, bool),
         gradients: &Arc<[GradientPlace]>,
-        compressed: Option<Kind>,
+        how: Sent,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
         let nccl = self.nccl.connect()?;
-        let State { parameters, buckets, streams, ahead, are_placed } = &mut *lock(&self.state);
+        let State { parameters, buckets, streams, ahead, are_placed, low_rank } = &mut *lock(&self.state);
         *are_placed = true;
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
@@ -350,22 +433,53 @@ impl OnDevice {
             unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
         }
         bucket.place(parameters)?;
-        let (sent, op) = match compressed {
-            Some(kind) => {
+        let (sent, op) = match how {
+            Sent::Rounded(kind) => {
+                bucket.low_rank = None;
                 let ranks = f64::from(nccl.world_size().get());
                 (bucket.compress(kind, ranks).map_err(torch)?, ReduceOp::Sum)
             }
-            None => {
-                bucket.compressed = None;
+            Sent::Whole => {
+                (bucket.compressed, bucket.low_rank) = (None, None);
                 (bucket.memory.shallow_clone(), ReduceOp::Avg)
             }
+            Sent::LowRank => {
+                bucket.compressed = None;
+                let message = low_rank.as_mut().map(|all| bucket.first_message(all)).transpose()?.flatten();
+                (message.unwrap_or_else(|| bucket.memory.shallow_clone()), ReduceOp::Avg)
+            }
         };
+        self.call::<T>(&nccl, &here, sent, op)
+    }
+
+    /// Averages what is `sent`, behind what is queued on stream `here`; none if it has no elements.
+    fn call<T: Element>(
+        &self,
+        nccl: &Communicator,
+        here: &Stream,
+        sent: Tensor,
+        op: ReduceOp,
+    ) -> Result<Option<Work<DeviceSlice<T>>>> {
+        let dtype = shim::dtype(sent.kind())?;
         let lent = lend::<T>(sent, self.nccl.device())?;
         if lent.is_empty() {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        nccl.after(&here)?.all_reduce_async(lent, op).map(Some)
+        let call = ElsewhereCall { op, dtype, elements: lent.len() };
+        self.group.announce_elsewhere(self, call)?;
+        nccl.after(here)?.all_reduce_async(lent, op).map(Some)
+    }
+
+    /// Makes a call of a rank with data, on this one, which has none.
+    fn answer_in<T: Element>(&self, kind: Kind, op: ReduceOp, elements: i64) -> Result<()> {
+        let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
+        let place = (kind, Device::Cuda(self.ordinal() as usize));
+        let zeros = tch::no_grad(|| Tensor::f_zeros(elements, place)).map_err(torch)?;
+        let work = nccl.after(&here)?.all_reduce_async(lend::<T>(zeros, self.nccl.device())?, op)?;
+        // Their memory is used again in the order of this stream, which waits for the call.
+        drop(if self.waits { work.wait() } else { work.order(&here) }?);
+        Ok(())
     }
 
     /// This thread's current stream.
@@ -375,24 +489,73 @@ impl OnDevice {
         Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
     }
 
-    fn average<T: Element>(
-        self: &Arc<Self>,
-        bucket: GradBucket,
-        compressed: Option<Kind>,
-    ) -> Result<Pending> {
+    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, how: Sent) -> Result<Pending> {
         let number = bucket.index;
-        let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, compressed)?;
-        let work = Arc::new(Mutex::new(launched));
+        let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, how)?;
+        let this = self.clone();
+        Ok(self.behind(launched, move || match this.second_message(number)? {
+            Some(second) => {
+                let (all, here) = (this.clone(), this.stream_of_thread()?);
+                let work = this.call::<f32>(&this.nccl.connect()?, &here, second, ReduceOp::Avg)?;
+                Ok(this.behind(work, move || {
+                    let State { buckets, low_rank, .. } = &mut *lock(&all.state);
+                    if let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) {
+                        low_rank.finish(of_bucket)?;
+                    }
+                    Ok(Pending::ready(bucket.buffer))
+                }))
+            }
+            None => {
+                let state = lock(&this.state);
+                state.buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)?;
+                Ok(Pending::ready(bucket.buffer))
+            }
+        }))
+    }
+
+    /// What PowerSGD sends when the first message of a bucket is averaged, if it has sent one.
+    fn second_message(&self, number: usize) -> Result<Option<Tensor>> {
+        let State { buckets, low_rank, .. } = &*lock(&self.state);
+        let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) else { return Ok(None) };
+        low_rank.second(of_bucket).map(Some)
+    }
+
+    /// What `then` queues on this thread's stream comes behind `work`.
+    fn behind<T: Element>(
+        self: &Arc<Self>,
+        work: Option<Work<DeviceSlice<T>>>,
+        then: impl FnOnce() -> Result<Pending> + Send + 'static,
+    ) -> Pending {
+        let work = Arc::new(Mutex::new(work));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
-        Ok(Pending::elsewhere(is_completed, move || {
+        Pending::elsewhere_then(is_completed, move || {
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
-            let state = lock(&this.state);
-            state.buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)?;
-            Ok(bucket.buffer)
-        }))
+            then()
+        })
+    }
+}
+
+/// What PowerSGD has of the bucket of this number.
+fn of(buckets: &[Option<Bucket>], number: usize) -> Option<&LowRankBucket> {
+    buckets.get(number)?.as_ref()?.low_rank.as_ref()
+}
+
+impl Elsewhere for OnDevice {
+    fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
+        let count = i64::try_from(elements)
+            .map_err(|_| Error::invalid_argument(format!("a bucket of {elements} elements")))?;
+        match dtype {
+            DType::F32 => self.answer_in::<f32>(Kind::Float, op, count),
+            DType::F64 => self.answer_in::<f64>(Kind::Double, op, count),
+            DType::F16 => self.answer_in::<f16>(Kind::Half, op, count),
+            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, count),
+            DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+                Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+            }
+        }
     }
 }
 
@@ -424,55 +587,115 @@ fn lend<T: Element>(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Dev
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
 pub(crate) struct Hook {
     on_device: Arc<OnDevice>,
-    /// The type in which f32 gradients are sent, if it is another.
-    compressed: Option<DType>,
+    how: How,
+}
+
+/// What is sent of gradients of f32.
+enum How {
+    Whole,
+    Rounded(DType),
+    LowRank { options: PowerSgdOptions, description: String, step: u64 },
 }
 
 impl Hook {
     pub fn new(on_device: Arc<OnDevice>) -> Self {
-        Self { on_device, compressed: None }
+        Self { on_device, how: How::Whole }
+    }
+
+    /// How buckets of f32 are sent in this step, of which one `is_last`.
+    fn sent(&mut self, is_last: bool) -> Sent {
+        match &mut self.how {
+            How::Whole => Sent::Whole,
+            How::Rounded(DType::F16) => Sent::Rounded(Kind::Half),
+            How::Rounded(_) => Sent::Rounded(Kind::BFloat16),
+            How::LowRank { options, step, .. } => {
+                let is_compressed = options.compresses_at(*step);
+                *step += u64::from(is_last);
+                if is_compressed { Sent::LowRank } else { Sent::Whole }
+            }
+        }
     }
 }
 
 impl CommHook for Hook {
     fn describe(&self) -> String {
-        self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
+        match &self.how {
+            How::Whole => "NCCL".into(),
+            How::Rounded(dtype) => format!("compressed to {dtype}"),
+            How::LowRank { description, .. } => description.clone(),
+        }
     }
 
     fn start(&mut self, _: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
+        let sent = self.sent(bucket.is_last);
         let on_device = &self.on_device;
-        match (bucket.buffer.dtype(), self.compressed) {
-            (DType::F32, Some(DType::F16)) => on_device.average::<f16>(bucket, Some(Kind::Half)),
-            (DType::F32, Some(DType::BF16)) => on_device.average::<bf16>(bucket, Some(Kind::BFloat16)),
-            (DType::F32, _) => on_device.average::<f32>(bucket, None),
-            (DType::F64, _) => on_device.average::<f64>(bucket, None),
-            (DType::F16, _) => on_device.average::<f16>(bucket, None),
-            (DType::BF16, _) => on_device.average::<bf16>(bucket, None),
+        match (bucket.buffer.dtype(), sent) {
+            (DType::F32, Sent::Rounded(Kind::Half)) => on_device.average::<f16>(bucket, sent),
+            (DType::F32, Sent::Rounded(_)) => on_device.average::<bf16>(bucket, sent),
+            (DType::F32, Sent::Whole | Sent::LowRank) => on_device.average::<f32>(bucket, sent),
+            (DType::F64, _) => on_device.average::<f64>(bucket, Sent::Whole),
+            (DType::F16, _) => on_device.average::<f16>(bucket, Sent::Whole),
+            (DType::BF16, _) => on_device.average::<bf16>(bucket, Sent::Whole),
             (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
 
-    fn adopt(&mut self, _: &dyn phalanx::Communicator, _: Rank) -> Result<()> {
-        Ok(()) // It has no state.
+    /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
+    fn adopt(&mut self, group: &dyn phalanx::Communicator, root: Rank) -> Result<()> {
+        let How::LowRank { options, step, .. } = &mut self.how else { return Ok(()) };
+        let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
+        let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
+        *step = u64::from_le_bytes(bytes);
+        self.on_device.approximate(Some((*options, *step)))
     }
 
+    /// Without what cannot be read: [`read_state`](Self::read_state) is what is saved.
     fn state(&self) -> HookState {
-        HookState::default()
+        self.read_state().unwrap_or_default()
+    }
+
+    fn read_state(&self) -> Result<HookState> {
+        match self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank_state(step),
+            How::Whole | How::Rounded(_) => Ok(HookState::default()),
+        }
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {
-        state.nothing()
+        match &mut self.how {
+            How::LowRank { step, .. } => {
+                *step = state.get("step")?;
+                self.on_device.load_low_rank(state, *step)
+            }
+            How::Whole | How::Rounded(_) => state.nothing(),
+        }
     }
 
-    // As the hook in the host's memory: a step is not done again.
+    // As the hooks in the host's memory: a step is not done again.
     fn is_stateless(&self) -> bool {
-        self.compressed.is_none()
+        matches!(self.how, How::Whole)
     }
 
     fn compress(&mut self, dtype: DType) -> bool {
-        let is_half = matches!(dtype, DType::F16 | DType::BF16);
-        self.compressed = if is_half { Some(dtype) } else { self.compressed };
-        is_half
+        // It takes no memory, so it does not fail.
+        let can = matches!(dtype, DType::F16 | DType::BF16) && self.on_device.approximate(None).is_ok();
+        if can {
+            self.how = How::Rounded(dtype);
+        }
+        can
+    }
+
+    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
+        if !options.has_warm_start() {
+            return Err(Error::invalid_argument(
+                "PowerSGD with warm_start(false) where NCCL averages: each step would wait for random factors of the host",
+            )
+            .with_remedy("leave warm_start on, or average in the host's memory, with Ddp::with_options"));
+        }
+        let description = PowerSgd::new(options)?.describe();
+        self.on_device.approximate(Some((options, 0)))?;
+        self.how = How::LowRank { options, description, step: 0 };
+        Ok(true)
     }
 
     fn makes_zeros(&self) -> bool {
@@ -480,7 +703,7 @@ impl CommHook for Hook {
     }
 
     fn accepts_weights(&self) -> bool {
-        self.compressed.is_none()
+        matches!(self.how, How::Whole)
     }
 
     fn keeps_gradients(&self) -> bool {

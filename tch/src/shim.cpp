@@ -203,6 +203,15 @@ char *phx_copy_all(at::Tensor *const *to, at::Tensor *const *from, size_t count)
     });
 }
 
+// The current stream of the tensor's device uses its memory: when it is freed, nobody gets it before what is queued there now is done.
+char *phx_used_here(const at::Tensor *tensor) {
+    return guarded([&] {
+        if (!tensor->is_cuda()) return;
+        const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+        tensor->record_stream(guard.getStream(tensor->device()));
+    });
+}
+
 // The calling thread's current stream of CUDA device `index`: what libtorch queues here next goes there.
 char *phx_current_stream(int32_t index, void **stream) {
     return guarded([&] {

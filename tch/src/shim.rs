@@ -33,6 +33,7 @@ unsafe extern "C" {
     fn phx_read(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
     fn phx_write(tensor: *const C_tensor, data: *mut c_void) -> *mut c_char;
     fn phx_copy_all(to: *const *mut C_tensor, from: *const *mut C_tensor, count: usize) -> *mut c_char;
+    fn phx_used_here(tensor: *const C_tensor) -> *mut c_char;
     fn phx_current_stream(index: i32, stream: *mut *mut c_void) -> *mut c_char;
     fn phx_storage_bytes(tensor: *const C_tensor) -> usize;
     fn phx_hook(
@@ -156,6 +157,12 @@ pub(crate) fn copy_all(to: &[Tensor], from: &[Tensor]) -> Result<()> {
     let (to, from) = (handles(to), handles(from));
     // SAFETY: as many live handles in each list; libtorch compares their shapes.
     outcome(unsafe { phx_copy_all(to.as_ptr(), from.as_ptr(), to.len()) })
+}
+
+/// The memory of `tensor` is used by what the calling thread queues on its current stream: once it is freed, nobody has it again before that is done.
+pub(crate) fn used_here(tensor: &Tensor) -> Result<()> {
+    // SAFETY: a handle that lives as long as this borrow.
+    outcome(unsafe { phx_used_here(tensor.as_ptr()) })
 }
 
 /// The calling thread's current stream of a CUDA device, as the number of a `CUstream`.

@@ -105,6 +105,11 @@ impl Sink {
         self.0.with_state(|deliveries| deliveries.on_device.is_some())
     }
 
+    /// What makes NCCL's calls, if it averages.
+    pub fn on_device(&self) -> Option<Arc<OnDevice>> {
+        self.0.with_state(|deliveries| deliveries.on_device.clone())
+    }
+
     /// The ranks of `group` average from now on, by NCCL too.
     pub fn move_to(&self, group: &ProcessGroup) {
         self.0.with_state(|deliveries| {
@@ -173,7 +178,7 @@ impl Sink {
             if finished.is_err() {
                 // If that has ended nothing, such as a step in which nobody has a sample, what follows waits for its calls all the same.
                 let _ended = self.0.attempt(|_, deliveries| {
-                    deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.settle(1.0))
+                    deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.settle(1.0, 1.0))
                 });
             }
             finished
@@ -411,7 +416,7 @@ impl Deliveries {
                     shim::set_gradient(leaf, Some(&zeros))?;
                 }
             }
-            return on_device.settle(reducer.average_weight());
+            return on_device.settle(reducer.average_weight(), scale);
         }
         for (index, parameter) in self.parameters.iter().enumerate() {
             let leaf = &parameter.tensor;

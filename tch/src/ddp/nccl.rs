@@ -42,8 +42,10 @@ impl Ddp {
     /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
     ///
-    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,
-    /// [`join`](Self::join) and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on).
+    /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
+    ///
+    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook, a step inside of a `join` that another
+    /// `Ddp` has begun, and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on).
     /// [`with_options`](Self::with_options) has them all, through the host's memory.
     ///
     /// # Errors
@@ -59,6 +61,16 @@ impl Ddp {
     pub(super) fn check_on_host(&self, call: &str) -> Result<()> {
         let Some(sink) = self.sink.as_ref().filter(|sink| sink.is_on_device()) else { return Ok(()) };
         sink.call(|_| Err(refused(call)))
+    }
+
+    /// An error if ranks that are done would not make NCCL's calls in the `join` that runs. It ends the group: the others wait for this step.
+    pub(super) fn check_join(&self) -> Result<()> {
+        let Some(nccl) = self.sink.as_ref().and_then(|sink| sink.on_device()) else { return Ok(()) };
+        if self.group.answers(&*nccl) {
+            Ok(())
+        } else {
+            self.check_on_host("a join that this Ddp has not begun")
+        }
     }
 
     /// An error if it cannot change to another group, also in a world of one.

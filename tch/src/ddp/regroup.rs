@@ -20,6 +20,9 @@ impl Ddp {
     /// took part to the end. All other code that calls collectives inside `body`, such as a synchronised batch norm, must
     /// do so through the same [`JoinGroup`](phalanx::join::JoinGroup).
     ///
+    /// Over [NCCL](Self::with_nccl) a rank that is done makes the others' calls, too, with zeros on its device. It makes those of this `Ddp`
+    /// alone: another one over NCCL cannot train in the same `join`.
+    ///
     /// # Errors
     /// As [`JoinGroup::join`](phalanx::join::JoinGroup::join).
     pub fn join<T>(
@@ -28,9 +31,11 @@ impl Ddp {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut Optimizer) -> Result<T>,
     ) -> Result<T> {
-        self.check_on_host("join")?;
-        let group = self.group.clone();
-        let joined = group.join(options, || body(self, optimizer))?;
+        let (group, nccl) = (self.group.clone(), self.sink.as_ref().and_then(|sink| sink.on_device()));
+        let joined = match nccl {
+            Some(nccl) => group.join_elsewhere(options, nccl, || body(self, optimizer)),
+            None => group.join(options, || body(self, optimizer)),
+        }?;
         if joined.uneven {
             if let Some(sink) = &self.sink {
                 sink.adopt(joined.last)?;
@@ -38,6 +43,8 @@ impl Ddp {
             self.take_state(Caller::Join, joined.last)?;
             (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
             optimizer.adopt(&self.group.in_call(Caller::Join), joined.last)?;
+            // What the last of NCCL's calls have left on the device is what has been adopted.
+            self.check_settled()?;
         }
         Ok(joined.value)
     }

@@ -29,7 +29,7 @@ const REPLACED: &str = "PHALANX_TEST_REPLACED";
 pub const TESTS: &[(&str, fn())] = &[
     ("model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, &[]))),
     ("without_a_replacement_fewer_go_on", || drop(killed("all", 0, &[]))),
-    ("a_communication_hook_goes_on_in_the_next_round", hook_goes_on),
+    ("a_communication_hook_goes_on_in_the_next_round", || hook_goes_on(&[])),
     ("a_death_in_backward_costs_no_step", || died_in_backward(3, &[])),
 ];
 
@@ -37,6 +37,7 @@ pub const TESTS: &[(&str, fn())] = &[
 pub const OVER_NCCL: &[(&str, fn())] = &[
     ("over_nccl_model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, OVER))),
     ("over_nccl_fewer_go_on_without_a_replacement", || drop(killed("all", 0, OVER))),
+    ("over_nccl_a_communication_hook_goes_on_in_the_next_round", || hook_goes_on(OVER)),
     ("over_nccl_a_death_in_backward_costs_none_of_eight_ranks_a_step", || died_in_backward(8, OVER)),
 ];
 
@@ -162,8 +163,8 @@ fn killed(case: &str, restarts: u32, variables: &[(&str, &str)]) -> Vec<String> 
 }
 
 /// Also in a worker that was not there when it compressed first: models would differ.
-fn hook_goes_on() {
-    let lines = killed("hook", 3, &[]);
+fn hook_goes_on(variables: &[(&str, &str)]) {
+    let lines = killed("hook", 3, variables);
     let sent = |line: &String| {
         let words: Vec<&str> = line.split(' ').collect();
         let [bytes, step] = [1, 5].map(|place| words[place].parse::<u64>().unwrap());

@@ -286,7 +286,7 @@ fn refused_backward_is_not_waited_for(variables: &[(&str, &str)]) {
 }
 
 /// The first `ranks` ranks each have a line with all of `words`.
-fn assert_each_says(ranks: usize, text: &str, words: &[&str]) {
+pub fn assert_each_says(ranks: usize, text: &str, words: &[&str]) {
     for rank in 0..ranks {
         let mut own = text.lines().filter(|line| line.starts_with(&format!("{rank}: ")));
         assert!(own.any(|line| words.iter().all(|word| line.contains(word))), "rank {rank}: {text}");

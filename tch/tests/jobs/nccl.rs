@@ -2,18 +2,20 @@
 //! all are on the first one, which NCCL permits to ranks of different hosts.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use phalanx::join::JoinOptions;
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed};
-use phalanx::{ProcessGroup, Result};
+use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_nccl::DeviceGroup;
-use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, TrainState};
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, SyncBatchNorm, TrainState};
+use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, Init, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::common::{device, elements};
+use crate::common::{Mlp, device, distance, elements, floats, load, samples};
 
 /// Those that need a CUDA device.
 pub const TESTS: &[(&str, fn())] = &[
@@ -27,11 +29,30 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_state_with_nccl_saves_and_loads", || job("state", 2)),
     ("what_cannot_be_done_in_place_is_refused_by_name", || job("refused", 2)),
     ("a_world_of_one_averages_nothing", || job("refused", 1)),
+    ("ranks_that_are_done_answer_the_others_calls", || {
+        job("joined", 2);
+        job("joined", 3);
+    }),
+    ("a_synchronised_batch_norm_takes_part_in_a_join", || job("joined norm", 2)),
+    ("a_rank_that_dies_in_a_join_is_named", || dies_in_a_join("dies")),
+    ("power_sgd_on_the_device_trains_as_in_the_host_s_memory", || {
+        job("low rank", 2);
+        job("low rank", 3);
+    }),
+    ("power_sgd_goes_on_after_steps_of_zeros_and_of_nan", || job("low rank steps", 2)),
+    ("power_sgd_goes_on_from_checkpoints_of_both", || job("low rank state", 2)),
+    ("a_rank_that_dies_under_power_sgd_is_named", || dies_in_a_join("dies low rank")),
 ];
 
 /// Those that need the stand-in, whose calls can be held up.
-pub const ON_STAND_IN: &[(&str, fn())] =
-    &[("backward_waits_for_no_call_and_a_bucket_is_one", backward_waits_for_no_call)];
+pub const ON_STAND_IN: &[(&str, fn())] = &[
+    ("backward_waits_for_no_call_and_a_bucket_is_one", || held_up("held")),
+    ("in_a_join_nobody_waits_for_a_call", || held_up("held join")),
+    ("no_thread_waits_for_the_device_in_backward", || {
+        job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
+    }),
+    ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
+];
 
 /// Set for ranks of other tests that are to average by NCCL.
 pub const NCCL: &str = "PHALANX_TEST_NCCL";
@@ -40,12 +61,18 @@ fn job(case: &str, ranks: u32) {
     job_with(case, ranks, |job, _| job);
 }
 
-fn backward_waits_for_no_call() {
-    job_with("held", 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
+fn held_up(case: &str) {
+    job_with(case, 2, |job, folder| job.variable(HOLD, folder.join("go").to_str().unwrap()));
 }
 
 /// Names a file: the stand-in's calls begin when it exists.
 const HOLD: &str = "STANDIN_NCCL_HOLD";
+
+/// Names a file: while it exists, it is an error if a thread waits for the stand-in's device. With the number of the rank behind it, to each its own.
+const NO_WAIT: &str = "STANDIN_CUDA_NO_WAIT";
+
+/// The case in which the ranks' devices have other names.
+const OTHER_MODELS: &str = "other models";
 
 fn job_with(case: &str, ranks: u32, more: impl FnOnce(Job, &Path) -> Job) {
     let folder = tempfile::tempdir().unwrap();
@@ -72,7 +99,11 @@ pub fn prepare() {
         ("NCCL_P2P_DISABLE", "1"),
         ("NCCL_SHM_DISABLE", "1"),
     ];
-    for (name, value) in variables {
+    let other = std::env::var(crate::ROLE).is_ok_and(|role| role.ends_with(OTHER_MODELS));
+    let other = other.then_some(("STANDIN_CUDA_NAME", host.as_str()));
+    let own = std::env::var(NO_WAIT).map(|path| format!("{path} {rank}")).ok();
+    let own = own.as_ref().map(|own| (NO_WAIT, own.as_str()));
+    for (name, value) in variables.into_iter().chain(other).chain(own) {
         // SAFETY: no other thread has been started yet.
         unsafe { std::env::set_var(name, value) };
     }
@@ -124,6 +155,15 @@ pub fn play(case: &str) -> Result<()> {
         "own" => own(&group),
         "kinds" => kinds(&group),
         "state" => state(&group),
+        "joined" => joined(&group),
+        "joined norm" => joined_norm(&group),
+        "dies" | "dies low rank" => dies(&group, case == "dies low rank"),
+        "low rank" => low_rank(&group),
+        "low rank steps" => low_rank_steps(&group),
+        "low rank state" => low_rank_state(&group),
+        "no wait" => no_wait(&group),
+        OTHER_MODELS => other_models(&group),
+        "held join" => held_join(&group),
         "refused" => refused(&group),
         other => panic!("no case {other}"),
     }
@@ -443,12 +483,11 @@ fn state(group: &ProcessGroup) -> Result<()> {
 }
 
 fn refused(group: &ProcessGroup) -> Result<()> {
-    type Call = fn(&mut Ddp, &VarStore) -> Result<()>;
+    type Call = fn(&mut Ddp) -> Result<()>;
     let cases: [(&str, Call); 2] = [
-        ("register_comm_hook", |ddp, _| ddp.register_comm_hook(AllReduce)),
-        ("join", |ddp, store| {
-            let mut optimizer = Optimizer::new(store, Rule::sgd(0.0))?;
-            ddp.join(&mut optimizer, JoinOptions::default(), |_, _| Ok(()))
+        ("register_comm_hook: NCCL averages", |ddp| ddp.register_comm_hook(AllReduce)),
+        ("warm_start(false) where NCCL averages", |ddp| {
+            ddp.register_comm_hook(PowerSgd::new(compressing(0).warm_start(false))?)
         }),
     ];
     for (words, call) in cases {
@@ -458,15 +497,17 @@ fn refused(group: &ProcessGroup) -> Result<()> {
         let part = group.split(Some(0), 0)?.unwrap();
         let mut ddp = ddp(&store, &part, options())?;
         before_an_error(&part);
-        let called = call(&mut ddp, &store);
+        let called = call(&mut ddp);
         match group.world_size().get() {
             1 => called?,
             _ => {
                 let error = called.unwrap_err().to_string();
-                assert!(error.contains(words) && error.contains("NCCL averages"), "{words}: {error}");
+                assert!(error.contains(words), "{words}: {error}");
             }
         }
     }
+    let part = group.split(Some(0), 0)?.unwrap();
+    foreign_join(&part)?;
     if group.world_size().get() == 1 {
         return Ok(());
     }
@@ -488,4 +529,461 @@ fn refused(group: &ProcessGroup) -> Result<()> {
     };
     assert!(error.to_string().contains("averaged by is"), "{error}");
     group.barrier()
+}
+
+/// In a `join` that the `Ddp` has not begun ranks that are done would not make its calls.
+fn foreign_join(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let joined = JoinGroup::new(ProcessGroup::alone()?);
+    let optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let state = TrainState::new(&store, optimizer, ())?.sharing(&joined)?;
+    let mut state = state.with_nccl(&devices(group)?)?;
+    before_an_error(group);
+    let called = joined.join(JoinOptions::default(), || {
+        let loss = state.ddp.forward(|| one.sum(Kind::Float))?;
+        state.ddp.backward(&loss)
+    });
+    if group.world_size().get() == 1 {
+        return called.map(drop);
+    }
+    let error = called.unwrap_err().to_string();
+    assert!(error.contains("a join that this Ddp has not begun"), "{error}");
+    Ok(())
+}
+
+/// What ranks do that have unequal numbers of batches.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Uneven {
+    Plain,
+    /// What ranks average counts those that have data.
+    ByActive,
+    Accumulated,
+    /// A layer that only rank 1 uses, and one that nobody does.
+    Unused,
+    Weighted,
+    Half,
+    LowRank,
+}
+
+/// Gives variables the same values in each run.
+fn begin(store: &VarStore) {
+    let start = floats(store).into_iter().enumerate().map(|(index, one)| {
+        let wave = |place: usize| ((place * 7 + index * 3) as f32).sin() / 4.0;
+        (0..one.len()).map(wave).collect::<Vec<f32>>()
+    });
+    load(store, &start.collect::<Vec<_>>());
+}
+
+/// A rank's batches: the first has two, the second four, the third none.
+fn batches(rank: usize) -> usize {
+    [2, 4, 0][rank]
+}
+
+fn joined(group: &ProcessGroup) -> Result<()> {
+    use Uneven::{Accumulated, ByActive, Half, LowRank, Plain, Unused, Weighted};
+    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half, LowRank] {
+        let (host, nccl) = (train_uneven(case, group, false)?, train_uneven(case, group, true)?);
+        for (ours, expected) in nccl.iter().zip(&host) {
+            let apart = distance(ours, expected);
+            let near = if case == Half { 1e-3 } else { 1e-5 };
+            assert!(apart < near, "{case:?}: {apart:e}");
+        }
+    }
+    Ok(())
+}
+
+/// The parameters after a `join`, and after one step more together.
+fn train_uneven(case: Uneven, group: &ProcessGroup, over_nccl: bool) -> Result<[Vec<Vec<f32>>; 2]> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let rank = group.rank().index();
+    let model = Mlp::new(&[8, 32, 3]);
+    let extra = ["only", "none"].map(|name| model.store.root().var(name, &[3], Init::Const(0.0)));
+    begin(&model.store);
+    let mut options = options();
+    if case == Uneven::Unused {
+        options.reducer = ReducerOptions::default().bucket_cap_mb(0.0005).find_unused_parameters(true);
+    }
+    let mut ddp = match over_nccl {
+        true => Ddp::with_nccl(&model.store, &devices(group)?, options)?,
+        false => Ddp::with_options(&model.store, group, options)?,
+    };
+    match case {
+        Uneven::Half => ddp.register_comm_hook(Compressed::f16())?,
+        Uneven::LowRank => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        _ => {}
+    }
+    // Adam makes large steps of what is rounding alone, of which products of two vectors have much.
+    let rule = if case == Uneven::LowRank { Rule::sgd(0.9) } else { Rule::ADAMW };
+    let mut optimizer = Optimizer::new(&model.store, rule)?;
+    let step = |ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize| {
+        let from = step * 40 + rank * 10;
+        let loss = || {
+            let loss = model.loss(samples(from, from + 4 + step % 3));
+            match case {
+                Uneven::Unused if rank == 1 => loss + extra[0].sum(Kind::Float),
+                Uneven::Unused => loss,
+                _ => loss + extra[0].sum(Kind::Float) + extra[1].sum(Kind::Float) * 0.5,
+            }
+        };
+        optimizer.zero_grad()?;
+        if case == Uneven::Accumulated {
+            let loss = ddp.forward(loss)?;
+            ddp.backward_no_sync(&loss)?;
+        }
+        let loss = ddp.forward(loss)?;
+        match case {
+            Uneven::Weighted => ddp.backward_weighted(&loss, (4 + step % 3) as f64)?,
+            _ => ddp.backward(&loss)?,
+        }
+        if case == Uneven::Unused {
+            assert!(!extra[1].grad().defined(), "nobody has used it");
+        }
+        optimizer.step(0.02)
+    };
+    let mut join = JoinOptions::default();
+    join.divide_by_initial_world_size = case != Uneven::ByActive;
+    ddp.join(&mut optimizer, join, |ddp, optimizer| {
+        (0..batches(rank)).try_for_each(|index| step(ddp, optimizer, index))
+    })?;
+    assert!(ddp.replicas_identical()?);
+    let joined = floats(&model.store);
+    // With other states of the optimizer replicas would drift apart.
+    step(&mut ddp, &mut optimizer, 9)?;
+    assert!(ddp.replicas_identical()?);
+    Ok([joined, floats(&model.store)])
+}
+
+/// Sums of statistics go through the host's group, and gradients over NCCL; both are announced.
+fn joined_norm(group: &ProcessGroup) -> Result<()> {
+    let train = |over_nccl: bool| {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let rank = group.rank().index();
+        let joined = JoinGroup::new(ProcessGroup::alone()?);
+        let store = VarStore::new(device());
+        let config = nn::LinearConfig {
+            ws_init: Init::Const(0.1),
+            bs_init: Some(Init::Const(0.2)),
+            ..Default::default()
+        };
+        let first = nn::linear(store.root() / "first", 8, 6, config);
+        let of_norm = nn::BatchNormConfig { ws_init: Init::Const(0.7), ..Default::default() };
+        let norm = nn::batch_norm1d(store.root() / "norm", 6, of_norm);
+        let norm = SyncBatchNorm::new(norm, of_norm, &joined);
+        tch::no_grad(|| {
+            let wave = Tensor::arange(48, (Kind::Float, device())).sin().reshape([6, 8]);
+            first.ws.shallow_clone().copy_(&wave);
+        });
+        let optimizer = Optimizer::new(&store, Rule::ADAMW)?;
+        let state = TrainState::new(&store, optimizer, ())?.sharing(&joined)?;
+        let state = if over_nccl { state.with_nccl(&devices(group)?)? } else { state.with_group(group)? };
+        let TrainState { mut ddp, mut optimizer, .. } = state.with_options(options())?;
+        assert_eq!(over_nccl, format!("{ddp:?}").contains("NCCL"));
+        ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            for step in 0..batches(rank) {
+                let (x, _) = samples(step * 40 + rank * 10, step * 40 + rank * 10 + 4);
+                let loss = ddp.forward(|| norm.forward(&x.apply(&first), true))??;
+                optimizer.zero_grad()?;
+                ddp.backward(&(&loss * loss.cos()).sum(Kind::Float))?;
+                optimizer.step(0.02)?;
+            }
+            Ok(())
+        })?;
+        assert!(ddp.replicas_identical()? && ddp.buffers_identical()?);
+        Ok(floats(&store))
+    };
+    let (host, nccl) = (train(false)?, train(true)?);
+    assert!(distance(&nccl, &host) < 1e-4, "{:e}", distance(&nccl, &host));
+    Ok(())
+}
+
+/// Rank 0 is done when rank 2 dies; the others learn of it, whoever makes whose calls.
+fn dies(group: &ProcessGroup, is_low_rank: bool) -> Result<()> {
+    let rank = group.rank().index();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = ddp(&model.store, group, options())?;
+    if is_low_rank {
+        ddp.register_comm_hook(PowerSgd::new(compressing(0))?)?;
+    }
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0))?;
+    ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for step in 0..[1, 6, 6][rank] {
+            if (rank, step) == (2, 3) {
+                kill_process(getpid(), Signal::KILL).unwrap();
+            }
+            let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+            optimizer.zero_grad()?;
+            ddp.backward(&loss)?;
+        }
+        Ok(())
+    })?;
+    panic!("it went well");
+}
+
+fn dies_in_a_join(case: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stderr = String::new();
+    let job = crate::job(&format!("nccl {case}"), 3, folder.path())
+        .variable(NCCL, "1")
+        .grace(Duration::from_secs(30));
+    let report = crate::run(&job, |event| crate::equivalence::note(event, &mut stderr));
+    let is_named = matches!(&report.outcome, Outcome::Failed(failure) if failure.rank == Rank::new(2));
+    assert!(is_named && !stderr.contains("it went well"), "{:?}: {stderr}", report.outcome);
+    crate::equivalence::assert_each_says(2, &stderr, &["rank 2"]);
+}
+
+/// Rank 0 has one batch and makes the calls of rank 1's second one, while they are held up.
+fn held_join(group: &ProcessGroup) -> Result<()> {
+    let go = PathBuf::from(std::env::var_os(HOLD).unwrap());
+    let release = || std::fs::write(&go, "").unwrap();
+    let rank = group.rank().index();
+    if rank == 0 {
+        release();
+    }
+    let devices = devices(group)?;
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64], Init::Const(0.0))).collect();
+    let mut ddp = Ddp::with_nccl(&store, &devices, options())?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let mut seen = Vec::new();
+    ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for step in 0..=rank {
+            let loss = ddp.forward(|| all(&layers) * (rank as f64 + 1.0))?;
+            optimizer.zero_grad()?;
+            if step == 1 {
+                // The only one that has data: nobody removes it meanwhile.
+                std::fs::remove_file(&go).unwrap();
+            }
+            ddp.backward(&loss)?;
+            if step == 1 {
+                assert!(!go.exists(), "somebody has waited");
+                release();
+            }
+            seen.push((step, layers.iter().map(|one| one.grad() * 1.0).collect::<Vec<_>>()));
+        }
+        Ok(())
+    })?;
+    for (step, seen) in seen {
+        let average = if step == 0 { 1.5 } else { 1.0 };
+        assert!(seen.iter().all(|one| elements(one) == [average; 64]), "step {step}");
+    }
+    Ok(())
+}
+
+/// PowerSGD that sends matrices as products after so many steps, if they become smaller at all.
+fn compressing(steps: u64) -> PowerSgdOptions {
+    PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0)
+}
+
+/// With several matrices of one shape in a bucket, and with a bucket for each.
+fn low_rank(group: &ProcessGroup) -> Result<()> {
+    let cases = [
+        compressing(2),
+        compressing(0).rank(2).seed(5),
+        compressing(1).error_feedback(false),
+        compressing(1).rank(3).orthogonalization_epsilon(1e-6),
+    ];
+    for (case, low_rank) in cases.into_iter().enumerate() {
+        for is_one_bucket in [true, false] {
+            let train = |over_nccl: bool| {
+                let group = &group.split(Some(0), 0)?.unwrap();
+                let model = Mlp::new(&[8, 32, 32, 32, 3]);
+                begin(&model.store);
+                let options = if is_one_bucket { DdpOptions::default() } else { options() };
+                let mut ddp = match over_nccl {
+                    true => Ddp::with_nccl(&model.store, &devices(group)?, options)?,
+                    false => Ddp::with_options(&model.store, group, options)?,
+                };
+                ddp.register_comm_hook(PowerSgd::new(low_rank)?)?;
+                let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+                for step in 0..8 {
+                    train_step(&model, &mut ddp, &mut optimizer, step)?;
+                }
+                assert!(ddp.replicas_identical()?);
+                Ok((floats(&model.store), ddp.communicated_bytes()))
+            };
+            let (host, nccl) = (train(false)?, train(true)?);
+            let apart = distance(&nccl.0, &host.0);
+            assert!(apart < 1e-4, "case {case}, one bucket: {is_one_bucket}: {apart:e}");
+            assert_eq!(nccl.1, host.1, "bytes");
+        }
+    }
+    Ok(())
+}
+
+fn train_step(model: &Mlp, ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize) -> Result<()> {
+    let from = step * 40 + ddp.rank().index() * 10;
+    let loss = ddp.forward(|| model.loss(samples(from, from + 6)))?;
+    optimizer.zero_grad()?;
+    ddp.backward(&loss)?;
+    optimizer.step(0.05)
+}
+
+/// The gradient of each matrix has one direction, which a product of two vectors has exactly.
+fn low_rank_steps(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let sizes = [[16, 8], [16, 8], [12, 20]];
+    let layers: Vec<Tensor> = sizes
+        .iter()
+        .enumerate()
+        .map(|(index, size)| store.root().var(&format!("l{index}"), size, Init::Const(0.0)))
+        .collect();
+    let bias = store.root().var("bias", &[5], Init::Const(0.0));
+    let slopes: Vec<Tensor> = sizes
+        .iter()
+        .map(|&[rows, columns]| {
+            let wave = |count: i64| (Tensor::arange(count, (Kind::Float, device())) * 0.7 + 0.3).sin();
+            wave(rows).unsqueeze(1) * wave(columns).unsqueeze(0)
+        })
+        .collect();
+    let expected: Vec<Vec<f32>> = slopes.iter().map(elements).collect();
+    let mut ddp = ddp(&store, group, DdpOptions::default())?;
+    ddp.register_comm_hook(PowerSgd::new(compressing(0).rank(2))?)?;
+    let rank = group.rank().index() as f64 + 1.0;
+    // What rank 0's gradients are multiplied by; those of rank 1 by 1.
+    let factors = [1.0, f64::NAN, 1.0, 0.0, 0.0, 1.0, f64::INFINITY, f64::NAN, 2.0, -1.0];
+    for (step, factor) in factors.into_iter().enumerate() {
+        let factor = if factor == 0.0 || rank == 1.0 { factor } else { 1.0 };
+        let loss = ddp.forward(|| {
+            let parts = layers.iter().zip(&slopes).map(|(one, slope)| (one * slope).sum(Kind::Float));
+            (parts.reduce(|a, b| a + b).unwrap() + bias.sum(Kind::Float)) * (rank * factor)
+        })?;
+        zero_grad(&store);
+        ddp.backward(&loss)?;
+        // Queued before anybody has waited for the device.
+        let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+        let of_bias = bias.grad() * 2.0;
+        zero_grad(&store);
+        // Twice the average.
+        let sum = factors[step] + if factors[step] == 0.0 { 0.0 } else { 2.0 };
+        for (index, (seen, expected)) in seen.iter().zip(&expected).enumerate() {
+            let (found, scaled) = (elements(seen), expected.iter().map(|one| one * sum as f32));
+            let is_right = |(found, scaled): (&f32, f32)| match sum.is_finite() {
+                true => (found - scaled).abs() < 1e-5,
+                false => !found.is_finite(),
+            };
+            assert!(found.iter().zip(scaled).all(is_right), "step {step}, {index}: {found:?}, {sum} times");
+        }
+        assert!(elements(&of_bias).iter().all(|one| !sum.is_finite() || *one == sum as f32), "step {step}");
+    }
+    Ok(())
+}
+
+/// Bit for bit over NCCL; from the host's memory to the device, and back, as near as the two are.
+fn low_rank_state(group: &ProcessGroup) -> Result<()> {
+    struct Training {
+        model: Mlp,
+        state: TrainState<u32>,
+    }
+    impl Training {
+        fn new(group: &ProcessGroup, over_nccl: bool, hook_first: bool) -> Result<Self> {
+            let group = &group.split(Some(0), 0)?.unwrap();
+            let model = Mlp::new(&[8, 32, 32, 3]);
+            begin(&model.store);
+            let optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+            let state = TrainState::new(&model.store, optimizer, 0u32)?;
+            let state =
+                if over_nccl { state.with_nccl(&devices(group)?)? } else { state.with_group(group)? };
+            let mut this = Self { model, state: state.with_options(options())? };
+            if hook_first {
+                this.register()?;
+            }
+            Ok(this)
+        }
+
+        fn register(&mut self) -> Result<()> {
+            self.state.ddp.register_comm_hook(PowerSgd::new(compressing(2))?)
+        }
+
+        fn train(&mut self, steps: std::ops::Range<usize>) -> Result<Vec<Vec<f32>>> {
+            for step in steps {
+                let Self { model, state } = self;
+                let from = step * 40 + state.ddp.rank().index() * 10;
+                let loss = state.ddp.forward(|| model.loss(samples(from, from + 6)))?;
+                state.optimizer.zero_grad()?;
+                state.ddp.backward(&loss)?;
+                state.step(0.05)?;
+            }
+            Ok(floats(&self.model.store))
+        }
+    }
+    for saved_by_nccl in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = phalanx::checkpoint::Checkpoints::open(folder.path(), group)?;
+        let mut training = Training::new(group, saved_by_nccl, true)?;
+        training.train(0..5)?;
+        training.state.checkpoint(&checkpoints)?;
+        checkpoints.finish()?;
+        // What is read disturbs nothing.
+        let expected = training.train(5..9)?;
+        for resumed_by_nccl in [true, false] {
+            for hook_first in [true, false] {
+                let mut training = Training::new(group, resumed_by_nccl, hook_first)?;
+                // Other losses and factors than those of the checkpoint.
+                if hook_first {
+                    training.train(20..24)?;
+                }
+                assert!(training.state.resume(&checkpoints)?);
+                if !hook_first {
+                    training.register()?;
+                }
+                let before = training.state.ddp.communicated_bytes();
+                let resumed = training.train(5..9)?;
+                let all: u64 = resumed.iter().map(|one| 4 * one.len() as u64).sum();
+                assert!(training.state.ddp.communicated_bytes() - before < 4 * all / 2, "it compresses");
+                match saved_by_nccl == resumed_by_nccl {
+                    true => assert_eq!(resumed, expected, "over NCCL: {saved_by_nccl}, {hook_first}"),
+                    false => {
+                        let apart = distance(&resumed, &expected);
+                        assert!(apart < 1e-4, "saved over NCCL: {saved_by_nccl}, {hook_first}: {apart:e}");
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Nothing is read in backward, and nothing is copied to the device, whatever averages.
+fn no_wait(group: &ProcessGroup) -> Result<()> {
+    let nobody = PathBuf::from(std::env::var_os(NO_WAIT).unwrap());
+    type Register = fn(&mut Ddp) -> Result<()>;
+    let hooks: [Register; 3] = [
+        |_| Ok(()),
+        |ddp| ddp.register_comm_hook(Compressed::f16()),
+        |ddp| ddp.register_comm_hook(PowerSgd::new(compressing(1).rank(2))?),
+    ];
+    for register in hooks {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let model = Mlp::new(&[8, 32, 32, 3]);
+        let mut ddp = ddp(&model.store, group, options())?;
+        register(&mut ddp)?;
+        let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW)?;
+        for step in 0..4 {
+            let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+            optimizer.zero_grad()?;
+            std::fs::write(&nobody, "").unwrap();
+            let averaged = ddp.backward(&loss);
+            std::fs::remove_file(&nobody).unwrap();
+            averaged?;
+            optimizer.step(0.01)?;
+        }
+        // The stand-in would have said so.
+        std::fs::write(&nobody, "").unwrap();
+        assert!(model.layers[0].ws.grad().f_to_device(tch::Device::Cpu).is_err());
+        std::fs::remove_file(&nobody).unwrap();
+    }
+    Ok(())
+}
+
+fn other_models(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    drop(store.root().var("one", &[8, 8], Init::Const(1.0)));
+    let mut ddp = ddp(&store, group, options())?;
+    ddp.register_comm_hook(Compressed::f16())?;
+    let error = ddp.register_comm_hook(PowerSgd::new(compressing(0))?).unwrap_err().to_string();
+    let names = ["host-of-rank-0", "host-of-rank-1"];
+    assert!(names.iter().all(|name| error.contains(name)), "{error}");
+    Ok(())
 }

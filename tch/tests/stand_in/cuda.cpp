@@ -4,6 +4,7 @@
 // kernels for the dispatch key CUDA. These register there in place of libtorch_cuda.so, which must not be loaded beside them.
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -152,6 +153,15 @@ void await(DeviceIndex device, StreamId id) {
 
 // Waits for what this thread's current stream of a device has to do.
 void settle(DeviceIndex device) { await(device, streams[device]); }
+
+// While this is set, a thread carries out an operation on copies of its arguments, as no device does.
+thread_local bool falls_back = false;
+
+// The program's thread waits for a device, or a device for it: an error while the file exists that STANDIN_CUDA_NO_WAIT names.
+void waits(const char *what) {
+    static const char *const path = std::getenv("STANDIN_CUDA_NO_WAIT");
+    TORCH_CHECK(falls_back || !path || access(path, F_OK) != 0, "CUDA error: ", what, ", which nobody is to wait for now");
+}
 
 // The memory of all devices: addresses that a program may not touch, as those of a real device, and as many bytes beside them, where the
 // elements are. It begins with NaNs. When it is freed, it is used again in the order of the stream on which it was taken, as by libtorch's caching
@@ -355,6 +365,7 @@ Tensor elements(const Tensor &tensor) {
 }
 
 void transfer(const Tensor &to, const Tensor &from, bool non_blocking) {
+    if (!non_blocking && to.is_cuda() != from.is_cuda()) waits(to.is_cuda() ? "a copy to a device" : "a copy from a device");
     if (!to.is_cuda() && !non_blocking) {
         settle(from.device().index());
         elements(to).copy_(elements(from));
@@ -413,6 +424,7 @@ Tensor copy_from_and_resize(const Tensor &self, const Tensor &to) {
 }
 
 at::Scalar item(const Tensor &self) {
+    waits("an element of a device");
     settle(self.device().index());
     return elements(self).item();
 }
@@ -435,7 +447,14 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const std::op
 
 // All other operations: on copies of their arguments, with the kernels of processors.
 void fall_back(const c10::OperatorHandle &operation, torch::jit::Stack *stack) {
-    at::native::cpu_fallback(operation, stack);
+    const bool before = std::exchange(falls_back, true);
+    try {
+        at::native::cpu_fallback(operation, stack);
+    } catch (...) {
+        falls_back = before;
+        throw;
+    }
+    falls_back = before;
 }
 
 } // namespace

@@ -7,6 +7,7 @@
 //! code calls. PyTorch's `Join` needs code in every class that takes part. The announcements of buckets are not waited
 //! for, so that buckets are still sent during backward.
 
+use super::ElsewhereCall;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -20,6 +21,7 @@ const FIELDS: usize = 6;
 const STEP: i64 = 1;
 const ALL_REDUCE: i64 = 2;
 const BROADCAST: i64 = 3;
+const ELSEWHERE: i64 = 4;
 
 /// The largest buffer, in bytes, that ranks with data may make a rank without data allocate.
 const MAX_BYTES: i64 = 1 << 38;
@@ -39,6 +41,8 @@ pub(super) enum Announced {
         elements: usize,
         root: Rank,
     },
+    /// An all_reduce that is none of the group's.
+    Elsewhere(ElsewhereCall),
 }
 
 /// The announcement, the user's call that it is for, and which ranks have data.
@@ -56,6 +60,9 @@ impl Announced {
             }
             Self::Broadcast { dtype, elements, root } => {
                 [BROADCAST, 0, dtype as i64, elements as i64, i64::from(root.get()), by]
+            }
+            Self::Elsewhere(ElsewhereCall { op, dtype, elements }) => {
+                [ELSEWHERE, i64::from(op.code()), dtype as i64, elements as i64, 0, by]
             }
         };
         numbers[..FIELDS].copy_from_slice(&fields);
@@ -81,12 +88,16 @@ impl Announced {
             let most = MAX_BYTES / dtype.size() as i64;
             usize::try_from(fields[3]).ok().filter(|_| fields[3] <= most).ok_or_else(malformed)
         };
+        let op = || code(fields[1]).and_then(ReduceOp::from_wire).ok_or_else(malformed);
         let announced = match fields[0] {
             STEP => Self::Step,
             ALL_REDUCE => {
                 let dtype = dtype()?;
-                let op = code(fields[1]).and_then(ReduceOp::from_wire).ok_or_else(malformed)?;
-                Self::AllReduce { op, dtype, elements: elements(dtype)? }
+                Self::AllReduce { op: op()?, dtype, elements: elements(dtype)? }
+            }
+            ELSEWHERE => {
+                let dtype = dtype()?;
+                Self::Elsewhere(ElsewhereCall { op: op()?, dtype, elements: elements(dtype)? })
             }
             BROADCAST => {
                 let dtype = dtype()?;
@@ -120,6 +131,7 @@ mod tests {
             Announced::Step,
             Announced::AllReduce { op: ReduceOp::Avg, dtype: DType::BF16, elements: 7 },
             Announced::Broadcast { dtype: DType::U8, elements: 0, root: Rank::new(2) },
+            Announced::Elsewhere(ElsewhereCall { op: ReduceOp::Sum, dtype: DType::F16, elements: 3 }),
         ];
         for announced in announcements {
             for caller in [None, Some(Caller::DdpBackward)] {
@@ -136,7 +148,9 @@ mod tests {
         nowhere[4] = 3;
         let mut nobody = announcements[1].encode(None, rank, world);
         nobody[5] = 99;
-        for numbers in [huge, strange, nowhere, nobody, vec![1; 2]] {
+        let mut hidden = announcements[3].encode(None, rank, world);
+        hidden[2] = 99;
+        for numbers in [huge, strange, nowhere, nobody, hidden, vec![1; 2]] {
             assert!(Announced::decode(&numbers, world).is_err());
         }
     }

@@ -32,6 +32,12 @@
 //! # Ok::<(), phalanx::Error>(())
 //! ```
 //!
+//! # Calls that are none of the group's
+//!
+//! Such as NCCL's, on memory of a device. What makes them announces each with [`announce_elsewhere`](JoinGroup::announce_elsewhere), and the
+//! [`Elsewhere`] that [`join_elsewhere`](JoinGroup::join_elsewhere) was given makes it on a rank without data: at the same place among all announced
+//! calls, and so in one order on all ranks.
+//!
 //! # Cost
 //!
 //! A small all_reduce before each collective. Each [`step`](JoinGroup::step) waits for one. Outside `join` there is no
@@ -73,6 +79,26 @@ impl Default for JoinOptions {
     }
 }
 
+/// An all_reduce that is none of the group's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ElsewhereCall {
+    /// How elements are combined.
+    pub op: ReduceOp,
+    /// Their type.
+    pub dtype: DType,
+    /// How many there are: on a rank without data, what another rank says, at most 2³⁸ bytes.
+    pub elements: usize,
+}
+
+/// Makes the calls of others that are none of the group's, on a rank without data.
+pub trait Elsewhere: Send + Sync {
+    /// Makes `call` with elements that change nothing, as ranks with data make it. Nobody needs the result.
+    ///
+    /// # Errors
+    /// If it cannot be made. The error ends the group.
+    fn answer(&self, call: ElsewhereCall) -> Result<()>;
+}
+
 /// The result of [`JoinGroup::join`].
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
@@ -103,6 +129,8 @@ struct JoinState {
     active: Vec<bool>,
     /// The error with which `throw_on_early_termination` ended the join.
     terminated: Option<Error>,
+    /// What answers calls that are none of the group's, in this `join`.
+    elsewhere: Option<Arc<dyn Elsewhere>>,
 }
 
 impl JoinGroup {
@@ -136,12 +164,35 @@ impl JoinGroup {
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
+        self.join_with(options, None, body)
+    }
+
+    /// Like [`join`](Self::join), where `elsewhere` makes calls that are none of the group's: without data this rank makes the others' by it.
+    ///
+    /// # Errors
+    /// As [`join`](Self::join), and if `elsewhere` cannot make a call.
+    pub fn join_elsewhere<T>(
+        &self,
+        options: JoinOptions,
+        elsewhere: Arc<dyn Elsewhere>,
+        body: impl FnOnce() -> Result<T>,
+    ) -> Result<Joined<T>> {
+        self.join_with(options, Some(elsewhere), body)
+    }
+
+    fn join_with<T>(
+        &self,
+        options: JoinOptions,
+        elsewhere: Option<Arc<dyn Elsewhere>>,
+        body: impl FnOnce() -> Result<T>,
+    ) -> Result<Joined<T>> {
         {
             let mut state = self.state.lock();
             if state.running.is_some() {
                 return Err(Error::invalid_argument("`join` was called inside `join`"));
             }
-            *state = JoinState { running: Some(options), ..JoinState::default() };
+            let elsewhere = elsewhere.clone();
+            *state = JoinState { running: Some(options), elsewhere, ..JoinState::default() };
         }
         let value = {
             let _end = End(&self.state);
@@ -152,7 +203,7 @@ impl JoinGroup {
             return Err(error);
         }
         match value {
-            Ok(value) => match self.shadow(options) {
+            Ok(value) => match self.shadow(options, elsewhere.as_deref()) {
                 Ok(Shadowed::All(last, uneven)) => Ok(Joined { value, last, uneven }),
                 // Every rank has this error, and the group goes on.
                 Ok(Shadowed::Early(error)) => Err(error),
@@ -180,6 +231,32 @@ impl JoinGroup {
             return Err(error);
         }
         Ok(count(&state.active, self.world_size()))
+    }
+
+    /// Inside [`join_elsewhere`](Self::join_elsewhere) ranks without data hear that `by` makes `call` next; outside of `join` nothing happens. It waits
+    /// for nobody. It comes before the call, and where several announce, in the same order on every rank.
+    ///
+    /// # Errors
+    /// If the running `join` does not [answer](Self::answers) the calls of `by`, or the group has failed.
+    pub fn announce_elsewhere(&self, by: &dyn Elsewhere, call: ElsewhereCall) -> Result<()> {
+        if self.running().is_none() {
+            return Ok(());
+        }
+        if !self.answers(by) {
+            return Err(unanswered());
+        }
+        // Its result is of no use here: a `Work` that is dropped still runs.
+        self.announce(Announced::Elsewhere(call)).map(drop)
+    }
+
+    /// Whether ranks without data make the calls of `by` in the `join` that runs; so they do outside of any, where all have data.
+    pub fn answers(&self, by: &dyn Elsewhere) -> bool {
+        let address = |it: &dyn Elsewhere| std::ptr::from_ref(it).cast::<()>();
+        let state = self.state.lock();
+        let is_by = |it: &Arc<dyn Elsewhere>| std::ptr::eq(address(&**it), address(by));
+        self.world_size() == WorldSize::ONE
+            || state.running.is_none()
+            || state.elsewhere.as_ref().is_some_and(is_by)
     }
 
     /// What averaged gradients are multiplied by: world size / active ranks if
@@ -241,7 +318,7 @@ impl JoinGroup {
     }
 
     /// Answers the others until no rank has data.
-    fn shadow(&self, options: JoinOptions) -> Result<Shadowed> {
+    fn shadow(&self, options: JoinOptions, elsewhere: Option<&dyn Elsewhere>) -> Result<Shadowed> {
         let world = self.world_size();
         if world == WorldSize::ONE {
             return Ok(Shadowed::All(Rank::MAIN, false));
@@ -267,6 +344,7 @@ impl JoinGroup {
                     let root = acting_root(root, &active);
                     drop(group.broadcast_async(group.alloc(dtype, elements)?, root)?);
                 }
+                Some(Announced::Elsewhere(call)) => elsewhere.ok_or_else(unanswered)?.answer(call)?,
             }
         }
         // The rank with the most announcements took part to the end.
@@ -368,8 +446,17 @@ struct End<'a>(&'a Mutex<JoinState>);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        self.0.lock().running = None;
+        let mut state = self.0.lock();
+        (state.running, state.elsewhere) = (None, None);
     }
+}
+
+/// The error for calls that are none of the group's, and that nobody makes on ranks without data.
+fn unanswered() -> Error {
+    Error::invalid_argument(
+        "the `join` that runs does not answer calls that are none of the group's, such as those of this model over NCCL",
+    )
+    .with_remedy("begin it with the join of the Ddp that makes them: one join answers the calls of one Ddp")
 }
 
 fn count(active: &[bool], world: WorldSize) -> usize {

@@ -204,13 +204,13 @@ impl Reducer {
     }
 
     /// From the next step on `hook` averages the buckets; or, where gradients lie [elsewhere](Self::elsewhere), they are
-    /// [compressed](CommHook::compresses_to) there as `hook` does it. All ranks call it together.
+    /// [compressed](CommHook::compresses_to), or [approximated](CommHook::low_rank), there as `hook` does it. All ranks call it together.
     ///
     /// # Errors
     /// On every rank, if the ranks' hooks or their settings differ; where gradients lie elsewhere, if `hook` does anything else.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
-        if self.elsewhere && !hook.compresses_to().is_some_and(|dtype| self.hook.compress(dtype)) {
+        if self.elsewhere && !self.takes_over(&*hook)? {
             return self.check_here("register_hook");
         }
         let description = vec![("communication hook".to_owned(), hook.describe())];
@@ -223,13 +223,22 @@ impl Reducer {
         Ok(())
     }
 
+    /// Has what averages gradients elsewhere do what `hook` does; false if it cannot.
+    fn takes_over(&mut self, hook: &dyn CommHook) -> Result<bool> {
+        match (hook.compresses_to(), hook.low_rank()) {
+            (Some(dtype), _) => Ok(self.hook.compress(dtype)),
+            (None, Some(options)) => self.hook.approximate(options),
+            (None, None) => Ok(false),
+        }
+    }
+
     /// What the hook keeps from step to step, for a checkpoint.
     ///
     /// # Errors
-    /// In a backward pass.
+    /// In a backward pass. If it [cannot be read](CommHook::read_state).
     pub fn hook_state(&self) -> Result<HookState> {
         self.between_steps()?;
-        let state = self.hook.state();
+        let state = self.hook.read_state()?;
         // One that keeps nothing so far is named, so that it can go back to that.
         let keeps_nothing = self.hook.is_stateless() && state.is_empty();
         Ok(if keeps_nothing { state } else { state.of(self.hook.describe()) })

@@ -6,7 +6,7 @@
 //!
 //! Where gradients lie elsewhere, no bucket has room for it. There the weights have an all_reduce of their own. It is the first one of the step, so that
 //! its place among a program's own collectives does not depend on when gradients are ready. With them travels how many steps the rank has made: a rank that has
-//! left one out, by a step without weights, would give the weight of another step.
+//! left one out, by a step without weights, would give the weight of another step. A rank without data inside of `join` gives zeros for all of it.
 
 use bytemuck::AnyBitPattern;
 use phalanx_proto::reducer::weight::{SCALE, check_weight, check_weight_sum};
@@ -100,8 +100,9 @@ impl Reducer {
         let Some(own) = self.state.weight().filter(|_| self.elsewhere) else { return Ok(()) };
         if self.group.world_size() != WorldSize::ONE {
             let group = self.group.in_call(Caller::DdpBackwardWeighted);
-            let numbers = Buffer::from_slice(&[own, self.weights.steps as f64]);
-            // Sums of step numbers are exact, and their averages need not be.
+            // Sums of step numbers are exact, and their averages need not be. Inside `join` a rank without data gives zeros: the last number says
+            // how many ranks are in a step.
+            let numbers = Buffer::from_slice(&[own, self.weights.steps as f64, 1.0]);
             self.weights.sent = Some(group.all_reduce_async(numbers, ReduceOp::Sum)?);
         }
         Ok(())
@@ -111,15 +112,15 @@ impl Reducer {
     pub(super) fn receive_weights(&mut self) -> Result<()> {
         let Some(sent) = self.weights.sent.take() else { return Ok(()) };
         let numbers = sent.wait()?;
-        let [sum, steps] = numbers.as_slice::<f64>()? else {
-            return Err(Error::aborted("the weights of a step are not two numbers"));
+        let [sum, steps, taking_part] = numbers.as_slice::<f64>()? else {
+            return Err(Error::aborted("the weights of a step are not three numbers"));
         };
         let (here, ranks) = (self.weights.steps, f64::from(self.group.world_size().get()));
-        if *steps != here as f64 * ranks {
+        if *steps != here as f64 * taking_part {
             return Err(Error::mismatch(format!(
                 "the weights are of other steps: rank {} is in step {here}, counted from its first, and the ranks are in step {} in the mean",
                 self.group.rank(),
-                steps / ranks
+                steps / taking_part
             ))
             .with_remedy("all ranks must give weights in the same steps"));
         }

@@ -181,7 +181,9 @@ CUresult cuDeviceGet(int *device, int ordinal) {
     return SUCCESS;
 }
 CUresult cuDeviceGetName(char *name, int length, int device) {
-    snprintf(name, length, "Stand-in, no GPU (%d)", device);
+    const char *text = getenv("STANDIN_CUDA_NAME");
+    if (text) snprintf(name, length, "%s", text);
+    else snprintf(name, length, "Stand-in, no GPU (%d)", device);
     return SUCCESS;
 }
 /* Of the host's device with that number, whatever number the process has for it (STANDIN_CUDA_FIRST). */

@@ -59,7 +59,7 @@ pub use self::compressed::Compressed;
 pub use self::loaded::{LoadedHook, check_hook};
 pub use self::local_sgd::PostLocalSgd;
 pub(super) use self::metered::Metered;
-pub use self::power_sgd::{PowerSgd, PowerSgdOptions};
+pub use self::power_sgd::{LowRankMatrix, PowerSgd, PowerSgdOptions};
 pub use self::state::{HookState, HookTensor};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -126,6 +126,30 @@ pub trait CommHook: Send {
         false
     }
 
+    /// The settings of [`PowerSgd`], if all that it does is what that does: where gradients lie [elsewhere](super::Reducer::elsewhere), what averages them
+    /// does the same there. None by default.
+    fn low_rank(&self) -> Option<PowerSgdOptions> {
+        None
+    }
+
+    /// Where gradients lie [elsewhere](super::Reducer::elsewhere): sends f32 gradients as [`PowerSgd`] with these settings from the next step on.
+    /// False if it cannot, and then it changes nothing; so it is by default.
+    ///
+    /// # Errors
+    /// If it could, but not with these settings, or not now.
+    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
+        let _ = options;
+        Ok(false)
+    }
+
+    /// The [`state`](Self::state), of a hook whose state may be out of reach, such as in the memory of a device. That is what is saved.
+    ///
+    /// # Errors
+    /// If it cannot be read. None by default.
+    fn read_state(&self) -> Result<HookState> {
+        Ok(self.state())
+    }
+
     /// Where gradients lie [elsewhere](super::Reducer::elsewhere): whether it keeps those of a bucket that [says so](GradBucket::keeps), and
     /// averages what it has kept when the bucket comes again in the same step. It is [stateless](Self::is_stateless) then. False by default.
     fn keeps_gradients(&self) -> bool {
@@ -178,7 +202,7 @@ enum Stage {
 }
 
 type IsCompleted = Box<dyn Fn() -> bool + Send>;
-type Finish = Box<dyn FnOnce() -> Result<Buffer> + Send>;
+type Finish = Box<dyn FnOnce() -> Result<Pending> + Send>;
 
 impl Pending {
     /// Done when `work` is; its buffer is the averaged bucket.
@@ -202,7 +226,16 @@ impl Pending {
         is_completed: impl Fn() -> bool + Send + 'static,
         finish: impl FnOnce() -> Result<Buffer> + Send + 'static,
     ) -> Self {
-        Self(Stage::Elsewhere { is_completed: Box::new(is_completed), finish: Box::new(finish) })
+        Self::elsewhere_then(is_completed, move || finish().map(Self::ready))
+    }
+
+    /// Like [`elsewhere`](Self::elsewhere), where `then` goes on as that of [`then`](Self::then): it ends with [`Pending::ready`], or starts another
+    /// operation.
+    pub fn elsewhere_then(
+        is_completed: impl Fn() -> bool + Send + 'static,
+        then: impl FnOnce() -> Result<Self> + Send + 'static,
+    ) -> Self {
+        Self(Stage::Elsewhere { is_completed: Box::new(is_completed), finish: Box::new(then) })
     }
 
     /// Done: `bucket` is averaged.
@@ -223,12 +256,17 @@ impl Pending {
     pub(super) fn advance(self, group: &dyn Communicator) -> Result<std::result::Result<Buffer, Self>> {
         match self.0 {
             Stage::Done(bucket) => Ok(Ok(bucket)),
-            Stage::Elsewhere { finish, .. } => finish().map(Ok),
+            Stage::Elsewhere { finish, .. } => Ok(finish()?.or_bucket()),
             Stage::InFlight { work, then: None } => work.wait().map(Ok),
-            Stage::InFlight { work, then: Some(then) } => Ok(match then(work.wait()?, group)?.0 {
-                Stage::Done(bucket) => Ok(bucket),
-                more => Err(Self(more)),
-            }),
+            Stage::InFlight { work, then: Some(then) } => Ok(then(work.wait()?, group)?.or_bucket()),
+        }
+    }
+
+    /// The bucket if it is done, else what is left.
+    fn or_bucket(self) -> std::result::Result<Buffer, Self> {
+        match self.0 {
+            Stage::Done(bucket) => Ok(bucket),
+            more => Err(Self(more)),
         }
     }
 }

@@ -84,6 +84,56 @@ impl PowerSgdOptions {
         self.seed = seed;
         self
     }
+
+    /// Whether gradients of a step are compressed, after so many others. For what does it [where gradients lie](CommHook::low_rank), as all that
+    /// follows.
+    pub fn compresses_at(&self, steps: u64) -> bool {
+        steps >= self.start_iter
+    }
+
+    /// Whether [`error_feedback`](Self::error_feedback) is on.
+    pub fn has_error_feedback(&self) -> bool {
+        self.error_feedback
+    }
+
+    /// Whether [`warm_start`](Self::warm_start) is on.
+    pub fn has_warm_start(&self) -> bool {
+        self.warm_start
+    }
+
+    /// What [`orthogonalization_epsilon`](Self::orthogonalization_epsilon) has set.
+    pub fn epsilon(&self) -> f32 {
+        self.orthogonalization_epsilon
+    }
+
+    /// How a gradient of this shape is compressed; None if it is sent as it is.
+    pub fn matrix(&self, shape: &[usize]) -> Option<LowRankMatrix> {
+        let elements: usize = shape.iter().product();
+        let rows = shape.first().copied().unwrap_or(1);
+        let columns = elements.checked_div(rows).unwrap_or(0);
+        let rank = self.rank.min(rows).min(columns);
+        let compressed = (rows + columns) as f32 * rank as f32;
+        let pays = compressed * self.min_compression_rate < elements as f32;
+        (shape.len() >= 2 && pays).then_some(LowRankMatrix { rows, columns, rank })
+    }
+
+    /// The columns of `Q`, one behind the other, with which the parameter at `index` begins in the first step after so many others that is compressed.
+    /// The same on every rank.
+    pub fn first_factor(&self, index: usize, matrix: LowRankMatrix, steps: u64) -> Vec<f32> {
+        random(matrix.columns * matrix.rank, self.seed, steps.max(self.start_iter), index)
+    }
+}
+
+/// A gradient as the matrix `M`, which a product of two matrices of `rank` columns approximates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub struct LowRankMatrix {
+    /// The rows of `M` and of `P`.
+    pub rows: usize,
+    /// The columns of `M`, and the rows of `Q`.
+    pub columns: usize,
+    /// The columns of `P` and of `Q`.
+    pub rank: usize,
 }
 
 /// PowerSGD (Vogels et al., *PowerSGD: Practical Low-Rank Gradient Compression*, 2019).
@@ -198,6 +248,10 @@ impl CommHook for PowerSgd {
         }))
     }
 
+    fn low_rank(&self) -> Option<PowerSgdOptions> {
+        Some(self.options)
+    }
+
     /// Factors and losses begin anew, and the step is the root's.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
         self.step = super::super::verify::share(group, root, &self.step)?;
@@ -278,16 +332,11 @@ impl Layout {
     fn new(gradients: &[GradientPlace], options: &PowerSgdOptions) -> Self {
         let mut layout = Self { matrices: Vec::new(), others: Vec::new(), left: 0, right: 0, whole: 0 };
         for GradientPlace { parameter, shape, elements } in gradients {
-            let rows = shape.first().copied().unwrap_or(1);
-            let columns = elements.len().checked_div(rows).unwrap_or(0);
-            let rank = options.rank.min(rows).min(columns);
-            let compressed = (rows + columns) as f32 * rank as f32;
-            let pays = compressed * options.min_compression_rate < elements.len() as f32;
-            if shape.len() < 2 || !pays {
+            let Some(LowRankMatrix { rows, columns, rank }) = options.matrix(shape) else {
                 layout.others.push(elements.clone());
                 layout.whole += elements.len();
                 continue;
-            }
+            };
             let (left, right) = (layout.left, layout.right);
             layout.left += rows * rank;
             layout.right += columns * rank;
