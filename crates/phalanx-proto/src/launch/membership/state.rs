@@ -11,6 +11,8 @@ use crate::world_size::MAX_WORLD_SIZE;
 const MAX_WATCHED_BY_ALL: usize = 16;
 /// In a larger one each watches so many.
 const WATCHED: usize = 4;
+/// Among many, so many watch all where no launcher serves the store.
+const WATCH_ALL: usize = 3;
 
 /// The state of the job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -144,14 +146,13 @@ impl Machine for MembershipState {
         self.present().any(|node| node.id == id)
     }
 
-    /// The launchers that a launcher watches: all, if they are few. Among many, the one that serves the store watches all, and each other one
+    /// The launchers that a launcher watches: all, if they are few. Among many, some watch all ([`watch_all`](Self::watch_all)), and each other one
     /// those that come next in the order of their numbers: if all read the heartbeats of all each second, the store would have more to
     /// do than one thread can. Numbers are random, so a rack that is lost has been watched by others.
     fn watched_by(&self, id: NodeId) -> Vec<NodeId> {
         let mut ids: Vec<NodeId> = self.present().map(|node| node.id).collect();
-        let serves_store = self.present().any(|node| node.id == id && node.serves_store);
-        if ids.len() > MAX_WATCHED_BY_ALL && !serves_store {
-            ids.sort_unstable();
+        ids.sort_unstable();
+        if ids.len() > MAX_WATCHED_BY_ALL && !self.watch_all(&ids).contains(&id) {
             let next = ids.partition_point(|other| *other <= id);
             ids.rotate_left(next);
             ids.truncate(WATCHED);
@@ -170,6 +171,15 @@ impl Machine for MembershipState {
 }
 
 impl MembershipState {
+    /// Who watches all of these, which are in order: the one that serves the store. If none does, the first few: else many that are lost at once
+    /// would be found four at a time, each four after a silence of their own.
+    fn watch_all(&self, present: &[NodeId]) -> Vec<NodeId> {
+        match self.present().find(|node| node.serves_store) {
+            Some(node) => vec![node.id],
+            None => present.iter().take(WATCH_ALL).copied().collect(),
+        }
+    }
+
     fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {
         if matches!(self.phase, Phase::Over(_)) {
             return Err("the job is over; give each job its own --rdzv-id".to_owned());

@@ -99,19 +99,26 @@ fn few_watch_all_and_among_many_each_is_watched_by_a_few() {
         for id in (1..=count).map(|id| 7 * id) {
             let watched = state.watched_by(NodeId(id));
             assert!(!watched.contains(&NodeId(id)));
-            assert_eq!(watched.len() as u64, if count <= 16 { count - 1 } else { 4 });
+            assert_eq!(watched.len() as u64, if count <= 16 || id <= 21 { count - 1 } else { 4 });
         }
-        for id in [7, 7 * count] {
-            assert_eq!(watchers(&state, id), if count <= 16 { count - 1 } else { 4 });
+        // The first three watch all. The first is watched by the two others, and by the four before it.
+        for (id, expected) in [(7, 6), (28, 4), (7 * count, 7)] {
+            if count > 16 {
+                assert_eq!(watchers(&state, id), expected, "{id}");
+            }
         }
         // Whoever is gone is watched no more, and those after it take its place.
         if count > 20 {
-            left(&mut state, 14, SILENT);
-            assert_eq!(state.watched_by(NodeId(7)), [21, 28, 35, 42].map(NodeId));
+            left(&mut state, 77, SILENT);
+            assert_eq!(state.watched_by(NodeId(70)), [84, 91, 98, 105].map(NodeId));
+            // Whoever watches all is replaced, too.
+            left(&mut state, 7, SILENT);
+            assert_eq!(state.watched_by(NodeId(28)).len(), 197);
         }
     }
     let state = joined(settings(100, 100, 1), (0..100).map(|id| node(id, 1, None)));
     assert_eq!(state.watched_by(NodeId(0)).len(), 99, "who serves the store watches all");
+    assert_eq!(state.watched_by(NodeId(1)).len(), 4);
 }
 
 #[test]
