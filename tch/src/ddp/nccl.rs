@@ -40,7 +40,8 @@ impl Ddp {
     /// [`backward_weighted`](Self::backward_weighted), whose weights go through the host's group. If one rank calls
     /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
     /// with its time-out.
-    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
+    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes there: among
+    /// devices of one model, and with its `warm_start`.
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///

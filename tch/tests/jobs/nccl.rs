@@ -48,6 +48,9 @@ pub const TESTS: &[(&str, fn())] = &[
 pub const ON_STAND_IN: &[(&str, fn())] = &[
     ("backward_waits_for_no_call_and_a_bucket_is_one", || held_up("held")),
     ("in_a_join_nobody_waits_for_a_call", || held_up("held join")),
+    ("what_is_written_late_is_waited_for_in_a_join", || {
+        job_with("late join", 2, |job, _| job.variable("STANDIN_CUDA_LATE", "20000"));
+    }),
     ("no_thread_waits_for_the_device_in_backward", || {
         job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
     }),
@@ -164,6 +167,7 @@ pub fn play(case: &str) -> Result<()> {
         "no wait" => no_wait(&group),
         OTHER_MODELS => other_models(&group),
         "held join" => held_join(&group),
+        "late join" => late_join(&group),
         "refused" => refused(&group),
         other => panic!("no case {other}"),
     }
@@ -771,6 +775,26 @@ fn held_join(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// Rank 0 has no batch: its zeros are there when rank 1 averages.
+fn late_join(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..2).map(|index| store.root().var(&format!("l{index}"), &[64, 64], Init::Const(0.0))).collect();
+    let mut ddp = ddp(&store, group, options())?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    ddp.join(&mut optimizer, JoinOptions::default(), |ddp, _| {
+        for step in 0..3 * group.rank().index() {
+            let loss = ddp.forward(|| all(&layers) * (step as f64 + 1.0))?;
+            // Gradients stay in their places, so that the calls begin at once.
+            layers.iter().for_each(|one| one.shallow_clone().zero_grad());
+            ddp.backward(&loss)?;
+            let average = (step as f32 + 1.0) / 2.0;
+            assert!(layers.iter().all(|one| elements(&one.grad()) == [average; 64 * 64]), "step {step}");
+        }
+        Ok(())
+    })
+}
+
 /// PowerSGD that sends matrices as products after so many steps, if they become smaller at all.
 fn compressing(steps: u64) -> PowerSgdOptions {
     PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0)
@@ -822,6 +846,15 @@ fn train_step(model: &Mlp, ddp: &mut Ddp, optimizer: &mut Optimizer, step: usize
 
 /// The gradient of each matrix has one direction, which a product of two vectors has exactly.
 fn low_rank_steps(group: &ProcessGroup) -> Result<()> {
+    // Without feedback nothing at all is left after a step of zeros.
+    for feedback in [true, false] {
+        let group = group.split(Some(0), 0)?.unwrap();
+        low_rank_steps_of(&group, compressing(0).rank(2).error_feedback(feedback))?;
+    }
+    Ok(())
+}
+
+fn low_rank_steps_of(group: &ProcessGroup, low_rank: PowerSgdOptions) -> Result<()> {
     let store = VarStore::new(device());
     let sizes = [[16, 8], [16, 8], [12, 20]];
     let layers: Vec<Tensor> = sizes
@@ -839,7 +872,7 @@ fn low_rank_steps(group: &ProcessGroup) -> Result<()> {
         .collect();
     let expected: Vec<Vec<f32>> = slopes.iter().map(elements).collect();
     let mut ddp = ddp(&store, group, DdpOptions::default())?;
-    ddp.register_comm_hook(PowerSgd::new(compressing(0).rank(2))?)?;
+    ddp.register_comm_hook(PowerSgd::new(low_rank)?)?;
     let rank = group.rank().index() as f64 + 1.0;
     // What rank 0's gradients are multiplied by; those of rank 1 by 1.
     let factors = [1.0, f64::NAN, 1.0, 0.0, 0.0, 1.0, f64::INFINITY, f64::NAN, 2.0, -1.0];

@@ -142,7 +142,10 @@ void queue(DeviceIndex device, StreamId id, std::chrono::microseconds delay, std
     check(cuLaunchHostFunc(all_streams().native(device, id), run, new Late{delay, std::move(job)}));
 }
 
-constexpr std::chrono::microseconds late(100);
+const std::chrono::microseconds late = [] {
+    const char *asked = std::getenv("STANDIN_CUDA_LATE");
+    return std::chrono::microseconds(asked ? std::atoi(asked) : 100);
+}();
 // Of a copy that its caller does not wait for.
 constexpr std::chrono::milliseconds later(20);
 
