@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <shared_mutex>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -127,6 +128,34 @@ Streams &all_streams() {
     return streams;
 }
 
+// Closed when the process ends: what is queued then is not carried out, since libtorch is no longer there.
+class Gate {
+public:
+    void pass(const std::function<void()> &job) {
+        std::shared_lock<std::shared_mutex> lock(mutex);
+        if (!is_closed) job();
+    }
+    void close() {
+        std::unique_lock<std::shared_mutex> lock(mutex);
+        is_closed = true;
+    }
+
+private:
+    std::shared_mutex mutex;
+    bool is_closed = false;
+};
+
+Gate &gate() {
+    static Gate &gate = *new Gate;
+    return gate;
+}
+
+// libtorch was loaded before this library, and ends after it.
+struct AtExit {
+    ~AtExit() { gate().close(); }
+};
+[[maybe_unused]] const AtExit at_exit;
+
 // Queues `job` on a stream, where it begins late: who does not wait for it, or for an event behind it, sees what was there before.
 void queue(DeviceIndex device, StreamId id, std::chrono::microseconds delay, std::function<void()> job) {
     struct Late {
@@ -134,9 +163,12 @@ void queue(DeviceIndex device, StreamId id, std::chrono::microseconds delay, std
         std::function<void()> job;
     };
     const auto run = [](void *data) {
-        const std::unique_ptr<Late> late(static_cast<Late *>(data));
+        auto *const late = static_cast<Late *>(data);
         std::this_thread::sleep_for(late->delay);
-        late->job();
+        gate().pass([late] {
+            late->job();
+            delete late; // With its tensors.
+        });
     };
     const Bound bound(device);
     check(cuLaunchHostFunc(all_streams().native(device, id), run, new Late{delay, std::move(job)}));
