@@ -51,7 +51,7 @@ pub fn take(from: &mut [u8], to: &mut [u8]) {
 /// Writes a zero into each cache line of `bytes`, which begin at one. This processor has read them, and another one writes there next: it does
 /// so [slowly](crate::processors::rereads_slowly) to a line that both have in their caches, and not if this one has written last.
 ///
-/// 64 KiB of each of two ranks for the other took 9.0 us so through two staging buffers, and take 3.4 (`bench/reread.c`).
+/// 64 KiB of each of two processes for the other took 12.2 us so through two staging buffers, and take 4.1 (`bench/reread.c`).
 pub fn take_lines(bytes: &mut [u8]) {
     if takes_lines() {
         bytes.iter_mut().step_by(LINE).for_each(|byte| *byte = 0);
