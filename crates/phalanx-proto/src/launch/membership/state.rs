@@ -146,7 +146,7 @@ impl Machine for MembershipState {
         self.present().any(|node| node.id == id)
     }
 
-    /// The launchers that a launcher watches: all, if they are few. Among many, some watch all ([`watch_all`](Self::watch_all)), and each other one
+    /// The launchers that a launcher watches: all, if they are few. Among many, some watch all (`watch_all`), and each other one
     /// those that come next in the order of their numbers: if all read the heartbeats of all each second, the store would have more to
     /// do than one thread can. Numbers are random, so a rack that is lost has been watched by others.
     fn watched_by(&self, id: NodeId) -> Vec<NodeId> {
