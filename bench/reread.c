@@ -1,6 +1,6 @@
 // How long two processes take to give each other a block through shared memory, by what the reader does to the lines that it has read.
 //
-//     cc -O3 -o /tmp/reread bench/reread.c && /tmp/reread
+//     cc -O3 -o target/reread bench/reread.c && target/reread
 //
 // Each process copies its block into a buffer of its own, tells the other, and copies the other's block out. "read": it only reads.
 // "written": it also writes a zero into each line that it has read. "of 64": it only reads, and 64 buffers take turns in place of two.

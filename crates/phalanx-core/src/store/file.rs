@@ -213,7 +213,8 @@ impl Drop for FileStore {
         let mut backoff = Backoff::new(PAUSES, Deadline::after(REMOVE_TIMEOUT));
         while matches!(log.try_lock_newest(&self.path), Ok(false)) && backoff.pause() {}
         if is_named(&log.file, &self.path) {
-            // Processes that have it open keep it; a file that cannot be removed is recognised as stale later.
+            // Processes that have read on to this file keep it; others hear that the store is gone. A file that cannot be removed is
+            // recognised as stale later.
             let _ = remove_file(&self.path);
             remove_next(log, &self.path);
         }
