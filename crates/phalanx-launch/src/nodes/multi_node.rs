@@ -163,7 +163,9 @@ impl<'a> MultiNode<'a> {
         if self.view.state.is_present(self.me) {
             (self.is_replacing, self.refused_until) = (false, None);
         }
-        let Some((node, _)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else { return };
+        let Some((node, settings)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else {
+            return;
+        };
         let left = match self.view.state.predecessor(node) {
             Some(old) if process::may_replace(node.process, old.process) => {
                 Some(Entry::Left { node: old.id, why: Departure::Replaced })
@@ -175,7 +177,8 @@ impl<'a> MultiNode<'a> {
                 self.is_replacing = true;
                 return;
             }
-            None if self.refused_until.is_some() => None,
+            // It has left since, perhaps before this node knew that it was refused.
+            None if self.view.state.takes(node, settings) => None,
             None => return,
         };
         let Some((node, settings)) = self.join.take() else { return };

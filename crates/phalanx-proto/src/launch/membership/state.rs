@@ -352,6 +352,12 @@ impl MembershipState {
         self.present().find(is_earlier)
     }
 
+    /// Whether `node` would be taken now. It may have been refused because of one that has left since.
+    pub fn takes(&self, node: &Node, settings: &Settings) -> bool {
+        let join = Entry::Join { node: node.clone(), settings: settings.clone() };
+        self.clone().apply(join).is_ok()
+    }
+
     /// Whether an entry has been applied.
     pub fn has_begun(&self) -> bool {
         self.settings.is_some()

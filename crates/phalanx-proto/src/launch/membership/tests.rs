@@ -199,7 +199,9 @@ fn a_launcher_that_was_started_again_takes_its_own_place() {
     assert!(state.apply(join()).unwrap_err().contains("two nodes have --node-rank 1"));
     let old = state.predecessor(&new).map(|old| old.id).unwrap();
     assert_eq!(old, NodeId(1));
+    assert!(!state.takes(&new, &settings(2, 2, 1)));
     left(&mut state, 1, Departure::Replaced);
+    assert!(state.takes(&new, &settings(2, 2, 1)) && !state.takes(&new, &settings(3, 3, 1)));
     state.apply(join()).unwrap();
     ended(&mut state, 0, false);
     let running = state.running().unwrap();
