@@ -354,7 +354,7 @@ impl MembershipState {
 
     /// Whether `node` would be taken now. It may have been refused because of one that has left since.
     pub fn takes(&self, node: &Node, settings: &Settings) -> bool {
-        let join = Entry::Join { node: node.clone(), settings: settings.clone() };
+        let join = Entry::Join { node: node.clone(), settings: *settings };
         self.clone().apply(join).is_ok()
     }
 
