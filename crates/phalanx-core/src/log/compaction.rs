@@ -1,18 +1,29 @@
 //! Compaction: old entries are replaced by the state after them, as in Raft.
 //!
-//! A new reader takes the state at `base` and reads on from there. One of the processes moves `base` forward to the last
+//! A new reader takes the state at `base` and reads on from there. One of the processes, the caretaker, moves `base` forward to the last
 //! multiple of [`STRIDE`] that it has passed, where all have the same state, and then removes the entries before it. If it
-//! dies meanwhile, the next one finds in `trimmed` what is left to remove.
+//! dies meanwhile, the next one finds in `trimmed` what is left to remove. Two that both take themselves for the caretaker do no harm: the
+//! state comes before `base`, which moves forward only, and by `compare_set`.
+//!
+//! The caretaker waits until the state is as old as the silence after which a process is given up. So the entries of that time are kept, and
+//! nobody who is still counted is behind `base` for long.
 //!
 //! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
-//! an entry before `base` does not count. A writer asks for `base` afterwards: if `base` has passed the entry's index, the
-//! entry may have been written where another one was removed, and the writer cannot know whether another process has read it.
+//! an entry before `base` does not count, and one that is missing there is no end of the log. A writer asks for `base` afterwards, in
+//! the same request: if `base` has passed the entry's index, the entry may have been written where another one was removed, and the writer
+//! cannot know whether another process has read it.
 //!
-//! So the store of a job that loses workers for weeks stays small, and a new worker reads little.
+//! Entry 0 stays. A process of a version that does not know `base` finds it, and is told that the versions differ. If the entry were gone, that
+//! process would write its own there, and be alone in a job of its own.
+//!
+//! So the store of a job that loses nodes or workers for weeks stays small, and whoever comes late reads little.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Fetched, Log, Machine, key, line_key};
+use phalanx_proto::log::mac::Verified;
+
+use super::{Fetched, Log, Machine, Turn, key, keyless, line_key};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -38,6 +49,8 @@ impl<M: Machine> Log<M> {
             if index == 0 {
                 return Ok((M::default(), 0));
             }
+            // A writer need not try the places before.
+            self.end.fetch_max(index, Ordering::Relaxed);
             // It may just have been removed; then there is a newer one.
             let mut go_on = || match self.base(deadline)? > index {
                 true => Err(Error::timeout("the state has been removed")),
@@ -47,9 +60,24 @@ impl<M: Machine> Log<M> {
             match found.map(|found| found.into_iter().next().unwrap_or_default()) {
                 // Removed between the wait for it and the answer: `base` has moved.
                 Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
-                Ok(bytes) => return Ok(((compaction.decode)(&bytes)?, index)),
+                Ok(bytes) => return Ok(((compaction.decode)(self.verified_state(index, &bytes)?)?, index)),
                 Err(error) if error.is_timeout() && !deadline.has_passed() => {}
                 Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The state that the caretaker has written. There is no other way to know what the removed entries said.
+    fn verified_state<'a>(&self, index: u64, bytes: &'a [u8]) -> Result<&'a [u8]> {
+        match self.mac.verify_state(index, bytes) {
+            Verified::Content(state) => Ok(state),
+            Verified::Keyless => Err(keyless::<M>()),
+            Verified::Forged => {
+                let cause =
+                    format!("the state in the {}s' log is not signed with this job's key", M::PROCESS);
+                Err(Error::protocol(cause).with_remedy(
+                    "give all the same --job-key-file; or does another program write to the store, or another job with the same --rdzv-id?",
+                ))
             }
         }
     }
@@ -59,12 +87,12 @@ impl<M: Machine> Log<M> {
         &self,
         index: u64,
         deadline: Deadline,
-        go_on: &mut dyn FnMut() -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<Turn>,
     ) -> Result<Fetched<M>> {
         let (mut is_removed, mut looks) = (false, Looks::new());
         let mut watch = || {
-            go_on()?;
-            if !looks.is_due(Instant::now()) {
+            // Of several readers, the one for the next entry asks for all.
+            if go_on()? == Turn::Later || !looks.is_due(Instant::now()) {
                 return Ok(());
             }
             // An entry that has been removed never comes.
@@ -87,58 +115,89 @@ impl<M: Machine> Log<M> {
             return Ok(Fetched::Entry(entry));
         }
         let (state, next) = answer::<M, _>(|deadline| self.begin(deadline))?;
+        if next <= index {
+            return Err(Error::protocol(format!("the begin of the {}s' log has moved back", M::PROCESS))
+                .with_remedy("does another program write to the store?"));
+        }
         Ok(Fetched::Compacted(state, next))
     }
 
-    /// Returns `index` if the entry that was written there is certainly in the log. Removes the entry otherwise.
-    pub(super) fn confirm(&self, index: u64, deadline: Deadline) -> Result<Option<u64>> {
-        if self.base(deadline)? <= index {
+    /// Returns `index` if the entry that was written there is certainly in the log, whose base was `base` afterwards. Removes the entry
+    /// otherwise.
+    pub(super) fn confirm(&self, index: u64, base: u64, deadline: Deadline) -> Result<Option<u64>> {
+        if base <= index {
             return Ok(Some(index));
         }
         self.store.delete_key(&key(index), deadline)?;
         Ok(None)
     }
 
-    /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, and removes what is before it.
-    pub(super) fn compact(&self, state: &M, index: u64, deadline: Deadline) -> Result<()> {
-        let Some(compaction) = M::COMPACTION else { return Ok(()) };
+    /// Moves `base` to `index`, a multiple of [`STRIDE`], where the log has led to `state`, unless it is there or further already. Returns
+    /// the index before which all can be removed. It is never above `index`, whatever the store says.
+    pub(super) fn replace_entries(&self, state: &M, index: u64, deadline: Deadline) -> Result<u64> {
+        let Some(compaction) = M::COMPACTION else { return Ok(0) };
+        // A writer need not try the places before.
+        self.end.fetch_max(index, Ordering::Relaxed);
         let (store, old) = (&self.store, self.base(deadline)?);
         if old >= index {
-            return Ok(());
+            return Ok(index);
         }
-        store.set(&state_key(index), &(compaction.encode)(state)?, deadline)?;
+        let signed = self.mac.sign_state(index, &(compaction.encode)(state)?);
+        store.set(&state_key(index), &signed, deadline)?;
         let new = index.to_string();
         let now = store.compare_set(BASE, old.to_string().as_bytes(), new.as_bytes(), deadline)?;
         if now != new.as_bytes() {
             // Another process was faster. If both wanted the same index, it is the same state.
-            if number::<M>(&now)? > index {
+            let now = number::<M>(&now)?;
+            if now > index {
                 store.delete_key(&state_key(index), deadline)?;
             }
-            return Ok(());
+            return Ok(now.min(index));
         }
+        Ok(index)
+    }
+
+    /// Removes what is before `end`, but for entry 0; the base is there, or further. What was done is noted: if the time is up before, the
+    /// next call goes on from there.
+    pub(super) fn trim(&self, end: u64, deadline: Deadline) -> Result<()> {
+        let store = &self.store;
         let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
         let mut noted = from;
-        while noted < index {
-            let end = (noted + 1).next_multiple_of(MARK).min(index);
-            let states = (noted..end).filter(|entry| *entry > 0 && entry.is_multiple_of(STRIDE));
-            let entries = (noted..end).flat_map(|entry| [key(entry), line_key(entry)]);
+        while noted < end {
+            let mark = (noted + 1).next_multiple_of(MARK).min(end);
+            let first = noted.max(1);
+            let states = (first..mark).filter(|entry| entry.is_multiple_of(STRIDE));
+            let entries = (first..mark).flat_map(|entry| [key(entry), line_key(entry)]);
             let keys: Vec<String> = entries.chain(states.map(state_key)).collect();
             let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
             store.delete_keys(&keys, deadline)?;
-            let (noted_text, end_text) = (noted.to_string(), end.to_string());
-            store.compare_set(TRIMMED, noted_text.as_bytes(), end_text.as_bytes(), deadline)?;
-            noted = end;
+            let (noted_text, mark_text) = (noted.to_string(), mark.to_string());
+            store.compare_set(TRIMMED, noted_text.as_bytes(), mark_text.as_bytes(), deadline)?;
+            noted = mark;
         }
         Ok(())
     }
 
-    /// The index of the first entry that still exists.
+    /// Both, as the caretaker does one after the other.
+    #[cfg(test)]
+    pub(super) fn compact(&self, state: &M, index: u64, deadline: Deadline) -> Result<()> {
+        let end = self.replace_entries(state, index, deadline)?;
+        self.trim(end, deadline)
+    }
+
+    /// The index of the first entry that still counts.
     pub(super) fn base(&self, deadline: Deadline) -> Result<u64> {
         if M::COMPACTION.is_none() {
             return Ok(0);
         }
-        // Adding 0 creates the key, so that a later `multi_get` finds it.
-        Ok(u64::try_from(self.store.add(BASE, 0, deadline)?).unwrap_or(0))
+        // To read costs some stores less than to write.
+        if self.has_base.load(Ordering::Relaxed) {
+            return number::<M>(&self.store.get(BASE, deadline)?);
+        }
+        // Adding 0 creates the key, so that later requests find it.
+        let base = u64::try_from(self.store.add(BASE, 0, deadline)?).unwrap_or(0);
+        self.has_base.store(true, Ordering::Relaxed);
+        Ok(base)
     }
 }
 
@@ -185,8 +244,11 @@ pub(super) fn answer<M: Machine, T>(ask: impl Fn(Deadline) -> Result<T>) -> Resu
     })
 }
 
-fn number<M: Machine>(text: &[u8]) -> Result<u64> {
-    let number = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
+/// The base, as the store has it.
+pub(super) fn number<M: Machine>(text: &[u8]) -> Result<u64> {
+    let number = str::from_utf8(text).ok().and_then(|text| text.parse::<i64>().ok());
+    // A store adds in this type. So there is always a next index.
+    let number = number.and_then(|number| u64::try_from(number).ok());
     number.ok_or_else(|| Error::protocol(format!("the begin of the {}s' log is no number", M::PROCESS)))
 }
 

@@ -7,9 +7,9 @@
 //! ```text
 //! log/<n>       entry n: a version byte and the entry; in front of it a MAC, if the log has a key
 //! line/<n>      how many have found place n taken
-//! base          the index of the first entry that still exists      (in a log that is compacted)
-//! state/<base>  the state after all entries before that one         (the same)
-//! trimmed       entries before this one have been removed           (the same)
+//! base          the index of the first entry that still counts                   (in a log that is compacted)
+//! state/<base>  the state after all entries before that one, with a MAC as well  (the same)
+//! trimmed       entries before this one have been removed, but for the first     (the same)
 //! ```
 //!
 //! Any store will do, since an entry needs no more than [`compare_set`](crate::store::Store::compare_set) on a key that does not exist.
@@ -20,8 +20,8 @@
 //! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second leaves
 //! the line, and tries as if it had just come.
 //!
-//! [`Log`] appends, reads and compacts. A [`Participant`] runs two threads: one reads the log into the replica, the other
-//! sends this process's heartbeats and appends the processes that have become silent.
+//! [`Log`] appends, reads and compacts. A [`Participant`] runs its threads: one or two read the log into the replica, another
+//! sends this process's heartbeats, appends the processes that have become silent, and compacts the log if that is this process's task.
 //!
 //! A store may be one that does not know the job's key, such as etcd or a file; therefore the MACs.
 
@@ -32,7 +32,7 @@ mod participant;
 mod replica;
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use phalanx_proto::log::liveness::ENDED;
@@ -42,6 +42,7 @@ pub use phalanx_proto::log::{Machine, decode, encode};
 
 #[cfg(test)]
 pub(crate) use self::compaction::STRIDE;
+use self::compaction::{BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
 pub use self::participant::{Heartbeats, Participant};
@@ -64,6 +65,8 @@ pub struct Log<M> {
     mac: Mac,
     /// All entries before this index are known to exist, or to have existed.
     end: AtomicU64,
+    /// Whether the key of the base is known to exist.
+    has_base: AtomicBool,
     machine: PhantomData<fn() -> M>,
 }
 
@@ -73,6 +76,13 @@ enum Fetched<M> {
     Entry(Vec<u8>),
     /// The entry has been removed: the state after it, and the index of the next entry.
     Compacted(M, u64),
+}
+
+/// Whether a reader waits for the next entry of all, or for a later one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    Next,
+    Later,
 }
 
 /// A decoded entry.
@@ -87,7 +97,8 @@ pub enum Read<M: Machine> {
 
 impl<M: Machine> Log<M> {
     pub fn new(store: SharedStore, mac: Mac) -> Self {
-        Self { store, mac, end: AtomicU64::new(0), machine: PhantomData }
+        let (end, has_base) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { store, mac, end, has_base, machine: PhantomData }
     }
 
     /// Appends `entry`, and repeats that until it is certainly in the log. The entry may then be in the log twice.
@@ -100,18 +111,40 @@ impl<M: Machine> Log<M> {
     /// An equal entry that is found at the end of the log is taken for this one.
     pub fn try_append(&self, entry: &M::Entry, deadline: Deadline) -> Result<Option<u64>> {
         let entry = encode(M::VERSION, entry)?;
-        let mut index = self.end.load(Ordering::Relaxed).max(self.base(deadline)?);
+        if !self.has_base.load(Ordering::Relaxed) {
+            self.end.fetch_max(self.base(deadline)?, Ordering::Relaxed);
+        }
+        let mut index = self.end.load(Ordering::Relaxed);
         loop {
             let signed = self.mac.sign(index, &entry);
-            let found = self.store.compare_set(&key(index), b"", &signed, deadline)?;
-            self.end.fetch_max(index + 1, Ordering::Relaxed);
+            let (found, base) = self.write(index, &signed, deadline)?;
+            self.end.fetch_max(base.max(index + 1), Ordering::Relaxed);
             if found == signed {
-                return self.confirm(index, deadline);
+                return self.confirm(index, base, deadline);
             }
-            let next = self.wait_in_line(index, deadline)?;
+            // Behind the base there is no line.
+            let next = if base > index { base } else { self.wait_in_line(index, deadline)? };
             // This process's reader may have come further.
             index = next.max(self.end.load(Ordering::Relaxed));
         }
+    }
+
+    /// Writes `signed` at `index`, if nothing is there. Returns what is there then, and the base after that.
+    fn write(&self, index: u64, signed: &[u8], deadline: Deadline) -> Result<(Vec<u8>, u64)> {
+        let key = key(index);
+        if M::COMPACTION.is_none() {
+            return Ok((self.store.compare_set(&key, b"", signed, deadline)?, 0));
+        }
+        let mut now = Vec::new();
+        let mut found = |values: &[Vec<u8>]| {
+            now = values.first().cloned().unwrap_or_default();
+            Ok(())
+        };
+        let change = (key.as_str(), &b""[..], signed);
+        let values =
+            self.store.compare_set_and_get(&[change], &[BASE], deadline, &mut found, &mut || Ok(()))?;
+        let base = number::<M>(values.first().map_or(&[][..], Vec::as_slice))?;
+        Ok((now, base))
     }
 
     /// Waits until those that have found the place `taken` before this writer have written. Returns the place to try next.
@@ -131,27 +164,29 @@ impl<M: Machine> Log<M> {
     /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
     #[cfg(any(test, fuzzing, feature = "fuzzing"))]
     pub fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
-        let found = self.fetch(index, deadline, &mut || Ok(()))?;
+        let found = self.fetch(index, deadline, &mut || Ok(Turn::Next))?;
         self.decode(index, found)
     }
 
     /// Fetches the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
-    /// the wait. The wait itself is one request: on a slow network a wait in parts would never see its answer.
+    /// the wait. Who waits for the next entry also asks whether it has been removed. The wait itself is one request: on a slow network a wait in parts would never see its answer.
     fn fetch(
         &self,
         index: u64,
         deadline: Deadline,
-        go_on: &mut dyn FnMut() -> Result<()>,
+        go_on: &mut dyn FnMut() -> Result<Turn>,
     ) -> Result<Fetched<M>> {
         let fetched = match M::COMPACTION {
             Some(_) => self.fetch_compacted(index, deadline, go_on)?,
             None => {
-                let found = self.store.set_and_get(&[], &[&key(index)], deadline, go_on)?;
+                let mut go_on = || go_on().map(drop);
+                let found = self.store.set_and_get(&[], &[&key(index)], deadline, &mut go_on)?;
                 Fetched::Entry(found.into_iter().next().unwrap_or_default())
             }
         };
         // A writer need not try the places before.
-        self.end.fetch_max(index + 1, Ordering::Relaxed);
+        let next = if let Fetched::Compacted(_, next) = &fetched { *next } else { index + 1 };
+        self.end.fetch_max(next, Ordering::Relaxed);
         Ok(fetched)
     }
 
@@ -165,14 +200,17 @@ impl<M: Machine> Log<M> {
 
     fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {
         match self.mac.verify(index, bytes) {
-            Verified::Entry(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
+            Verified::Content(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
             Verified::Forged => Ok(Read::Forged),
-            Verified::Keyless => {
-                let cause = format!("the {}s of this job sign their entries with a key", M::PROCESS);
-                Err(Error::protocol(cause).with_remedy("give this one the same --job-key-file"))
-            }
+            Verified::Keyless => Err(keyless::<M>()),
         }
     }
+}
+
+/// Why a process without a key cannot read the log.
+fn keyless<M: Machine>() -> Error {
+    let cause = format!("the {}s of this job sign their entries with a key", M::PROCESS);
+    Error::protocol(cause).with_remedy("give this one the same --job-key-file")
 }
 
 /// The key of the entry at `index`.

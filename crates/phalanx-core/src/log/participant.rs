@@ -1,19 +1,17 @@
 //! The threads of a process that takes part in a log.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::{Log, Machine, Read, Replica};
+use super::{Log, Machine, Read, Replica, Turn};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use phalanx_proto::log::liveness::Liveness;
 
 /// How long the reader waits for one entry before it asks for it anew.
 const READ_TIMEOUT: Duration = Duration::from_secs(3600);
-
-/// How many threads read a log that is never compacted.
-const READERS: u64 = 2;
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -38,10 +36,8 @@ impl<M: Machine> Participant<M> {
         replica.restore(state, next);
         let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new() };
         // While one waits for an entry, another waits for the next: entries that follow each other soon cost one round trip together.
-        let readers = if M::COMPACTION.is_none() { READERS } else { 1 };
-        for reader in 0..readers {
-            participant
-                .spawn("phalanx-log-in", move |log, replica| read(log, replica, next + reader, readers))?;
+        for reader in 0..M::READERS {
+            participant.spawn("phalanx-log-in", move |log, replica| read(log, replica, next + reader))?;
         }
         Ok(participant)
     }
@@ -100,7 +96,7 @@ impl<M: Machine> Participant<M> {
     /// Compacts the log now, also if another process is to.
     #[cfg(test)]
     pub(crate) fn compact(&self, deadline: Deadline) -> Result<()> {
-        let checkpoint = self.replica.view().checkpoint.take();
+        let checkpoint = self.replica.take_checkpoint();
         checkpoint.map_or(Ok(()), |(state, index)| self.log.compact(&state, index, deadline))
     }
 
@@ -130,46 +126,63 @@ impl<M: Machine> Drop for Participant<M> {
     }
 }
 
-/// A reader's thread: it reads the entries `first`, `first + readers` and so on.
-fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64, readers: u64) {
+/// A reader's thread: it reads the entry `first`, and then every [`Machine::READERS`]th.
+fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64) {
     let mut index = first;
     loop {
         if replica.view().is_closing() {
             return;
         }
-        let mut go_on = || match replica.view().is_closing() {
-            true => Err(Error::aborted("the log is closed")),
-            false => Ok(()),
+        let mut go_on = || {
+            let view = replica.view();
+            match view.next.cmp(&index) {
+                _ if view.is_closing() => Err(Error::aborted("the log is closed")),
+                Ordering::Less => Ok(Turn::Later),
+                Ordering::Equal => Ok(Turn::Next),
+                Ordering::Greater => Err(Error::aborted("a later state has replaced the entry")),
+            }
         };
         match log.fetch(index, Deadline::after(READ_TIMEOUT), &mut go_on) {
-            Ok(fetched) => {
-                if !comes_to(replica, index) {
-                    return;
-                }
-                match log.decode(index, fetched) {
+            Ok(fetched) => match next_after(replica, index) {
+                None => return,
+                // Only the reader whose turn it is takes something.
+                Some(next) if next == index => match log.decode(index, fetched) {
                     Ok(Read::Entry(entry)) => replica.apply(entry),
                     Ok(Read::Forged) => replica.skip(),
                     Ok(Read::Compacted(state, next)) => replica.restore(state, next),
                     Err(error) => return replica.lose(error),
+                },
+                Some(_) => {}
+            },
+            Err(error) => {
+                let view = replica.view();
+                if view.is_closing() {
+                    return;
+                }
+                let is_passed = view.next > index;
+                drop(view);
+                if !is_passed && !error.is_timeout() {
+                    return replica.lose(error);
                 }
             }
-            Err(_) if replica.view().is_closing() => return,
-            Err(error) if error.is_timeout() => {}
-            Err(error) => return replica.lose(error),
         }
-        // Whoever reads alone may have skipped what was compacted. Of several, each goes on where it has taken an entry.
-        let next = replica.view().next;
-        index = if readers == 1 { next } else { index + readers * u64::from(next > index) };
+        index = own_index(index, replica.view().next, M::READERS);
     }
 }
 
-/// Waits until the entry at `index` is the next. Returns false if it never will be.
-fn comes_to<M: Machine>(replica: &Replica<M>, index: u64) -> bool {
+/// The first of a reader's indices, of which `index` is one and each `readers`th another, that is not before `next`.
+fn own_index(index: u64, next: u64, readers: u64) -> u64 {
+    index + next.saturating_sub(index).next_multiple_of(readers)
+}
+
+/// Waits until all entries before `index` have been taken. Returns the index of the next entry: a later one if a state has taken the
+/// place of this one. None if it never will be its turn.
+fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
     let mut view = replica.view();
     while view.next < index && view.lost.is_none() && !view.is_closing() {
         replica.wait_until(&mut view, Instant::now() + READ_TIMEOUT);
     }
-    view.next == index
+    (view.next >= index).then_some(view.next)
 }
 
 /// The thread that sends heartbeats and watches those of others.
@@ -180,6 +193,7 @@ fn watch<M: Machine>(
     tidy: &dyn Fn(&M, Deadline) -> Result<()>,
 ) {
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
+    let mut task = Caretaker::new(heartbeats.silence);
     loop {
         let next = Instant::now() + heartbeats.interval;
         match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
@@ -188,7 +202,7 @@ fn watch<M: Machine>(
             Ok(()) => {}
         }
         // The next heartbeat waits for it, and must not come too late.
-        if let Err(error) = clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
+        if let Err(error) = task.clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
             tracing::debug!(%error, "old entries of the log could not be removed");
         }
         let mut view = replica.view();
@@ -235,24 +249,51 @@ fn beat<M: Machine>(
     Ok(())
 }
 
-/// Compacts the log, and calls `tidy`, if this process is to.
-fn clean<M: Machine>(
-    log: &Log<M>,
-    replica: &Replica<M>,
-    deadline: Deadline,
-    tidy: &dyn Fn(&M, Deadline) -> Result<()>,
-) -> Result<()> {
-    let Some(compaction) = M::COMPACTION else { return Ok(()) };
-    let (state, checkpoint) = {
-        let mut view = replica.view();
-        let caretaker = (compaction.caretaker)(&view.state);
-        if caretaker.is_none() || caretaker != view.id() {
-            return Ok(());
-        }
-        (view.state.clone(), view.checkpoint.take())
-    };
-    if let Some((state, index)) = checkpoint {
-        log.compact(&state, index, deadline)?;
+/// What the process has to do that compacts the log.
+pub(super) struct Caretaker<M> {
+    /// How long a state is held before it takes the place of entries: whoever has not read them then is given up.
+    hold: Duration,
+    /// A state that is held, the index of the next entry, and since when.
+    held: Option<(M, u64, Instant)>,
+    /// Before this index all can be removed, if it has not been yet.
+    trim_to: u64,
+}
+
+impl<M: Machine> Caretaker<M> {
+    pub(super) fn new(hold: Duration) -> Self {
+        Self { hold, held: None, trim_to: 0 }
     }
-    tidy(&state, deadline)
+
+    /// Compacts the log, and calls `tidy`, if this process is to.
+    pub(super) fn clean(
+        &mut self,
+        log: &Log<M>,
+        replica: &Replica<M>,
+        deadline: Deadline,
+        tidy: &dyn Fn(&M, Deadline) -> Result<()>,
+    ) -> Result<()> {
+        let Some(compaction) = M::COMPACTION else { return Ok(()) };
+        let state = {
+            let view = replica.view();
+            let caretaker = (compaction.caretaker)(&view.state);
+            (caretaker.is_some() && caretaker == view.id()).then(|| view.state.clone())
+        };
+        let Some(state) = state else {
+            *self = Self::new(self.hold);
+            return Ok(());
+        };
+        if self.held.is_none() {
+            let checkpoint = replica.take_checkpoint();
+            self.held = checkpoint.map(|(state, index)| (state, index, Instant::now()));
+        }
+        if let Some((state, index, _)) = self.held.take_if(|(.., since)| since.elapsed() >= self.hold) {
+            self.trim_to = log.replace_entries(&state, index, deadline)?;
+        }
+        // On a slow network the time may be up before all is removed. The next call goes on.
+        if self.trim_to > 0 {
+            log.trim(self.trim_to, deadline)?;
+            self.trim_to = 0;
+        }
+        tidy(&state, deadline)
+    }
 }

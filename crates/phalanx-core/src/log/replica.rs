@@ -11,6 +11,8 @@ use crate::error::Error;
 /// The state as far as this process has read the log, and this process's part in it.
 pub struct Replica<M: Machine> {
     view: Mutex<View<M>>,
+    /// The last state from which a new reader could begin, and the index of the next entry. It is no part of the view, which is copied often.
+    checkpoint: Mutex<Option<(M, u64)>>,
     changed: Condvar,
     on_change: OnChange<M>,
 }
@@ -23,8 +25,6 @@ pub struct View<M: Machine> {
     pub state: M,
     /// The index of the next entry to be read.
     pub(super) next: u64,
-    /// The last state from which a new reader could begin, and the index of the next entry.
-    pub(super) checkpoint: Option<(M, u64)>,
     pub(super) own: Option<Own<M::Id>>,
     /// Why this process was refused.
     pub refusal: Option<String>,
@@ -47,7 +47,8 @@ pub(super) struct Own<Id> {
 impl<M: Machine> Replica<M> {
     /// `on_change` is called after each change, without a lock, by the thread that made it.
     pub fn new(on_change: impl Fn(&Self) + Send + Sync + 'static) -> Self {
-        Self { view: Mutex::default(), changed: Condvar::new(), on_change: Box::new(on_change) }
+        let (view, checkpoint, changed) = (Mutex::default(), Mutex::new(None), Condvar::new());
+        Self { view, checkpoint, changed, on_change: Box::new(on_change) }
     }
 
     pub fn view(&self) -> MutexGuard<'_, View<M>> {
@@ -83,9 +84,14 @@ impl<M: Machine> Replica<M> {
             }
             view.next += 1;
             if M::COMPACTION.is_some() && view.next.is_multiple_of(STRIDE) {
-                view.checkpoint = Some((view.state.clone(), view.next));
+                *self.checkpoint.lock() = Some((view.state.clone(), view.next));
             }
         });
+    }
+
+    /// The last state from which a new reader could begin, and the index of the next entry. The next call finds a later one, or none.
+    pub(super) fn take_checkpoint(&self) -> Option<(M, u64)> {
+        self.checkpoint.lock().take()
     }
 
     /// Skips the next entry, which no process of this job has signed.
@@ -131,9 +137,9 @@ impl<M: Machine> Replica<M> {
 
 impl<M: Machine> Default for View<M> {
     fn default() -> Self {
-        let (state, next, checkpoint, own) = (M::default(), 0, None, None);
+        let (state, next, own) = (M::default(), 0, None);
         let (refusal, warning, lost, is_closing) = (None, None, None, false);
-        Self { state, next, checkpoint, own, refusal, warning, lost, is_closing }
+        Self { state, next, own, refusal, warning, lost, is_closing }
     }
 }
 

@@ -11,7 +11,8 @@ use phalanx_proto::log::Compaction;
 use phalanx_proto::log::liveness::Absence;
 use serde::{Deserialize, Serialize};
 
-use super::compaction::{BASE, Looks, answer, state_key};
+use super::compaction::{Looks, answer, state_key};
+use super::participant::Caretaker;
 use super::*;
 use crate::store::{MemoryStore, Store};
 
@@ -46,6 +47,7 @@ impl<const COMPACTED: bool> Machine for Heard<COMPACTED> {
     const VERSION: u8 = 7;
     const PROCESS: &'static str = "tester";
     const AUTHOR: &'static str = "another tester";
+    const READERS: u64 = 2;
     const COMPACTION: Option<Compaction<Self>> = if COMPACTED {
         Some(Compaction {
             encode: |state| encode(1, state),
@@ -222,7 +224,7 @@ impl Reader {
     }
 
     fn checkpoint(&self) -> (Compacted, u64) {
-        self.replica.view().checkpoint.take().unwrap()
+        self.replica.take_checkpoint().unwrap()
     }
 
     fn compact(&self) {
@@ -366,7 +368,7 @@ fn a_writer_that_was_stopped_writes_again_and_nobody_reads_what_is_in_a_hole() {
     store.compare_set("log/5", b"", &encode(7, &entry).unwrap(), limit()).unwrap();
     // Before it knows that, another one reads.
     assert!(matches!(late.read(5, limit()).unwrap(), Read::Compacted(_, STRIDE)));
-    assert_eq!(late.confirm(5, limit()).unwrap(), None);
+    assert_eq!(late.confirm(5, late.base(limit()).unwrap(), limit()).unwrap(), None);
     assert!(!store.check(&["log/5"], limit()).unwrap());
     assert_eq!(late.try_append(&entry, limit()).unwrap(), Some(STRIDE + 3));
     behind.read_up_to(STRIDE + 4);
@@ -383,7 +385,7 @@ fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
     let (state, index) = reader.checkpoint();
     store.set(&state_key(index), &encode(1, &state).unwrap(), limit()).unwrap();
     store.compare_set(BASE, b"0", b"64", limit()).unwrap();
-    (0..STRIDE / 2).for_each(|entry| assert!(store.delete_key(&key(entry), limit()).unwrap()));
+    (1..STRIDE / 2).for_each(|entry| assert!(store.delete_key(&key(entry), limit()).unwrap()));
     store.add(&line_key(STRIDE + 1), 2, limit()).unwrap();
     for word in STRIDE..2 * STRIDE {
         log.append(&Entry::Word(word as u32), limit()).unwrap();
@@ -391,11 +393,80 @@ fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
     let next = Reader::new(&store);
     next.read_up_to(2 * STRIDE);
     next.compact();
-    // The base, how far was removed, and one state.
-    assert_eq!(store.num_keys(limit()).unwrap(), 3);
+    // The base, how far was removed, one state, and the first entry.
+    assert_eq!(store.num_keys(limit()).unwrap(), 4);
+    assert!(store.check(&["log/0"], limit()).unwrap());
     // One that is slower, with an older state, changes nothing.
     log.compact(&state, index, limit()).unwrap();
-    assert_eq!((log.begin(limit()).unwrap().1, store.num_keys(limit()).unwrap()), (2 * STRIDE, 3));
+    assert_eq!((log.begin(limit()).unwrap().1, store.num_keys(limit()).unwrap()), (2 * STRIDE, 4));
+}
+
+#[test]
+fn a_state_is_held_before_it_takes_the_place_of_entries() {
+    let (store, log) = filled(0);
+    log.append(&Entry::Join(1), limit()).unwrap();
+    let reader = Reader::new(&store);
+    reader.replica.set_own(1, "beat/1".to_owned());
+    let base_after = |hold, end| {
+        (reader.next()..end).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+        reader.read_up_to(end);
+        Caretaker::new(hold).clean(&reader.log, &reader.replica, limit(), &|_, _| Ok(())).unwrap();
+        log.base(limit()).unwrap()
+    };
+    reader.read_up_to(1);
+    assert_eq!(base_after(Duration::from_secs(3600), STRIDE + 3), 0);
+    assert_eq!(base_after(Duration::ZERO, 2 * STRIDE + 3), 2 * STRIDE);
+    assert!(!store.check(&["log/1"], limit()).unwrap());
+    // Whoever is not the caretaker leaves all as it is.
+    reader.replica.set_own(2, "beat/2".to_owned());
+    assert_eq!(base_after(Duration::ZERO, 3 * STRIDE), 2 * STRIDE);
+}
+
+#[test]
+fn readers_that_wait_for_what_is_gone_go_on_from_the_state() {
+    let store = memory();
+    let (member, _) = participant::<Compacted>(&store, Mac::none());
+    // They wait for entries 0 and 1, which another one has read and removed.
+    let words: Vec<u32> = (0..STRIDE as u32).collect();
+    let state = Compacted { words, present: BTreeSet::new() };
+    let log = log::<true>(&store);
+    log.compact(&state, STRIDE, limit()).unwrap();
+    for word in 0..5 {
+        let index = log.try_append(&Entry::Word(1000 + word), limit()).unwrap();
+        assert_eq!(index, Some(STRIDE + u64::from(word)));
+    }
+    wait_for(member.replica(), |view| view.next == STRIDE + 5);
+    let read = member.replica().view().state.words.clone();
+    assert_eq!(read[..STRIDE as usize], state.words[..]);
+    assert_eq!(read[STRIDE as usize..], [1000, 1001, 1002, 1003, 1004]);
+    assert!(member.replica().view().lost.is_none());
+}
+
+#[test]
+fn a_state_is_taken_only_if_the_job_has_signed_it() {
+    let store = memory();
+    let log = |mac| Log::<Compacted>::new(Arc::clone(&store), mac);
+    let mac = |key| Mac::new(Some(&[key; 32]), "job");
+    let state = Compacted { words: vec![7], present: BTreeSet::new() };
+    log(mac(1)).compact(&state, STRIDE, limit()).unwrap();
+    assert_eq!(log(mac(1)).begin(limit()).unwrap(), (state.clone(), STRIDE));
+    let error = log(mac(2)).begin(limit()).unwrap_err();
+    assert!(error.to_string().contains("the state in the testers' log is not signed"), "{error}");
+    let error = log(Mac::none()).begin(limit()).unwrap_err();
+    assert!(error.remedy().is_some_and(|remedy| remedy.contains("--job-key-file")), "{error}");
+    // Nor is one without a MAC, or that of another place.
+    let moved = mac(1).sign_state(2 * STRIDE, &encode(1, &state).unwrap());
+    for forged in [encode(1, &state).unwrap(), moved] {
+        store.set(&state_key(STRIDE), &forged, limit()).unwrap();
+        assert!(log(mac(1)).begin(limit()).is_err());
+    }
+    for nonsense in [&b""[..], b"-1", b"x", b"18446744073709551615"] {
+        store.set(BASE, nonsense, limit()).unwrap();
+        let log = log(mac(1));
+        log.has_base.store(true, Ordering::Relaxed);
+        let error = log.try_append(&Entry::Word(1), limit()).unwrap_err();
+        assert!(error.to_string().contains("is no number"), "{error}");
+    }
 }
 
 #[test]
@@ -551,7 +622,7 @@ fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
         first.append(&Entry::Word(word), limit()).unwrap();
     }
     let limit = limit();
-    while store.check(&["log/0"], limit).unwrap() {
+    while store.check(&["log/1"], limit).unwrap() {
         assert!(!limit.has_passed(), "nobody has compacted the log");
         thread::sleep(Duration::from_millis(1));
     }

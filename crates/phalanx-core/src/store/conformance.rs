@@ -103,6 +103,15 @@ fn keys_are_counted_and_deleted(another: &Another) {
     store.delete_keys(&["counted", "never there", "counted too"], soon()).unwrap();
     other.delete_keys(&[], soon()).unwrap();
     assert_eq!(other.num_keys(soon()).unwrap(), before);
+    // More than fit into one request of some stores.
+    let many: Vec<String> = (0..300).map(|i| format!("removed/{i}")).collect();
+    let pairs: Vec<(&str, &[u8])> = many.iter().map(|key| (key.as_str(), &b"x"[..])).collect();
+    store.multi_set(&pairs, soon()).unwrap();
+    assert_eq!(other.num_keys(soon()).unwrap(), before + 300);
+    let keys: Vec<&str> = many.iter().map(String::as_str).collect();
+    other.delete_keys(&keys, soon()).unwrap();
+    other.delete_keys(&keys, soon()).unwrap();
+    assert_eq!(store.num_keys(soon()).unwrap(), before);
 }
 
 fn many_at_once(another: &Another) {

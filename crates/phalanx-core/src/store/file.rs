@@ -264,6 +264,22 @@ impl Store for FileStore {
         })
     }
 
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        // One change for all that are there: each costs the file's lock, and the removal of a key that is not there would be written too.
+        let call = Call::new(&self.name, "delete_key", keys, deadline)?;
+        let there: Vec<&str> = self.read(&call, &[], |table| {
+            keys.iter().copied().filter(|key| table.contains(key.as_bytes())).collect()
+        })?;
+        if there.is_empty() {
+            return Ok(());
+        }
+        let call = Call::new(&self.name, "delete_key", &there, deadline)?;
+        self.change(&call, |table| {
+            let removed = there.iter().filter(|key| table.delete(key.as_bytes())).count();
+            Ok(((), removed > 0))
+        })
+    }
+
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         let call = Call::new(&self.name, "num_keys", &[], deadline)?;
         self.read(&call, &[], Table::len)

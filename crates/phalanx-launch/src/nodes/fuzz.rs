@@ -5,18 +5,18 @@ use crate::fuzz_input::pieces;
 use crate::log::{Mac, read_all};
 use crate::world_size::MAX_WORLD_SIZE;
 
-/// For `phalanx::fuzzing`: entries as they stand in the store; after a 0 of a job without a key, after a 1 of one with
-/// a key of zeros.
+/// For `phalanx::fuzzing`: entries as they stand in the store; after a 0 or 2 of a job without a key, after a 1 or 3 of one with
+/// a key of zeros. After a 2 or 3 the first piece is a state, which has taken the place of earlier entries.
 ///
 /// Says whether all of it could be read, and at least one entry was.
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    let mac = match bytes.split_first() {
-        Some((0, _)) => Mac::none(),
-        Some((1, _)) => Mac::new(Some(&[0; 32]), "job"),
-        _ => return false,
-    };
-    read_all(mac, &[], pieces(&bytes[1..]), |before: &MembershipState, state| {
+    let Some((kind, rest)) = bytes.split_first().filter(|(kind, _)| **kind < 4) else { return false };
+    let mac = if kind % 2 == 0 { Mac::none() } else { Mac::new(Some(&[0; 32]), "job") };
+    let mut pieces = pieces(rest);
+    let state = if *kind < 2 { Some(&[][..]) } else { pieces.next().flatten() };
+    let Some(state) = state else { return false };
+    read_all(mac, state, pieces, |before: &MembershipState, state| {
         assert!(state.round() >= before.round() && state.present().count() >= state.waiting().len());
         if let Some(running) = state.running() {
             assert!(running.world_size() <= MAX_WORLD_SIZE);
@@ -54,6 +54,9 @@ mod tests {
         fn nonsense_from_others_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..256)) {
             fuzz(&[&[0], &bytes[..]].concat());
             fuzz(&[&[0, 2, 0, 3], &bytes[..]].concat());
+            fuzz(&[&[2], &bytes[..]].concat());
+            // A state, of which the first byte is right.
+            fuzz(&[&[2, 40, 0, 1], &bytes[..]].concat());
         }
     }
 }

@@ -24,7 +24,7 @@ use super::who_serves::{Claim, Facts, Role, who_serves};
 use crate::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 #[cfg(feature = "etcd")]
 use crate::interfaces::is_every_hosts;
 use crate::interfaces::{inner_bridges, is_own};
@@ -230,8 +230,10 @@ impl Thread {
         if opened.served_elsewhere {
             wait_for_host(replica, cluster, deadline)?;
         }
-        if let Entry::Join { node, .. } = &join {
-            participant.enter(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?;
+        if let Entry::Join { node, .. } = &join
+            && !participant.enter(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?
+        {
+            return Err(stopped_while_joining());
         }
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
         for entry in inbox {
@@ -245,6 +247,14 @@ impl Thread {
         participant.close();
         Ok(())
     }
+}
+
+/// The entry by which this launcher joins may be lost, or the others have read it and missed this launcher since.
+fn stopped_while_joining() -> Error {
+    let cause = "this launcher stood still while it joined, for so long that the others have gone on";
+    Error::new(Kind::PeerLeft, cause)
+        .in_operation("rendezvous of the launchers", None)
+        .with_remedy("start it again; was this host, or its network, stopped for a while?")
 }
 
 /// Opens the launchers' common store.
@@ -535,7 +545,7 @@ mod tests {
 
     use super::super::membership::NodeId;
     use super::*;
-    use crate::store::Store;
+    use crate::store::{MemoryStore, Store};
 
     /// A relay between clients and a store, which records their requests.
     struct Between {
@@ -625,6 +635,63 @@ mod tests {
         log.append(&Entry::Join { node: node(1, true), settings }, limit).unwrap();
         let next = log.read(1, limit).unwrap();
         assert_eq!(next, crate::log::Read::Entry(Entry::Join { node: node(7, false), settings }));
+    }
+
+    #[test]
+    fn a_job_that_regroups_without_end_keeps_a_small_store_and_takes_newcomers() {
+        const ROUNDS: u64 = 500;
+        let limit = Deadline::after(Duration::from_secs(60));
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let log = |key: Option<&[u8; 32]>| Log::new(Arc::clone(&store), Mac::new(key, "job"));
+        let start = |key| {
+            let replica = Arc::new(Replica::<MembershipState>::new(|_| ()));
+            (Participant::start(log(key), Arc::clone(&replica), limit), replica)
+        };
+        let wait_until = |replica: &Replica<MembershipState>, round: u64| {
+            let mut view = replica.view();
+            while view.state.round() < round {
+                assert!(!limit.has_passed(), "round {} of {round}", view.state.round());
+                replica.wait_until(&mut view, limit.instant());
+            }
+        };
+        let (first, replica) = start(Some(&[1; 32]));
+        let mut first = first.unwrap();
+        let settings = Settings { min_nodes: 1, max_nodes: 1, max_restarts: 0 };
+        let id = NodeId(7);
+        let node = Node {
+            id,
+            host: "here".to_owned(),
+            workers: 1,
+            node_rank: None,
+            serves_store: false,
+            process: None,
+        };
+        first.announce(&id.heartbeat_key(), limit).unwrap();
+        let join = Entry::Join { node, settings };
+        assert!(first.enter(id, id.heartbeat_key(), &join, limit).unwrap());
+        let (interval, silence) = (Duration::from_millis(5), Duration::from_secs(1));
+        first.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(())).unwrap();
+        for round in 0..ROUNDS {
+            first.append(&Entry::Ended { round, node: id, succeeded: false }, limit).unwrap();
+        }
+        wait_until(&replica, ROUNDS);
+        // The entries since the last state, which is soon that of the last hundred rounds; the first entry, the base and its state, how far was
+        // removed, and heartbeats.
+        while store.num_keys(limit).unwrap() > 70 {
+            assert!(!limit.has_passed(), "the log has {} keys", store.num_keys(limit).unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (newcomer, its) = start(Some(&[1; 32]));
+        let newcomer = newcomer.unwrap();
+        wait_until(&its, ROUNDS);
+        assert_eq!(its.view().state, replica.view().state);
+        newcomer.close();
+        // Whoever has another key, or none, is told so.
+        for key in [Some(&[2; 32]), None] {
+            let error = start(key).0.err().unwrap();
+            assert!(error.remedy().is_some_and(|remedy| remedy.contains("--job-key-file")), "{error}");
+        }
+        first.close();
     }
 
     #[test]

@@ -25,6 +25,9 @@ pub trait Machine: Clone + Default + Send + 'static {
     const PROCESS: &'static str;
     /// Another process that shares the log, as errors name it.
     const AUTHOR: &'static str;
+    /// How many entries a process waits for at the same time. Entries that follow each other soon then cost one round trip together. Each
+    /// of them costs a connection to the store.
+    const READERS: u64;
     /// How the log is compacted, unless it is kept whole.
     const COMPACTION: Option<Compaction<Self>>;
 
@@ -47,7 +50,7 @@ pub trait Machine: Clone + Default + Send + 'static {
     fn absent(id: Self::Id, by: Self::Id, absence: Absence) -> Self::Entry;
 }
 
-/// The functions that a machine needs for its log to be compacted. Such a log has no MACs: a state would need one too.
+/// The functions that a machine needs for its log to be compacted. If the entries have MACs, a state has one too.
 pub struct Compaction<M: Machine> {
     /// The state as bytes.
     pub encode: fn(&M) -> Result<Vec<u8>>,

@@ -212,6 +212,16 @@ impl Store for EtcdStore {
         Ok(number(&answer["deleted"]).is_some_and(|deleted| deleted > 0))
     }
 
+    fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let call = Call::new(&self.name, "delete_key", keys, deadline)?;
+        keys.chunks(MAX_OPERATIONS).try_for_each(|keys| {
+            let ranges: Vec<Value> =
+                keys.iter().map(|key| json!({ "request_delete_range": { "key": self.key(key) } })).collect();
+            // To remove what is gone already does no harm.
+            self.ask(&call, "kv/txn", &json!({ "success": ranges }), true).map(drop)
+        })
+    }
+
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
         let call = Call::new(&self.name, "num_keys", &[], deadline)?;
         let mut end = self.prefix.clone();

@@ -65,6 +65,7 @@ impl Machine for MembersState {
     const VERSION: u8 = 2;
     const PROCESS: &'static str = "worker";
     const AUTHOR: &'static str = "another worker";
+    const READERS: u64 = 1;
     const COMPACTION: Option<Compaction<Self>> = Some(Compaction {
         encode: |state| log::encode(STATE_VERSION, state),
         decode: Self::decode,

@@ -1,10 +1,13 @@
 //! The state that all nodes agree on.
 
+use serde::{Deserialize, Serialize};
+
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
+use crate::error::{Error, Result};
 use crate::launch::exit::Signal;
 use crate::launch::root_cause::root_cause;
 use crate::log::liveness::Absence;
-use crate::log::{Compaction, Machine};
+use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// In a job of up to so many nodes, each launcher watches all others.
@@ -15,7 +18,7 @@ const WATCHED: usize = 4;
 const WATCH_ALL: usize = 3;
 
 /// The state of the job.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MembershipState {
     settings: Option<Settings>,
     /// Counts the times that workers were started.
@@ -28,7 +31,7 @@ pub struct MembershipState {
     last_cause: Option<Cause>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
     #[default]
     Gathering,
@@ -37,7 +40,7 @@ enum Phase {
 }
 
 /// A round whose workers may run.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
     /// In the order of their ranks.
     pub members: Vec<Member>,
@@ -49,7 +52,7 @@ pub struct Running {
 }
 
 /// A node of a round.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// The launcher and its workers, as it has joined.
     pub node: Node,
@@ -60,7 +63,7 @@ pub struct Member {
     gone: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Progress {
     Working,
     Succeeded,
@@ -68,7 +71,7 @@ enum Progress {
 }
 
 /// How the job ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum JobEnd {
     /// All workers have ended well.
     Succeeded,
@@ -77,7 +80,7 @@ pub enum JobEnd {
 }
 
 /// The first failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
     /// A worker failed.
     Worker(WorkerFailure),
@@ -92,14 +95,22 @@ pub enum Cause {
     },
 }
 
+/// The version byte of a state.
+const STATE_VERSION: u8 = 1;
+
 impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 5;
+    const VERSION: u8 = 6;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
-    const COMPACTION: Option<Compaction<Self>> = None;
+    const READERS: u64 = 2;
+    const COMPACTION: Option<Compaction<Self>> = Some(Compaction {
+        encode: |state| log::encode(STATE_VERSION, state),
+        decode: Self::decode,
+        caretaker: Self::caretaker,
+    });
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {
         match entry {
@@ -171,6 +182,39 @@ impl Machine for MembershipState {
 }
 
 impl MembershipState {
+    /// A state that another launcher has written.
+    fn decode(bytes: &[u8]) -> Result<Self> {
+        let state: Self = log::decode(STATE_VERSION, bytes, Self::AUTHOR)?;
+        let strange = || Error::protocol("the state in the launchers' log is not valid");
+        state.is_sound().then_some(state).ok_or_else(strange)
+    }
+
+    /// Whether the entries of a log can lead to this state, as far as calculations with it need that.
+    fn is_sound(&self) -> bool {
+        let workers = |node: &Node| u64::from(node.workers);
+        let most = u64::from(MAX_WORLD_SIZE);
+        let members = self.running().map_or(&[][..], |running| &running.members);
+        let mut next_rank = 0;
+        let ranks_follow = members.iter().all(|member| {
+            let follows = u64::from(member.first_rank) == next_rank;
+            next_rank += workers(&member.node);
+            follows
+        });
+        let mut nodes = members.iter().map(|member| &member.node).chain(&self.waiting);
+        ranks_follow
+            && next_rank <= most
+            && self.present().map(workers).sum::<u64>() <= most
+            && nodes.all(|node| node.workers > 0)
+            && self.restarts <= self.settings.map_or(0, |settings| settings.max_restarts)
+            && self.round < u64::MAX / 2
+    }
+
+    /// The launcher that compacts the log: the one that serves the store, or the first that is there.
+    fn caretaker(&self) -> Option<NodeId> {
+        let server = self.present().find(|node| node.serves_store);
+        server.or_else(|| self.present().next()).map(|node| node.id)
+    }
+
     /// Who watches all of these, which are in order: the one that serves the store. If none does, the first few: else many that are lost at once
     /// would be found four at a time, each four after a silence of their own.
     fn watch_all(&self, present: &[NodeId]) -> Vec<NodeId> {

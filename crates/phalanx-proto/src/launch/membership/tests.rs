@@ -122,6 +122,39 @@ fn few_watch_all_and_among_many_each_is_watched_by_a_few() {
 }
 
 #[test]
+fn who_serves_the_store_compacts_the_log_or_else_the_first_that_is_there() {
+    let caretaker = |state: &MembershipState| (MembershipState::COMPACTION.unwrap().caretaker)(state);
+    assert_eq!(caretaker(&MembershipState::default()), None);
+    let state = joined(settings(1, 4, 1), [node(2, 1, None), node(0, 1, None), node(1, 1, None)]);
+    assert_eq!(caretaker(&state), Some(NodeId(0)));
+    let mut state = joined(settings(1, 3, 1), [guest(3), guest(2), guest(1)]);
+    assert_eq!(caretaker(&state), Some(NodeId(3)));
+    left(&mut state, 3, SILENT);
+    assert_eq!(caretaker(&state), Some(NodeId(2)));
+}
+
+#[test]
+fn a_state_to_which_no_log_leads_is_refused() {
+    let compaction = MembershipState::COMPACTION.unwrap();
+    let state = joined(settings(2, 2, 3), [guest(1), guest(2)]);
+    let bytes = (compaction.encode)(&state).unwrap();
+    assert_eq!((compaction.decode)(&bytes).unwrap(), state);
+    // Version; settings, of which three restarts are the last; round; restarts.
+    assert_eq!(bytes[..7], [1, 1, 2, 2, 3, 0, 0]);
+    let changed = |at: usize, byte| {
+        let mut bytes = bytes.clone();
+        bytes[at] = byte;
+        (compaction.decode)(&bytes).map_err(|error| error.to_string())
+    };
+    assert!(changed(6, 3).is_ok());
+    assert!(changed(6, 4).unwrap_err().contains("the state in the launchers' log is not valid"));
+    assert!(changed(0, 2).unwrap_err().contains("it is version 2, not 1"));
+    for end in 0..bytes.len() {
+        assert!((compaction.decode)(&bytes[..end]).is_err(), "{end}");
+    }
+}
+
+#[test]
 fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left() {
     let mut state = joined(settings(2, 2, 1), [node(0, 1, None), node(1, 1, None)]);
     failed(&mut state, 1, 1, None);
@@ -364,8 +397,52 @@ fn all_of(log: &[Entry]) -> MembershipState {
     state
 }
 
+/// The same for who begins with the state that has replaced the first entries.
+fn from_state(log: &[Entry], replaced: usize) -> MembershipState {
+    let compaction = MembershipState::COMPACTION.unwrap();
+    let bytes = (compaction.encode)(&all_of(&log[..replaced])).unwrap();
+    let mut state = (compaction.decode)(&bytes).unwrap();
+    for entry in &log[replaced..] {
+        let _ = state.apply(entry.clone());
+    }
+    state
+}
+
+/// Any entry, whether it makes sense or not.
+fn entry() -> impl Strategy<Value = Entry> {
+    let id = || (0..6_u64).prop_map(NodeId);
+    let joining = (0..6_u64, 0..3_u32, proptest::option::of(0..4_u32), any::<bool>(), 1..3_u32);
+    prop_oneof![
+        6 => joining.prop_map(|(id, workers, node_rank, may_serve, max_restarts)| {
+            let mut node = node(id, workers, node_rank);
+            node.serves_store &= may_serve;
+            Entry::Join { node, settings: settings(1, 3, max_restarts) }
+        }),
+        2 => (0..4_u64).prop_map(|round| Entry::LastCall { round, nonce: 0 }),
+        1 => (0..4_u64).prop_map(|round| Entry::Store { round, host: "host".to_owned(), port: 1 }),
+        2 => (0..4_u64, id(), 0..6_u32).prop_map(|(round, node, rank)| {
+            Entry::Failed { round, node, failure: failure(rank, rank.checked_sub(1)) }
+        }),
+        6 => (0..4_u64, id(), any::<bool>())
+            .prop_map(|(round, node, succeeded)| Entry::Ended { round, node, succeeded }),
+        1 => (id(), any::<bool>()).prop_map(|(node, is_silent)| {
+            Entry::Left { node, why: if is_silent { SILENT } else { Departure::GaveUp("full".to_owned()) } }
+        }),
+    ]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn a_state_says_all_that_the_entries_before_it_say(
+        log in proptest::collection::vec(entry(), 0..40),
+    ) {
+        let state = all_of(&log);
+        for replaced in 0..=log.len() {
+            prop_assert_eq!(&from_state(&log, replaced), &state);
+        }
+    }
 
     #[test]
     fn no_two_rounds_at_once_and_always_an_end(
@@ -434,6 +511,7 @@ proptest! {
             }
         }
         let state = all_of(&log);
+        prop_assert_eq!(&from_state(&log, log.len() / 2), &state);
         let alive = sims.iter().filter(|sim| sim.is_there).count();
         prop_assert!(
             state.job_end().is_some() || (state.is_gathering() && alive < settings.min_nodes as usize) || alive == 0,
