@@ -14,7 +14,8 @@
 //! cannot know whether another process has read it.
 //!
 //! Entry 0 stays. A process of a version that does not know `base` finds it, and is told that the versions differ. If the entry were gone, that
-//! process would write its own there, and be alone in a job of its own.
+//! process would write its own there, and be alone in a job of its own. And a newcomer that asks for entry 0 without a look at `base` first has
+//! its answer at once.
 //!
 //! So the store of a job that loses nodes or workers for weeks stays small, and whoever comes late reads little.
 
@@ -99,7 +100,20 @@ impl<M: Machine> Log<M> {
             is_removed = answer::<M, _>(|deadline| self.base(deadline))? > index;
             if is_removed { Err(Error::timeout("the entry has been removed")) } else { Ok(()) }
         };
-        let found = match self.store.set_and_get(&[], &[&key(index), BASE], deadline, &mut watch) {
+        let asked = key(index);
+        let asked = [asked.as_str(), BASE];
+        let found = if self.has_base.load(Ordering::Relaxed) {
+            self.store.set_and_get(&[], &asked, deadline, &mut watch)
+        } else {
+            // The same request makes the base, if the log is new.
+            let mut made = |_: &[Vec<u8>]| {
+                self.has_base.store(true, Ordering::Relaxed);
+                Ok(())
+            };
+            let change = (BASE, &b""[..], &b"0"[..]);
+            self.store.compare_set_and_get(&[change], &asked, deadline, &mut made, &mut watch)
+        };
+        let found = match found {
             Ok(found) => Some(found),
             Err(error) if error.is_timeout() => {
                 if !is_removed && answer::<M, _>(|deadline| self.base(deadline))? <= index {

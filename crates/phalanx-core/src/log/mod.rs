@@ -169,7 +169,8 @@ impl<M: Machine> Log<M> {
     }
 
     /// Fetches the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
-    /// the wait. Who waits for the next entry also asks whether it has been removed. The wait itself is one request: on a slow network a wait in parts would never see its answer.
+    /// the wait. Who waits for the next entry also asks whether it has been removed. The wait itself is one request: on a slow network a
+    /// wait in parts would never see its answer.
     fn fetch(
         &self,
         index: u64,

@@ -30,9 +30,19 @@ pub struct Participant<M: Machine> {
 }
 
 impl<M: Machine> Participant<M> {
-    /// Takes the latest state in the log, and starts the thread that reads on from there.
+    /// Takes the latest state in the log, and starts the threads that read on from there.
     pub fn start(log: Log<M>, replica: Arc<Replica<M>>, deadline: Deadline) -> Result<Self> {
         let (state, next) = log.begin(deadline)?;
+        Self::start_from(log, replica, state, next)
+    }
+
+    /// Starts the threads that read, from the first entry on. If that does not count any more, they go on from the latest state. In a log that
+    /// is new that takes a round trip less.
+    pub fn start_at_first_entry(log: Log<M>, replica: Arc<Replica<M>>) -> Result<Self> {
+        Self::start_from(log, replica, M::default(), 0)
+    }
+
+    fn start_from(log: Log<M>, replica: Arc<Replica<M>>, state: M, next: u64) -> Result<Self> {
         replica.restore(state, next);
         let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new() };
         // While one waits for an entry, another waits for the next: entries that follow each other soon cost one round trip together.

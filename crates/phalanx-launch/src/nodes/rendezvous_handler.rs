@@ -213,7 +213,7 @@ impl Thread {
         *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
         let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
         // The first change, the start of the reader, wakes the supervisor.
-        let mut participant = Participant::start(log, Arc::clone(replica), deadline)?;
+        let mut participant = Participant::start_at_first_entry(log, Arc::clone(replica))?;
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let join = join(server.is_some());
         // Until this function ends.
@@ -645,7 +645,7 @@ mod tests {
         let log = |key: Option<&[u8; 32]>| Log::new(Arc::clone(&store), Mac::new(key, "job"));
         let start = |key| {
             let replica = Arc::new(Replica::<MembershipState>::new(|_| ()));
-            (Participant::start(log(key), Arc::clone(&replica), limit), replica)
+            (Participant::start_at_first_entry(log(key), Arc::clone(&replica)).unwrap(), replica)
         };
         let wait_until = |replica: &Replica<MembershipState>, round: u64| {
             let mut view = replica.view();
@@ -654,8 +654,7 @@ mod tests {
                 replica.wait_until(&mut view, limit.instant());
             }
         };
-        let (first, replica) = start(Some(&[1; 32]));
-        let mut first = first.unwrap();
+        let (mut first, replica) = start(Some(&[1; 32]));
         let settings = Settings { min_nodes: 1, max_nodes: 1, max_restarts: 0 };
         let id = NodeId(7);
         let node = Node {
@@ -682,13 +681,20 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         let (newcomer, its) = start(Some(&[1; 32]));
-        let newcomer = newcomer.unwrap();
         wait_until(&its, ROUNDS);
         assert_eq!(its.view().state, replica.view().state);
         newcomer.close();
         // Whoever has another key, or none, is told so.
         for key in [Some(&[2; 32]), None] {
-            let error = start(key).0.err().unwrap();
+            let (stranger, its) = start(key);
+            let mut view = its.view();
+            while view.lost.is_none() {
+                assert!(!limit.has_passed(), "it has read {:?}", view.state);
+                its.wait_until(&mut view, limit.instant());
+            }
+            let error = view.lost.clone().unwrap();
+            drop(view);
+            stranger.close();
             assert!(error.remedy().is_some_and(|remedy| remedy.contains("--job-key-file")), "{error}");
         }
         first.close();
