@@ -12,6 +12,9 @@
 //!       +----------------------------------------------+
 //! ```
 //!
+//! Now and then a state takes the place of the entries before it. So a launcher may begin with a state, and may skip entries while it
+//! stands still; what it does depends on the state alone. An entry may be in the log twice, and has no effect the second time.
+//!
 //! A round begins only when no worker of the previous one is left on any node that takes part: each node has appended
 //! [`Ended`](Entry::Ended), or was declared dead. A launcher that was declared dead but is alive learns that when it
 //! reads on, and ends its workers; its entries have no effect.
