@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use phalanx_proto::log::Compaction;
 use phalanx_proto::log::liveness::Absence;
+use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::compaction::{Looks, answer, state_key};
@@ -16,8 +17,8 @@ use super::participant::Caretaker;
 use super::*;
 use crate::store::{MemoryStore, Store};
 
-/// How long a reader waits for an entry that may not exist.
-const READ_TIMEOUT: Duration = Duration::from_millis(200);
+/// Longer than a newcomer needs to ask for the state.
+const LOOK_DELAY: Duration = Duration::from_millis(200);
 
 fn limit() -> Deadline {
     Deadline::after(Duration::from_secs(60))
@@ -212,7 +213,7 @@ impl Reader {
         while self.next() < end {
             let next = self.next();
             // All are there, or have been removed.
-            match self.log.read(next, Deadline::after(READ_TIMEOUT)).unwrap() {
+            match self.log.read(next, Deadline::now()).unwrap() {
                 Read::Entry(entry) => self.replica.apply(entry),
                 Read::Compacted(state, index) => {
                     assert!(index > next);
@@ -401,6 +402,72 @@ fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
     assert_eq!((log.begin(limit()).unwrap().1, store.num_keys(limit()).unwrap()), (2 * STRIDE, 4));
 }
 
+/// What one of those that use a log does next.
+#[derive(Clone, Debug)]
+enum Act {
+    Append(u32),
+    Read(u64),
+    /// It takes itself for the caretaker, with the last state that it knows.
+    Compact,
+    /// The same, and it dies before it has removed anything.
+    Die,
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    prop_oneof![
+        3 => (1..100_u32).prop_map(Act::Append),
+        4 => (1..200_u64).prop_map(Act::Read),
+        2 => Just(Act::Compact),
+        1 => Just(Act::Die),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whoever_reads_writes_and_compacts_when_all_see_one_log(
+        acts in proptest::collection::vec((0..3_usize, act()), 1..60),
+    ) {
+        let store = memory();
+        let readers: [Reader; 3] = std::array::from_fn(|_| Reader::new(&store));
+        // Those that only write know nothing of what the others have read.
+        let writers: [Log<Compacted>; 3] = std::array::from_fn(|_| log(&store));
+        let mut words: Vec<u32> = Vec::new();
+        for (who, act) in acts {
+            let reader = &readers[who];
+            match act {
+                Act::Append(count) => for _ in 0..count {
+                    let word = words.len() as u32;
+                    let index = loop {
+                        // What is in the place of a removed entry is taken back, and written at the end.
+                        if let Some(index) = writers[who].try_append(&Entry::Word(word), limit()).unwrap() {
+                            break index;
+                        }
+                    };
+                    prop_assert_eq!(index, u64::from(word));
+                    words.push(word);
+                },
+                Act::Read(count) => reader.read_up_to((reader.next() + count).min(words.len() as u64)),
+                Act::Compact => if let Some((state, index)) = reader.replica.take_checkpoint() {
+                    reader.log.compact(&state, index, limit()).unwrap();
+                },
+                Act::Die => if let Some((state, index)) = reader.replica.take_checkpoint() {
+                    reader.log.replace_entries(&state, index, limit()).unwrap();
+                },
+            }
+            let read = reader.state().words;
+            prop_assert_eq!(&read[..], &words[..reader.next() as usize]);
+        }
+        let newcomer = Reader::new(&store);
+        for reader in readers.iter().chain([&newcomer]) {
+            reader.read_up_to(words.len() as u64);
+            let read = reader.state().words;
+            prop_assert_eq!(&read, &words);
+        }
+    }
+}
+
 #[test]
 fn a_state_is_held_before_it_takes_the_place_of_entries() {
     let (store, log) = filled(0);
@@ -483,7 +550,7 @@ fn a_newcomer_that_finds_nothing_where_a_state_was_looks_for_the_next() {
         move || Reader::new(&store).next()
     });
     // So that it looks for sure.
-    thread::sleep(READ_TIMEOUT);
+    thread::sleep(LOOK_DELAY);
     reader.compact();
     assert_eq!(newcomer.join().unwrap(), 2 * STRIDE);
 }
