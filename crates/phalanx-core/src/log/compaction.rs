@@ -142,7 +142,10 @@ impl<M: Machine> Log<M> {
         if base <= index {
             return Ok(Some(index));
         }
-        self.store.delete_key(&key(index), deadline)?;
+        // Entry 0 stays, also if this one is equal to it.
+        if index > 0 {
+            self.store.delete_key(&key(index), deadline)?;
+        }
         Ok(None)
     }
 

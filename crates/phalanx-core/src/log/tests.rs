@@ -371,6 +371,9 @@ fn a_writer_that_was_stopped_writes_again_and_nobody_reads_what_is_in_a_hole() {
     assert!(matches!(late.read(5, limit()).unwrap(), Read::Compacted(_, STRIDE)));
     assert_eq!(late.confirm(5, late.base(limit()).unwrap(), limit()).unwrap(), None);
     assert!(!store.check(&["log/5"], limit()).unwrap());
+    // Entry 0 is no such place, whatever is in it.
+    assert_eq!(late.confirm(0, STRIDE, limit()).unwrap(), None);
+    assert!(store.check(&["log/0"], limit()).unwrap());
     assert_eq!(late.try_append(&entry, limit()).unwrap(), Some(STRIDE + 3));
     behind.read_up_to(STRIDE + 4);
     other.read_up_to(STRIDE + 4);
