@@ -142,11 +142,13 @@ Environment of a worker:
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
                                the same under Horovod's names, with `phalanx horovodrun`
+  PHALANX_LAUNCHER_STORE       where this command's store is, for workers that use Phalanx
   PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
   PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
-  PHALANX_JOB_KEY_FILE         the job's key, with which workers authenticate each other and the store
+  PHALANX_JOB_KEY_FILE         the job's key, by which its workers and the store know each other
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
                                the files of --tls-ca, --tls-cert and --tls-key, if they are given
+  PYTHONUNBUFFERED             1, unless it is set: Python shows lines as soon as they are written
   OMP_NUM_THREADS, RAYON_NUM_THREADS
                                1 if there are several workers and it is not set already
 
