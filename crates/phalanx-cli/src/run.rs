@@ -176,6 +176,9 @@ pub(crate) fn keygen(options: &Keygen) -> ExitCode {
 
 /// The job, or this node's part of it.
 fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
+    if !options.standalone {
+        options.nodes.check_node_rank()?;
+    }
     let cluster = options.nodes.cluster()?;
     if options.standalone && cluster.is_some() {
         return Err("--standalone is one machine, --nnodes several".to_owned());
