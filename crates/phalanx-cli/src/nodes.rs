@@ -208,6 +208,19 @@ impl NodeOptions {
         }
     }
 
+    /// A note about addresses of which one node makes no use: what it serves is for its own workers.
+    pub(crate) fn unused_alone(&self) -> Option<String> {
+        let (verb, options) = match (self.bind.is_some(), self.local_addr.is_some()) {
+            (false, false) => return None,
+            (true, false) => ("has", "--bind"),
+            (false, true) => ("has", "--local-addr"),
+            (true, true) => ("have", "--bind and --local-addr"),
+        };
+        (self.nnodes().max == 1).then(|| {
+            format!("{options} {verb} no effect on one node: its store listens at --master-addr, or else at 127.0.0.1")
+        })
+    }
+
     /// Whether they say which nodes there are, or where they meet.
     pub(crate) fn are_given(&self) -> bool {
         self.nnodes.is_some()
@@ -323,6 +336,29 @@ mod tests {
         assert_eq!(check(Some(2), 2, Some(Backend::C10d)), Ok(()));
         assert!(check(Some(2), 2, None).unwrap_err().contains("not below the number of nodes, 2"));
         assert!(check(None, 1, Some(Backend::Static)).unwrap_err().contains("give their number, --nnodes N"));
+    }
+
+    #[test]
+    fn addresses_that_one_node_does_not_use_are_said() {
+        let note = |nodes: u32, bind: Option<&str>, local_addr: Option<&str>| {
+            let options = NodeOptions {
+                nnodes: Some(Nnodes { min: 1, max: nodes }),
+                node_rank: None,
+                master_addr: None,
+                master_port: None,
+                rdzv_backend: None,
+                rdzv_endpoint: None,
+                rdzv_conf: Conf::default(),
+                local_addr: local_addr.map(str::to_owned),
+                bind: bind.map(|address| address.parse().unwrap()),
+            };
+            options.unused_alone()
+        };
+        assert_eq!((note(1, None, None), note(2, Some("0.0.0.0"), Some("node7"))), (None, None));
+        assert!(note(1, Some("0.0.0.0"), None).unwrap().starts_with("--bind has no effect on one node"));
+        assert!(
+            note(1, Some("::"), Some("node7")).unwrap().starts_with("--bind and --local-addr have no effect")
+        );
     }
 
     #[test]

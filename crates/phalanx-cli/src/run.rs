@@ -40,7 +40,9 @@ pub(crate) fn run(options: Run) -> ExitCode {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    for note in slurm.into_iter().chain(options.notes()).chain(apart).chain(thread_note(most, is_set)) {
+    let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone()).flatten();
+    let notes = options.notes().into_iter().chain(unused);
+    for note in slurm.into_iter().chain(notes).chain(apart).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
