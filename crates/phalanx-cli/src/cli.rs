@@ -447,6 +447,15 @@ impl Run {
         notes
     }
 
+    /// A note about a worker whose output is to be shown, and which this machine does not have.
+    pub(crate) fn absent(&self, workers: u32) -> Option<String> {
+        let shown = &self.local_ranks_filter.as_ref()?.0;
+        let rank = shown.iter().find(|rank| **rank >= workers)?;
+        Some(format!(
+            "--local-ranks-filter: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
+        ))
+    }
+
     /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
     pub(crate) fn apart(&self, other: Option<String>) -> Option<String> {
         let other = other.filter(|_| self.nodes.nnodes().max == 1 && !self.standalone)?;
@@ -503,6 +512,13 @@ mod tests {
         assert_eq!(apart(&["--nnodes", "2", "--node-rank", "1"], slurm), None);
         assert_eq!(apart(&["--standalone"], slurm), None);
         assert_eq!(apart(&[], None), None);
+    }
+
+    #[test]
+    fn workers_that_are_not_there_and_are_to_be_shown_are_told() {
+        let absent = |ranks: &str| parse(&["--local-ranks-filter", ranks, "./train"]).unwrap().absent(2);
+        assert_eq!((absent("0,1"), parse(&["./train"]).unwrap().absent(1)), (None, None));
+        assert!(absent("0,2").unwrap().contains("the local rank 2; there are 2"));
     }
 
     #[test]

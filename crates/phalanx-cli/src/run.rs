@@ -41,7 +41,8 @@ pub(crate) fn run(options: Run) -> ExitCode {
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
     let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone()).flatten();
-    let notes = options.notes().into_iter().chain(unused);
+    let absent = matches!(started, Started::Here(_)).then(|| options.absent(most)).flatten();
+    let notes = options.notes().into_iter().chain(unused).chain(absent);
     for note in slurm.into_iter().chain(notes).chain(apart).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
