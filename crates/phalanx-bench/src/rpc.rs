@@ -135,10 +135,10 @@ impl Rpc {
         if group.rank().is_main() {
             let transport = group.transport().map_or("alone".to_owned(), |kind| kind.to_string());
             let mut report = Report::new(self.json.as_deref())?;
-            report.line(&format!(
-                "{:>10} {:>10} {:>10} {:>10} {:>10}",
-                "size", "time", "p99", "calls/s", "MB/s"
-            ))?;
+            for heading in [["size", "time", "p99", "calls/s", "MB/s"], ["", "µs", "µs", "", ""]] {
+                let line = heading.map(|cell| format!("{cell:>10}")).join(" ");
+                report.line(line.trim_end())?;
+            }
             warm_up(&calls, self.min_bytes)?;
             let next = |bytes: &usize| bytes.checked_mul(self.factor as usize);
             for bytes in

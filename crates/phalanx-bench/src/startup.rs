@@ -87,7 +87,7 @@ impl Startup {
             times.sort_by(f64::total_cmp);
             [50, 99].map(|percent| percentile(&times, percent))
         });
-        print(&format!("{:<8} {:>8} {:>8}\n", "", "p50", "p99"))?;
+        print(&format!("{:<8} {:>8} {:>8}\n{:<8} {:>8} {:>8}\n", "", "p50", "p99", "", "ms", "ms"))?;
         for (name, [p50, p99]) in
             [("program", alone), ("job", job), ("beyond", job.map(|time| time - alone[0]))]
         {

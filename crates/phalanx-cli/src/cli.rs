@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::builder::{FalseyValueParser, Resettable};
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use phalanx::launch::Selection;
@@ -142,11 +142,13 @@ Environment of a worker:
   TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
                                the same under Horovod's names, with `phalanx horovodrun`
+  PHALANX_LAUNCHER_STORE       where this command's store is, for workers that use Phalanx
   PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
   PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
-  PHALANX_JOB_KEY_FILE         the job's key, with which workers authenticate each other and the store
+  PHALANX_JOB_KEY_FILE         the job's key, by which its workers and the store know each other
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
                                the files of --tls-ca, --tls-cert and --tls-key, if they are given
+  PYTHONUNBUFFERED             1, unless it is set: Python shows lines as soon as they are written
   OMP_NUM_THREADS, RAYON_NUM_THREADS
                                1 if there are several workers and it is not set already
 
@@ -307,6 +309,27 @@ pub(crate) struct Keygen {
     pub(crate) file: PathBuf,
 }
 
+/// Options of torchrun that are not here, with what there is in their place.
+const OF_TORCHRUN: [(&str, &str); 11] = [
+    ("--duplicate-stderr-filters", "filter the files of --tee 2"),
+    ("--duplicate-stdout-filters", "filter the files of --tee 1"),
+    ("--event-log-handler", "give --log-format json"),
+    ("--logs-specs", "give --log-dir, and --tee or --redirects"),
+    ("--numa-binding", "start the program by numactl"),
+    ("--print-completion", "call `phalanx completions`"),
+    ("--run-path", "start the program by python"),
+    ("--shutdown-timeout", "give --grace-period"),
+    ("--signals-to-handle", "leave it out"),
+    ("--start-method", "leave it out"),
+    ("--virtual-local-rank", "leave it out"),
+];
+
+/// What there is in place of `option`, if it is one of these.
+fn instead_of_torchruns(option: &str) -> Option<&'static str> {
+    let option = option.replace('_', "-");
+    OF_TORCHRUN.iter().find(|(name, _)| *name == option).map(|(_, instead)| *instead)
+}
+
 /// Reads a command line. An empty variable counts as not set, and an error about a variable's value names the variable.
 pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
     parse_with(words, |name| std::env::var_os(name))
@@ -332,6 +355,7 @@ fn parse_with(
             Some(ContextValue::String(text)) => Some(text.clone()),
             _ => None,
         };
+        let unknown = given(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
         let value = given(ContextKind::InvalidValue);
         // As in `--nnodes <N>`.
         let option = given(ContextKind::InvalidArg);
@@ -344,6 +368,12 @@ fn parse_with(
             .find(|name| lookup(name).is_some_and(|set| set.to_str() == value.as_deref()));
         if let Some(variable) = variable {
             let tip = format!("the value is that of the variable {}", variable.display());
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        }
+        if let Some(instead) = unknown.as_deref().and_then(instead_of_torchruns) {
+            // Options that are spelled alike are others.
+            error.remove(ContextKind::SuggestedArg);
+            let tip = format!("this option of torchrun is not here: {instead}");
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
         }
         error
@@ -417,6 +447,15 @@ impl Run {
         notes
     }
 
+    /// A note about a worker whose output is to be shown, and which this machine does not have.
+    pub(crate) fn absent(&self, workers: u32) -> Option<String> {
+        let shown = &self.local_ranks_filter.as_ref()?.0;
+        let rank = shown.iter().find(|rank| **rank >= workers)?;
+        Some(format!(
+            "--local-ranks-filter: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
+        ))
+    }
+
     /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
     pub(crate) fn apart(&self, other: Option<String>) -> Option<String> {
         let other = other.filter(|_| self.nodes.nnodes().max == 1 && !self.standalone)?;
@@ -476,6 +515,13 @@ mod tests {
     }
 
     #[test]
+    fn workers_that_are_not_there_and_are_to_be_shown_are_told() {
+        let absent = |ranks: &str| parse(&["--local-ranks-filter", ranks, "./train"]).unwrap().absent(2);
+        assert_eq!((absent("0,1"), parse(&["./train"]).unwrap().absent(1)), (None, None));
+        assert!(absent("0,2").unwrap().contains("the local rank 2; there are 2"));
+    }
+
+    #[test]
     fn an_unknown_option_is_no_program() {
         let error = parse(&["--nproc-per-nod", "2", "./train"]).unwrap_err();
         assert!(error.contains("'--nproc-per-nod'") && error.contains("'--nproc-per-node'"), "{error}");
@@ -483,6 +529,26 @@ mod tests {
         let run = parse(&["./train", "--nproc-per-nod", "2", "-x"]).unwrap();
         assert_eq!(run.program, ["./train", "--nproc-per-nod", "2", "-x"]);
         assert_eq!(parse(&["--", "-odd", "--name"]).unwrap().program, ["-odd", "--name"]);
+    }
+
+    #[test]
+    fn options_of_torchrun_that_are_not_here_are_refused_with_what_to_do() {
+        let refused = |option: &str| {
+            let words = ["phalanx", "run", option, "./train"].map(OsString::from);
+            parse_with(words, |_| None).unwrap_err().to_string()
+        };
+        for option in ["--start-method", "--start_method=spawn"] {
+            let error = refused(option);
+            assert!(error.contains("option of torchrun is not here: leave it out"), "{error}");
+            assert!(!error.contains("--start-timeout"), "{error}");
+        }
+        assert!(refused("--shutdown-timeout=3").contains("give --grace-period"));
+        assert!(!refused("--nproc-per-nod=2").contains("torchrun"));
+        // The page names the same.
+        let page = include_str!("../../../docs/guide/launching.md");
+        for (option, _) in OF_TORCHRUN {
+            assert!(page.contains(&format!("`{option}`")), "{option}");
+        }
     }
 
     /// Calls `look` with each Markdown page below `folder`.

@@ -192,8 +192,8 @@ macro_rules! refused {
 }
 
 refused! {
-    network_interfaces ["value"] => "network-interfaces", "give --master-addr or --bind to `phalanx run`";
-    network_interface ["value"] => "network-interface", "give --master-addr or --bind to `phalanx run`";
+    network_interfaces ["value"] => "network-interfaces", "set GLOO_SOCKET_IFNAME, or give --master-addr to `phalanx run`";
+    network_interface ["value"] => "network-interface", "set GLOO_SOCKET_IFNAME, or give --master-addr to `phalanx run`";
     config_file ["value"] => "config-file", "give its settings as options, or as HOROVOD_* variables";
     gloo_timeout_seconds ["value"] => "gloo-timeout-seconds", "give --start-timeout";
     mpi => "mpi", "leave it out, or start the program with mpirun itself: it understands mpirun's variables";
@@ -226,6 +226,13 @@ refused! {
 type Variables = Vec<(&'static str, OsString)>;
 
 impl Horovodrun {
+    /// Whether anything says how many workers there are. `phalanx run` takes one otherwise, which nobody wants of horovodrun.
+    fn says_how_many(&self) -> bool {
+        [&self.num_proc, &self.hosts, &self.hostfile, &self.min_np, &self.host_discovery_script]
+            .into_iter()
+            .any(Option::is_some)
+    }
+
     /// The same for `phalanx run`: its arguments, and what the environment has besides.
     fn translated(self) -> Result<(Vec<OsString>, Variables), String> {
         if let Some((option, instead)) = self.refused.given() {
@@ -288,10 +295,17 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
         let _ = std::io::stdout().write_all(BUILD.as_bytes());
         return ExitCode::SUCCESS;
     }
+    // A Slurm job says it itself.
+    let says_how_many =
+        options.says_how_many() || std::env::var_os("SLURM_JOB_ID").is_some_and(|job| !job.is_empty());
     let (arguments, variables) = match options.translated() {
         Ok(translated) => translated,
         Err(message) => return refuse(message, 2),
     };
+    if !says_how_many {
+        let message = "how many workers? Give -np N, or the hosts with their slots (-H, --hostfile)";
+        return refuse(message.to_owned(), 2);
+    }
     match std::env::current_exe() {
         Ok(own) => {
             let error = Command::new(own).arg0("phalanx").args(arguments).envs(variables).exec();
@@ -428,7 +442,7 @@ mod tests {
     fn what_has_no_meaning_is_refused_with_what_to_do() {
         let refused = |line: &str| parse(line).unwrap().translated().unwrap_err();
         assert!(refused("horovodrun -np 2 --mpi-args --oversubscribe x").contains("with mpirun itself"));
-        assert!(refused("horovodrun -np 2 --network-interfaces eth0 x").contains("--master-addr"));
+        assert!(refused("horovodrun -np 2 --network-interfaces eth0 x").contains("GLOO_SOCKET_IFNAME"));
         assert!(refused("horovodrun --network-interface eth0 -np 2 x").contains("--master-addr"));
         assert!(refused("horovodrun --jsrun -np 2 x").contains("with jsrun"));
         for option in ["-prefix-timestamp", "--prefix-output-with-timestamp"] {

@@ -66,18 +66,8 @@ const TAKEN: [&str; 10] =
 const LENGTH_LIMIT: usize = 64;
 
 pub(crate) fn run(options: &Init) -> ExitCode {
-    let said = make(Path::new(""), options).and_then(|()| {
-        let Init { name, .. } = options;
-        let (start, test) = match options.python {
-            None => ("cargo run", "cargo test"),
-            Some(_) => ("phalanx run --nproc-per-node 2 -- python3 train.py", "python3 -m unittest"),
-        };
-        writeln!(
-            io::stdout(),
-            "made {name}: `cd {name} && {start}` trains in two processes, and `{test}` checks it"
-        )
-        .map_err(|error| error.to_string())
-    });
+    let said = make(Path::new(""), options)
+        .and_then(|()| io::stdout().write_all(made(options).as_bytes()).map_err(|error| error.to_string()));
     match said {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
@@ -85,6 +75,28 @@ pub(crate) fn run(options: &Init) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// What was made, and what to do with it.
+fn made(options: &Init) -> String {
+    let Init { name, path, python } = options;
+    let (start, test, packages) = match python {
+        None => ("cargo run", "cargo test", "crates.io"),
+        Some(_) => (
+            "pip install -r requirements.txt && phalanx run --nproc-per-node 2 -- python3 train.py",
+            "python3 -m unittest",
+            "PyPI",
+        ),
+    };
+    let mut text =
+        format!("made {name}: `cd {name} && {start}` trains in two processes, and `{test}` checks it\n");
+    if path.is_none() {
+        let version = env!("CARGO_PKG_VERSION");
+        text += &format!(
+            "It takes Phalanx {version} from {packages}; with --path CHECKOUT it would take a checkout's.\n"
+        );
+    }
+    text
 }
 
 /// Makes the folder in `place`.
@@ -293,6 +305,18 @@ mod tests {
             manifest.contains(&format!("phalanx-burn = {{ path = '{}' }}", folder.display())),
             "{manifest}"
         );
+    }
+
+    #[test]
+    fn what_is_typed_next_is_said_with_where_packages_come_from() {
+        let text = made(&init("digits", None));
+        assert!(text.contains("`cd digits && cargo run`") && text.contains("from crates.io"), "{text}");
+        let text = made(&python("digits", None, Library::Torch));
+        assert!(
+            text.contains("pip install -r requirements.txt && phalanx run") && text.contains("from PyPI"),
+            "{text}"
+        );
+        assert_eq!(made(&init("digits", Some(Path::new(".")))).lines().count(), 1);
     }
 
     #[test]

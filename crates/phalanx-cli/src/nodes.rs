@@ -191,6 +191,36 @@ impl NodeOptions {
         self.rdzv_backend.unwrap_or(Backend::Static)
     }
 
+    /// An error if this node's rank is none of the nodes': it would wait for the others in vain, or train in a world of its own. Only
+    /// `static` uses the rank.
+    pub(crate) fn check_node_rank(&self) -> Result<(), String> {
+        let nodes = self.nnodes().max;
+        match self.node_rank {
+            Some(rank) if rank >= nodes && self.backend() == Backend::Static => Err(match self.nnodes {
+                None => format!(
+                    "--node-rank {rank} says that there are several nodes: give their number, --nnodes N"
+                ),
+                Some(_) => format!(
+                    "--node-rank {rank} is not below the number of nodes, {nodes}: ranks begin with 0"
+                ),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// A note about addresses of which one node makes no use: what it serves is for its own workers.
+    pub(crate) fn unused_alone(&self) -> Option<String> {
+        let (verb, options) = match (self.bind.is_some(), self.local_addr.is_some()) {
+            (false, false) => return None,
+            (true, false) => ("has", "--bind"),
+            (false, true) => ("has", "--local-addr"),
+            (true, true) => ("have", "--bind and --local-addr"),
+        };
+        (self.nnodes().max == 1).then(|| {
+            format!("{options} {verb} no effect on one node: its store listens at --master-addr, or else at 127.0.0.1")
+        })
+    }
+
     /// Whether they say which nodes there are, or where they meet.
     pub(crate) fn are_given(&self) -> bool {
         self.nnodes.is_some()
@@ -282,6 +312,53 @@ mod tests {
         for bad in ["", "0", "0:2", "3:2", "1:2:3", "x", "-1"] {
             assert!(bad.parse::<Nnodes>().is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn a_node_has_a_rank_below_their_number() {
+        let check = |nodes: Option<u32>, node_rank: u32, rdzv_backend: Option<Backend>| {
+            let options = NodeOptions {
+                nnodes: nodes.map(|max| Nnodes { min: 1, max }),
+                node_rank: Some(node_rank),
+                master_addr: None,
+                master_port: None,
+                rdzv_backend,
+                rdzv_endpoint: None,
+                rdzv_conf: Conf::default(),
+                local_addr: None,
+                bind: None,
+            };
+            options.check_node_rank()
+        };
+        assert_eq!(check(Some(2), 1, None), Ok(()));
+        assert_eq!(check(None, 0, None), Ok(()));
+        // As with torchrun, whose other rendezvous give ranks themselves.
+        assert_eq!(check(Some(2), 2, Some(Backend::C10d)), Ok(()));
+        assert!(check(Some(2), 2, None).unwrap_err().contains("not below the number of nodes, 2"));
+        assert!(check(None, 1, Some(Backend::Static)).unwrap_err().contains("give their number, --nnodes N"));
+    }
+
+    #[test]
+    fn addresses_that_one_node_does_not_use_are_said() {
+        let note = |nodes: u32, bind: Option<&str>, local_addr: Option<&str>| {
+            let options = NodeOptions {
+                nnodes: Some(Nnodes { min: 1, max: nodes }),
+                node_rank: None,
+                master_addr: None,
+                master_port: None,
+                rdzv_backend: None,
+                rdzv_endpoint: None,
+                rdzv_conf: Conf::default(),
+                local_addr: local_addr.map(str::to_owned),
+                bind: bind.map(|address| address.parse().unwrap()),
+            };
+            options.unused_alone()
+        };
+        assert_eq!((note(1, None, None), note(2, Some("0.0.0.0"), Some("node7"))), (None, None));
+        assert!(note(1, Some("0.0.0.0"), None).unwrap().starts_with("--bind has no effect on one node"));
+        assert!(
+            note(1, Some("::"), Some("node7")).unwrap().starts_with("--bind and --local-addr have no effect")
+        );
     }
 
     #[test]

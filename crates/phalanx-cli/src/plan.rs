@@ -20,15 +20,15 @@ pub(crate) struct Plan {
     schedule: Name,
 
     /// The number of ranks
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4)]
     ranks: usize,
 
     /// The number of micro-batches of a batch
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8)]
     microbatches: usize,
 
     /// The number of stages on each rank, for interleaved
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2)]
     stages_per_rank: usize,
 
     /// The time of a forward pass, in cells
@@ -61,8 +61,8 @@ enum Name {
     ZeroBubble,
 }
 
-/// Cells of a line, before the picture goes on below.
-const COLUMNS: usize = 96;
+/// The width of a line's cells, before the picture goes on below. The picture of the defaults is not divided.
+const COLUMNS: usize = 100;
 /// More cells than somebody would look at.
 const MOST_CELLS: usize = 4096;
 
@@ -229,7 +229,8 @@ rank  holds at most  waits
         assert!(text.starts_with("rank 0  F0a F1a F0b F1b"), "{text}");
         assert!(text.contains(" B0b ---"), "{text}");
         let text = drawn("--schedule zero-bubble --ranks 2 --microbatches 32").unwrap();
-        assert_eq!(text.lines().filter(|line| line.starts_with("rank 0 ")).count(), 5, "{text}");
+        let blocks = |text: &str| text.lines().filter(|line| line.starts_with("rank 0 ")).count();
+        assert_eq!((blocks(&text), blocks(&drawn("").unwrap())), (4, 1), "{text}");
         assert!(text.lines().all(|line| line.len() <= 8 + COLUMNS) && text.contains("W31"), "{text}");
     }
 
@@ -237,6 +238,8 @@ rank  holds at most  waits
     fn what_cannot_be_planned_or_drawn_is_said() {
         let error = drawn("--schedule interleaved --ranks 4 --microbatches 6").unwrap_err();
         assert!(error.contains("no multiple of the ranks"), "{error}");
+        let error = drawn("--microbatches 0").unwrap_err();
+        assert!(error.contains("needs at least one rank, one micro-batch and one stage"), "{error}");
         let text = drawn("--ranks 2 --microbatches 2000").unwrap();
         assert!(
             text.starts_with("6003 cells: too many for a picture")

@@ -1,10 +1,13 @@
 //! How many workers: `--nproc-per-node`.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::str::FromStr;
 use std::{env, fs, thread};
 
 use phalanx::WorldSize;
+
+const OTHER_VARIABLE: &str = "PET_N_PROC_PER_NODE";
 
 /// A number of workers, or the devices that get one worker each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,9 +38,14 @@ impl FromStr for Processes {
 impl Processes {
     /// torchrun accepts this name as well, for Kubernetes.
     pub(crate) fn from_other_variable() -> Result<Option<Self>, String> {
-        const NAME: &str = "PET_N_PROC_PER_NODE";
-        let Ok(text) = env::var(NAME) else { return Ok(None) };
-        text.parse().map(Some).map_err(|error| format!("{NAME}={text}: {error}"))
+        Self::from_value(env::var_os(OTHER_VARIABLE))
+    }
+
+    /// An empty variable counts as not set, as those of the options.
+    fn from_value(value: Option<OsString>) -> Result<Option<Self>, String> {
+        let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(None) };
+        let text = value.to_string_lossy();
+        text.parse().map(Some).map_err(|error| format!("{OTHER_VARIABLE}={text}: {error}"))
     }
 
     /// The number of workers on this machine.
@@ -103,6 +111,17 @@ mod tests {
             assert!(bad.parse::<Processes>().is_err(), "{bad}");
         }
         assert!(Processes::Cpu.count().unwrap().get() >= 1);
+    }
+
+    #[test]
+    fn an_empty_variable_counts_as_not_set() {
+        let of = |value: Option<&str>| Processes::from_value(value.map(OsString::from));
+        assert_eq!(
+            (of(None), of(Some("")), of(Some("auto"))),
+            (Ok(None), Ok(None), Ok(Some(Processes::Auto)))
+        );
+        let error = of(Some("many")).unwrap_err();
+        assert!(error.starts_with("PET_N_PROC_PER_NODE=many: it is neither a number"), "{error}");
     }
 
     #[test]

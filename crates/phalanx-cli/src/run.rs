@@ -40,7 +40,10 @@ pub(crate) fn run(options: Run) -> ExitCode {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    for note in slurm.into_iter().chain(options.notes()).chain(apart).chain(thread_note(most, is_set)) {
+    let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone()).flatten();
+    let absent = matches!(started, Started::Here(_)).then(|| options.absent(most)).flatten();
+    let notes = options.notes().into_iter().chain(unused).chain(absent);
+    for note in slurm.into_iter().chain(notes).chain(apart).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
@@ -176,6 +179,9 @@ pub(crate) fn keygen(options: &Keygen) -> ExitCode {
 
 /// The job, or this node's part of it.
 fn here(options: Run, workers: WorldSize) -> Result<Job, String> {
+    if !options.standalone {
+        options.nodes.check_node_rank()?;
+    }
     let cluster = options.nodes.cluster()?;
     if options.standalone && cluster.is_some() {
         return Err("--standalone is one machine, --nnodes several".to_owned());

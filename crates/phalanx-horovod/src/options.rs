@@ -83,7 +83,7 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("HOROVOD_DYNAMIC_PROCESS_SETS", "process sets can always be added"),
     ("HOROVOD_ENABLE_ASYNC_COMPLETION", "there is no GPU"),
     ("HOROVOD_ENABLE_XLA_OPS", "there is no XLA"),
-    ("HOROVOD_GLOO_IFACE", "use PHALANX_BIND"),
+    ("HOROVOD_GLOO_IFACE", "use GLOO_SOCKET_IFNAME"),
     ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "use MASTER_ADDR"),
     ("HOROVOD_GLOO_RENDEZVOUS_PORT", "use MASTER_PORT"),
     ("HOROVOD_GLOO_TIMEOUT_SECONDS", "use ProcessGroup::with_timeout"),

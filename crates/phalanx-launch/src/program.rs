@@ -63,6 +63,9 @@ impl Program {
     /// Starts `command`, which has `name` as its first argument, as a worker of `guard`.
     pub(super) fn start(&self, command: Command, name: &OsStr, guard: &Guard) -> io::Result<Child> {
         // No shell must read what the kernel does not take, and what is cut off must not end by a signal.
+        if self.is_python_without_interpreter() {
+            return Err(Errno::NOEXEC.into());
+        }
         match self.doubtful_binary() {
             None => guard.spawn(command),
             Some((_, Fit::Damaged)) => Err(Errno::NOEXEC.into()),
@@ -78,6 +81,19 @@ impl Program {
         let fit =
             head.binary().map_or(if is_empty { Fit::Damaged } else { Fit::Native }, |binary| binary.fit());
         (fit != Fit::Native).then_some((path, fit))
+    }
+
+    /// Whether it is a Python program that does not say so in its first line: a shell would read it.
+    fn is_python_without_interpreter(&self) -> bool {
+        self.is_python()
+            && self.path.as_deref().and_then(|path| Head::read(path).ok()).is_some_and(|head| {
+                head.length > 0 && head.binary().is_none() && !head.bytes.starts_with(b"#!")
+            })
+    }
+
+    /// By its name.
+    fn is_python(&self) -> bool {
+        self.name.extension().is_some_and(|extension| extension == "py")
     }
 
     /// What to do about `error`, of starting it.
@@ -102,6 +118,15 @@ impl Program {
             (ErrorKind::BrokenPipe, _) => {
                 Some("the process phalanx-guard, which starts workers, was killed".to_owned())
             }
+            (_, Some(_))
+                if error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error())
+                    && self.is_python_without_interpreter() =>
+            {
+                Some(format!(
+                    "it is a Python program, and its first line names no interpreter: give `python3 {}` as the program",
+                    self.name.display()
+                ))
+            }
             (_, Some(path)) if error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error()) => {
                 let head = Head::read(path).ok()?;
                 let fit = head.binary().map(|binary| binary.fit().remedy());
@@ -118,6 +143,9 @@ impl Program {
         }
         if let Ok(target) = std::fs::read_link(&self.name) {
             return format!("it is a link to {}, which is not there", target.display());
+        }
+        if self.is_plain && self.name.exists() && self.is_python() {
+            return format!("there is one in this folder: give `python3 {name}` as the program");
         }
         if self.is_plain && self.name.exists() {
             return format!("there is one in this folder: write ./{name}");

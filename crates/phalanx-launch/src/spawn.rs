@@ -11,8 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::process::{getpid, getppid, kill_process};
 
-use crate::env::LaunchEnv;
+use crate::env::{LaunchEnv, unknown_launcher};
 use crate::error::{Error, Kind, Result};
+use crate::notice::warn;
 use crate::worker_error;
 use crate::world_size::WorldSize;
 use crate::{Event, Job, Outcome, Output};
@@ -56,6 +57,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 ///
 /// If `phalanx run`, torchrun or another launcher has started this program as one of its ranks (`RANK` is set), nothing
 /// is started: `worker` runs here, as that rank, and `nprocs` is ignored. So one program can be started in every way.
+/// If the launcher is not known, and a variable looks like a rank, a warning says that workers are started all the same.
 ///
 /// # When it ends otherwise
 ///
@@ -124,6 +126,14 @@ impl Call {
 
     fn start_workers(&self, nprocs: u32) -> Result<()> {
         let world = WorldSize::new(nprocs)?;
+        if self.number == 1
+            && let Some(rank) = unknown_launcher()
+        {
+            warn(format!(
+                "{rank} looks like a rank, but its launcher is not known: this process starts {nprocs} workers of its own, which are a world by \
+                 themselves. If it is one of several, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; else unset that variable"
+            ));
+        }
         let mut arguments = std::env::args_os();
         let name = arguments.next();
         let program = this_program()?;

@@ -231,6 +231,7 @@ fn remote_calls_are_timed_on_every_transport() {
     let table = run(&["rpc", "-e", "4", "-n", "5"]);
     let text = String::from_utf8_lossy(&table.stdout);
     assert!(table.status.success() && text.contains("calls/s") && text.contains("\n       4 B "), "{text}");
+    assert_eq!(text.lines().nth(1).unwrap().split_whitespace().collect::<Vec<_>>(), ["µs", "µs"], "{text}");
     for (options, remedy) in [
         (&["rpc", "-b", "8", "-e", "4"][..], "--min-bytes"),
         (&["rpc", "-e", "1G"], "--max-bytes"),
@@ -248,9 +249,10 @@ fn a_start_is_timed() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-    let names: Vec<&str> = lines.iter().skip(1).map(|line| line[0]).collect();
+    assert_eq!((&lines[0][..], &lines[1][..]), (&["p50", "p99"][..], &["ms", "ms"][..]), "{text}");
+    let names: Vec<&str> = lines.iter().skip(2).map(|line| line[0]).collect();
     assert_eq!(names, ["program", "job", "beyond"], "{text}");
-    let times: Vec<f64> = lines.iter().skip(1).map(|line| line[1].parse().unwrap()).collect();
+    let times: Vec<f64> = lines.iter().skip(2).map(|line| line[1].parse().unwrap()).collect();
     assert!(times[0] > 0.0 && times[1] > 0.0 && (times[1] - times[0] - times[2]).abs() < 0.2, "{text}");
 }
 

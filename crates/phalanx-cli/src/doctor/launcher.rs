@@ -61,7 +61,9 @@ impl Place {
 }
 
 pub(super) fn look(report: &mut Report, place: &Place) {
-    let names: Vec<String> = env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    // An empty one is not set: a launcher takes what does not concern its workers from them so.
+    let set = env::vars_os().filter(|(_, value)| !value.is_empty());
+    let names: Vec<String> = set.filter_map(|(name, _)| name.into_string().ok()).collect();
     let seen = seen(&names);
     report
         .note("variables", if seen.is_empty() { "no known launcher's".to_owned() } else { seen.join(", ") });
@@ -90,14 +92,14 @@ pub(super) fn look(report: &mut Report, place: &Place) {
     }
 }
 
-/// The launchers whose variables are set, with the number of variables.
+/// How many variables are set of each launcher that has some.
 fn seen(names: &[String]) -> Vec<String> {
     let is_of =
         |known: &str, name: &str| if known.ends_with('_') { name.starts_with(known) } else { name == known };
     let count =
         |known: &[&str]| names.iter().filter(|name| known.iter().any(|known| is_of(known, name))).count();
     let counts = LAUNCHERS.iter().map(|(launcher, known)| (launcher, count(known)));
-    counts.filter(|(_, count)| *count > 0).map(|(launcher, count)| format!("{launcher} ({count})")).collect()
+    counts.filter(|(_, count)| *count > 0).map(|(launcher, count)| format!("{count} of {launcher}")).collect()
 }
 
 /// Connects to a store and times its answers.
@@ -130,7 +132,7 @@ mod tests {
     #[test]
     fn launchers_are_known_by_their_variables() {
         let names = ["RANK", "RANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PATH"];
-        assert_eq!(seen(&names.map(str::to_owned)), ["env:// (1)", "Open MPI (2)", "PMI (1)"]);
+        assert_eq!(seen(&names.map(str::to_owned)), ["1 of env://", "2 of Open MPI", "1 of PMI"]);
         assert!(seen(&[]).is_empty());
     }
 }

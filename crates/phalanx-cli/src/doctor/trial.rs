@@ -82,8 +82,9 @@ fn finish(mut child: Child) -> Result<String, String> {
 fn summary(text: &str) -> Result<String, String> {
     let times: Times = serde_json::from_str(text).map_err(|error| format!("not understood: {error}"))?;
     let bytes = LARGE * size_of::<f32>();
+    let mebibytes = bytes >> 20;
     let (small, rate) = (times.small * 1e6, bytes as f64 / times.large / 1e9);
-    Ok(format!("all_reduce of 2 processes: 4 B in {small:.1} µs, {bytes} B at {rate:.1} GB/s"))
+    Ok(format!("all_reduce of 2 processes: 4 B in {small:.1} µs, {mebibytes} MiB at {rate:.1} GB/s"))
 }
 
 /// Starts two processes that are timed, or is one of them; under a launcher, one of its workers.
@@ -135,7 +136,7 @@ mod tests {
 
     #[test]
     fn latency_and_bandwidth_are_said() {
-        let said = "all_reduce of 2 processes: 4 B in 1.2 µs, 1048576 B at 20.0 GB/s";
+        let said = "all_reduce of 2 processes: 4 B in 1.2 µs, 1 MiB at 20.0 GB/s";
         let times = Times { small: 1.25e-6, large: 52.4288e-6 };
         assert_eq!(summary(&serde_json::to_string(&times).unwrap()), Ok(said.to_owned()));
         assert!(summary("").is_err() && summary("{}").is_err());

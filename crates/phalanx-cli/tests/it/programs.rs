@@ -103,6 +103,17 @@ fn the_interpreter_that_a_script_lacks_is_named() {
             "is not found on this host, or in this container's image",
         ],
     );
+    // torchrun would start it with Python. A shell would take `import` for a program of that name.
+    folder.file("script.py", "import sys\n", 0o644);
+    folder.refused("script.py", 127, &["there is one in this folder: give `python3 script.py`"]);
+    for mode in [0o644, 0o755] {
+        folder.file("script.py", "import sys\n", mode);
+        folder.refused(
+            "./script.py",
+            126,
+            &["it is a Python program", "give `python3 ./script.py` as the program"],
+        );
+    }
     // As ever: without a first line it is one for the shell.
     folder.file("plain", "echo \"ran $1\"\n", 0o755);
     let ran = output(folder.run("./plain"));

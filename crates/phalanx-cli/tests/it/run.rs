@@ -526,4 +526,12 @@ fn horovodrun_is_run_with_horovods_variables() {
     };
     assert_eq!(refused.status.code(), Some(2));
     assert!(text(&refused.stderr).contains("--mpi has no meaning here"), "{}", text(&refused.stderr));
+    // As horovodrun: no world of one for who has forgotten it.
+    let refused = {
+        let mut command = Command::new(&link);
+        command.arg("true").env_remove("SLURM_JOB_ID").stdout(Stdio::piped()).stderr(Stdio::piped());
+        output(command)
+    };
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused.stderr).contains("Give -np N"), "{}", text(&refused.stderr));
 }

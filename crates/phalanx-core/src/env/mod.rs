@@ -269,6 +269,16 @@ pub fn doubt(env: Option<&LaunchEnv>) -> Option<String> {
     )
 }
 
+/// A variable that looks like the rank of a launcher which is not known here, if this process is not the first of it:
+/// `SOME_LAUNCHERS_RANK=1`. For a process that no known launcher has started.
+#[doc(hidden)]
+pub fn unknown_launcher() -> Option<String> {
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    let (name, rank) =
+        foreign::unknown_rank(std::env::vars_os().map(|(name, value)| (text(name), text(value))))?;
+    Some(format!("{name}={rank}"))
+}
+
 /// The rank, and the number of ranks, that a launcher other than torchrun has given to this process, if it is one of several:
 /// `SLURM_PROCID=1 and SLURM_STEP_NUM_TASKS=2`. None in a worker of torchrun's or ours, which may have been started several times.
 pub fn other_launcher() -> Option<String> {

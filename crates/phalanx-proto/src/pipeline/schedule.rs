@@ -40,7 +40,7 @@ impl Schedule {
         };
         if ranks == 0 || microbatches == 0 || each == 0 {
             return Err(Error::invalid_argument(format!(
-                "a pipeline has ranks, micro-batches and stages, and not {ranks}, {microbatches} and {each} on each rank"
+                "a pipeline needs at least one rank, one micro-batch and one stage on each rank; given were {ranks}, {microbatches} and {each}"
             )));
         }
         let actions = ranks

@@ -34,6 +34,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("who_leaves_well_fails_no_job", who_leaves_well_fails_no_job),
     ("misuse_is_refused", misuse_is_refused),
     ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
+    ("an_unknown_launcher_is_said", an_unknown_launcher_is_said),
     ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
 ];
 
@@ -402,6 +403,15 @@ fn under_a_launcher_the_worker_runs_in_place() {
     assert!(err.contains("rank 1: no data"), "{err}");
     let (status, _, err) = launched("nested");
     assert!(status.code() == Some(1) && err.contains("inside a worker"), "{err}");
+}
+
+fn an_unknown_launcher_is_said() {
+    for (rank, warnings) in [("0", 0), ("1", 1)] {
+        let (status, _, err) = run(program("success").env("SOME_LAUNCHERS_RANK", rank));
+        let said =
+            err.matches("warning: SOME_LAUNCHERS_RANK=1 looks like a rank, but its launcher is not known");
+        assert!(status.success() && said.count() == warnings, "{rank}: {err}");
+    }
 }
 
 fn a_deleted_program_still_spawns() {
