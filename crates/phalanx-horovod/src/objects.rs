@@ -115,7 +115,7 @@ impl Horovod {
     }
 
     /// Overwrites each of `parameters`, which have names, with those of the root. For the start of a training, and after a
-    /// checkpoint was read on the root.
+    /// checkpoint was read on the root. Their order may be another on every rank, as that of a map.
     ///
     /// ```
     /// use phalanx::Rank;
@@ -132,6 +132,9 @@ impl Horovod {
         parameters: impl IntoIterator<Item = (&'a str, &'a mut [T])>,
         root: Rank,
     ) -> Result<()> {
+        // In one order on all ranks: each waits for its first ones before it submits the next.
+        let mut parameters = Vec::from_iter(parameters);
+        parameters.sort_by_key(|(name, _)| *name);
         let mut flying = Vec::new();
         let mut bytes = 0;
         for (name, parameter) in parameters {

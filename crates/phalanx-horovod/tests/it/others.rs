@@ -200,6 +200,30 @@ fn values_parameters_and_sparse_gradients() {
     });
 }
 
+/// More than fit into one batch, so that a rank waits for some before it submits the others.
+#[test]
+fn parameters_come_in_any_order() {
+    let options = Options {
+        fusion_threshold: 100,
+        stall_shutdown_time: Some(Duration::from_secs(20)),
+        ..Options::default()
+    };
+    ranks(2, Fabric::InProcess, &options, |hvd| {
+        let rank = hvd.rank().get();
+        let mut parameters: Vec<(String, Vec<f32>)> =
+            (0..6).map(|index| (format!("layer.{index}"), vec![rank as f32 + index as f32; 20])).collect();
+        if !hvd.rank().is_main() {
+            parameters.reverse();
+        }
+        let named = parameters.iter_mut().map(|(name, values)| (name.as_str(), values.as_mut_slice()));
+        hvd.broadcast_parameters(named, Rank::new(1)).unwrap();
+        parameters.sort_by(|one, other| one.0.cmp(&other.0));
+        for (index, (_, values)) in parameters.iter().enumerate() {
+            assert_eq!(*values, [1.0 + index as f32; 20]);
+        }
+    });
+}
+
 #[test]
 fn the_timeline_has_the_negotiation_and_the_operation_of_every_name() {
     let folder = tempfile::tempdir().unwrap();
