@@ -133,6 +133,26 @@ fn an_object_that_cannot_be_written_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn objects_of_several_roots_are_an_error_on_every_rank() {
+    ranks(3, Fabric::InProcess, &Options::default(), |hvd| {
+        // The last one would get rank 0's, which it did not ask for.
+        let (own, last) = (hvd.rank().get(), hvd.rank().get() == 2);
+        let error = hvd.broadcast_object("o", Some(&own), Rank::new(u32::from(last))).unwrap_err();
+        let (ours, theirs) = if last { (1, 0) } else { (0, 1) };
+        let expected =
+            format!("called broadcast_object with root {ours}, another broadcast_object with root {theirs}");
+        assert!(error.is_mismatch() && error.to_string().contains(&expected), "{error}");
+        let outcome = if last {
+            hvd.broadcast_object("o", Some(&own), Rank::MAIN).map(drop)
+        } else {
+            hvd.allgather_object("o", &own).map(drop)
+        };
+        assert!(outcome.unwrap_err().to_string().contains("allgather_object"));
+        assert_eq!(hvd.broadcast_object("o", Some(&own), Rank::new(1)).unwrap(), 1);
+    });
+}
+
+#[test]
 fn process_sets_are_made_while_operations_are_in_flight() {
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         for step in 0..5 {
