@@ -193,8 +193,13 @@ impl Ddp {
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
         let mut gradients = gradients.collect::<Vec<_>>();
+        // A norm of halves has more digits than they have, and in f16 it may be beyond them.
+        let norm = |gradient: &Tensor| match gradient.f_kind()? {
+            Kind::Half | Kind::BFloat16 => gradient.f_norm_scalaropt_dtype(2.0, Kind::Float),
+            _ => gradient.f_norm(),
+        };
+        let norm = |gradient: &Tensor| norm(gradient)?.f_to_kind(Kind::Double);
         // One copy from a device, which waits for it once.
-        let norm = |gradient: &Tensor| gradient.f_norm()?.f_to_kind(Kind::Double);
         let norms = gradients.iter().map(norm).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
         let norms: Vec<f64> = match norms.is_empty() {
             true => Vec::new(),

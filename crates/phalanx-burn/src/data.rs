@@ -112,7 +112,11 @@ where
             self.loader.set_worker_rank(begun.rank, begun.world);
         }
         let (total, batch_size) = (self.num_items(), self.loader.batch_size());
-        Box::new(Pass { batches: self.loader.iter(), processed: 0, total, batch_size })
+        let batches = self.loader.iter();
+        // Trainers that add up gradients do the last step where the pass says that it is complete.
+        let before = self.loader.len().saturating_sub(batches.len());
+        let processed = before.saturating_mul(batch_size).min(total);
+        Box::new(Pass { batches, processed, total, batch_size })
     }
 
     fn num_items(&self) -> usize {

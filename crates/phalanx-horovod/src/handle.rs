@@ -2,10 +2,10 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use phalanx::{Error, Result};
+use phalanx::{Deadline, Error, Result};
 
 use crate::engine::Shared;
 use crate::tensor::Tensor;
@@ -53,9 +53,11 @@ impl<T> Handle<T> {
 
     /// Waits until the operation is done, or until `timeout` has passed. Returns whether it is done.
     pub fn wait_for(&self, timeout: Duration) -> bool {
-        let Some(deadline) = Instant::now().checked_add(timeout).filter(|_| !self.poll()) else {
-            return self.poll();
-        };
+        if self.poll() {
+            return true;
+        }
+        // Also if the clock does not go as far as the time-out.
+        let deadline = Deadline::after(timeout).instant();
         let _waits = self.engine.waits();
         let mut outcome = self.slot.outcome.lock();
         while outcome.is_none() {

@@ -25,6 +25,10 @@ pub struct SparseGradient {
 /// Sent in place of the length by a rank that has no value, or one that it cannot serialise: the others need an answer all
 /// the same.
 const UNWRITTEN: i64 = -1;
+/// Sent in place of the length by a rank that brings no value.
+const NONE: i64 = -2;
+/// Sent in place of the root where every rank brings a value.
+const EVERY: i64 = -1;
 
 /// # Values, parameters and sparse gradients
 impl Horovod {
@@ -38,8 +42,8 @@ impl Horovod {
     /// ```
     ///
     /// # Errors
-    /// As a collective; if the root has no value, cannot serialise it, or has joined; if it is longer than
-    /// [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
+    /// As a collective; if the ranks name several roots; if the root has no value, cannot serialise it, or has joined; if it is
+    /// longer than [`MAX_OBJECT_BYTES`]; and if this rank cannot read it.
     pub fn broadcast_object<T: Serialize + DeserializeOwned>(
         &self,
         name: &str,
@@ -87,16 +91,33 @@ impl Horovod {
         own: Option<Result<Vec<u8>>>,
         from: &[Rank],
     ) -> Result<(Vec<usize>, Tensor)> {
-        let announced = own.as_ref().map(|own| own.as_ref().map_or(UNWRITTEN, |bytes| bytes.len() as i64));
-        let lengths = self.allgather(&format!("{name}.length"), Vec::from_iter(announced))?;
-        let (own, lengths) = (own.transpose()?.unwrap_or_default(), lengths.as_slice::<i64>()?);
+        let root = if let [root] = from { i64::from(root.get()) } else { EVERY };
+        let length = match &own {
+            Some(Ok(bytes)) => bytes.len() as i64,
+            Some(Err(_)) => UNWRITTEN,
+            None => NONE,
+        };
+        let announced = self.allgather(&format!("{name}.length"), [root, length])?;
+        let own = own.transpose()?.unwrap_or_default();
+        let (announced, _) = announced.as_slice::<i64>()?.as_chunks::<2>();
+        if let Some(&[other, _]) = announced.iter().find(|[other, _]| *other != root) {
+            let called = |root: i64| match root {
+                EVERY => "allgather_object".to_owned(),
+                root => format!("broadcast_object with root {root}"),
+            };
+            let (ours, theirs) = (called(root), called(other));
+            return Err(Error::mismatch(format!("{name:?}: this rank called {ours}, another {theirs}"))
+                .with_remedy("all ranks must call with the same root"));
+        }
+        let lengths: Vec<i64> =
+            announced.iter().map(|[_, length]| *length).filter(|length| *length != NONE).collect();
         if lengths.len() != from.len() {
             return Err(Error::mismatch(format!(
                 "{name:?}: {} values came where {} should bring one: a rank that has joined brings none",
                 lengths.len(),
                 ranks(from.iter().map(|rank| rank.index()))
             ))
-            .with_remedy("all ranks must call with the same root, before one that has a value joins"));
+            .with_remedy("all ranks must call before one that has a value joins"));
         }
         let lengths = lengths.iter().zip(from).map(|(length, rank)| {
             usize::try_from(*length).map_err(|_| {
@@ -115,7 +136,7 @@ impl Horovod {
     }
 
     /// Overwrites each of `parameters`, which have names, with those of the root. For the start of a training, and after a
-    /// checkpoint was read on the root.
+    /// checkpoint was read on the root. Their order may be another on every rank, as that of a map.
     ///
     /// ```
     /// use phalanx::Rank;
@@ -132,6 +153,9 @@ impl Horovod {
         parameters: impl IntoIterator<Item = (&'a str, &'a mut [T])>,
         root: Rank,
     ) -> Result<()> {
+        // In one order on all ranks: each waits for its first ones before it submits the next.
+        let mut parameters = Vec::from_iter(parameters);
+        parameters.sort_by_key(|(name, _)| *name);
         let mut flying = Vec::new();
         let mut bytes = 0;
         for (name, parameter) in parameters {

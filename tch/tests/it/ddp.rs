@@ -295,6 +295,29 @@ fn clipped_gradients_have_the_norm_that_was_asked_for() {
     });
 }
 
+/// f16 ends at 65,504, and two elements of 60,000 have a norm beyond that; bf16 has 8 bits.
+#[test]
+fn the_norm_of_halves_is_not_rounded_to_their_type() {
+    for kind in [Kind::Half, Kind::BFloat16] {
+        run(2, |group| {
+            let mut store = nn::VarStore::new(device());
+            drop(store.root().ones("one", &[2]));
+            store.set_kind(kind);
+            let one = &store.variables()["one"];
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let loss = ddp.forward(|| (one.to_kind(Kind::Float) * 60_000.0).sum(Kind::Float)).unwrap();
+            ddp.backward(&loss).unwrap();
+            assert_eq!(one.grad().kind(), kind);
+            let squares = elements(&one.grad()).into_iter().map(|element| f64::from(element).powi(2));
+            let expected = squares.sum::<f64>().sqrt();
+            let norm = ddp.clip_grad_norm(2f64.sqrt()).unwrap();
+            assert!((norm / expected - 1.0).abs() < 1e-5, "{kind:?}: {norm} {expected}");
+            let clipped = elements(&one.grad());
+            assert!(clipped.iter().all(|element| (element - 1.0).abs() < 1e-2), "{kind:?}: {clipped:?}");
+        });
+    }
+}
+
 #[test]
 fn gradients_that_libtorch_leaves_in_one_memory_are_clipped_once() {
     run(2, |group| {

@@ -61,6 +61,19 @@ fn a_loader_is_burn_s_with_its_batcher() {
     assert_eq!(again.num_items(), 50);
 }
 
+/// Trainers that add up gradients do the last step where the pass says that it is complete.
+#[test]
+fn a_pass_that_was_begun_before_is_complete_at_its_end() {
+    let loader = || DataLoader::builder(InMemory::new(samples())).batch_size(20).build().unwrap();
+    let begun = loader();
+    begun.iter().next().unwrap().unwrap();
+    let rest = loader();
+    rest.resume(&begun.position()).unwrap();
+    let burn = BurnLoader::new(&rest, Stack, &plain()).shared();
+    assert_eq!(pass(&*burn), (samples()[20..].to_vec(), vec![40, 50]));
+    assert_eq!(pass(&*burn), (samples(), vec![20, 40, 50]));
+}
+
 #[test]
 fn data_sets_go_both_ways_with_their_errors() {
     let flawed =

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,6 +35,8 @@ pub(super) struct Environment {
     /// The others, once they have been asked for. Behind a lock because LMDB opens one at a time.
     named: Mutex<HashMap<String, Named>>,
     pub(super) path: PathBuf,
+    /// The device and the inode of the file, which another file may have replaced since.
+    file: (u64, u64),
     pub(super) meta: Meta,
     /// Who has opened it.
     process: u32,
@@ -63,6 +66,7 @@ impl Lease {
         let table = table.get_or_insert_default();
         if let Some((environment, shares)) = table.get_mut(&path) {
             environment.of_this_process()?;
+            environment.check_place()?;
             *shares += 1;
             return Ok(Self { environment: Some(environment.clone()) });
         }
@@ -95,6 +99,7 @@ impl Drop for Lease {
 
 impl Environment {
     fn open(path: &Path, readahead: bool) -> Result<Self> {
+        let file = file_at(path)?;
         let meta = Meta::read(path)?;
         let mut flags = EnvFlags::NO_SUB_DIR | EnvFlags::READ_ONLY;
         if !readahead {
@@ -115,7 +120,7 @@ impl Environment {
         // Of processes that were killed while they read.
         env.clear_stale_readers().map_err(|error| explained(path, error))?;
         let named = Mutex::default();
-        Ok(Self { env, main, named, path: path.to_owned(), meta, process: std::process::id() })
+        Ok(Self { env, main, named, path: path.to_owned(), file, meta, process: std::process::id() })
     }
 
     /// The database of this name, or the one without.
@@ -183,6 +188,20 @@ impl Environment {
         .with_remedy("read the data set only after forking, or start processes with phalanx::spawn"))
     }
 
+    /// An error if another file has taken the place of this one: whoever opens it would read what was there before.
+    fn check_place(&self) -> Result<()> {
+        if file_at(&self.path)? == self.file {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{} is another file by now, and this process still reads the one that was there before",
+            self.path.display()
+        ))
+        .with_remedy(
+            "drop the data sets and loaders of the old one first, or pack the new one under another name",
+        ))
+    }
+
     /// The data as they are now.
     pub fn read(&self) -> Result<RoTxn<'_, WithTls>> {
         self.of_this_process()?;
@@ -199,6 +218,14 @@ impl Environment {
     pub fn clear_stale_readers(&self) -> Result<usize> {
         self.env.clear_stale_readers().map_err(|error| explained(&self.path, error))
     }
+}
+
+/// The device and the inode of the file at `path`.
+fn file_at(path: &Path) -> Result<(u64, u64)> {
+    let about = fs::metadata(path).map_err(|error| {
+        Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+    })?;
+    Ok((about.dev(), about.ino()))
 }
 
 /// The database of this name, or the one without.

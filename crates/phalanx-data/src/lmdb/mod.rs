@@ -13,6 +13,7 @@
 //! | A file that was cut off in a copy kills the process with SIGBUS | Its length is compared with what its first pages say, before it is mapped: an error. |
 //! | `Readahead` reads what a shuffled pass does not want | It is off by default. |
 //! | A packing that was interrupted leaves half a data set | A data set gets its name when it is whole. |
+//! | A data set is packed anew while the process still reads the old one | Whoever opens the new one gets an error until the old one is dropped. |
 
 mod environment;
 mod meta;

@@ -158,7 +158,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         self.len() == 0
     }
 
-    /// The number of items of a whole pass on this rank, those of a last batch that is dropped too.
+    /// The number of items of a whole pass on this rank, those of a last batch that is [dropped](DataLoaderBuilder::drop_last) too. With
+    /// [`Tail::Drop`] those of full batches alone.
     pub fn items(&self) -> usize {
         self.indices().len()
     }
@@ -188,14 +189,15 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         let epoch = progress.position.epoch();
         progress.position = ElasticSampler::new(0).shuffle(false).tail(Tail::Repeat);
         progress.position.set_epoch(epoch);
-        let own: Arc<dyn Sampler> = Arc::new(Slice { of, places });
+        let own: Arc<dyn Sampler> = Arc::new(Slice { of, batch_size: self.batch_size(), places });
         Self { inner: Arc::new(self.inner.with(self.inner.collate.clone(), Some(own), progress)) }
     }
 
     /// The indices of this rank's items in the current pass, from its beginning.
     fn indices(&self) -> Vec<usize> {
         let progress = self.inner.progress.lock();
-        indices(&progress.position, self.inner.own.as_deref(), progress.shard, progress.position.epoch())
+        let (places, own) = (&progress.position, self.inner.own.as_deref());
+        indices(places, own, self.batch_size(), progress.shard, places.epoch())
     }
 
     /// The data set.
@@ -209,18 +211,20 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 }
 
-/// The indices of a rank's items in the pass `epoch`.
+/// The indices of a rank's items in the pass `epoch`, which come in batches of `batch_size`.
 fn indices(
     places: &ElasticSampler,
     own: Option<&dyn Sampler>,
+    batch_size: usize,
     (rank, world): (Rank, WorldSize),
     epoch: u64,
 ) -> Vec<usize> {
     let order = own.map(|own| own.order(epoch));
     let mut whole = places.with_samples(order.as_ref().map_or(places.samples(), Vec::len));
     whole.set_epoch(epoch);
-    // One step has them all.
-    let mine = whole.next_batch(whole.samples(), rank, world).unwrap_or_default();
+    // All steps as one. A longer one would not be full, and `Tail::Drop` leaves that out.
+    let all = whole.steps_left(batch_size, world).saturating_mul(batch_size);
+    let mine = whole.next_batch(all, rank, world).unwrap_or_default();
     match order {
         Some(order) => mine.into_iter().map(|place| order[place]).collect(),
         None => mine,
@@ -230,13 +234,15 @@ fn indices(
 /// Some of the places of what a rank gets.
 struct Slice {
     of: Sampling,
+    /// Of the loader of which it is a slice.
+    batch_size: usize,
     places: Range<usize>,
 }
 
 impl Sampler for Slice {
     fn order(&self, epoch: u64) -> Vec<usize> {
         let shard = self.of.shard.unwrap_or((Rank::MAIN, WorldSize::ONE));
-        let mut all = indices(&self.of.places, self.of.own.as_deref(), shard, epoch);
+        let mut all = indices(&self.of.places, self.of.own.as_deref(), self.batch_size, shard, epoch);
         all.truncate(self.places.end);
         all.drain(..self.places.start.min(all.len()));
         all

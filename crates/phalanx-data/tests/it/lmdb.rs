@@ -54,6 +54,25 @@ fn items_come_back_from_any_number_of_threads() {
     assert_eq!(LmdbDataset::open(&path).unwrap().get(9).unwrap(), item(9, 0));
 }
 
+/// With as many items, so that their number tells nothing.
+#[test]
+fn a_data_set_that_was_packed_anew_is_not_read_from_the_old_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = pack(folder.path(), 10, |_| 0);
+    let old = LmdbDataset::open(&path).unwrap();
+    assert_eq!(old.get(3).unwrap(), item(3, 0));
+    fs::remove_dir_all(&path).unwrap();
+    pack(folder.path(), 10, |_| 5);
+    let new = LmdbDataset::open(&path).unwrap();
+    for error in [new.get(3).map(drop).unwrap_err(), keys_of(&path).map(drop).unwrap_err()] {
+        let text = error.to_string();
+        assert!(text.contains("is another file by now") && text.contains("drop the data sets"), "{text}");
+    }
+    assert_eq!(old.get(4).unwrap(), item(4, 0));
+    drop(old);
+    assert_eq!(new.get(3).unwrap(), item(3, 5));
+}
+
 #[test]
 fn opening_and_closing_at_the_same_moment_do_each_other_no_harm() {
     let folder = tempfile::tempdir().unwrap();

@@ -616,6 +616,22 @@ fn slices_are_what_a_rank_gets_in_parts() {
     }
 }
 
+/// 21 items of two ranks are two full steps of batches of 4, and 5 items that are left out.
+#[test]
+fn items_and_slices_are_those_of_the_passes_with_every_tail() {
+    for tail in [Tail::Split, Tail::Drop, Tail::Repeat, Tail::Truncate] {
+        for (rank, world) in shards(2) {
+            let loader = DataLoader::builder(numbers(21)).shuffle(true).shard(rank, world).batch_size(4);
+            let loader = loader.tail(tail).build().unwrap();
+            let slices = (loader.slice(0..3), loader.slice(3..99));
+            let all: Vec<usize> = loader.iter().flat_map(Result::unwrap).collect();
+            assert_eq!(all.len() == 8, tail == Tail::Drop, "{tail:?}");
+            let parts: Vec<usize> = slices.0.iter().chain(slices.1.iter()).flat_map(Result::unwrap).collect();
+            assert_eq!((loader.items(), parts), (all.len(), all), "{tail:?}, rank {rank}");
+        }
+    }
+}
+
 /// So many items, each of which is the worker that has loaded it.
 struct Workers(usize);
 

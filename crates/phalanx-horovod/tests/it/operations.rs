@@ -1,6 +1,7 @@
 //! What each collective computes.
 
 use std::sync::Barrier;
+use std::time::Duration;
 
 use half::{bf16, f16};
 use phalanx::testing::Fabric;
@@ -79,6 +80,21 @@ fn tensors_that_ranks_submit_in_other_orders_are_reduced_and_fused() {
 }
 
 #[test]
+fn a_wait_without_end_waits_for_the_end_of_the_operation() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        if hvd.rank().is_main() {
+            let handle = hvd.allreduce_async("x", [1.0f32], Op::Sum).unwrap();
+            hvd.allreduce("ready", [1.0f32], Op::Sum).unwrap();
+            assert!(handle.wait_for(Duration::MAX));
+            assert_eq!(handle.synchronize().unwrap().as_slice::<f32>().unwrap(), [2.0]);
+        } else {
+            hvd.allreduce("ready", [1.0f32], Op::Sum).unwrap();
+            hvd.allreduce("x", [1.0f32], Op::Sum).unwrap();
+        }
+    });
+}
+
+#[test]
 fn in_the_steady_state_no_name_is_on_the_wire() {
     // A rank that leaves says so in a round: none does before both have looked.
     static LOOKED: Barrier = Barrier::new(2);
@@ -103,7 +119,7 @@ fn while_nobody_waits_cycles_are_rare() {
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         hvd.barrier().unwrap();
         let (before, begun) = (hvd.stats().cycles, std::time::Instant::now());
-        std::thread::sleep(std::time::Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(500));
         let cycles = hvd.stats().cycles - before;
         // It may have slept for longer.
         let passed = begun.elapsed().as_millis() as u64;
@@ -121,7 +137,7 @@ fn ranks_that_compute_are_not_interrupted_by_cycles_that_bring_nothing() {
         let (before, begun) = (hvd.stats().cycles, std::time::Instant::now());
         let handles: Vec<_> = (0..TENSORS)
             .map(|index| {
-                std::thread::sleep(std::time::Duration::from_millis(15)); // a layer's backward pass
+                std::thread::sleep(Duration::from_millis(15)); // a layer's backward pass
                 hvd.allreduce_async(&format!("{index}"), [1.0f32], Op::Sum).unwrap()
             })
             .collect();

@@ -133,6 +133,26 @@ fn an_object_that_cannot_be_written_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn objects_of_several_roots_are_an_error_on_every_rank() {
+    ranks(3, Fabric::InProcess, &Options::default(), |hvd| {
+        // The last one would get rank 0's, which it did not ask for.
+        let (own, last) = (hvd.rank().get(), hvd.rank().get() == 2);
+        let error = hvd.broadcast_object("o", Some(&own), Rank::new(u32::from(last))).unwrap_err();
+        let (ours, theirs) = if last { (1, 0) } else { (0, 1) };
+        let expected =
+            format!("called broadcast_object with root {ours}, another broadcast_object with root {theirs}");
+        assert!(error.is_mismatch() && error.to_string().contains(&expected), "{error}");
+        let outcome = if last {
+            hvd.broadcast_object("o", Some(&own), Rank::MAIN).map(drop)
+        } else {
+            hvd.allgather_object("o", &own).map(drop)
+        };
+        assert!(outcome.unwrap_err().to_string().contains("allgather_object"));
+        assert_eq!(hvd.broadcast_object("o", Some(&own), Rank::new(1)).unwrap(), 1);
+    });
+}
+
+#[test]
 fn process_sets_are_made_while_operations_are_in_flight() {
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         for step in 0..5 {
@@ -197,6 +217,30 @@ fn values_parameters_and_sparse_gradients() {
         assert_eq!(all.values.as_slice::<f32>().unwrap()[..4], [1.0, 1.0, 2.0, 2.0]);
         let wrong = SparseGradient { indices: vec![1], values: Tensor::from([1.0f32, 2.0]) };
         assert!(hvd.allreduce_sparse("wrong", wrong, Op::Sum).unwrap_err().is_invalid_argument());
+    });
+}
+
+/// More than fit into one batch, so that a rank waits for some before it submits the others.
+#[test]
+fn parameters_come_in_any_order() {
+    let options = Options {
+        fusion_threshold: 100,
+        stall_shutdown_time: Some(Duration::from_secs(20)),
+        ..Options::default()
+    };
+    ranks(2, Fabric::InProcess, &options, |hvd| {
+        let rank = hvd.rank().get();
+        let mut parameters: Vec<(String, Vec<f32>)> =
+            (0..6).map(|index| (format!("layer.{index}"), vec![rank as f32 + index as f32; 20])).collect();
+        if !hvd.rank().is_main() {
+            parameters.reverse();
+        }
+        let named = parameters.iter_mut().map(|(name, values)| (name.as_str(), values.as_mut_slice()));
+        hvd.broadcast_parameters(named, Rank::new(1)).unwrap();
+        parameters.sort_by(|one, other| one.0.cmp(&other.0));
+        for (index, (_, values)) in parameters.iter().enumerate() {
+            assert_eq!(*values, [1.0 + index as f32; 20]);
+        }
     });
 }
 
