@@ -92,10 +92,14 @@ CUresult cuStreamEndCapture(CUstream stream, void **graph) {
 /* For the stand-in of NCCL: the device of this thread, or -1. */
 int standin_current_device(void) { return depth ? current[depth - 1]->device : -1; }
 
-/* STANDIN_CUDA_HOST: the process's own memory is that of its first device, too. */
-static int host_is_device(void) {
+/* STANDIN_CUDA_HOST: the process's own memory is that of its first device, too, or of any. */
+static int host_is_any_device(void) {
     const char *text = getenv("STANDIN_CUDA_HOST");
-    return text && strcmp(text, "0");
+    return text && !strcmp(text, "any");
+}
+static int host_is(int device) {
+    const char *text = getenv("STANDIN_CUDA_HOST");
+    return text && strcmp(text, "0") && (device == 0 || host_is_any_device());
 }
 
 /* Memory that another stand-in has for devices: where these bytes of a device are, or NULL. */
@@ -110,7 +114,7 @@ void *standin_elements(const void *pointer, size_t bytes, int device) {
 
 /* For the stand-in of NCCL: does the device have these bytes? */
 int standin_has(const void *pointer, size_t bytes, int device) {
-    int found = bytes == 0 || (device == 0 && host_is_device()) || (foreign && foreign(pointer, bytes, device));
+    int found = bytes == 0 || host_is(device) || (foreign && foreign(pointer, bytes, device));
     pthread_mutex_lock(&lock);
     for (struct block *b = blocks; b && !found; b = b->next)
         found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
@@ -120,7 +124,8 @@ int standin_has(const void *pointer, size_t bytes, int device) {
 
 /* The type of memory (2) and the number of its device (9). As the real one, it knows only memory of devices. */
 CUresult cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
-    int device = host_is_device() ? 0 : -1;
+    /* If it is of any device, of the one for which it is asked. */
+    int device = host_is_any_device() ? standin_current_device() : host_is(0) ? 0 : -1;
     for (int other = 0; foreign && other < devices(); other++)
         if (foreign((void *)(uintptr_t)pointer, 1, other)) device = other;
     pthread_mutex_lock(&lock);
