@@ -55,11 +55,14 @@ pub fn trials() -> Vec<Trial> {
         ("memory_that_is_not_the_device_s_is_refused", true, || job("elsewhere", &[])),
         (OF_ONE_PROCESS, false, devices_of_one_process),
     ];
+    let is_fused = std::any::type_name::<burn::backend::Cube>().contains("Fusion");
     let has_two = || phalanx_nccl::Device::count().is_ok_and(|count| count >= 2);
     let trial = |(name, stand_in, test): (&str, bool, fn())| {
         let reason = match kind().as_str() {
             "cuda" if stand_in => " (needs the stand-in)",
             "cuda" if name == OF_ONE_PROCESS && !has_two() => " (needs two devices)",
+            // As all tests whose ranks are threads.
+            "cuda" | "cpu" if name == OF_ONE_PROCESS && is_fused => " (needs a build without fusion)",
             "cuda" | "cpu" => "",
             _ => " (needs the device cuda or cpu)",
         };
