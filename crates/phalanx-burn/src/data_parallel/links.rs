@@ -6,6 +6,7 @@
 //!
 //! If a call fails, its memory is NCCL's until the communicator has ended, and CubeCL does not use it meanwhile.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -388,9 +389,84 @@ impl ModuleVisitor for Sums {
     }
 }
 
+/// An error if copies of `model` share tensors with it, as those of a batch norm share the running statistics: a copy on another device would
+/// take them along.
+pub(super) fn refuse_shared<M: Module>(model: &M) -> Result<()> {
+    let shapes = || {
+        let mut shapes = Shapes(Vec::new());
+        model.visit(&mut shapes);
+        shapes.0
+    };
+    let before = shapes();
+    let mut exchange = Exchange(Vec::new());
+    let copy = model.clone().map(&mut exchange);
+    let after = shapes();
+    // What is shared is as it was.
+    drop(copy.map(&mut Restore(exchange.0.into_iter())));
+    if before == after {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(
+        "copies of a part of the model share tensors with it, such as a batch norm's running statistics, which cannot be on several devices",
+    )
+    .with_remedy("take Ddp, with a process for each device"))
+}
+
+struct Shapes(Vec<Vec<usize>>);
+
+impl ModuleVisitor for Shapes {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(param.base().dims().to_vec());
+    }
+}
+
+/// Puts small tensors of other shapes into a module, and keeps those that were there.
+struct Exchange(Vec<Box<dyn Any>>);
+
+impl ModuleMapper for Exchange {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|own| {
+            let shape = if own.dims() == [1; D] { [2; D] } else { [1; D] };
+            let other = Tensor::zeros(shape, &own.device());
+            self.0.push(Box::new(own));
+            other
+        })
+    }
+}
+
+/// Puts them back.
+struct Restore(std::vec::IntoIter<Box<dyn Any>>);
+
+impl ModuleMapper for Restore {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let own = self.0.next().and_then(|own| own.downcast::<Tensor<D>>().ok());
+        param.map(|other| own.map_or(other, |own| *own))
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use burn::nn::{BatchNormConfig, LinearConfig};
+
     use super::*;
+
+    #[test]
+    fn what_copies_share_is_refused_and_stays_as_it_was() {
+        let device = Device::flex().autodiff();
+        let linear = LinearConfig::new(3, 1).init(&device);
+        let weight = || -> Vec<f32> { linear.weight.val().into_data().try_to_vec().unwrap() };
+        let before = weight();
+        refuse_shared(&linear).unwrap();
+        assert_eq!(weight(), before);
+        // Also one of a single channel.
+        for channels in [1, 4] {
+            let norm = BatchNormConfig::new(channels).init(&device);
+            let error = refuse_shared(&norm).unwrap_err();
+            assert!(error.to_string().contains("running statistics"), "{error}");
+            let variance: Vec<f32> = norm.running_var.value().into_data().try_to_vec().unwrap();
+            assert_eq!(variance, vec![1.0; channels]);
+        }
+    }
 
     #[test]
     fn a_bucket_has_one_type_and_few_bytes_or_one_tensor() {

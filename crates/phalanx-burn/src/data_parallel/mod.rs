@@ -111,7 +111,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new); if there are other groups than devices, or a group's device is not the one of its place.
+    /// As [`new`](Self::new); if there are other groups than devices, or a group's device is not the one of its place; if copies of a part of
+    /// the model share tensors with it, as those of a batch norm share its running statistics.
     #[cfg(feature = "nccl")]
     pub fn with_nccl(
         module: M,

@@ -12,7 +12,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use phalanx::{Error, Result};
 
 #[cfg(feature = "nccl")]
-use super::links::Links;
+use super::links::{self, Links};
 use super::scatter::{self, Scatter};
 use super::transfers::Transfers;
 use crate::gradients::{ModelToken, SyncedGradients};
@@ -75,6 +75,9 @@ impl<M: Module> Replicas<M> {
     /// The same over NCCL.
     #[cfg(feature = "nccl")]
     pub fn over(mut self, groups: Vec<phalanx_nccl::DeviceGroup>) -> Result<Self> {
+        if self.devices.len() > 1 {
+            links::refuse_shared(self.model())?;
+        }
         self.links = Some(Links::new(&self.devices, groups)?);
         Ok(self)
     }

@@ -441,7 +441,7 @@ fn devices_of_one_process() {
 fn one_process() -> Result<()> {
     let cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
     let devices: Vec<Device> = match is_real() {
-        true => (0..2).map(|number| Device::cuda(number).autodiff()).collect(),
+        true => (0..2_usize).map(|number| Device::cuda(number).autodiff()).collect(),
         false => vec![device(); 2],
     };
     let one = DeviceGroup::of_devices(&cuda[..1])?;
