@@ -318,17 +318,17 @@ fn gone() -> Error {
 }
 
 /// The gradients of a bucket, in one piece of the device's memory.
-struct BucketMemory {
-    tensor: CubeTensor,
+pub(crate) struct BucketMemory {
+    pub tensor: CubeTensor,
     /// The elements of each gradient.
-    places: Vec<Range<usize>>,
+    pub places: Vec<Range<usize>>,
     /// A gradient begins at a multiple of so many elements, where CubeCL's kernels can begin.
     step: usize,
 }
 
 impl BucketMemory {
     /// Has `device` copy the gradients, each of so many elements. One that is not there has zeros.
-    fn of(gradients: Vec<(Option<CubeTensor>, usize)>, device: &CubeDevice, dtype: BurnDType) -> Self {
+    pub fn of(gradients: Vec<(Option<CubeTensor>, usize)>, device: &CubeDevice, dtype: BurnDType) -> Self {
         let alignment = device.client().properties().memory.alignment as usize;
         let (mut end, step) = (0usize, alignment.div_ceil(dtype.size()).max(1));
         let place = |&(_, elements): &(_, usize)| {
@@ -360,7 +360,7 @@ impl BucketMemory {
     }
 
     /// The tensor of this shape whose elements are those in `range`.
-    fn part(&self, range: &Range<usize>, shape: &[usize]) -> CubeTensor {
+    pub fn part(&self, range: &Range<usize>, shape: &[usize]) -> CubeTensor {
         let (whole, shape) = (&self.tensor, Shape::from(shape.to_vec()));
         if range.is_empty() {
             return CubeBackend::float_zeros(shape, &whole.device, whole.dtype.into());
@@ -373,7 +373,7 @@ impl BucketMemory {
     }
 
     /// Its memory for NCCL, which holds it.
-    fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
+    pub fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
         let len = self.tensor.meta.shape().num_elements();
         let (pointer, held) = lend(&self.tensor, device)?;
         // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
@@ -492,7 +492,7 @@ impl CommHook for Hook {
 }
 
 /// The device of CubeCL's that `device` is; an error if its tensors are not in the memory of the communicator's device.
-fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<CubeDevice> {
+pub(crate) fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<CubeDevice> {
     let probe = Tensor::<1>::zeros([1], &device.clone().inner()).try_into_primitive::<Cube>();
     let probe = Cube::computed(probe.map_err(|_| not_on(cuda))?);
     drop(lend(&probe, cuda)?);

@@ -1,10 +1,14 @@
 //! One handle for host memory and for device memory.
 
 use std::fmt;
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
-use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Error, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 
-use crate::communicator::{Communicator, CommunicatorOptions};
+use crate::communicator::{Communicator, CommunicatorOptions, Siblings};
 use crate::cuda::{Device, DeviceMemory};
 
 /// A [`ProcessGroup`] for the memory of hosts and a [`Communicator`] for that of devices, as PyTorch's backend `cpu:gloo,cuda:nccl`:
@@ -132,6 +136,75 @@ impl DeviceGroup {
         Ok(Self { host, device })
     }
 
+    /// A group of `devices`, all of this process, without a launcher and without a store: NCCL's `ncclCommInitAll`. The first device is that
+    /// of rank 0, and so on.
+    ///
+    /// Each rank needs a thread of its own, because its calls wait for those of the others:
+    ///
+    /// ```no_run
+    /// use phalanx::ReduceOp;
+    /// use phalanx_nccl::{Device, DeviceBuffer, DeviceGroup};
+    ///
+    /// let groups = DeviceGroup::of_devices(&Device::all()?)?;
+    /// let sum = |group: &DeviceGroup| -> phalanx::Result<()> {
+    ///     let mut sums = DeviceBuffer::from_slice(group.device().stream(), &[1.0f32; 1024])?;
+    ///     group.all_reduce(&mut sums, ReduceOp::Sum)
+    /// };
+    /// std::thread::scope(|scope| {
+    ///     let ranks: Vec<_> = groups.iter().map(|group| scope.spawn(move || sum(group))).collect();
+    ///     ranks.into_iter().try_for_each(|rank| rank.join().expect("no rank panics"))
+    /// })?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// One thread may drop all of them: the last drop waits for the end of all.
+    ///
+    /// # Errors
+    /// If there is no device, or one of them twice; and as [`Communicator::new`].
+    #[doc(alias = "ncclCommInitAll")]
+    pub fn of_devices(devices: &[Device]) -> Result<Vec<Self>> {
+        let options = CommunicatorOptions::default();
+        Self::of_devices_with_options(devices, phalanx::group::DEFAULT_TIMEOUT, options)
+    }
+
+    /// As [`of_devices`](Self::of_devices), with the time-out of the groups, which limits this function too, and options for the communicators.
+    ///
+    /// # Errors
+    /// As [`of_devices`](Self::of_devices).
+    pub fn of_devices_with_options(
+        devices: &[Device],
+        timeout: Duration,
+        options: CommunicatorOptions,
+    ) -> Result<Vec<Self>> {
+        if let Some((_, twice)) =
+            devices.iter().enumerate().find(|(at, device)| devices[..*at].contains(*device))
+        {
+            return Err(Error::invalid_argument(format!("{twice:?} is there twice"))
+                .with_remedy("name each device once: NCCL has one rank for each"));
+        }
+        let world = WorldSize::new(u32::try_from(devices.len()).unwrap_or(u32::MAX))?;
+        let (hosts, siblings) = (ProcessGroup::in_process(world)?, Arc::new(Siblings::default()));
+        thread::scope(|scope| {
+            let start = |(host, device): (ProcessGroup, &Device)| {
+                let (device, siblings) = (device.clone(), siblings.clone());
+                let thread = thread::Builder::new().name(format!("phalanx-nccl-new-{}", host.rank()));
+                thread.spawn_scoped(scope, move || -> Result<Self> {
+                    let host = host.with_timeout(timeout);
+                    let device = Communicator::among(&host, &device, options, Some(siblings))?;
+                    Ok(Self { host, device })
+                })
+            };
+            // All are started before one is waited for. Without its thread a rank leaves the group, which ends the wait of the others.
+            let ranks: Vec<_> = hosts.into_iter().zip(devices).map(start).collect();
+            let made = ranks.into_iter().map(|rank| match rank {
+                Ok(rank) => rank.join().unwrap_or_else(|panic| resume_unwind(panic)),
+                Err(cause) => Err(Error::environment(format!("no thread to connect a device: {cause}"))),
+            });
+            // All are waited for before an error is returned.
+            made.collect::<Vec<Result<Self>>>().into_iter().collect()
+        })
+    }
+
     /// The group for the memory of hosts.
     pub fn host(&self) -> &ProcessGroup {
         &self.host
@@ -204,7 +277,9 @@ impl DeviceGroup {
     }
 
     fn part(&self, host: ProcessGroup) -> Result<Self> {
-        Self::with_options(host, self.device.device(), self.device.options())
+        let (device, options) = (self.device.device(), self.device.options());
+        let device = Communicator::among(&host, device, options, self.device.siblings())?;
+        Ok(Self { host, device })
     }
 }
 

@@ -9,6 +9,7 @@
 //! | do so with the host's memory too | [`DeviceGroup`] |
 //! | launch several calls as one | [`Communicator::group_calls`] |
 //! | go from group to group in an elastic job | [`CommunicatorHandle`] |
+//! | use several devices in one process | [`DeviceGroup::of_devices`], [`DeviceBuffer::copy_from_peer`], [`Device::memory_info`] |
 //! | have memory on a device | [`DeviceBuffer`] |
 //! | lend a framework's tensors | [`DeviceSlice`], [`DeviceMemory`] |
 //! | compute meanwhile | [`Stream`], [`Communicator::after`], [`Work::order`] |
@@ -26,7 +27,7 @@ mod nccl;
 pub use communicator::{
     CallRecord, CallState, Communicator, CommunicatorHandle, CommunicatorOptions, GroupCalls, Work,
 };
-pub use cuda::{Device, DeviceBuffer, DeviceMemory, DeviceSlice, Stream};
+pub use cuda::{Device, DeviceBuffer, DeviceMemory, DeviceSlice, MemoryInfo, Stream};
 pub use element::{DType, Element};
 pub use found::{FoundCuda, FoundNccl, find_cuda, find_nccl};
 pub use group::{DeviceGroup, Place};

@@ -4,15 +4,17 @@
 //! ```sh
 //! cargo run --release -p dp_vs_ddp
 //! cargo run --release -p dp_vs_ddp -- --replicas 4 --steps 50 --plot dp_vs_ddp.png
+//! cargo run --release -p dp_vs_ddp --features cuda -- --device cuda # on GPUs, with the memory that is used on each
 //! ```
 
+mod device_memory;
 mod plot;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::ModuleOptimizer;
@@ -20,6 +22,9 @@ use burn::tensor::{Device, Tensor, TensorData};
 use clap::{Parser, ValueEnum};
 use common::memory::{self, Allocator, Peaks};
 use common::overlap::{self, Overlap};
+use device_memory::DeviceMemory;
+use phalanx::ProcessGroup;
+use phalanx_burn::device::{self, Kind};
 use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, Transfers};
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +49,9 @@ struct Options {
     /// Epochs of each way, in turn; the fastest counts, because others may use the machine too
     #[arg(long, default_value_t = 3)]
     rounds: usize,
+    /// On which kind of device: flex; with the feature of that name, cuda
+    #[arg(long, default_value = "flex")]
+    device: Kind,
     /// Draw the result
     #[arg(long, value_name = "PNG")]
     plot: Option<PathBuf>,
@@ -66,9 +74,11 @@ struct Figures {
     way: String,
     epoch_s: f64,
     samples_per_s: f64,
-    /// Heap, at its highest, and buckets that processes share.
+    /// Heap, at its highest, and buckets that processes share; on CUDA the memory of devices.
     peak_main_mb: f64,
     peak_other_mb: f64,
+    /// Of each device, on CUDA.
+    devices_mb: Vec<f64>,
     /// Of the threads of Burn's kernels in one process.
     peak_kernels_mb: f64,
     /// In a step: between devices; or what a rank gave to collectives.
@@ -86,6 +96,12 @@ impl Figures {
 
 fn main() -> Result<()> {
     let options = Options::parse();
+    ensure!(options.replicas > 0, "there must be a replica");
+    ensure!(
+        matches!(options.device, Kind::Flex | Kind::Cuda),
+        "the devices are flex or cuda, and not {}",
+        options.device
+    );
     match (options.way, &options.out) {
         (Some(Way::Dp), Some(out)) => data_parallel(&options, out),
         (Some(Way::Ddp), Some(out)) => {
@@ -114,12 +130,18 @@ fn compare(options: &Options) -> Result<()> {
              {peak_kernels_mb:>11.0} MB {moved_mb:>9.1} MB {waiting_ms:>11.1} ms"
         );
     }
+    for Figures { way, devices_mb, .. } in [&dp, &ddp] {
+        for (number, mb) in devices_mb.iter().enumerate() {
+            println!("{way:12} device {number}: {mb:.0} MB used");
+        }
+    }
     println!("Ddp is {:.2} times as fast", dp.epoch_s / ddp.epoch_s);
     if let Some(path) = &options.plot {
         plot::draw(path, &dp, &ddp)?;
     }
     ensure!((dp.loss - ddp.loss).abs() < 1e-3 * dp.loss.abs(), "losses of {} and {}", dp.loss, ddp.loss);
-    ensure!(ddp.epoch_s < dp.epoch_s, "Ddp is slower");
+    // It is not known of GPUs, whose drivers and links differ.
+    ensure!(options.device == Kind::Cuda || ddp.epoch_s < dp.epoch_s, "Ddp is slower");
     Ok(())
 }
 
@@ -132,7 +154,7 @@ fn measured(way: &str, options: &Options, folder: &Path) -> Result<Figures> {
     {
         command.args([option, &value.to_string()]);
     }
-    command.args(["--way", way, "--out"]).arg(&out);
+    command.args(["--device", &options.device.to_string(), "--way", way, "--out"]).arg(&out);
     if way == "dp" {
         // As many threads for kernels as the ranks have together.
         command.env("RAYON_NUM_THREADS", options.replicas.to_string());
@@ -147,9 +169,15 @@ fn measured(way: &str, options: &Options, folder: &Path) -> Result<Figures> {
 
 fn data_parallel(options: &Options, out: &Path) -> Result<()> {
     let (peaks, scope) = memory::of_replicas(options.replicas)?;
-    let device = Device::flex().autodiff();
-    let devices = vec![device.clone(); options.replicas];
-    let mut parallel = DataParallel::new(Mlp::new(&device), devices)?.with_scope(scope);
+    let devices = devices(options)?;
+    let mut used = match options.device {
+        Kind::Cuda => DeviceMemory::begin(
+            (0..options.replicas as u32).map(phalanx_nccl::Device::open).collect::<phalanx::Result<_>>()?,
+        )?,
+        _ => DeviceMemory::default(),
+    };
+    let device = devices[0].clone();
+    let mut parallel = replicated(Mlp::new(&device), devices, options.device)?.with_scope(scope);
     let mut optimizer = optimizer();
     let (mut start, mut before, mut last) = (Instant::now(), Transfers::default(), 0.0);
     for step in 0..WARM_UP + options.steps {
@@ -162,6 +190,7 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
         let gradients = parallel.backward(&loss)?;
         parallel.step(&mut optimizer, 1e-4, gradients)?;
         last = loss.into_scalar::<f32>();
+        used.look()?;
     }
     let moved = parallel.transfers().total();
     let before = before.total();
@@ -173,8 +202,9 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
             way: "DataParallel".to_owned(),
             epoch_s,
             samples_per_s: steps * options.batch_size as f64 / epoch_s,
-            peak_main_mb: peaks.main_mb(),
-            peak_other_mb: peaks.other_mb(),
+            peak_main_mb: main_of(&used.mb()).unwrap_or_else(|| peaks.main_mb()),
+            peak_other_mb: other_of(&used.mb()).unwrap_or_else(|| peaks.other_mb()),
+            devices_mb: used.mb(),
             peak_kernels_mb: peaks.kernels_mb(),
             moved_mb: (moved.bytes - before.bytes) as f64 / steps / 1e6,
             waiting_ms: (moved.time - before.time).as_secs_f64() * 1e3 / steps,
@@ -186,8 +216,12 @@ fn data_parallel(options: &Options, out: &Path) -> Result<()> {
 fn distributed(options: &Options, out: &Path) -> Result<()> {
     let peaks = Peaks::begin()?;
     let group = phalanx::init()?;
-    let device = Device::flex().autodiff();
-    let mut ddp = Ddp::new(Mlp::new(&device), &group)?;
+    let mut used = match options.device {
+        Kind::Cuda => DeviceMemory::begin(vec![phalanx_nccl::Device::of_local_rank(&group)?])?,
+        _ => DeviceMemory::default(),
+    };
+    let device = device::for_local_rank(options.device)?.autodiff();
+    let mut ddp = averaging(Mlp::new(&device), &group, options.device)?;
     let mut optimizer = optimizer();
     let own = options.batch_size / options.replicas;
     let (mut start, mut began, mut before, mut last) = (Instant::now(), 0.0, 0, 0.0);
@@ -202,6 +236,7 @@ fn distributed(options: &Options, out: &Path) -> Result<()> {
         let gradients = ddp.backward(&loss)?;
         ddp.step(&mut optimizer, 1e-4, gradients)?;
         last = loss.into_scalar::<f32>();
+        used.look()?;
     }
     group.barrier()?;
     let epoch_s = start.elapsed().as_secs_f64();
@@ -209,6 +244,7 @@ fn distributed(options: &Options, out: &Path) -> Result<()> {
     ensure!(ddp.replicas_identical()?, "the replicas differ");
     let mean = ddp.mean(last)?;
     let all = group.all_gather_object(&(peaks.main_mb(), peaks.kernels_mb()))?;
+    let devices_mb = group.all_gather_object(&used.mb())?.concat();
     let Some(overlap) = Overlap::since(began, &group)? else {
         ensure!(!group.rank().is_main(), "rank 0 has no trace of its backward passes");
         return Ok(());
@@ -219,14 +255,67 @@ fn distributed(options: &Options, out: &Path) -> Result<()> {
             way: "Ddp".to_owned(),
             epoch_s,
             samples_per_s: (options.steps * options.batch_size) as f64 / epoch_s,
-            peak_main_mb: all[0].0,
-            peak_other_mb: all[1..].iter().map(|(rank, _)| *rank).fold(0.0, f64::max),
+            peak_main_mb: main_of(&devices_mb).unwrap_or(all[0].0),
+            peak_other_mb: other_of(&devices_mb)
+                .unwrap_or_else(|| all[1..].iter().map(|(rank, _)| *rank).fold(0.0, f64::max)),
+            devices_mb,
             peak_kernels_mb: all.iter().map(|(_, kernels)| *kernels).fold(0.0, f64::max),
             moved_mb: (ddp.communicated_bytes() - before) as f64 / options.steps as f64 / 1e6,
             waiting_ms: overlap.waiting_ms,
             loss: mean as f32,
         },
     )
+}
+
+/// The devices of the replicas, with autodiff: one for each, or the processors for all.
+fn devices(options: &Options) -> Result<Vec<Device>> {
+    let found = options.device.devices()?;
+    Ok(match options.device {
+        Kind::Flex => vec![Device::flex().autodiff(); options.replicas],
+        kind if found.len() < options.replicas => {
+            bail!(
+                "{} replicas need as many devices, and there are {} of kind {kind}",
+                options.replicas,
+                found.len()
+            )
+        }
+        _ => found.into_iter().take(options.replicas).map(Device::autodiff).collect(),
+    })
+}
+
+/// On CUDA NCCL moves parameters and gradients.
+fn replicated(model: Mlp, devices: Vec<Device>, kind: Kind) -> Result<DataParallel<Mlp, 2>> {
+    #[cfg(feature = "cuda")]
+    if kind == Kind::Cuda {
+        let cuda =
+            (0..devices.len() as u32).map(phalanx_nccl::Device::open).collect::<phalanx::Result<Vec<_>>>()?;
+        let groups = phalanx_nccl::DeviceGroup::of_devices(&cuda)?;
+        return Ok(DataParallel::with_nccl(model, devices, groups)?);
+    }
+    ensure!(kind != Kind::Cuda, "this program was built without its feature cuda");
+    Ok(DataParallel::new(model, devices)?)
+}
+
+/// On CUDA NCCL averages the gradients.
+fn averaging(model: Mlp, group: &ProcessGroup, kind: Kind) -> Result<Ddp<Mlp>> {
+    #[cfg(feature = "cuda")]
+    if kind == Kind::Cuda {
+        let device = phalanx_nccl::Device::of_local_rank(group)?;
+        let group = phalanx_nccl::DeviceGroup::new(group.clone(), &device)?;
+        return Ok(Ddp::with_nccl(model, &group, phalanx_burn::DdpOptions::default())?);
+    }
+    ensure!(kind != Kind::Cuda, "this program was built without its feature cuda");
+    Ok(Ddp::new(model, group)?)
+}
+
+/// Of the memory of devices that of the main one, and the most of another; None if there are no devices.
+fn main_of(devices_mb: &[f64]) -> Option<f64> {
+    devices_mb.first().copied()
+}
+
+fn other_of(devices_mb: &[f64]) -> Option<f64> {
+    let (_, others) = devices_mb.split_first()?;
+    Some(others.iter().copied().fold(0.0, f64::max))
 }
 
 fn save(out: &Path, figures: &Figures) -> Result<()> {

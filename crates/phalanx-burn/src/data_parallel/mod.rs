@@ -1,5 +1,7 @@
 //! Data parallelism in one process: one model, several devices, no groups.
 
+#[cfg(feature = "nccl")]
+mod links;
 mod replicas;
 mod scatter;
 mod towers;
@@ -57,7 +59,7 @@ use crate::gradients::{Synced, SyncedGradients};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Copies go through the host's memory. If the same device is listed several times, such as the one Flex device, there
+/// Copies go through the host's memory; with `with_nccl`, of the feature `nccl`, parameters and gradients go from device to device. If the same device is listed several times, such as the one Flex device, there
 /// are several replicas with their own memory, each in a thread. Running statistics of the replicas, such as those of
 /// batch norm, are averaged, as Burn does for threads.
 ///
@@ -85,6 +87,41 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         Ok(Self { replicas: Replicas::new(module, devices)?, pending: None })
     }
 
+    /// As [`new`](Self::new), for CUDA devices: NCCL broadcasts the parameters from the main device's memory, and adds the gradients up there. Inputs,
+    /// outputs, and tensors that are not of floats still go through the host's memory. `groups` are those of
+    /// [`DeviceGroup::of_devices`](phalanx_nccl::DeviceGroup::of_devices), one for each of the devices, and nothing else uses them meanwhile.
+    ///
+    /// All devices take part in each step, also if the batch has no part for some. The time-out of the groups' communicators limits each
+    /// transfer. After an error of NCCL's or of a device every later step fails, and the model is as it was.
+    ///
+    /// ```no_run
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::tensor::Device;
+    /// # use phalanx_burn::DataParallel;
+    /// # fn main() -> phalanx::Result<()> {
+    /// use phalanx_nccl::DeviceGroup;
+    ///
+    /// let cuda = phalanx_nccl::Device::all()?;
+    /// let devices: Vec<_> = (0..cuda.len()).map(|number| Device::cuda(number).autodiff()).collect();
+    /// let model = LinearConfig::new(4, 1).init(&devices[0]);
+    /// let parallel = DataParallel::<_, 2>::with_nccl(model, devices, DeviceGroup::of_devices(&cuda)?)?;
+    /// # drop(parallel);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); if there are other groups than devices, or a group's device is not the one of its place; if copies of a part of
+    /// the model share tensors with it, as those of a batch norm share its running statistics.
+    #[cfg(feature = "nccl")]
+    pub fn with_nccl(
+        module: M,
+        devices: Vec<Device>,
+        groups: Vec<phalanx_nccl::DeviceGroup>,
+    ) -> Result<Self> {
+        Ok(Self { replicas: Replicas::new(module, devices)?.over(groups)?, pending: None })
+    }
+
     /// Calls `scope` around the work of each replica, in that replica's thread, with the replica's number: for example
     /// to pin the thread, or to attribute its memory.
     #[must_use]
@@ -97,7 +134,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// order.
     ///
     /// # Errors
-    /// If `input` has no samples, or the system refuses a thread.
+    /// If `input` has no samples, or the system refuses a thread; over NCCL also if it cannot copy the parameters.
     pub fn forward<I: Scatter>(
         &mut self,
         input: I,
@@ -119,7 +156,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// The loss must be one number of rank 1, as Burn's losses are: reshape it if it has another rank.
     ///
     /// # Errors
-    /// If there was no forward pass before, if `loss` does not depend on its output, or if the system refuses a thread.
+    /// If there was no forward pass before, if `loss` does not depend on its output, or if the system refuses a thread; over NCCL also if it
+    /// cannot add the gradients up.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
@@ -139,7 +177,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         })?;
         // The gradients that the loss has for the parameters directly, such as those of a penalty on their size.
         let own = GradientsParams::from_grads(gradients, self.replicas.model());
-        Ok(self.replicas.reduce(own, parts))
+        self.replicas.reduce(own, parts)
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward).

@@ -11,6 +11,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use phalanx::{Error, Result};
 
+#[cfg(feature = "nccl")]
+use super::links::{self, Links};
 use super::scatter::{self, Scatter};
 use super::transfers::Transfers;
 use crate::gradients::{ModelToken, SyncedGradients};
@@ -28,6 +30,9 @@ pub(super) struct Replicas<M> {
     scope: Scope,
     token: ModelToken,
     ties: Ties,
+    /// What moves parameters and gradients, unless they go through the host's memory.
+    #[cfg(feature = "nccl")]
+    links: Option<Links>,
     pub transfers: Transfers,
 }
 
@@ -61,8 +66,20 @@ impl<M: Module> Replicas<M> {
             scope,
             token: ModelToken::default(),
             ties,
+            #[cfg(feature = "nccl")]
+            links: None,
             transfers: Transfers::default(),
         })
+    }
+
+    /// The same over NCCL.
+    #[cfg(feature = "nccl")]
+    pub fn over(mut self, groups: Vec<phalanx_nccl::DeviceGroup>) -> Result<Self> {
+        if self.devices.len() > 1 {
+            links::refuse_shared(self.model())?;
+        }
+        self.links = Some(Links::new(&self.devices, groups)?);
+        Ok(self)
     }
 
     pub fn set_scope(&mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) {
@@ -111,13 +128,29 @@ impl<M: Module> Replicas<M> {
             ranges.into_iter().enumerate().map(place).collect()
         });
         drop(input);
-        Ok(self.replicate(inputs.len()).into_iter().zip(inputs).collect())
+        Ok(self.replicate(inputs.len())?.into_iter().zip(inputs).collect())
     }
 
-    fn replicate(&mut self, count: usize) -> Vec<Replica<M>> {
+    fn replicate(&mut self, count: usize) -> Result<Vec<Replica<M>>> {
         let model = self.model().clone();
+        #[cfg(feature = "nccl")]
+        if let Some(links) = &self.links
+            && count > 1
+        {
+            let (devices, scope, ties) = (&self.devices, &self.scope, self.ties);
+            return self.transfers.replicate.measure(|moved| {
+                let copies = links.broadcast(&model, moved)?;
+                let mut replicas = vec![Replica { number: 0, module: model.clone() }];
+                for (number, copies) in (1..count).zip(copies) {
+                    let place = || copies.place(model.clone(), &devices[number], moved);
+                    let module = within(scope, number, place)?;
+                    replicas.push(Replica { number, module: ties.retie(module) });
+                }
+                Ok(replicas)
+            });
+        }
         let Self { devices, scope, transfers, ties, .. } = self;
-        transfers.replicate.measure(|moved| {
+        Ok(transfers.replicate.measure(|moved| {
             let copy = |number| {
                 let module = model.clone();
                 let module = match number {
@@ -130,7 +163,7 @@ impl<M: Module> Replicas<M> {
                 Replica { number, module }
             };
             (0..count).map(copy).collect()
-        })
+        }))
     }
 
     /// Runs `work` on all replicas at once, each in a thread; returns the replicas with the results. An error if the system refuses a
@@ -207,8 +240,18 @@ impl<M: Module> Replicas<M> {
         &mut self,
         own: GradientsParams,
         parts: Vec<(Replica<M>, GradientsParams)>,
-    ) -> SyncedGradients {
+    ) -> Result<SyncedGradients> {
         let model = self.model().clone();
+        #[cfg(feature = "nccl")]
+        if let Some(links) = &self.links
+            && parts.len() > 1
+        {
+            // The replicas themselves are dropped.
+            let parts: Vec<_> = parts.into_iter().map(|(_, gradients)| gradients).collect();
+            let reduce = |moved: &mut usize| links.reduce(&model, own, parts, moved);
+            let sum = self.transfers.reduce.measure(reduce)?;
+            return Ok(SyncedGradients::new(sum, &self.token));
+        }
         let Self { devices, scope, token, transfers, .. } = self;
         let main = devices[0].clone().inner();
         let sum = transfers.reduce.measure(|moved| {
@@ -224,7 +267,7 @@ impl<M: Module> Replicas<M> {
                 sum
             })
         });
-        SyncedGradients::new(sum, token)
+        Ok(SyncedGradients::new(sum, token))
     }
 
     /// Averages the running statistics of all replicas.

@@ -53,6 +53,19 @@ impl<M: Module> TowerGradients<M> {
         Ok(Self { replicas: Replicas::new(module, devices)? })
     }
 
+    /// As [`DataParallel::with_nccl`](crate::DataParallel::with_nccl).
+    ///
+    /// # Errors
+    /// As [`DataParallel::with_nccl`](crate::DataParallel::with_nccl).
+    #[cfg(feature = "nccl")]
+    pub fn with_nccl(
+        module: M,
+        devices: Vec<Device>,
+        groups: Vec<phalanx_nccl::DeviceGroup>,
+    ) -> Result<Self> {
+        Ok(Self { replicas: Replicas::new(module, devices)?.over(groups)? })
+    }
+
     /// As [`DataParallel::with_scope`](crate::DataParallel::with_scope).
     #[must_use]
     pub fn with_scope(mut self, scope: impl Fn(usize, &mut dyn FnMut()) + Send + Sync + 'static) -> Self {
@@ -65,7 +78,7 @@ impl<M: Module> TowerGradients<M> {
     ///
     /// # Errors
     /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient, or the system refuses
-    /// a thread.
+    /// a thread; over NCCL also if it cannot copy the parameters or add the gradients up.
     pub fn backward<I: Scatter>(
         &mut self,
         input: I,
@@ -94,7 +107,7 @@ impl<M: Module> TowerGradients<M> {
                 "the loss does not depend on any parameter that needs a gradient",
             ));
         };
-        Ok((mean, self.replicas.reduce(GradientsParams::new(), gradients)))
+        Ok((mean, self.replicas.reduce(GradientsParams::new(), gradients)?))
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward).

@@ -1,4 +1,4 @@
-//! Gradients that NCCL averages: two ranks that are processes. With `PHALANX_TEST_DEVICE=cuda` both are on the first device, which NCCL
+//! Gradients that NCCL averages: two ranks that are processes, or two devices of one. With `PHALANX_TEST_DEVICE=cuda` both are on the first device, which NCCL
 //! permits by `NCCL_HOSTID`; with `cpu` they are on the stand-ins for libcuda and libnccl, which are no GPU.
 
 use std::ops::ControlFlow;
@@ -17,13 +17,13 @@ use phalanx::launch::{Event, Job, Outcome};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{AllReduce, Compressed};
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
-use phalanx_burn::{Ddp, DdpOptions, TrainState, ZeroRedundancyOptimizer};
+use phalanx_burn::{Ddp, DdpOptions, TowerGradients, TrainState, ZeroRedundancyOptimizer};
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::{Waves, device, distance, floats, samples};
 use crate::devices::{FOLDER, STEPS, check_overlap};
-use crate::workers::start_each;
+use crate::workers::{start, start_each};
 
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
@@ -39,7 +39,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 12] = [
+    let tests: [(&str, bool, fn()); 13] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -53,10 +53,16 @@ pub fn trials() -> Vec<Trial> {
         ("what_cannot_be_done_on_the_device_is_refused_by_name", false, || job("refuse", &[HOST_IS_DEVICE])),
         // The driver says whose memory an address is in, and is asked before NCCL gets it. Burn's memory on cuda is the device's.
         ("memory_that_is_not_the_device_s_is_refused", true, || job("elsewhere", &[])),
+        (OF_ONE_PROCESS, false, devices_of_one_process),
     ];
+    let is_fused = std::any::type_name::<burn::backend::Cube>().contains("Fusion");
+    let has_two = || phalanx_nccl::Device::count().is_ok_and(|count| count >= 2);
     let trial = |(name, stand_in, test): (&str, bool, fn())| {
         let reason = match kind().as_str() {
             "cuda" if stand_in => " (needs the stand-in)",
+            "cuda" if name == OF_ONE_PROCESS && !has_two() => " (needs two devices)",
+            // As all tests whose ranks are threads.
+            "cuda" | "cpu" if name == OF_ONE_PROCESS && is_fused => " (needs a build without fusion)",
             "cuda" | "cpu" => "",
             _ => " (needs the device cuda or cpu)",
         };
@@ -68,6 +74,9 @@ pub fn trials() -> Vec<Trial> {
     };
     tests.into_iter().map(trial).collect()
 }
+
+/// A test that two ranks on one device do not do.
+const OF_ONE_PROCESS: &str = "devices_of_one_process_train_as_one_model";
 
 /// The kind of the device of all tests.
 fn kind() -> String {
@@ -107,9 +116,10 @@ fn job(what: &'static str, more: &[(&'static str, &str)]) {
 
 /// What this program does as a rank.
 pub fn play() {
-    if std::env::var(WHAT).unwrap() == "outlive" {
-        outlive().unwrap();
-        return;
+    match std::env::var(WHAT).unwrap().as_str() {
+        "outlive" => return outlive().unwrap(),
+        "one_process" => return one_process().unwrap(),
+        _ => {}
     }
     let group = phalanx::init().unwrap();
     let cuda = phalanx_nccl::Device::open(0).unwrap();
@@ -161,7 +171,11 @@ impl Net {
 
     /// Of [`ROWS`] rows from `from` on, without the layers of these numbers.
     fn loss(&self, from: usize, without: &[usize]) -> Tensor<1> {
-        let (x, _) = samples(from, from + ROWS);
+        self.loss_of(samples(from, from + ROWS).0, without)
+    }
+
+    /// Of these rows.
+    fn loss_of(&self, x: Tensor<2>, without: &[usize]) -> Tensor<1> {
         let first = x.clone() * self.first.val().unsqueeze();
         let added = self.adds.iter().fold(first, |sum, add| sum + add.val());
         let layer = |x: Tensor<2>, layer: &Layer| {
@@ -408,6 +422,63 @@ fn trained_as_one_process(case: &'static str) {
         let range = if case == "compressed" { 1e-6..1e-2 } else { 0.0..1e-4 };
         assert!(range.contains(&distance), "rank {rank} is {distance:e} away");
     }
+}
+
+/// Runs one process that has both devices.
+fn devices_of_one_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = if is_real() { None } else { Some(stand_in::build(folder.path())) };
+    let mut variables =
+        vec![(WHAT, "one_process"), ("STANDIN_CUDA_HOST", "any"), ("STANDIN_CUDA_DEVICES", "2")];
+    let libraries = libraries.iter().flatten().map(|(name, path)| (*name, path.to_str().unwrap()));
+    variables.extend(libraries);
+    let (_server, mut processes) = start("nccl", 1, &variables);
+    let (finished, text) = processes[0].outcome("devices of one process");
+    assert!(finished, "{text}");
+}
+
+/// The replicas' parameters come by a broadcast, and their gradients go by a reduce.
+fn one_process() -> Result<()> {
+    let cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
+    let devices: Vec<Device> = match is_real() {
+        true => (0..2_usize).map(|number| Device::cuda(number).autodiff()).collect(),
+        false => vec![device(); 2],
+    };
+    let one = DeviceGroup::of_devices(&cuda[..1])?;
+    let refused = TowerGradients::with_nccl(Net::new(), devices.clone(), one).unwrap_err();
+    assert!(refused.to_string().contains("2 devices need as many groups"), "{refused}");
+    for case in ["plain", "unused"] {
+        let groups = DeviceGroup::of_devices(&cuda)?;
+        let first = groups[0].clone();
+        let mut towers = TowerGradients::with_nccl(Net::new(), devices.clone(), groups)?;
+        let mut optimizer = sgd();
+        for step in 0..STEPS {
+            let (x, _) = samples(step * RANKS * ROWS, (step + 1) * RANKS * ROWS);
+            // Of which replica each row is.
+            let number = |number: f32| Tensor::<2>::full([ROWS, 1], number, &device());
+            let numbers = Tensor::cat(vec![number(0.0), number(1.0)], 0);
+            let (_, gradients) = towers.backward((x, numbers), |net, (x, numbers)| {
+                let replica = numbers.mean().into_scalar::<f32>() as usize;
+                let without = if case == "unused" { vec![IDLE, replica] } else { Vec::new() };
+                net.loss_of(x, &without)
+            })?;
+            let idle = gradients.get::<1>(towers.model().layers[IDLE].weight.id);
+            assert_eq!(idle.is_none(), case == "unused");
+            towers.step(&mut optimizer, 0.05, gradients)?;
+        }
+        let distance = distance(&floats(&towers.model().valid()), &reference(case));
+        assert!(distance < 1e-4, "{case}: {distance:e} away");
+        // From one device to the other; not what no replica has used.
+        let all = 4 * towers.model().num_params();
+        let idle = if case == "unused" { 4 * 2 * WIDTH } else { 0 };
+        let transfers = towers.transfers();
+        assert_eq!(transfers.replicate.bytes, STEPS * all);
+        assert_eq!(transfers.reduce.bytes, STEPS * (all - idle));
+        // One bucket each way in each step; they are counted from 0.
+        assert_eq!(calls(&first) + 1, 2 * STEPS);
+        drop(towers);
+    }
+    Ok(())
 }
 
 /// By the trace: the first bucket's call is NCCL's before backward has come to the last gradient.

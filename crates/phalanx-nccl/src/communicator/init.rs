@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use phalanx::{Caller, Deadline, Error, ProcessGroup, Rank, Result, Sequence};
 
 use super::shared::{Handle, Shared};
+use super::siblings::{Member, Siblings};
 use super::{Communicator, CommunicatorOptions, Owner, watchdog};
 use crate::cuda::{Device, DeviceBuffer, Pause, Stream, UUID_BYTES};
 use crate::nccl::{Code, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, UNIQUE_ID_BYTES, UniqueId, dotted};
@@ -38,6 +39,16 @@ impl Communicator {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_options(group: &ProcessGroup, device: &Device, options: CommunicatorOptions) -> Result<Self> {
+        Self::among(group, device, options, None)
+    }
+
+    /// As [`with_options`](Self::with_options). With `siblings` the other ranks are of this process, and have the same ones.
+    pub(crate) fn among(
+        group: &ProcessGroup,
+        device: &Device,
+        options: CommunicatorOptions,
+        siblings: Option<Arc<Siblings>>,
+    ) -> Result<Self> {
         let opened = Nccl::open().and_then(|nccl| Ok((nccl, device.uuid()?)));
         let (nccl, id, sharing) = agree(group, opened)?;
         let made = Stream::with_priority(device, true).and_then(|stream| {
@@ -51,7 +62,8 @@ impl Communicator {
         let shared = Shared::new(group.clone(), nccl, stream, raw);
         let threads = watchdog::start(&shared)
             .map_err(|error| group.fail_unless_explained(Error::other(error).in_operation(NAME, None)))?;
-        let owner = Owner { shared, token, options, threads: Some(threads) };
+        let member = siblings.map(|siblings| Member::join(siblings, id));
+        let owner = Owner { shared, token, options, member, threads: Some(threads) };
         Ok(Self { owner: Arc::new(owner), timeout: group.timeout() })
     }
 }

@@ -14,6 +14,7 @@ mod launch;
 mod operations;
 mod record;
 mod shared;
+mod siblings;
 mod watchdog;
 mod work;
 
@@ -28,6 +29,8 @@ pub use self::group_calls::GroupCalls;
 pub use self::handle::CommunicatorHandle;
 pub use self::record::{CallRecord, CallState};
 use self::shared::Shared;
+pub(crate) use self::siblings::Siblings;
+use self::siblings::{Ending, Member};
 pub use self::work::Work;
 use crate::cuda::{Device, DeviceBuffer, Stream};
 
@@ -84,6 +87,8 @@ struct Owner {
     /// What barriers reduce.
     token: DeviceBuffer<f32>,
     options: CommunicatorOptions,
+    /// If the other ranks are of this process, too.
+    member: Option<Member>,
     /// The watchdog and the poller.
     threads: Option<[JoinHandle<()>; 2]>,
 }
@@ -117,6 +122,11 @@ impl Communicator {
     /// The options with which it was made.
     pub fn options(&self) -> CommunicatorOptions {
         self.owner.options
+    }
+
+    /// What it has in common with those of the other devices, if they are of this process.
+    pub(crate) fn siblings(&self) -> Option<Arc<Siblings>> {
+        self.owner.member.as_ref().map(Member::siblings)
     }
 
     /// The version of NCCL, such as 22703 for 2.27.3.
@@ -185,14 +195,10 @@ impl Drop for Owner {
             self.shared.group.abort(Error::aborted(format!("rank {} panicked", self.shared.group.rank())));
         }
         self.shared.close();
-        // The memory of a call may have had the last handle, and the poller has dropped it: the threads end by themselves.
-        let this = std::thread::current().id();
-        if threads.iter().any(|thread| thread.thread().id() == this) {
-            return;
-        }
-        // Their handles of the group must be gone before the program ends: else it would end without a goodbye.
-        if self.shared.await_end(watchdog::END_TIMEOUT) {
-            threads.into_iter().for_each(|thread| drop(thread.join()));
+        let ending = Ending { shared: self.shared.clone(), threads };
+        match &self.member {
+            Some(member) => member.leave(ending).into_iter().for_each(Ending::wait),
+            None => ending.wait(),
         }
     }
 }

@@ -108,7 +108,8 @@ impl<T: Element> DeviceBuffer<T> {
         }
     }
 
-    /// Queues a copy of the elements of `other` into this buffer. Nothing waits for it.
+    /// Queues a copy of the elements of `other`, which is on the same device, into this buffer. Nothing waits for it.
+    /// From another device: [`copy_from_peer`](Self::copy_from_peer).
     ///
     /// # Errors
     /// If the numbers of elements differ.
@@ -181,7 +182,7 @@ impl<T: Element> DeviceBuffer<T> {
         self.len * size_of::<T>()
     }
 
-    fn check(&self, stream: &Stream, len: usize) -> Result<()> {
+    pub(super) fn check(&self, stream: &Stream, len: usize) -> Result<()> {
         stream.check_not_captured()?;
         if stream.device() != &self.device {
             return Err(Error::invalid_argument(format!("{self:?} is not on the device of {stream:?}")));
@@ -197,7 +198,7 @@ impl<T: Element> DeviceBuffer<T> {
 const FREE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The longest wait for a copy. A collective before it on the stream has a deadline of its own.
-fn longest() -> Deadline {
+pub(super) fn longest() -> Deadline {
     Deadline::after(phalanx::group::DEFAULT_TIMEOUT)
 }
 

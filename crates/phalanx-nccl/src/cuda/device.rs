@@ -1,6 +1,6 @@
 //! Devices and their contexts.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
@@ -20,6 +20,22 @@ use super::stream::NON_BLOCKING;
 /// libcuda is opened at run time: `PHALANX_CUDA_LIBRARY`, or else `libcuda.so.1` of the system.
 #[derive(Clone)]
 pub struct Device(Arc<DeviceInner>);
+
+/// The memory of a device, in bytes, as the driver counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// What nobody has.
+    pub free: u64,
+    /// All of it.
+    pub total: u64,
+}
+
+impl MemoryInfo {
+    /// What somebody has: this process or another one, tensors or the driver.
+    pub fn used(self) -> u64 {
+        self.total.saturating_sub(self.free)
+    }
+}
 
 struct DeviceInner {
     cuda: Cuda,
@@ -93,6 +109,14 @@ impl Device {
         Cuda::open()?.device_count()
     }
 
+    /// All devices that this process sees, by number.
+    ///
+    /// # Errors
+    /// If libcuda cannot be opened, or a device cannot be used.
+    pub fn all() -> Result<Vec<Self>> {
+        (0..Self::count()?).map(Self::open).collect()
+    }
+
     /// Its number.
     pub fn ordinal(&self) -> u32 {
         self.0.ordinal
@@ -104,6 +128,21 @@ impl Device {
     /// If the driver does not say.
     pub fn name(&self) -> Result<String> {
         describe(&self.0.cuda, self.0.ordinal).map(|(name, _)| name)
+    }
+
+    /// How much of its memory is free now. The rest is used: by this process and others, by tensors, by contexts, and by what allocators keep
+    /// for later, as those of PyTorch and CubeCL do.
+    ///
+    /// # Errors
+    /// If the driver does not say.
+    #[doc(alias("cuMemGetInfo", "torch.cuda.mem_get_info"))]
+    pub fn memory_info(&self) -> Result<MemoryInfo> {
+        let _bound = self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: it writes two numbers there.
+        let code = unsafe { (self.cuda().cuMemGetInfo_v2)(&mut free, &mut total) };
+        self.cuda().check("cuMemGetInfo", code)?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
     }
 
     /// Whether the driver says that `pointer` is an address in this device's memory. An adapter asks before it lends a tensor
@@ -133,6 +172,19 @@ impl Device {
         &self.0.cuda
     }
 
+    /// Alive as long as this device.
+    pub(super) fn context(&self) -> Context {
+        self.0.context
+    }
+
+    /// The driver's own number for it.
+    pub(super) fn handle(&self) -> Result<c_int> {
+        let mut handle = 0;
+        // SAFETY: it writes one number there.
+        let code = unsafe { (self.cuda().cuDeviceGet)(&mut handle, self.0.ordinal as i32) };
+        self.cuda().check("cuDeviceGet", code).map(|()| handle)
+    }
+
     pub(super) fn spare_events(&self) -> &Mutex<Vec<usize>> {
         &self.0.spare_events
     }
@@ -159,9 +211,7 @@ impl Device {
 
     /// What distinguishes it from every other device, of this host and of others.
     pub(crate) fn uuid(&self) -> Result<[u8; UUID_BYTES]> {
-        let (cuda, mut handle, mut uuid) = (&self.0.cuda, 0, [0; UUID_BYTES]);
-        // SAFETY: it writes one number there.
-        cuda.check("cuDeviceGet", unsafe { (cuda.cuDeviceGet)(&mut handle, self.0.ordinal as i32) })?;
+        let (cuda, handle, mut uuid) = (&self.0.cuda, self.handle()?, [0; UUID_BYTES]);
         // SAFETY: it writes that many bytes.
         cuda.check("cuDeviceGetUuid", unsafe { (cuda.cuDeviceGetUuid)(&mut uuid, handle) })?;
         Ok(uuid)

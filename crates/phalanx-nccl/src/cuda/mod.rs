@@ -5,12 +5,13 @@ mod device;
 mod event;
 mod freeing;
 mod memory;
+mod peer;
 mod raw;
 mod stream;
 
 pub use self::buffer::DeviceBuffer;
-pub use self::device::Device;
 pub(crate) use self::device::describe;
+pub use self::device::{Device, MemoryInfo};
 pub(crate) use self::event::Event;
 pub(crate) use self::memory::Span;
 pub use self::memory::{DeviceMemory, DeviceSlice};

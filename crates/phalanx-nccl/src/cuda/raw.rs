@@ -12,6 +12,7 @@ use crate::library::{self, functions};
 pub(crate) type Context = *mut c_void;
 pub(crate) type Stream = *mut c_void;
 pub(crate) type Event = *mut c_void;
+pub(crate) type Pool = *mut c_void;
 /// `CUresult`.
 pub(crate) type Code = c_int;
 
@@ -19,6 +20,7 @@ pub(super) const SUCCESS: Code = 0;
 pub(super) const INVALID_VALUE: Code = 1;
 pub(super) const NOT_READY: Code = 600;
 pub(super) const OUT_OF_MEMORY: Code = 2;
+pub(super) const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(super) const CAPTURE_RELAXED: c_int = 2;
 /// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`.
@@ -29,11 +31,30 @@ pub(super) const POINTER_MEMORY_TYPE: c_int = 2;
 pub(super) const MEMORY_OF_DEVICE: c_int = 2;
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`.
 pub(super) const POINTER_DEVICE_ORDINAL: c_int = 9;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+const LOCATION_IS_DEVICE: c_int = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+const READ_AND_WRITE: c_int = 3;
 /// The size of a `CUuuid`.
 pub(crate) const UUID_BYTES: usize = 16;
 
 /// The variable that names the library.
 const VARIABLE: &str = "PHALANX_CUDA_LIBRARY";
+
+/// `CUmemAccessDesc`: what may reach the memory of a pool.
+#[repr(C)]
+pub(crate) struct Access {
+    location_type: c_int,
+    location: c_int,
+    flags: c_int,
+}
+
+impl Access {
+    /// The device of this handle may read and write it.
+    pub(super) fn of_device(handle: c_int) -> Self {
+        Self { location_type: LOCATION_IS_DEVICE, location: handle, flags: READ_AND_WRITE }
+    }
+}
 
 functions! {
     /// The functions of libcuda.so.1, of CUDA 11.2 and later.
@@ -48,6 +69,8 @@ functions! {
         fn cuDeviceGetName(*mut c_char, c_int, c_int) -> Code;
         fn cuDeviceGetAttribute(*mut c_int, c_int, c_int) -> Code;
         fn cuDeviceTotalMem_v2(*mut usize, c_int) -> Code;
+        fn cuDeviceCanAccessPeer(*mut c_int, c_int, c_int) -> Code;
+        fn cuDeviceGetDefaultMemPool(*mut Pool, c_int) -> Code;
         fn cuDevicePrimaryCtxRetain(*mut Context, c_int) -> Code;
         fn cuDevicePrimaryCtxRelease_v2(c_int) -> Code;
         fn cuCtxPushCurrent_v2(Context) -> Code;
@@ -58,6 +81,7 @@ functions! {
         fn cuStreamDestroy_v2(Stream) -> Code;
         fn cuStreamIsCapturing(Stream, *mut c_int) -> Code;
         fn cuCtxSynchronize() -> Code;
+        fn cuCtxEnablePeerAccess(Context, c_uint) -> Code;
         fn cuStreamWaitEvent(Stream, Event, c_uint) -> Code;
         fn cuEventCreate(*mut Event, c_uint) -> Code;
         fn cuEventDestroy_v2(Event) -> Code;
@@ -68,10 +92,13 @@ functions! {
         fn cuMemFree_v2(u64) -> Code;
         fn cuMemAllocAsync(*mut u64, usize, Stream) -> Code;
         fn cuMemFreeAsync(u64, Stream) -> Code;
+        fn cuMemPoolSetAccess(Pool, *const Access, usize) -> Code;
+        fn cuMemGetInfo_v2(*mut usize, *mut usize) -> Code;
         fn cuMemsetD8Async(u64, u8, usize, Stream) -> Code;
         fn cuMemcpyHtoDAsync_v2(u64, *const c_void, usize, Stream) -> Code;
         fn cuMemcpyDtoHAsync_v2(*mut c_void, u64, usize, Stream) -> Code;
         fn cuMemcpyDtoDAsync_v2(u64, u64, usize, Stream) -> Code;
+        fn cuMemcpyPeerAsync(u64, Context, u64, Context, usize, Stream) -> Code;
     }
 }
 

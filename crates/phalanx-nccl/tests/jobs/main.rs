@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod collectives;
+mod devices;
 mod faults;
 mod init;
 mod overlap;
@@ -60,6 +61,7 @@ fn main() {
     };
     let files = [
         ("collectives", collectives::TESTS),
+        ("devices", devices::TESTS),
         ("faults", faults::TESTS),
         ("init", init::TESTS),
         ("overlap", overlap::TESTS),
@@ -89,6 +91,7 @@ fn main() {
 fn play(role: &str) {
     let outcome = match role.split_once("::").unwrap() {
         ("collectives", role) => collectives::play(role),
+        ("devices", role) => devices::play(role),
         ("faults", role) => faults::play(role),
         ("init", role) => init::play(role),
         ("overlap", role) => overlap::play(role),

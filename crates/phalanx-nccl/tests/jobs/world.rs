@@ -123,6 +123,22 @@ pub fn launch_threads() -> i32 {
     unsafe { function::<unsafe extern "C" fn() -> i32>(variable, library, "standin_launch_threads")() }
 }
 
+/// How many communicators of the stand-in this process has aborted.
+pub fn aborts() -> i32 {
+    let (variable, library) = ("PHALANX_NCCL_LIBRARY", "libnccl.so.2");
+    // SAFETY: the function takes nothing.
+    unsafe { function::<unsafe extern "C" fn() -> i32>(variable, library, "standin_aborts")() }
+}
+
+/// Whether the work of one device of the stand-in reaches the memory of another one, 1, and that of its pool, 2.
+pub fn reaches(device: i32, peer: i32) -> i32 {
+    let (variable, library) = ("PHALANX_CUDA_LIBRARY", "libcuda.so.1");
+    // SAFETY: the function takes two numbers.
+    unsafe {
+        function::<unsafe extern "C" fn(i32, i32) -> i32>(variable, library, "standin_reaches")(device, peer)
+    }
+}
+
 /// A function of the library that `variable` names, else of the system's, which is loaded already.
 ///
 /// # Safety

@@ -12,7 +12,7 @@ typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-       INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
+       INVALID_CONTEXT = 201, PEER_UNSUPPORTED = 217, INVALID_HANDLE = 400, NOT_READY = 600, PEER_ALREADY = 704, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
 
 #define MOST_DEVICES 64
@@ -92,10 +92,14 @@ CUresult cuStreamEndCapture(CUstream stream, void **graph) {
 /* For the stand-in of NCCL: the device of this thread, or -1. */
 int standin_current_device(void) { return depth ? current[depth - 1]->device : -1; }
 
-/* STANDIN_CUDA_HOST: the process's own memory is that of its first device, too. */
-static int host_is_device(void) {
+/* STANDIN_CUDA_HOST: the process's own memory is that of its first device, too, or of any. */
+static int host_is_any_device(void) {
     const char *text = getenv("STANDIN_CUDA_HOST");
-    return text && strcmp(text, "0");
+    return text && !strcmp(text, "any");
+}
+static int host_is(int device) {
+    const char *text = getenv("STANDIN_CUDA_HOST");
+    return text && strcmp(text, "0") && (device == 0 || host_is_any_device());
 }
 
 /* Memory that another stand-in has for devices: where these bytes of a device are, or NULL. */
@@ -110,7 +114,7 @@ void *standin_elements(const void *pointer, size_t bytes, int device) {
 
 /* For the stand-in of NCCL: does the device have these bytes? */
 int standin_has(const void *pointer, size_t bytes, int device) {
-    int found = bytes == 0 || (device == 0 && host_is_device()) || (foreign && foreign(pointer, bytes, device));
+    int found = bytes == 0 || host_is(device) || (foreign && foreign(pointer, bytes, device));
     pthread_mutex_lock(&lock);
     for (struct block *b = blocks; b && !found; b = b->next)
         found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
@@ -120,7 +124,8 @@ int standin_has(const void *pointer, size_t bytes, int device) {
 
 /* The type of memory (2) and the number of its device (9). As the real one, it knows only memory of devices. */
 CUresult cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
-    int device = host_is_device() ? 0 : -1;
+    /* If it is of any device, of the one for which it is asked. */
+    int device = host_is_any_device() ? standin_current_device() : host_is(0) ? 0 : -1;
     for (int other = 0; foreign && other < devices(); other++)
         if (foreign((void *)(uintptr_t)pointer, 1, other)) device = other;
     pthread_mutex_lock(&lock);
@@ -161,6 +166,8 @@ static const char *name_of(CUresult code) {
         case NO_DEVICE: return "CUDA_ERROR_NO_DEVICE";
         case INVALID_DEVICE: return "CUDA_ERROR_INVALID_DEVICE";
         case INVALID_CONTEXT: return "CUDA_ERROR_INVALID_CONTEXT";
+        case PEER_UNSUPPORTED: return "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED";
+        case PEER_ALREADY: return "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED";
         case INVALID_HANDLE: return "CUDA_ERROR_INVALID_HANDLE";
         case NOT_READY: return "CUDA_ERROR_NOT_READY";
         case CAPTURE_UNSUPPORTED: return "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED";
@@ -192,7 +199,20 @@ CUresult cuDeviceGetUuid(char *uuid, int device) {
     uuid[0] = 1 + standin_first_device() + device;
     return SUCCESS;
 }
-CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = (size_t)1 << 30; return SUCCESS; }
+#define MEMORY ((size_t)1 << 30)
+CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = MEMORY; return SUCCESS; }
+/* What this process has allocated is used, and nothing else. */
+CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
+    if (!depth) return INVALID_CONTEXT;
+    size_t used = 0;
+    pthread_mutex_lock(&lock);
+    for (struct block *b = blocks; b; b = b->next)
+        if (b->device == standin_current_device()) used += b->bytes;
+    pthread_mutex_unlock(&lock);
+    *total = MEMORY;
+    *free_bytes = used < MEMORY ? MEMORY - used : 0;
+    return SUCCESS;
+}
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, int device) {
     pthread_mutex_lock(&lock);
@@ -216,6 +236,49 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) {
     if (!depth) return INVALID_CONTEXT;
     *context = current[--depth];
     return SUCCESS;
+}
+/* Which device's work reaches which device's memory directly: that of the context (1), and that of its pool (2). */
+static int reaches[MOST_DEVICES][MOST_DEVICES];
+/* STANDIN_CUDA_PEERS=0: none can. */
+CUresult cuDeviceCanAccessPeer(int *can, int device, int peer) {
+    const char *text = getenv("STANDIN_CUDA_PEERS");
+    if (device < 0 || device >= devices() || peer < 0 || peer >= devices()) return INVALID_DEVICE;
+    *can = device != peer && (!text || strcmp(text, "0"));
+    return SUCCESS;
+}
+static CUresult reach_memory(int device, int peer, int kind) {
+    int can;
+    CUresult code = cuDeviceCanAccessPeer(&can, device, peer);
+    if (code || device == peer) return code ? code : INVALID_DEVICE;
+    if (!can) return PEER_UNSUPPORTED;
+    pthread_mutex_lock(&lock);
+    if (kind == 1 && (reaches[device][peer] & 1)) code = PEER_ALREADY;
+    reaches[device][peer] |= kind;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    if (flags) return INVALID_VALUE;
+    if (!depth || !peer || !peer->retained) return INVALID_CONTEXT;
+    return reach_memory(standin_current_device(), peer->device, 1);
+}
+/* A pool is known by the context of its device. */
+CUresult cuDeviceGetDefaultMemPool(CUcontext *pool, int device) {
+    if (device < 0 || device >= devices()) return INVALID_DEVICE;
+    *pool = &contexts[device];
+    return SUCCESS;
+}
+struct access { int kind, device, flags; };
+CUresult cuMemPoolSetAccess(CUcontext pool, const struct access *access, size_t count) {
+    if (count != 1 || access->kind != 1 || access->flags != 3) return INVALID_VALUE;
+    return reach_memory(access->device, pool->device, 2);
+}
+/* For tests: 1 if the work of a device reaches the memory of another one, 2 if that of its pool, 3 if both. */
+int standin_reaches(int device, int peer) {
+    pthread_mutex_lock(&lock);
+    int found = reaches[device][peer];
+    pthread_mutex_unlock(&lock);
+    return found;
 }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 
@@ -405,7 +468,7 @@ static CUresult allocate(uint64_t *pointer, size_t bytes, int pooled) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
-    if (bytes > (size_t)1 << 30) return OUT_OF_MEMORY;
+    if (bytes > MEMORY) return OUT_OF_MEMORY;
     struct block *block = malloc(sizeof *block);
     *block = (struct block){malloc(bytes), bytes, standin_current_device(), pooled, NULL};
     memset(block->start, 0xa5, bytes);
@@ -500,4 +563,10 @@ CUresult cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, CUstream
     int device = standin_current_device();
     if (!standin_has((void *)to, bytes, device) || !standin_has((void *)from, bytes, device)) return INVALID_VALUE;
     return copy_on(stream, (void *)to, (void *)from, bytes, 0);
+}
+CUresult cuMemcpyPeerAsync(uint64_t to, CUcontext to_context, uint64_t from, CUcontext from_context, size_t bytes, CUstream stream) {
+    if (!to_context || !to_context->retained || !from_context || !from_context->retained) return INVALID_CONTEXT;
+    int there = to_context->device, here = from_context->device;
+    if (!standin_has((void *)to, bytes, there) || !standin_has((void *)from, bytes, here)) return INVALID_VALUE;
+    return copy_on(stream, standin_elements((void *)to, bytes, there), standin_elements((void *)from, bytes, here), bytes, 0);
 }

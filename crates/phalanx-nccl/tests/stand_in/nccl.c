@@ -492,7 +492,11 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     free(comm);
     return SUCCESS;
 }
+static atomic_int aborts;
+/* For tests: how many communicators of this process were aborted. */
+int standin_aborts(void) { return atomic_load(&aborts); }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    atomic_fetch_add(&aborts, 1);
     nap(1000L * number("STANDIN_NCCL_ABORT_HANG", 0));
     atomic_store(&comm->shared->aborted[comm->rank], 1);
     atomic_store(&comm->aborted, 1);
