@@ -11,6 +11,9 @@
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
 //! fence, and widened when it is back.
 //!
+//! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
+//! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
+//!
 //! A step of an elastic job that can be done again keeps its gradients, too, until the next step: the survivors of a death copy them into other
 //! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
@@ -35,13 +38,14 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
+use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
 use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
-use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
-use phalanx_nccl::{CommunicatorHandle, DeviceSlice, Element, Work};
+use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
 use crate::read_back::{Computed, Lost, ReadBack};
-use crate::tensor_bytes::dtype;
+use crate::tensor_bytes::{self, dtype};
 
 /// A gradient in a device's memory.
 pub(crate) struct Resident(CubeTensor);
@@ -64,6 +68,8 @@ impl Resident {
 /// Averages the gradients of one model's parameters.
 pub(crate) struct OnDevice {
     nccl: CommunicatorHandle,
+    /// Ranks without data hear of calls by it.
+    group: JoinGroup,
     device: CubeDevice,
     state: Mutex<State>,
     /// To the thread that makes NCCL's calls.
@@ -110,11 +116,11 @@ impl State {
 type Call = Box<dyn FnOnce() + Send>;
 
 impl OnDevice {
-    /// For a model on `device`. Also gives the reducer that says when what is averaged.
+    /// For a model on `device`, and ranks that may `join` in `group`. Also gives the reducer that says when what is averaged.
     pub fn new(
         nccl: &phalanx_nccl::Communicator,
         device: &Device,
-        group: Arc<dyn Communicator>,
+        group: &JoinGroup,
         parameters: Vec<ParameterSpec>,
         options: ReducerOptions,
     ) -> Result<(Arc<Self>, Reducer)> {
@@ -127,9 +133,11 @@ impl OnDevice {
         let none = || parameters.iter().map(|_| None).collect();
         let state = Mutex::new(State { held: none(), gradients: none(), kept: BTreeMap::new() });
         let nccl = CommunicatorHandle::new(nccl.clone());
-        let this = Arc::new(Self { nccl, device, state, calls, bytes: AtomicU64::new(0) });
+        let in_call = group.in_call(Caller::DdpBackward);
+        let this = Self { nccl, group: in_call, device, state, calls, bytes: AtomicU64::new(0) };
+        let this = Arc::new(this);
         let reducer = Reducer::elsewhere(
-            group,
+            Arc::new(group.clone()),
             parameters,
             options,
             Box::new(Hook { on_device: this.clone(), compressed: None }),
@@ -224,20 +232,11 @@ impl OnDevice {
             }
             None => ReduceOp::Avg,
         };
-        // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
         let lent = memory.lend::<T>(self.nccl.device())?;
-        let fence = ReadBack::fence(&memory.tensor);
-        let (launched, launching) = channel();
+        let sent = tensor_bytes::dtype(memory.tensor.dtype)?;
+        self.group.announce_elsewhere(&**self, ElsewhereCall { op, dtype: sent, elements: lent.len() })?;
         let timeout = nccl.timeout();
-        let call = move || {
-            let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
-            let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
-            drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
-            // Nobody waits for it after a failure.
-            let _kept = launched.send(work);
-        };
-        self.calls.send(Box::new(call)).map_err(|_| gone())?;
-        let stage = Arc::new(Mutex::new(Stage::<T>::Computing(launching)));
+        let stage = Arc::new(Mutex::new(self.launch(nccl, &memory.tensor, lent, op)?));
         let (this, under_way) = (self.clone(), stage.clone());
         Ok(Pending::elsewhere(
             move || under_way.lock().is_completed(),
@@ -251,6 +250,37 @@ impl OnDevice {
                 Ok(bucket.buffer)
             },
         ))
+    }
+
+    /// Has a call of NCCL's be made when the device has computed `tensor`, whose memory is `lent`.
+    fn launch<T: Element>(
+        &self,
+        nccl: phalanx_nccl::Communicator,
+        tensor: &CubeTensor,
+        lent: DeviceSlice<T>,
+        op: ReduceOp,
+    ) -> Result<Stage<T>> {
+        // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
+        let fence = ReadBack::fence(tensor);
+        let (launched, launching) = channel();
+        let call = move || {
+            let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
+            let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
+            drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
+            // Nobody waits for it after a failure.
+            let _kept = launched.send(work);
+        };
+        self.calls.send(Box::new(call)).map_err(|_| gone())?;
+        Ok(Stage::Computing(launching))
+    }
+
+    /// Makes a call of a rank with data, on this one, which has none, and waits for it.
+    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ReduceOp, elements: usize) -> Result<()> {
+        let nccl = self.nccl.connect()?;
+        let timeout = nccl.timeout();
+        let zeros = CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
+        let lent = lend_all::<T>(&zeros, self.nccl.device())?;
+        self.launch(nccl, &zeros, lent, op)?.wait(timeout)
     }
 
     /// This rank's gradients of a bucket.
@@ -269,6 +299,20 @@ impl OnDevice {
         let mut state = self.state.lock();
         for (place, range) in gradients.iter().zip(&memory.places) {
             state.gradients[place.parameter] = Some(memory.part(range, &place.shape));
+        }
+    }
+}
+
+impl Elsewhere for OnDevice {
+    fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
+        match dtype {
+            DType::F32 => self.answer_in::<f32>(BurnDType::F32, op, elements),
+            DType::F64 => self.answer_in::<f64>(BurnDType::F64, op, elements),
+            DType::F16 => self.answer_in::<f16>(BurnDType::F16, op, elements),
+            DType::BF16 => self.answer_in::<bf16>(BurnDType::BF16, op, elements),
+            DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+                Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+            }
         }
     }
 }
@@ -374,13 +418,19 @@ impl BucketMemory {
 
     /// Its memory for NCCL, which holds it.
     fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
-        let len = self.tensor.meta.shape().num_elements();
-        let (pointer, held) = lend(&self.tensor, device)?;
-        // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
-        // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
-        // is made when the device has done all that was queued before, the fence has been waited for; parts are given out when it is over.
-        Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
+        lend_all(&self.tensor, device)
     }
+}
+
+/// All elements of a tensor for NCCL, which holds them. They are of type `T`, lie row by row, and nobody else uses them until the call is done.
+fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
+    let len = tensor.meta.shape().num_elements();
+    let (pointer, held) = lend(tensor, device)?;
+    // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
+    // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
+    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
+    // over, and zeros never.
+    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
 }
 
 type Held = Box<dyn Any + Send>;
@@ -499,15 +549,15 @@ fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<CubeDevice> {
     Ok(probe.device.clone())
 }
 
-/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`.
+/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`, times `scale`.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &Reducer,
-    (on_device, ranks): (&OnDevice, WorldSize),
+    (on_device, ranks, scale): (&OnDevice, WorldSize, f64),
     indices: &HashMap<ParamId, usize>,
 ) -> Result<GradientsParams> {
     let (gradients, seen) = (Ok(GradientsParams::new()), HashSet::new());
-    let mut averages = Averages { reducer, on_device, ranks, indices, seen, gradients };
+    let mut averages = Averages { reducer, on_device, ranks, scale, indices, seen, gradients };
     model.visit(&mut averages);
     averages.gradients
 }
@@ -516,6 +566,7 @@ struct Averages<'a> {
     reducer: &'a Reducer,
     on_device: &'a OnDevice,
     ranks: WorldSize,
+    scale: f64,
     indices: &'a HashMap<ParamId, usize>,
     /// A parameter that is used in several places has one gradient.
     seen: HashSet<ParamId>,
@@ -531,8 +582,9 @@ impl Averages<'_> {
         match self.on_device.take(index) {
             Some(average) => {
                 let average = Tensor::from_primitive::<Cube>(Cube::stored(average));
-                let weight = self.reducer.average_weight();
-                Ok(Some(if weight == 1.0 { average } else { average / weight }))
+                let (weight, scale) = (self.reducer.average_weight(), self.scale);
+                let average = if weight == 1.0 { average } else { average / weight };
+                Ok(Some(if scale == 1.0 { average } else { average * scale }))
             }
             // Ranks that are gone used it, and no bucket has zeros for it.
             None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),
