@@ -37,7 +37,8 @@ impl<M: Module> Ddp<M> {
     /// The weights of [`backward_weighted`](Self::backward_weighted) go through the host's group. If one rank calls
     /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
     /// with its time-out.
-    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
+    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes products
+    /// there, among devices of one model.
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///

@@ -1,7 +1,7 @@
 //! Gradients that NCCL averages: two or three ranks that are processes. With `PHALANX_TEST_DEVICE=cuda` all are on the first device, which NCCL
 //! permits by `NCCL_HOSTID`; with `cpu` they are on the stand-ins for libcuda and libnccl, which are no GPU.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::time::Duration;
 
@@ -12,11 +12,12 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use libtest_mimic::Trial;
+use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Event, Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed};
+use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
 use phalanx::store::TcpStoreServer;
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm, TrainState, ZeroRedundancyOptimizer};
@@ -41,7 +42,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 20] = [
+    let tests: [(&str, bool, fn()); 24] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -58,6 +59,15 @@ pub fn trials() -> Vec<Trial> {
         ("in_a_join_ranks_count_by_their_weights", false, || joined("weighted", 3)),
         ("in_a_join_what_no_rank_with_data_uses_has_no_average", false, || joined("unused", 2)),
         ("in_a_join_gradients_travel_in_half_the_bytes", false, || joined("compressed", 2)),
+        ("in_a_join_products_of_factors_are_averaged", false, || joined("low rank", 3)),
+        ("power_sgd_on_the_device_trains_as_in_the_host_s_memory", false, || {
+            job("low rank", &[HOST_IS_DEVICE]);
+        }),
+        ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
+        // The stand-in's devices may have names.
+        ("power_sgd_among_devices_of_several_models_is_refused", true, || {
+            job(OTHER_MODELS, &[HOST_IS_DEVICE]);
+        }),
         ("a_synchronised_batch_norm_and_a_rank_that_dies_in_a_join", false, || {
             job("join norm", &[HOST_IS_DEVICE]);
             dies_in_a_join();
@@ -127,7 +137,14 @@ fn begin(
             ("NCCL_SHM_DISABLE", "1".to_owned()),
         ],
         // Each has a device of its own, and sees no other.
-        false => vec![("STANDIN_CUDA_FIRST", rank.to_string()), ("STANDIN_CUDA_DEVICES", "1".to_owned())],
+        false => {
+            let mut own =
+                vec![("STANDIN_CUDA_FIRST", rank.to_string()), ("STANDIN_CUDA_DEVICES", "1".to_owned())];
+            if what == OTHER_MODELS {
+                own.push(("STANDIN_CUDA_NAME", format!("device-of-rank-{rank}")));
+            }
+            own
+        }
     };
     start_each("nccl", ranks as u32, &variables, own)
 }
@@ -150,6 +167,9 @@ pub fn play() {
         }
         "refuse" => refuse(&group, &cuda),
         "join" => join(&group, &cuda, &std::env::var(CASE).unwrap()).unwrap(),
+        "low rank" => low_rank(&group, &cuda).unwrap(),
+        "low rank state" => low_rank_state(&group, &cuda).unwrap(),
+        OTHER_MODELS => other_models(group, &cuda).unwrap(),
         "join norm" => join_norm(&group, &cuda).unwrap(),
         "dies" => die_in_a_join(&group, &cuda).unwrap(),
         "elsewhere" => {
@@ -346,10 +366,13 @@ fn weight_in_join(case: &str, step: usize, rank: usize) -> f64 {
 
 /// What ranks train with unequal numbers of batches over NCCL, and through the host, is what one process trains with all their batches.
 fn join(group: &ProcessGroup, cuda: &phalanx_nccl::Device, case: &str) -> Result<()> {
-    let expected = reference_of_join(case, group.world_size().count());
+    let (nccl, host) = (train_in_join(group, Some(cuda), case)?, train_in_join(group, None, case)?);
+    let expected = match case {
+        "low rank" => host.clone(), // It approximates.
+        _ => reference_of_join(case, group.world_size().count()),
+    };
     let before = floats(&Net::new().valid());
     assert!(distance(&expected[0], &before) > 0.01, "the reference has not moved");
-    let (nccl, host) = (train_in_join(group, Some(cuda), case)?, train_in_join(group, None, case)?);
     // bf16 has 8 significant bits.
     let most = if case == "compressed" { 1e-2 } else { 1e-4 };
     for (way, trained) in [("NCCL", nccl), ("the host", host)] {
@@ -361,6 +384,16 @@ fn join(group: &ProcessGroup, cuda: &phalanx_nccl::Device, case: &str) -> Result
         }
     }
     Ok(())
+}
+
+/// A model whose gradients are averaged by NCCL on `cuda`, or through the host.
+fn ddp(group: ProcessGroup, cuda: Option<&phalanx_nccl::Device>, options: DdpOptions) -> Result<Ddp<Net>> {
+    let ddp = match cuda {
+        Some(cuda) => Ddp::with_nccl(Net::new(), &DeviceGroup::new(group, cuda)?, options)?,
+        None => Ddp::with_options(Net::new(), &group, options)?,
+    };
+    assert_eq!(cuda.is_some(), format!("{ddp:?}").contains("NCCL"));
+    Ok(ddp)
 }
 
 /// The parameters after a join, and after one step more together; by NCCL on `cuda`, or through the host.
@@ -375,13 +408,11 @@ fn train_in_join(
     if case == "unused" {
         options.reducer = options.reducer.find_unused_parameters(true);
     }
-    let mut ddp = match cuda {
-        Some(cuda) => Ddp::with_nccl(Net::new(), &DeviceGroup::new(group, cuda)?, options)?,
-        None => Ddp::with_options(Net::new(), &group, options)?,
-    };
-    assert_eq!(cuda.is_some(), format!("{ddp:?}").contains("NCCL"));
-    if case == "compressed" {
-        ddp.register_comm_hook(Compressed::bf16())?;
+    let mut ddp = ddp(group, cuda, options)?;
+    match case {
+        "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
+        "low rank" => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        _ => {}
     }
     let mut optimizer = sgd();
     let mut join = JoinOptions::default();
@@ -445,6 +476,114 @@ fn reference_of_join(case: &str, ranks: usize) -> [Vec<Vec<f32>>; 2] {
 
 fn joined(case: &'static str, ranks: usize) {
     job_of(ranks, "join", &[(CASE, case), HOST_IS_DEVICE]);
+}
+
+/// PowerSGD that sends matrices as products after so many steps, if they become smaller at all.
+fn compressing(steps: u64) -> PowerSgdOptions {
+    PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0)
+}
+
+/// As in the host's memory, also after gradients that are zero or not finite.
+fn low_rank(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let (plain, odd) = ([1.0; 6], [1.0, f64::NAN, 1.0, 0.0, 0.0, 1.0]);
+    let cases = [
+        (compressing(2), plain),
+        (compressing(0).rank(2).seed(5), plain),
+        (compressing(1).warm_start(false), plain),
+        (compressing(0), odd),
+        // Nothing at all is left after a step of zeros.
+        (compressing(0).error_feedback(false), odd),
+    ];
+    for (low_rank, factors) in cases {
+        let (host, of_host) = train_low_rank(group, None, low_rank, &factors)?;
+        let (nccl, of_nccl) = train_low_rank(group, Some(cuda), low_rank, &factors)?;
+        assert!(host.iter().flatten().all(|one| one.is_finite()));
+        let distance = distance(&nccl, &host);
+        assert!(distance < 1e-4, "{low_rank:?}: {distance:e}");
+        assert_eq!(of_nccl, of_host, "bytes");
+    }
+    Ok(())
+}
+
+/// The parameters after steps whose losses are multiplied by these factors, and the bytes that were sent.
+fn train_low_rank(
+    group: &ProcessGroup,
+    cuda: Option<&phalanx_nccl::Device>,
+    low_rank: PowerSgdOptions,
+    factors: &[f64],
+) -> Result<(Vec<Vec<f32>>, u64)> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let rank = group.rank().index();
+    let mut ddp = ddp(group, cuda, options())?;
+    ddp.register_comm_hook(PowerSgd::new(low_rank)?)?;
+    let mut optimizer = sgd();
+    for (step, factor) in factors.iter().enumerate() {
+        let from = rows_in_join("plain", step, rank)[0];
+        let loss = ddp.forward(|net| net.loss(from, &[]))? * *factor;
+        let gradients = ddp.backward(&loss)?;
+        if factor.is_finite() {
+            ddp.step(&mut optimizer, 0.05, gradients)?;
+        }
+    }
+    assert!(ddp.replicas_identical()?);
+    Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
+}
+
+/// From the device to the host's memory, and back.
+fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    type Saved = TrainState<Net, u32>;
+    let make = |over_nccl: bool| -> Result<Saved> {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let state = TrainState::new(Net::new(), sgd(), 0u32)?;
+        let state = match over_nccl {
+            true => state.with_nccl(&DeviceGroup::new(group, cuda)?)?,
+            false => state.with_group(&group)?,
+        };
+        let mut state = state.with_options(options())?;
+        state.model.register_comm_hook(PowerSgd::new(compressing(1))?)?;
+        Ok(state)
+    };
+    let train = |state: &mut Saved, steps: Range<usize>| -> Result<Vec<Vec<f32>>> {
+        for step in steps {
+            let from = rows_in_join("plain", step, state.model.rank().index())[0];
+            let loss = state.model.forward(|net| net.loss(from, &[]))?;
+            let gradients = state.model.backward(&loss)?;
+            state.step(0.05, gradients)?;
+        }
+        Ok(floats(&state.model.model().valid()))
+    };
+    for saved_by_nccl in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), group)?;
+        let mut state = make(saved_by_nccl)?;
+        train(&mut state, 0..4)?;
+        state.checkpoint(&checkpoints)?;
+        checkpoints.finish()?;
+        // What is read disturbs nothing.
+        let expected = train(&mut state, 4..7)?;
+        for resumed_by_nccl in [true, false] {
+            let mut state = make(resumed_by_nccl)?;
+            // Other losses and factors than those of the checkpoint.
+            train(&mut state, 10..13)?;
+            assert!(state.resume(&checkpoints)?);
+            let resumed = train(&mut state, 4..7)?;
+            let distance = distance(&resumed, &expected);
+            assert!(distance < 1e-4, "saved over NCCL: {saved_by_nccl}, {resumed_by_nccl}: {distance:e}");
+        }
+    }
+    Ok(())
+}
+
+/// What a rank does whose device has another name than the other's.
+const OTHER_MODELS: &str = "other models";
+
+fn other_models(group: ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let mut ddp = ddp(group, Some(cuda), options())?;
+    ddp.register_comm_hook(Compressed::bf16())?;
+    let error = ddp.register_comm_hook(PowerSgd::new(compressing(0))?).unwrap_err().to_string();
+    let names = ["device-of-rank-0", "device-of-rank-1"];
+    assert!(names.iter().all(|name| error.contains(name)), "{error}");
+    Ok(())
 }
 
 #[derive(Module, Debug)]
