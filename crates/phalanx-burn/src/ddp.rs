@@ -195,6 +195,8 @@ impl<M: Module> Ddp<M> {
     pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
         let begin = Instant::now();
         self.loaded_hook.check_taken(self.hooked())?;
+        #[cfg(feature = "nccl")]
+        self.check_join()?;
         self.step_began.get_or_insert(begin);
         self.group.step()?;
         self.refresh_buffers()?;
@@ -387,8 +389,7 @@ impl<M: Module> Ddp<M> {
     fn averages(&self, reducer: &mut Reducer, scale: f64) -> Result<GradientsParams> {
         #[cfg(feature = "nccl")]
         if let Some(on_device) = self.engine.on_device() {
-            // `join`, whose factor `scale` is, is not accepted with it.
-            let averaged = (on_device, self.group.world_size());
+            let averaged = (&**on_device, self.group.world_size(), scale);
             return crate::nccl::averages(held(&self.model), reducer, averaged, &self.inventory.indices);
         }
         let handover = Handover { scale, view: self.gradient_as_bucket_view };
@@ -405,6 +406,9 @@ impl<M: Module> Ddp<M> {
     /// All other code that calls collectives inside `body`, such as a synchronised batch norm, must do so through the
     /// same [`JoinGroup`], which is then passed to [`new`](Self::new) instead of the group.
     ///
+    /// Where NCCL averages, a rank that is done makes NCCL's calls of the others, too, with zeros on its device. It makes those of this `Ddp`
+    /// alone: another one over NCCL cannot train in the same `join`.
+    ///
     /// # Errors
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
@@ -415,9 +419,11 @@ impl<M: Module> Ddp<M> {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut ModuleOptimizer) -> Result<T>,
     ) -> Result<T> {
-        self.check_on_host("join")?;
-        let group = self.group.clone();
-        let joined = group.join(options, || body(self, optimizer))?;
+        let (group, elsewhere) = (self.group.clone(), self.engine.elsewhere());
+        let joined = match elsewhere {
+            Some(elsewhere) => group.join_elsewhere(options, elsewhere, || body(self, optimizer)),
+            None => group.join(options, || body(self, optimizer)),
+        }?;
         if joined.uneven {
             self.adopt(joined.last, optimizer)?;
         }
@@ -443,7 +449,7 @@ impl<M: Module> Ddp<M> {
         let by_group =
             self.engine.sink().map_or(0, |sink| sink.with_reducer(|reducer| reducer.communicated_bytes()));
         #[cfg(feature = "nccl")]
-        let by_group = by_group + self.engine.on_device().map_or(0, crate::nccl::OnDevice::bytes);
+        let by_group = by_group + self.engine.on_device().map_or(0, |on_device| on_device.bytes());
         by_group
     }
 

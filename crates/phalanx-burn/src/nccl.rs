@@ -9,11 +9,16 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
-//! fence, and widened when it is back.
+//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]).
+//!
+//! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
+//! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
 //!
 //! A step of an elastic job that can be done again keeps its gradients, too, until the next step: the survivors of a death copy them into other
 //! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
+
+mod power_sgd;
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -35,11 +40,15 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
-use phalanx::reducer::hooks::{CommHook, GradBucket, GradientPlace, HookState, Pending};
-use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
-use phalanx::{Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
-use phalanx_nccl::{CommunicatorHandle, DeviceSlice, Element, Work};
+use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
+use phalanx::reducer::hooks::{
+    CommHook, GradBucket, GradientPlace, HookState, Pending, PowerSgd, PowerSgdOptions,
+};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
+use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
+use self::power_sgd::LowRank;
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
 
@@ -64,6 +73,8 @@ impl Resident {
 /// Averages the gradients of one model's parameters.
 pub(crate) struct OnDevice {
     nccl: CommunicatorHandle,
+    /// Ranks without data hear of calls by it.
+    group: JoinGroup,
     device: CubeDevice,
     state: Mutex<State>,
     /// To the thread that makes NCCL's calls.
@@ -79,6 +90,8 @@ struct State {
     gradients: Vec<Option<CubeTensor>>,
     /// What launched buckets had before they were averaged, if that may be averaged again, by the number of the bucket: parameters and gradients.
     kept: BTreeMap<usize, Vec<(usize, Option<CubeTensor>)>>,
+    /// What PowerSGD keeps, if that averages.
+    low_rank: Option<LowRank>,
 }
 
 impl State {
@@ -110,11 +123,11 @@ impl State {
 type Call = Box<dyn FnOnce() + Send>;
 
 impl OnDevice {
-    /// For a model on `device`. Also gives the reducer that says when what is averaged.
+    /// For a model on `device`, and ranks that may `join` in `group`. Also gives the reducer that says when what is averaged.
     pub fn new(
         nccl: &phalanx_nccl::Communicator,
         device: &Device,
-        group: Arc<dyn Communicator>,
+        group: &JoinGroup,
         parameters: Vec<ParameterSpec>,
         options: ReducerOptions,
     ) -> Result<(Arc<Self>, Reducer)> {
@@ -125,14 +138,17 @@ impl OnDevice {
         let started = thread.spawn(move || queue.into_iter().for_each(|call| call()));
         drop(started.map_err(|cause| Error::aborted(format!("no thread for NCCL's calls: {cause}")))?);
         let none = || parameters.iter().map(|_| None).collect();
-        let state = Mutex::new(State { held: none(), gradients: none(), kept: BTreeMap::new() });
+        let (kept, low_rank) = (BTreeMap::new(), None);
+        let state = Mutex::new(State { held: none(), gradients: none(), kept, low_rank });
         let nccl = CommunicatorHandle::new(nccl.clone());
-        let this = Arc::new(Self { nccl, device, state, calls, bytes: AtomicU64::new(0) });
+        let in_call = group.in_call(Caller::DdpBackward);
+        let this = Self { nccl, group: in_call, device, state, calls, bytes: AtomicU64::new(0) };
+        let this = Arc::new(this);
         let reducer = Reducer::elsewhere(
-            group,
+            Arc::new(group.clone()),
             parameters,
             options,
-            Box::new(Hook { on_device: this.clone(), compressed: None }),
+            Box::new(Hook { on_device: this.clone(), how: How::Whole }),
         )?;
         Ok((this, reducer))
     }
@@ -211,9 +227,7 @@ impl OnDevice {
         let own =
             self.own(&bucket).into_iter().zip(bucket.gradients.iter().map(|place| place.elements.len()));
         let mut memory = BucketMemory::of(own.collect(), &self.device, dtype);
-        let elements: usize = memory.places.iter().map(Range::len).sum();
-        self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
-        if elements == 0 {
+        if memory.places.iter().all(Range::is_empty) {
             self.keep(&bucket.gradients, &memory);
             return Ok(Pending::ready(bucket.buffer)); // It has no address.
         }
@@ -224,11 +238,86 @@ impl OnDevice {
             }
             None => ReduceOp::Avg,
         };
-        // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
+        let (timeout, stage) = (nccl.timeout(), self.send::<T>(nccl, &memory, op)?);
+        let this = self.clone();
+        Ok(stage.then(timeout, move || {
+            if compressed.is_some() {
+                memory.widen(dtype);
+            }
+            this.keep(&bucket.gradients, &memory);
+            Ok(Pending::ready(bucket.buffer))
+        }))
+    }
+
+    /// Starts to average a bucket of f32 whose matrices are sent as products, in the step after so many others.
+    fn average_products(self: &Arc<Self>, bucket: GradBucket, steps: u64) -> Result<Pending> {
+        let nccl = self.nccl.connect()?;
+        let own = self.own(&bucket);
+        let begin = |low_rank: &mut LowRank| Ok(low_rank.first(&bucket.gradients, own, &self.device, steps));
+        let (mut matrices, first) = self.low_rank(begin)?;
+        let (timeout, stage) = (nccl.timeout(), self.send::<f32>(nccl, &first, ReduceOp::Avg)?);
+        let this = self.clone();
+        Ok(stage.then(timeout, move || {
+            let nccl = this.nccl.connect()?;
+            let second = this.low_rank(|low_rank| low_rank.second(&mut matrices, &first, &this.device))?;
+            let stage = this.send::<f32>(nccl, &second, ReduceOp::Avg)?;
+            let all = this.clone();
+            Ok(stage.then(timeout, move || {
+                let averages =
+                    all.low_rank(|low_rank| low_rank.finish(matrices, &bucket.gradients, (&first, &second)))?;
+                let mut state = all.state.lock();
+                for (parameter, average) in averages {
+                    state.gradients[parameter] = Some(average);
+                }
+                drop(state);
+                Ok(Pending::ready(bucket.buffer))
+            }))
+        }))
+    }
+
+    /// What PowerSGD keeps, for `look`.
+    fn low_rank<T>(&self, look: impl FnOnce(&mut LowRank) -> Result<T>) -> Result<T> {
+        let mut state = self.state.lock();
+        let low_rank = state.low_rank.as_mut();
+        look(low_rank.ok_or_else(|| Error::aborted("a bucket of PowerSGD, which does not average"))?)
+    }
+
+    /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are.
+    fn approximate(&self, options: Option<PowerSgdOptions>) {
+        self.state.lock().low_rank = options.map(LowRank::new);
+    }
+
+    /// What this rank's device is called.
+    pub fn device_name(&self) -> Result<String> {
+        self.nccl.device().name()
+    }
+
+    /// Has NCCL combine what `memory` has, when the device has computed it. Inside of `join` ranks without data hear of it.
+    fn send<T: Element>(
+        &self,
+        nccl: phalanx_nccl::Communicator,
+        memory: &BucketMemory,
+        op: ReduceOp,
+    ) -> Result<Stage<T>> {
         let lent = memory.lend::<T>(self.nccl.device())?;
-        let fence = ReadBack::fence(&memory.tensor);
+        let elements: usize = memory.places.iter().map(Range::len).sum();
+        self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
+        let dtype = dtype(memory.tensor.dtype)?;
+        self.group.announce_elsewhere(self, ElsewhereCall { op, dtype, elements: lent.len() })?;
+        self.launch(nccl, &memory.tensor, lent, op)
+    }
+
+    /// Has a call of NCCL's be made when the device has computed `tensor`, whose memory is `lent`.
+    fn launch<T: Element>(
+        &self,
+        nccl: phalanx_nccl::Communicator,
+        tensor: &CubeTensor,
+        lent: DeviceSlice<T>,
+        op: ReduceOp,
+    ) -> Result<Stage<T>> {
+        // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
+        let fence = ReadBack::fence(tensor);
         let (launched, launching) = channel();
-        let timeout = nccl.timeout();
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
             let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
@@ -237,20 +326,16 @@ impl OnDevice {
             let _kept = launched.send(work);
         };
         self.calls.send(Box::new(call)).map_err(|_| gone())?;
-        let stage = Arc::new(Mutex::new(Stage::<T>::Computing(launching)));
-        let (this, under_way) = (self.clone(), stage.clone());
-        Ok(Pending::elsewhere(
-            move || under_way.lock().is_completed(),
-            move || {
-                let stage = std::mem::replace(&mut *stage.lock(), Stage::Over);
-                stage.wait(timeout)?;
-                if compressed.is_some() {
-                    memory.widen(dtype);
-                }
-                this.keep(&bucket.gradients, &memory);
-                Ok(bucket.buffer)
-            },
-        ))
+        Ok(Stage::Computing(launching))
+    }
+
+    /// Makes a call of a rank with data, on this one, which has none, and waits for it.
+    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ReduceOp, elements: usize) -> Result<()> {
+        let nccl = self.nccl.connect()?;
+        let timeout = nccl.timeout();
+        let zeros = CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
+        let lent = lend_all::<T>(&zeros, self.nccl.device())?;
+        self.launch(nccl, &zeros, lent, op)?.wait(timeout)
     }
 
     /// This rank's gradients of a bucket.
@@ -273,6 +358,20 @@ impl OnDevice {
     }
 }
 
+impl Elsewhere for OnDevice {
+    fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
+        match dtype {
+            DType::F32 => self.answer_in::<f32>(BurnDType::F32, op, elements),
+            DType::F64 => self.answer_in::<f64>(BurnDType::F64, op, elements),
+            DType::F16 => self.answer_in::<f16>(BurnDType::F16, op, elements),
+            DType::BF16 => self.answer_in::<bf16>(BurnDType::BF16, op, elements),
+            DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+                Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+            }
+        }
+    }
+}
+
 /// How far the averaging of a bucket is.
 enum Stage<T: Element> {
     /// The device computes it, or the thread has not come to it.
@@ -291,6 +390,20 @@ impl<T: Element> Stage<T> {
             }
         }
         !matches!(self, Self::Launched(Ok(work)) if !work.is_completed())
+    }
+
+    /// What `then` does comes behind it.
+    fn then(self, timeout: Duration, then: impl FnOnce() -> Result<Pending> + Send + 'static) -> Pending {
+        let stage = Arc::new(Mutex::new(self));
+        let under_way = stage.clone();
+        Pending::elsewhere_then(
+            move || under_way.lock().is_completed(),
+            move || {
+                let stage = std::mem::replace(&mut *stage.lock(), Self::Over);
+                stage.wait(timeout)?;
+                then()
+            },
+        )
     }
 
     /// Waits until it is averaged: for the device as long as `timeout`, and then for NCCL with the call's own.
@@ -374,13 +487,19 @@ impl BucketMemory {
 
     /// Its memory for NCCL, which holds it.
     pub fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
-        let len = self.tensor.meta.shape().num_elements();
-        let (pointer, held) = lend(&self.tensor, device)?;
-        // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
-        // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
-        // is made when the device has done all that was queued before, the fence has been waited for; parts are given out when it is over.
-        Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
+        lend_all(&self.tensor, device)
     }
+}
+
+/// All elements of a tensor for NCCL, which holds them. They are of type `T`, lie row by row, and nobody else uses them until the call is done.
+fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
+    let len = tensor.meta.shape().num_elements();
+    let (pointer, held) = lend(tensor, device)?;
+    // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
+    // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
+    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
+    // over, and zeros never.
+    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
 }
 
 type Held = Box<dyn Any + Send>;
@@ -429,18 +548,49 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
 struct Hook {
     on_device: Arc<OnDevice>,
-    /// The type in which f32 gradients are sent, if it is another.
-    compressed: Option<DType>,
+    how: How,
+}
+
+/// What is sent of gradients of f32.
+enum How {
+    Whole,
+    Rounded(DType),
+    /// Products of thin matrices, as [`PowerSgd`] does.
+    LowRank {
+        options: PowerSgdOptions,
+        description: String,
+        step: u64,
+    },
 }
 
 impl CommHook for Hook {
     fn describe(&self) -> String {
-        self.compressed.map_or_else(|| "NCCL".into(), |dtype| format!("compressed to {dtype}"))
+        match &self.how {
+            How::Whole => "NCCL".into(),
+            How::Rounded(dtype) => format!("compressed to {dtype}"),
+            How::LowRank { description, .. } => description.clone(),
+        }
     }
 
     fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         let on_device = &self.on_device;
-        match (bucket.buffer.dtype(), self.compressed) {
+        let rounded = match &mut self.how {
+            How::Whole => None,
+            How::Rounded(dtype) => Some(*dtype),
+            How::LowRank { options, step, .. } => {
+                let steps = *step;
+                *step += u64::from(bucket.is_last);
+                let is_matrix = |place: &GradientPlace| options.matrix(&place.shape).is_some();
+                if options.compresses_at(steps)
+                    && bucket.buffer.dtype() == DType::F32
+                    && bucket.gradients.iter().any(is_matrix)
+                {
+                    return on_device.average_products(bucket, steps);
+                }
+                None
+            }
+        };
+        match (bucket.buffer.dtype(), rounded) {
             (DType::F32, Some(DType::F16)) => {
                 on_device.average::<f16>(bucket, (BurnDType::F32, Some(FloatDType::F16)))
             }
@@ -455,27 +605,60 @@ impl CommHook for Hook {
         }
     }
 
-    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
-        Ok(()) // It has no state.
+    /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
+    fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
+        let How::LowRank { options, step, .. } = &mut self.how else { return Ok(()) };
+        let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
+        let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
+        *step = u64::from_le_bytes(bytes);
+        self.on_device.approximate(Some(*options));
+        Ok(())
     }
 
+    /// Without what cannot be read: [`read_state`](Self::read_state) is what is saved.
     fn state(&self) -> HookState {
-        HookState::default()
+        self.read_state().unwrap_or_default()
     }
 
-    fn load(&mut self, state: HookState) -> Result<()> {
-        state.nothing()
+    fn read_state(&self) -> Result<HookState> {
+        match self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(step)),
+            How::Whole | How::Rounded(_) => Ok(HookState::default()),
+        }
     }
 
-    // As the hook in the processes' memory: a step is not done again.
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        match &mut self.how {
+            How::LowRank { step, .. } => {
+                *step = state.get("step")?;
+                self.on_device.low_rank(|low_rank| {
+                    low_rank.load(&mut state);
+                    Ok(())
+                })
+            }
+            How::Whole | How::Rounded(_) => state.nothing(),
+        }
+    }
+
+    // As the hooks in the processes' memory: a step is not done again.
     fn is_stateless(&self) -> bool {
-        self.compressed.is_none()
+        matches!(self.how, How::Whole)
     }
 
     fn compress(&mut self, dtype: DType) -> bool {
         let is_half = matches!(dtype, DType::F16 | DType::BF16);
-        self.compressed = if is_half { Some(dtype) } else { self.compressed };
+        if is_half {
+            self.on_device.approximate(None);
+            self.how = How::Rounded(dtype);
+        }
         is_half
+    }
+
+    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
+        let description = PowerSgd::new(options)?.describe();
+        self.on_device.approximate(Some(options));
+        self.how = How::LowRank { options, description, step: 0 };
+        Ok(true)
     }
 
     fn makes_zeros(&self) -> bool {
@@ -483,7 +666,7 @@ impl CommHook for Hook {
     }
 
     fn accepts_weights(&self) -> bool {
-        self.compressed.is_none()
+        matches!(self.how, How::Whole)
     }
 
     fn keeps_gradients(&self) -> bool {
@@ -499,15 +682,15 @@ pub(crate) fn check(device: &Device, cuda: &phalanx_nccl::Device) -> Result<Cube
     Ok(probe.device.clone())
 }
 
-/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`.
+/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`, times `scale`.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &Reducer,
-    (on_device, ranks): (&OnDevice, WorldSize),
+    (on_device, ranks, scale): (&OnDevice, WorldSize, f64),
     indices: &HashMap<ParamId, usize>,
 ) -> Result<GradientsParams> {
     let (gradients, seen) = (Ok(GradientsParams::new()), HashSet::new());
-    let mut averages = Averages { reducer, on_device, ranks, indices, seen, gradients };
+    let mut averages = Averages { reducer, on_device, ranks, scale, indices, seen, gradients };
     model.visit(&mut averages);
     averages.gradients
 }
@@ -516,6 +699,7 @@ struct Averages<'a> {
     reducer: &'a Reducer,
     on_device: &'a OnDevice,
     ranks: WorldSize,
+    scale: f64,
     indices: &'a HashMap<ParamId, usize>,
     /// A parameter that is used in several places has one gradient.
     seen: HashSet<ParamId>,
@@ -531,8 +715,9 @@ impl Averages<'_> {
         match self.on_device.take(index) {
             Some(average) => {
                 let average = Tensor::from_primitive::<Cube>(Cube::stored(average));
-                let weight = self.reducer.average_weight();
-                Ok(Some(if weight == 1.0 { average } else { average / weight }))
+                let (weight, scale) = (self.reducer.average_weight(), self.scale);
+                let average = if weight == 1.0 { average } else { average / weight };
+                Ok(Some(if scale == 1.0 { average } else { average * scale }))
             }
             // Ranks that are gone used it, and no bucket has zeros for it.
             None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),
@@ -606,7 +791,8 @@ mod tests {
             Some(tensor.into_data().try_to_vec().unwrap())
         };
         let gradients = vec![Some(gradient(1.0)), None, Some(gradient(3.0))];
-        let mut state = State { held: vec![None, None, None], gradients, kept: BTreeMap::new() };
+        let mut state =
+            State { held: vec![None, None, None], gradients, kept: BTreeMap::new(), low_rank: None };
         // The second bucket is not launched before a failure.
         for _ in 0..2 {
             let own = state.own(0, [1, 0].into_iter(), true);

@@ -6,6 +6,7 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Gradients, Tensor};
+use phalanx::adapter::{Elsewhere, JoinGroup};
 use phalanx::reducer::{ParameterSpec, Reducer, verify_state_on};
 use phalanx::trace::Track;
 use phalanx::{Caller, Communicator, Error, ProcessGroup, Result, WorldSize};
@@ -46,7 +47,7 @@ impl<M> Engine<M> {
     /// For a model in `group`; the ranks compare their models.
     pub fn new(
         inventory: &Inventory,
-        group: Arc<dyn Communicator>,
+        group: &JoinGroup,
         options: &DdpOptions,
         averaging: &Averaging,
     ) -> Result<Self> {
@@ -54,7 +55,7 @@ impl<M> Engine<M> {
             return Ok(Self::Alone { held: None });
         }
         let kind = device::kind_of(&inventory.device)?;
-        let same = verify_state_on(&*group.in_call(Caller::DdpNew), kind, specs(&inventory.compared())?);
+        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, specs(&inventory.compared())?);
         same.map_err(|error| match inventory.is_divided() && error.is_mismatch() {
             true => error.with_remedy(
                 "build the same model on every rank; ranks that divide layers among themselves are no replicas of each other: give Ddp the \
@@ -66,7 +67,7 @@ impl<M> Engine<M> {
         let options = options.reducer.clone();
         match averaging {
             Averaging::Host => Ok(Self::Together {
-                sink: Arc::new(Sink::new(Reducer::new(group, parameters, options)?)),
+                sink: Arc::new(Sink::new(Reducer::new(Arc::new(group.clone()), parameters, options)?)),
                 passes: Vec::new(),
                 #[cfg(feature = "nccl")]
                 on_device: None,
@@ -85,11 +86,21 @@ impl<M> Engine<M> {
 
     /// What averages gradients by NCCL.
     #[cfg(feature = "nccl")]
-    pub fn on_device(&self) -> Option<&nccl::OnDevice> {
+    pub fn on_device(&self) -> Option<&Arc<nccl::OnDevice>> {
         match self {
             Self::Alone { .. } => None,
-            Self::Together { on_device, .. } => on_device.as_deref(),
+            Self::Together { on_device, .. } => on_device.as_ref(),
         }
+    }
+
+    /// What makes the others' calls of NCCL when this rank has no data left.
+    #[cfg_attr(not(feature = "nccl"), allow(clippy::unused_self))]
+    pub fn elsewhere(&self) -> Option<Arc<dyn Elsewhere>> {
+        #[cfg(feature = "nccl")]
+        if let Some(on_device) = self.on_device() {
+            return Some(on_device.clone());
+        }
+        None
     }
 
     /// What averages the gradients, for people.

@@ -37,10 +37,13 @@ impl<M: Module> Ddp<M> {
     /// The weights of [`backward_weighted`](Self::backward_weighted) go through the host's group. If one rank calls
     /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
     /// with its time-out.
-    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device.
+    /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes products
+    /// there, among devices of one model.
+    ///
+    /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///
     /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), [`join`](Self::join)
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), a step inside of a `join` that another `Ddp` has begun,
     /// and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on). [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///
     /// # Errors
@@ -50,6 +53,16 @@ impl<M: Module> Ddp<M> {
     pub fn with_nccl(model: M, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
         let averaging = Averaging::Nccl(group.device().clone());
         Self::averaged(model, JoinGroup::from(group.host()), options, averaging)
+    }
+
+    /// An error if ranks that are done would not make NCCL's calls in the `join` that runs. It ends the group: the others wait for this step.
+    pub(super) fn check_join(&self) -> Result<()> {
+        match self.engine.on_device() {
+            Some(nccl) if !self.group.answers(&**nccl) => {
+                self.check_on_host("a join that this Ddp has not begun")
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// In each group of an elastic job NCCL averages on `cuda` from now on.

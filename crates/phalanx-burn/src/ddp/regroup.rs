@@ -8,8 +8,6 @@
 //! A group records that its own rank has ended it: that rank's gradients are lost (they may be NaN), and all go back to
 //! the commit.
 
-use std::sync::Arc;
-
 use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::join::JoinGroup;
@@ -186,7 +184,7 @@ pub(super) fn prepare<M: Module>(
         Units::Replicated => Ok(()),
     };
     let prepared = allowed.and_then(|()| Inventory::of(model)).and_then(|inventory| {
-        let engine = Engine::new(&inventory, Arc::new(group.clone()), options, averaging)?;
+        let engine = Engine::new(&inventory, group, options, averaging)?;
         Ok((inventory, engine))
     });
     prepared.inspect_err(|error| {

@@ -35,7 +35,12 @@ impl ReadBack {
 impl ReadBack {
     /// Has the device copy the elements of `tensor`, row by row, when it comes to it.
     pub fn of(tensor: FloatTensor<Cube>) -> Self {
-        let tensor = into_contiguous_aligned(Cube::computed(tensor));
+        Self::of_computed(Cube::computed(tensor))
+    }
+
+    /// As [`of`](Self::of), for a tensor whose work has been handed to the device.
+    pub fn of_computed(tensor: CubeTensor) -> Self {
+        let tensor = into_contiguous_aligned(tensor);
         let (dtype, shape, strides) =
             (tensor.dtype, tensor.meta.shape().clone(), tensor.meta.strides().clone());
         let copy = CopyDescriptor::new(tensor.handle.clone().binding(), shape, strides, dtype.size());

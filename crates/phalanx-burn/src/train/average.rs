@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::train::{LearnerModel, TrainOutput, TrainStep};
-use phalanx::{ProcessGroup, Result};
+use phalanx::Result;
+use phalanx::join::JoinGroup;
 
 use super::DdpStrategy;
 use crate::ddp::{Averaging, Engine};
@@ -27,8 +28,7 @@ impl<M: LearnerModel> Average<M> {
         let DdpStrategy { group, options, hook, .. } = strategy;
         refuse_units(model, "DdpStrategy")?;
         let inventory = Inventory::of(model)?;
-        let engine =
-            Engine::new(&inventory, Arc::new(ProcessGroup::clone(group)), options, &Averaging::Host)?;
+        let engine = Engine::new(&inventory, &JoinGroup::from(group), options, &Averaging::Host)?;
         if let (Some(sink), Some(hook)) = (engine.sink(), hook) {
             sink.call(|reducer| reducer.register_hook(hook()))?;
         }

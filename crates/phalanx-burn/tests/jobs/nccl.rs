@@ -1,29 +1,32 @@
-//! Gradients that NCCL averages: two ranks that are processes, or two devices of one. With `PHALANX_TEST_DEVICE=cuda` both are on the first device, which NCCL
+//! Gradients that NCCL averages: two or three ranks that are processes, or two devices of one. With `PHALANX_TEST_DEVICE=cuda` all are on the first device, which NCCL
 //! permits by `NCCL_HOSTID`; with `cpu` they are on the stand-ins for libcuda and libnccl, which are no GPU.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::time::Duration;
 
 use burn::module::{Module, Param};
+use burn::nn::BatchNormConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use libtest_mimic::Trial;
+use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
-use phalanx::join::JoinOptions;
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Event, Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed};
+use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::store::TcpStoreServer;
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
-use phalanx_burn::{Ddp, DdpOptions, TowerGradients, TrainState, ZeroRedundancyOptimizer};
+use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer};
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::{Waves, device, distance, floats, samples};
 use crate::devices::{FOLDER, STEPS, check_overlap};
-use crate::workers::{start, start_each};
+use crate::workers::{Worker, start, start_each};
 
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
@@ -39,7 +42,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 13] = [
+    let tests: [(&str, bool, fn()); 25] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -49,6 +52,26 @@ pub fn trials() -> Vec<Trial> {
         ("ranks_and_passes_count_by_their_weights", false, || trained_as_one_process("weighted")),
         ("gradients_travel_in_half_the_bytes", false, || trained_as_one_process("compressed")),
         ("several_forward_passes_have_one_backward", false, || trained_as_one_process("together")),
+        ("ranks_that_are_done_answer_the_others_calls", false, || joined("plain", 2)),
+        ("of_three_ranks_one_has_no_batch", false, || joined("plain", 3)),
+        ("in_a_join_the_average_may_be_that_of_ranks_with_data", false, || joined("by active", 3)),
+        ("in_a_join_gradients_are_accumulated", false, || joined("accumulated", 2)),
+        ("in_a_join_ranks_count_by_their_weights", false, || joined("weighted", 3)),
+        ("in_a_join_what_no_rank_with_data_uses_has_no_average", false, || joined("unused", 2)),
+        ("in_a_join_gradients_travel_in_half_the_bytes", false, || joined("compressed", 2)),
+        ("in_a_join_products_of_factors_are_averaged", false, || joined("low rank", 3)),
+        ("power_sgd_on_the_device_trains_as_in_the_host_s_memory", false, || {
+            job("low rank", &[HOST_IS_DEVICE]);
+        }),
+        ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
+        // The stand-in's devices may have names.
+        ("power_sgd_among_devices_of_several_models_is_refused", true, || {
+            job(OTHER_MODELS, &[HOST_IS_DEVICE]);
+        }),
+        ("a_synchronised_batch_norm_and_a_rank_that_dies_in_a_join", false, || {
+            job("join norm", &[HOST_IS_DEVICE]);
+            dies_in_a_join();
+        }),
         ("nccl_averages_while_backward_goes_on", false, nccl_averages_while_backward_goes_on),
         ("what_cannot_be_done_on_the_device_is_refused_by_name", false, || job("refuse", &[HOST_IS_DEVICE])),
         // The driver says whose memory an address is in, and is asked before NCCL gets it. Burn's memory on cuda is the device's.
@@ -90,8 +113,26 @@ fn is_real() -> bool {
 
 /// Runs the ranks, which all must succeed.
 fn job(what: &'static str, more: &[(&'static str, &str)]) {
+    job_of(RANKS, what, more);
+}
+
+fn job_of(ranks: usize, what: &'static str, more: &[(&'static str, &str)]) {
     let folder = tempfile::tempdir().unwrap();
-    let libraries = if is_real() { None } else { Some(stand_in::build(folder.path())) };
+    let (_server, mut ranks) = begin(folder.path(), ranks, what, more);
+    for rank in &mut ranks {
+        let (finished, text) = rank.outcome("a rank with NCCL");
+        assert!(finished, "{text}");
+    }
+}
+
+/// Starts the ranks. The stand-in lies in `folder`.
+fn begin(
+    folder: &Path,
+    ranks: usize,
+    what: &'static str,
+    more: &[(&'static str, &str)],
+) -> (TcpStoreServer, Vec<Worker>) {
+    let libraries = if is_real() { None } else { Some(stand_in::build(folder)) };
     let mut variables = vec![(WHAT, what)];
     variables.extend(more);
     let libraries = libraries.iter().flatten().map(|(name, path)| (*name, path.to_str().unwrap()));
@@ -105,13 +146,16 @@ fn job(what: &'static str, more: &[(&'static str, &str)]) {
             ("NCCL_SHM_DISABLE", "1".to_owned()),
         ],
         // Each has a device of its own, and sees no other.
-        false => vec![("STANDIN_CUDA_FIRST", rank.to_string()), ("STANDIN_CUDA_DEVICES", "1".to_owned())],
+        false => {
+            let mut own =
+                vec![("STANDIN_CUDA_FIRST", rank.to_string()), ("STANDIN_CUDA_DEVICES", "1".to_owned())];
+            if what == OTHER_MODELS {
+                own.push(("STANDIN_CUDA_NAME", format!("device-of-rank-{rank}")));
+            }
+            own
+        }
     };
-    let (_server, mut ranks) = start_each("nccl", RANKS as u32, &variables, own);
-    for rank in &mut ranks {
-        let (finished, text) = rank.outcome("a rank with NCCL");
-        assert!(finished, "{text}");
-    }
+    start_each("nccl", ranks as u32, &variables, own)
 }
 
 /// What this program does as a rank.
@@ -132,6 +176,12 @@ pub fn play() {
             std::fs::write(path, serde_json::to_vec(&trained).unwrap()).unwrap();
         }
         "refuse" => refuse(&group, &cuda),
+        "join" => join(&group, &cuda, &std::env::var(CASE).unwrap()).unwrap(),
+        "low rank" => low_rank(&group, &cuda).unwrap(),
+        "low rank state" => low_rank_state(&group, &cuda).unwrap(),
+        OTHER_MODELS => other_models(group, &cuda).unwrap(),
+        "join norm" => join_norm(&group, &cuda).unwrap(),
+        "dies" => die_in_a_join(&group, &cuda).unwrap(),
         "elsewhere" => {
             let group = DeviceGroup::new(group, &cuda).unwrap();
             let error = Ddp::with_nccl(Net::new(), &group, DdpOptions::default()).unwrap_err().to_string();
@@ -306,6 +356,322 @@ fn reference(case: &str) -> Vec<Vec<f32>> {
         net = optimizer.step(0.05, net, gradients);
     }
     floats(&net.valid())
+}
+
+/// A rank's batches in a join: the first has two, the second four, the third none.
+const BATCHES: [usize; 3] = [2, 4, 0];
+/// The step after it, which all ranks make.
+const TOGETHER: usize = 9;
+
+/// Where the rows of a rank's passes begin.
+fn rows_in_join(case: &str, step: usize, rank: usize) -> Vec<usize> {
+    let count = if case == "accumulated" { 2 } else { 1 };
+    (0..count).map(|pass| ((step * BATCHES.len() + rank) * 2 + pass) * ROWS).collect()
+}
+
+/// The layers that a rank leaves out.
+fn left_out(case: &str, rank: usize) -> Vec<usize> {
+    if case == "unused" { vec![IDLE, rank] } else { Vec::new() }
+}
+
+fn weight_in_join(case: &str, step: usize, rank: usize) -> f64 {
+    if case == "weighted" { ((step + 2 * rank) % 3 + 1) as f64 } else { 1.0 }
+}
+
+/// What ranks train with unequal numbers of batches over NCCL, and through the host, is what one process trains with all their batches.
+fn join(group: &ProcessGroup, cuda: &phalanx_nccl::Device, case: &str) -> Result<()> {
+    let (nccl, host) = (train_in_join(group, Some(cuda), case)?, train_in_join(group, None, case)?);
+    let expected = match case {
+        "low rank" => host.clone(), // It approximates.
+        _ => reference_of_join(case, group.world_size().count()),
+    };
+    let before = floats(&Net::new().valid());
+    assert!(distance(&expected[0], &before) > 0.01, "the reference has not moved");
+    // bf16 has 8 significant bits.
+    let most = if case == "compressed" { 1e-2 } else { 1e-4 };
+    for (way, trained) in [("NCCL", nccl), ("the host", host)] {
+        for (when, (ours, expected)) in
+            ["after the join", "a step later"].iter().zip(trained.iter().zip(&expected))
+        {
+            let distance = distance(ours, expected);
+            assert!(distance < most, "{case}, {way}, {when}: {distance:e}");
+        }
+    }
+    Ok(())
+}
+
+/// A model whose gradients are averaged by NCCL on `cuda`, or through the host.
+fn ddp(group: ProcessGroup, cuda: Option<&phalanx_nccl::Device>, options: DdpOptions) -> Result<Ddp<Net>> {
+    let ddp = match cuda {
+        Some(cuda) => Ddp::with_nccl(Net::new(), &DeviceGroup::new(group, cuda)?, options)?,
+        None => Ddp::with_options(Net::new(), &group, options)?,
+    };
+    assert_eq!(cuda.is_some(), format!("{ddp:?}").contains("NCCL"));
+    Ok(ddp)
+}
+
+/// The parameters after a join, and after one step more together; by NCCL on `cuda`, or through the host.
+fn train_in_join(
+    group: &ProcessGroup,
+    cuda: Option<&phalanx_nccl::Device>,
+    case: &str,
+) -> Result<[Vec<Vec<f32>>; 2]> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let rank = group.rank().index();
+    let mut options = options();
+    if case == "unused" {
+        options.reducer = options.reducer.find_unused_parameters(true);
+    }
+    let mut ddp = ddp(group, cuda, options)?;
+    match case {
+        "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
+        "low rank" => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        _ => {}
+    }
+    let mut optimizer = sgd();
+    let mut join = JoinOptions::default();
+    join.divide_by_initial_world_size = case != "by active";
+    ddp.join(&mut optimizer, join, |ddp, optimizer| {
+        (0..BATCHES[rank]).try_for_each(|step| step_of_join(case, ddp, optimizer, step))
+    })?;
+    assert!(ddp.replicas_identical()?);
+    let joined = floats(&ddp.model().valid());
+    // With other moments replicas would drift apart.
+    step_of_join(case, &mut ddp, &mut optimizer, TOGETHER)?;
+    assert!(ddp.replicas_identical()?);
+    Ok([joined, floats(&ddp.model().valid())])
+}
+
+fn step_of_join(case: &str, ddp: &mut Ddp<Net>, optimizer: &mut ModuleOptimizer, step: usize) -> Result<()> {
+    let rank = ddp.rank().index();
+    let (rows, without) = (rows_in_join(case, step, rank), left_out(case, rank));
+    let share = 1.0 / rows.len() as f64;
+    let (last, firsts) = rows.split_last().unwrap();
+    for from in firsts {
+        let loss = ddp.forward(|net| net.loss(*from, &without))? * share;
+        ddp.backward_no_sync(&loss)?;
+    }
+    let loss = ddp.forward(|net| net.loss(*last, &without))? * share;
+    let gradients = match case {
+        "weighted" => ddp.backward_weighted(&loss, weight_in_join(case, step, rank))?,
+        _ => ddp.backward(&loss)?,
+    };
+    ddp.step(optimizer, 0.05, gradients)
+}
+
+/// Plain Burn, with the batches of all ranks that have one: after the join, and after one step more.
+fn reference_of_join(case: &str, ranks: usize) -> [Vec<Vec<f32>>; 2] {
+    let (mut net, mut optimizer) = (Net::new(), sgd());
+    let mut joined = None;
+    let longest = BATCHES[..ranks].iter().copied().max().unwrap();
+    for step in (0..longest).chain([TOGETHER]) {
+        if step == TOGETHER {
+            joined = Some(floats(&net.valid()));
+        }
+        let has_data = |rank: &usize| step == TOGETHER || step < BATCHES[*rank];
+        let active: Vec<usize> = (0..ranks).filter(has_data).collect();
+        let divisor: f64 = match case {
+            "weighted" => active.iter().map(|rank| weight_in_join(case, step, *rank)).sum(),
+            "by active" => active.len() as f64,
+            _ => ranks as f64,
+        };
+        let losses = active.iter().flat_map(|rank| {
+            let (rows, without) = (rows_in_join(case, step, *rank), left_out(case, *rank));
+            let factor = weight_in_join(case, step, *rank) / rows.len() as f64;
+            let net = &net;
+            rows.into_iter().map(move |from| net.loss(from, &without) * factor)
+        });
+        let loss = losses.reduce(|sum, loss| sum + loss).unwrap() / divisor;
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        net = optimizer.step(0.05, net, gradients);
+    }
+    [joined.unwrap(), floats(&net.valid())]
+}
+
+fn joined(case: &'static str, ranks: usize) {
+    job_of(ranks, "join", &[(CASE, case), HOST_IS_DEVICE]);
+}
+
+/// PowerSGD that sends matrices as products after so many steps, if they become smaller at all.
+fn compressing(steps: u64) -> PowerSgdOptions {
+    PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0)
+}
+
+/// As in the host's memory, also after gradients that are zero or not finite.
+fn low_rank(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let (plain, odd) = ([1.0; 6], [1.0, f64::NAN, 1.0, 0.0, 0.0, 1.0]);
+    let cases = [
+        (compressing(2), plain),
+        (compressing(0).rank(2).seed(5), plain),
+        (compressing(1).warm_start(false), plain),
+        (compressing(0), odd),
+        // Nothing at all is left after a step of zeros.
+        (compressing(0).error_feedback(false), odd),
+    ];
+    for (low_rank, factors) in cases {
+        let (host, of_host) = train_low_rank(group, None, low_rank, &factors)?;
+        let (nccl, of_nccl) = train_low_rank(group, Some(cuda), low_rank, &factors)?;
+        assert!(host.iter().flatten().all(|one| one.is_finite()));
+        let distance = distance(&nccl, &host);
+        assert!(distance < 1e-4, "{low_rank:?}: {distance:e}");
+        assert_eq!(of_nccl, of_host, "bytes");
+    }
+    Ok(())
+}
+
+/// The parameters after steps whose losses are multiplied by these factors, and the bytes that were sent.
+fn train_low_rank(
+    group: &ProcessGroup,
+    cuda: Option<&phalanx_nccl::Device>,
+    low_rank: PowerSgdOptions,
+    factors: &[f64],
+) -> Result<(Vec<Vec<f32>>, u64)> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let rank = group.rank().index();
+    let mut ddp = ddp(group, cuda, options())?;
+    ddp.register_comm_hook(PowerSgd::new(low_rank)?)?;
+    let mut optimizer = sgd();
+    for (step, factor) in factors.iter().enumerate() {
+        let from = rows_in_join("plain", step, rank)[0];
+        let loss = ddp.forward(|net| net.loss(from, &[]))? * *factor;
+        let gradients = ddp.backward(&loss)?;
+        if factor.is_finite() {
+            ddp.step(&mut optimizer, 0.05, gradients)?;
+        }
+    }
+    assert!(ddp.replicas_identical()?);
+    Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
+}
+
+/// From the device to the host's memory, and back.
+fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    type Saved = TrainState<Net, u32>;
+    let make = |over_nccl: bool| -> Result<Saved> {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let state = TrainState::new(Net::new(), sgd(), 0u32)?;
+        let state = match over_nccl {
+            true => state.with_nccl(&DeviceGroup::new(group, cuda)?)?,
+            false => state.with_group(&group)?,
+        };
+        let mut state = state.with_options(options())?;
+        state.model.register_comm_hook(PowerSgd::new(compressing(1))?)?;
+        Ok(state)
+    };
+    let train = |state: &mut Saved, steps: Range<usize>| -> Result<Vec<Vec<f32>>> {
+        for step in steps {
+            let from = rows_in_join("plain", step, state.model.rank().index())[0];
+            let loss = state.model.forward(|net| net.loss(from, &[]))?;
+            let gradients = state.model.backward(&loss)?;
+            state.step(0.05, gradients)?;
+        }
+        Ok(floats(&state.model.model().valid()))
+    };
+    for saved_by_nccl in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), group)?;
+        let mut state = make(saved_by_nccl)?;
+        train(&mut state, 0..4)?;
+        state.checkpoint(&checkpoints)?;
+        checkpoints.finish()?;
+        // What is read disturbs nothing.
+        let expected = train(&mut state, 4..7)?;
+        for resumed_by_nccl in [true, false] {
+            let mut state = make(resumed_by_nccl)?;
+            // Other losses and factors than those of the checkpoint.
+            train(&mut state, 10..13)?;
+            assert!(state.resume(&checkpoints)?);
+            let resumed = train(&mut state, 4..7)?;
+            let distance = distance(&resumed, &expected);
+            assert!(distance < 1e-4, "saved over NCCL: {saved_by_nccl}, {resumed_by_nccl}: {distance:e}");
+        }
+    }
+    Ok(())
+}
+
+/// What a rank does whose device has another name than the other's.
+const OTHER_MODELS: &str = "other models";
+
+fn other_models(group: ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let mut ddp = ddp(group, Some(cuda), options())?;
+    ddp.register_comm_hook(Compressed::bf16())?;
+    let error = ddp.register_comm_hook(PowerSgd::new(compressing(0))?).unwrap_err().to_string();
+    let names = ["device-of-rank-0", "device-of-rank-1"];
+    assert!(names.iter().all(|name| error.contains(name)), "{error}");
+    Ok(())
+}
+
+#[derive(Module, Debug)]
+struct Normed {
+    first: Param<Tensor<1>>,
+    norm: SyncBatchNorm,
+}
+
+/// Statistics go through the host's group, and gradients over NCCL; both are announced.
+fn join_norm(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let train = |over_nccl: bool| {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let rank = group.rank().index();
+        let joined = JoinGroup::new(ProcessGroup::alone()?);
+        let norm = SyncBatchNorm::new(BatchNormConfig::new(WIDTH).init(&device()), &joined);
+        let net = Normed { first: Param::from_tensor(Tensor::zeros([WIDTH], &device())), norm };
+        let state = TrainState::new(net.map(&mut Waves::default()), sgd(), ())?.sharing(&joined)?;
+        let state = match over_nccl {
+            true => state.with_nccl(&DeviceGroup::new(group, cuda)?)?,
+            false => state.with_group(&group)?,
+        };
+        let state = state.with_options(options())?;
+        let (mut ddp, mut optimizer) = (state.model, state.optimizer);
+        assert_eq!(over_nccl, format!("{ddp:?}").contains("NCCL"));
+        ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            for step in 0..BATCHES[rank] {
+                let from = rows_in_join("plain", step, rank)[0];
+                let loss = ddp.forward(|net| {
+                    let (x, _) = samples(from, from + ROWS);
+                    let out = net.norm.forward((x.clone() * net.first.val().unsqueeze()).tanh());
+                    (out - x).powi_scalar(2).mean()
+                })?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, 0.05, gradients)?;
+            }
+            Ok(())
+        })?;
+        assert!(ddp.replicas_identical()? && ddp.buffers_identical()?);
+        Ok::<_, phalanx::Error>(floats(&ddp.model().valid()))
+    };
+    let (host, nccl) = (train(false)?, train(true)?);
+    let distance = distance(&nccl, &host);
+    assert!(distance < 1e-4, "{distance:e}");
+    Ok(())
+}
+
+/// The rank that dies, and when: rank 0 is done by then.
+const DIES_IN_JOIN: (usize, usize) = (2, 3);
+
+/// The others learn of it, whoever makes whose calls.
+fn die_in_a_join(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let rank = group.rank().index();
+    let mut ddp = Ddp::with_nccl(Net::new(), &DeviceGroup::new(group.clone(), cuda)?, options())?;
+    let joined = ddp.join(&mut sgd(), JoinOptions::default(), |ddp, optimizer| {
+        for step in 0..[1, 6, 6][rank] {
+            if (rank, step) == DIES_IN_JOIN {
+                kill_process(getpid(), Signal::KILL).unwrap();
+            }
+            step_of_join("plain", ddp, optimizer, step)?;
+        }
+        Ok(())
+    });
+    let error = joined.unwrap_err().to_string();
+    assert!(error.contains("rank 2"), "{error}");
+    Ok(())
+}
+
+fn dies_in_a_join() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_server, mut ranks) = begin(folder.path(), 3, "dies", &[HOST_IS_DEVICE]);
+    for (rank, worker) in ranks.iter_mut().enumerate() {
+        let (finished, text) = worker.outcome("a rank in a join");
+        assert_eq!(finished, rank != DIES_IN_JOIN.0, "rank {rank}: {text}");
+    }
 }
 
 /// The step in which a worker of an elastic job dies.
@@ -510,9 +876,13 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
         ("ZeroRedundancyOptimizer::new", |group| {
             ZeroRedundancyOptimizer::new(sgd(), &mut Ddp::with_nccl(Net::new(), group, options())?).map(drop)
         }),
-        ("join", |group| {
-            let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
-            ddp.join(&mut sgd(), JoinOptions::default(), |_, _| Ok(()))
+        // Ranks that are done would not make its calls.
+        ("a join that this Ddp has not begun", |group| {
+            let joined = JoinGroup::new(ProcessGroup::alone()?);
+            let state = TrainState::new(Net::new(), sgd(), ())?.sharing(&joined)?;
+            let mut state = state.with_nccl(group)?;
+            let step = || state.model.forward(|net| net.loss(0, &[]));
+            joined.join(JoinOptions::default(), step).map(drop)
         }),
     ];
     for (words, call) in cases {

@@ -122,6 +122,37 @@ impl PowerSgdOptions {
     pub fn first_factor(&self, index: usize, matrix: LowRankMatrix, steps: u64) -> Vec<f32> {
         random(matrix.columns * matrix.rank, self.seed, steps.max(self.start_iter), index)
     }
+
+    /// The orthonormal columns of `Q` with which the parameter at `index` begins the step after so many others, from those that the last one left, if it
+    /// did. A column in which there was nothing is a random one. The same on every rank.
+    pub fn next_factor(
+        &self,
+        index: usize,
+        matrix: LowRankMatrix,
+        last: Option<Vec<f32>>,
+        steps: u64,
+    ) -> Vec<f32> {
+        let LowRankMatrix { columns, rank, .. } = matrix;
+        let random = || self.first_factor(index, matrix, steps);
+        let mut q = last.filter(|q| q.len() == columns * rank).unwrap_or_else(random);
+        self.orthogonalize(&mut q, columns);
+        let nothing = |column: &[f32]| dot(column, column) == 0.0;
+        if q.chunks_exact(columns).any(nothing) {
+            // The power method never leaves zero: nothing would be sent in this direction any more.
+            for (column, fresh) in q.chunks_exact_mut(columns).zip(random().chunks_exact(columns)) {
+                if nothing(column) {
+                    column.copy_from_slice(fresh);
+                }
+            }
+            self.orthogonalize(&mut q, columns);
+        }
+        q
+    }
+
+    /// Makes columns, one behind the other, each of this `length`, orthonormal. One that depends on those before it becomes zero.
+    pub fn orthogonalize(&self, columns: &mut [f32], length: usize) {
+        orthogonalize(columns, length, self.orthogonalization_epsilon);
+    }
 }
 
 /// A gradient as the matrix `M`, which a product of two matrices of `rank` columns approximates.
@@ -220,7 +251,8 @@ impl CommHook for PowerSgd {
                     m.iter_mut().zip(loss).for_each(|(m, loss)| *m += loss);
                 }
                 let known = memory.factors.remove(&matrix.parameter);
-                let q = matrix.begin(known.filter(|_| options.warm_start), &options, step);
+                let known = known.filter(|_| options.warm_start);
+                let q = options.next_factor(matrix.parameter, matrix.shape(), known, step);
                 times(m, matrix.columns, &q, &mut left[matrix.left()]);
             }
             layout.gather(gradients, whole);
@@ -234,7 +266,7 @@ impl CommHook for PowerSgd {
             layout.scatter(whole, gradients);
             for matrix in &layout.matrices {
                 let p = &mut left[matrix.left()];
-                orthogonalize(p, matrix.rows, options.orthogonalization_epsilon);
+                options.orthogonalize(p, matrix.rows);
                 let m = &gradients[matrix.elements.clone()];
                 transposed_times(m, matrix.columns, p, &mut right[matrix.right()]);
             }
@@ -308,23 +340,8 @@ impl Matrix {
         self.right..self.right + self.columns * self.rank
     }
 
-    /// The orthonormal columns that a step begins with, from those that the last one left; the same on every rank.
-    fn begin(&self, last: Option<Vec<f32>>, options: &PowerSgdOptions, step: u64) -> Vec<f32> {
-        let length = self.columns * self.rank;
-        let random = || random(length, options.seed, step, self.parameter);
-        let mut q = last.filter(|q| q.len() == length).unwrap_or_else(random);
-        orthogonalize(&mut q, self.columns, options.orthogonalization_epsilon);
-        let nothing = |column: &[f32]| dot(column, column) == 0.0;
-        if q.chunks_exact(self.columns).any(nothing) {
-            // The power method never leaves zero: nothing would be sent in this direction any more.
-            for (column, fresh) in q.chunks_exact_mut(self.columns).zip(random().chunks_exact(self.columns)) {
-                if nothing(column) {
-                    column.copy_from_slice(fresh);
-                }
-            }
-            orthogonalize(&mut q, self.columns, options.orthogonalization_epsilon);
-        }
-        q
+    fn shape(&self) -> LowRankMatrix {
+        LowRankMatrix { rows: self.rows, columns: self.columns, rank: self.rank }
     }
 }
 
