@@ -5,6 +5,7 @@ import inspect
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -269,8 +270,7 @@ def of_other_arguments(rank, case):
         else:
             phalanx_torch.recv_object_list([None, None], 0)
         dist.barrier()
-    if rank == 1:
-        assert caught.value.kind == "mismatch"
+    assert rank == 0 or caught.value.kind == "mismatch"
     return str(caught.value)
 
 
@@ -278,7 +278,8 @@ def of_other_arguments(rank, case):
     "case, said",
     [
         ("weights_only", "weights_only=True"),
-        ("root", "of rank 1 the root is rank 1, of rank 0 rank 0"),
+        # Either rank may be the first that sees it.
+        ("root", r"of rank [01] the root is rank [01], of rank [01] rank [01]"),
         ("form of a broadcast", "rank 1 has weights_only=True, rank 0 has weights_only=False"),
         ("length", "rank 0 sends 2 objects, and rank 1 has a list of 3"),
         ("form of a scatter", "rank 1 has weights_only=True, rank 0 has weights_only=False"),
@@ -286,7 +287,8 @@ def of_other_arguments(rank, case):
     ],
 )
 def test_other_arguments_on_another_rank_are_named(ranks, case, said):
-    assert said in ranks(2, of_other_arguments, case)[1]
+    text = ranks(2, of_other_arguments, case)[1]
+    assert re.search(said, text), text
 
 
 class Unsafe:
