@@ -6,6 +6,8 @@
 The group is that of ``init_process_group("cpu:phalanx,cuda:nccl")``. The first table is a mixture such as inference servers send: in random
 order, the same on every rank, calls of four kinds with messages of five sizes, each made over both backends, one after the other and in turn
 first; a barrier of its own backend is before each, so that the ranks begin together. Times are those of the slowest rank.
+
+Objects are exchanged by the functions of phalanx_torch, beside PyTorch's over gloo. The rows "by PyTorch" are PyTorch's functions over both.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from ports import free_port
 
-import phalanx_torch  # noqa: F401
+import phalanx_torch
 
 SIZES = [100, 1 << 10, 4 << 10, 16 << 10, 64 << 10]
 CALLS = {
@@ -91,23 +93,31 @@ def mixture(groups, rank, ranks, calls):
 
 def objects(groups, rank, ranks, rounds):
     if rank == 0:
-        print(f"objects and groups, medians of {rounds}, us\n{'':>34} {'phalanx':>10} {'gloo':>10} {'ratio':>8}")
+        print(f"objects and groups, medians of {rounds}, us\n{'':>45} {'phalanx':>10} {'gloo':>10} {'ratio':>8}")
     for size in (100, 4 << 10, 64 << 10):
         made = {"rank": rank, "text": "x" * size}
 
-        def all_gather(group, _):
+        def all_gather(module, group):
             found = [None] * ranks
-            dist.all_gather_object(found, made, group=group)
+            module.all_gather_object(found, made, group=group)
             assert [each["rank"] for each in found] == list(range(ranks))
 
-        def broadcast(group, _):
+        def broadcast(module, group):
             found = [made if rank == 0 else None]
-            dist.broadcast_object_list(found, 0, group=group)
+            module.broadcast_object_list(found, 0, group=group)
             assert found[0]["rank"] == 0
 
-        for call in (all_gather, broadcast):
-            name = {"all_gather": "all_gather_object", "broadcast": "broadcast_object_list"}[call.__name__]
-            show(f"{name}, {size} B", alternating(groups, lambda: None, call, rounds), rank)
+        for call, name in ((all_gather, "all_gather_object"), (broadcast, "broadcast_object_list")):
+
+            def own(group, _):
+                # gloo's groups have PyTorch's functions alone.
+                call(dist if group is groups["gloo"] else phalanx_torch, group)
+
+            def by_pytorch(group, _):
+                call(dist, group)
+
+            show(f"{name}, {size} B", alternating(groups, lambda: None, own, rounds), rank)
+            show(f"by PyTorch: {name}, {size} B", alternating(groups, lambda: None, by_pytorch, rounds), rank)
     for backend in ("phalanx", "gloo"):
         for _ in range(2):
             first = dist.new_group(backend=backend)
@@ -131,7 +141,7 @@ def objects(groups, rank, ranks, rounds):
 def show(what, times, rank):
     if rank == 0:
         ours, theirs = (1e6 * statistics.median(times[name]) for name in ("phalanx", "gloo"))
-        print(f"{what:>34} {ours:10.1f} {theirs:10.1f} {theirs / ours:7.1f}x", flush=True)
+        print(f"{what:>45} {ours:10.1f} {theirs:10.1f} {theirs / ours:7.1f}x", flush=True)
 
 
 def rank_of_bench(rank, arguments, port):

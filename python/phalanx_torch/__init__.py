@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     from phalanx_torch._errors import Error as Error
     from phalanx_torch._gloo import as_gloo as as_gloo
     from phalanx_torch._native import __version__ as __version__
+    from phalanx_torch._object_functions import replace_object_functions as replace_object_functions
     from phalanx_torch.arrays import ArrayGroup as ArrayGroup
     from phalanx_torch.arrays import init as init
+    from phalanx_torch.objects import all_gather_object as all_gather_object
+    from phalanx_torch.objects import broadcast_object_list as broadcast_object_list
+    from phalanx_torch.objects import gather_object as gather_object
+    from phalanx_torch.objects import recv_object_list as recv_object_list
+    from phalanx_torch.objects import scatter_object_list as scatter_object_list
+    from phalanx_torch.objects import send_object_list as send_object_list
     from phalanx_torch.process_group import ProcessGroup as ProcessGroup
 
 __all__ = ["ArrayGroup", "Error", "init"]
@@ -36,8 +43,24 @@ _HOMES = {"ArrayGroup": "arrays", "Error": "_errors", "__version__": "_native", 
 
 # Programs with arrays alone do not wait for PyTorch, where it is installed.
 if importlib.util.find_spec("torch") is not None:
-    _HOMES |= {"ProcessGroup": "process_group", "as_gloo": "_gloo"}
-    __all__ += ["ProcessGroup", "as_gloo"]
+    _HOMES |= {"ProcessGroup": "process_group", "as_gloo": "_gloo", "replace_object_functions": "_object_functions"}
+    __all__ += ["ProcessGroup", "as_gloo", "replace_object_functions"]
+    _HOMES |= {
+        "all_gather_object": "objects",
+        "broadcast_object_list": "objects",
+        "gather_object": "objects",
+        "recv_object_list": "objects",
+        "scatter_object_list": "objects",
+        "send_object_list": "objects",
+    }
+    __all__ += [
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ]
     _registration.register_with_torch()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 
 def register() -> None:
-    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's."""
+    """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's, with
+    ``PHALANX_OBJECTS=1`` that of PyTorch's functions for objects."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -27,11 +28,15 @@ def register() -> None:
         # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("phalanx")
-    if _is_wanted("PHALANX_AS_GLOO", "gloo"):
+    if _is_wanted("PHALANX_AS_GLOO", "be taken for gloo"):
         from phalanx_torch._gloo import as_gloo
 
         as_gloo()
-    if _is_wanted("PHALANX_AS_HOROVOD", "Horovod"):
+    if _is_wanted("PHALANX_OBJECTS", "replace PyTorch's functions for objects"):
+        from phalanx_torch._object_functions import replace_object_functions
+
+        replace_object_functions()
+    if _is_wanted("PHALANX_AS_HOROVOD", "be taken for Horovod"):
         from phalanx_torch._horovod import install_later
 
         install_later()
@@ -47,10 +52,10 @@ def _check_ours(plugin: Any) -> None:
         )
 
 
-def _is_wanted(variable: str, name: str) -> bool:
+def _is_wanted(variable: str, effect: str) -> bool:
     wanted = os.environ.get(variable, "")
     if wanted not in ("", "0", "1"):
-        raise ValueError(f"{variable} is {wanted!r}; give 1 to be taken for {name}, or 0")
+        raise ValueError(f"{variable} is {wanted!r}; give 1 to {effect}, or 0")
     return wanted == "1"
 
 

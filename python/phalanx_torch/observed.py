@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from phalanx_torch import work as works
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
 
+_T = TypeVar("_T")
 modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _autograd: Any = vars(torch._C)["_autograd"]
 _enter: Any = _autograd._record_function_with_args_enter
@@ -232,6 +233,17 @@ def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> d
         group._completions.expect(work, hook, (getattr(_types, kind.type), group._sequence, started, clock))
     assert work is not None
     return work
+
+
+def recorded(group: "ProcessGroup", title: str, run: Callable[[], _T]) -> _T:
+    """What ``run`` returns, a call for which nobody makes tensors: only the profiler sees it."""
+    if not profiler._is_profiler_enabled:
+        return run()
+    record = _enter(f"{group.name()}:{title}")
+    try:
+        return run()
+    finally:
+        _exit(record)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

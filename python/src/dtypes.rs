@@ -95,6 +95,9 @@ pub fn of_narrow(number: u16, is_average: bool) -> PyResult<Option<Caller>> {
     }
 }
 
+/// What stands for pickled objects among the types of messages: a name, and a number that no type has.
+pub const OBJECTS: (&str, i64) = ("pickled objects", 1 << 32);
+
 /// The number by which ranks tell each other of the type with this name. All have the same version of this package.
 pub fn number(name: &str) -> Option<i64> {
     let place = NAMES.iter().position(|(known, _)| *known == name)?;
@@ -103,6 +106,9 @@ pub fn number(name: &str) -> Option<i64> {
 
 /// The type with this number: its name, and how many bytes one of its elements is. None if a peer has made it up.
 pub fn numbered(number: i64) -> Option<(&'static str, usize)> {
+    if number == OBJECTS.1 {
+        return Some((OBJECTS.0, 1));
+    }
     let (name, known) = NAMES.get(usize::try_from(number).ok()?)?;
     Some((*name, known.bytes()))
 }

@@ -16,7 +16,7 @@ use crate::errors::raised;
 use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
-use crate::messages::{Call, Messages, unexpected_bytes};
+use crate::messages::{Call, Content, Messages, OBJECTS_TAG, Place, unexpected_bytes};
 use crate::store::{Connection, GivenUp, TorchStore};
 use crate::work::{Pending, Work};
 
@@ -173,7 +173,8 @@ impl Group {
         self.in_call(py, how, reduction.caller.or(seen.caller), operation)
     }
 
-    fn in_call(
+    /// As `collective`, of one that is part of a call of the program's: ranks compare that.
+    pub fn in_call(
         &self,
         py: Python<'_>,
         how: How,
@@ -197,6 +198,30 @@ impl Group {
         let limit = timeout.map_or(Ok(*self.0.timeout.read()), duration)?;
         let call = Call { group: self.open(timeout)?, timeout: limit, wait, pending: pending.clone() };
         Ok((call, Work::new(pending)))
+    }
+
+    /// Sends a parcel of objects, and returns when it has been sent.
+    pub fn send_parcel(&self, py: Python<'_>, parcel: Vec<u8>, to: Rank) -> PyResult<()> {
+        let (call, work) = self.message((None, true))?;
+        let content = Content::Parcel(parcel);
+        let sent = interrupt::waiting(py, || self.0.messages.send(call, to, OBJECTS_TAG, content));
+        sent.inspect_err(|raised| self.interrupted(py, raised))?;
+        work.wait(py, None)?;
+        Ok(())
+    }
+
+    /// Receives a parcel of objects from the rank `from`, or from any. Returns from which, and the parcel.
+    pub fn recv_parcel(&self, py: Python<'_>, from: Option<Rank>) -> PyResult<(Rank, Vec<u8>)> {
+        let (call, work) = self.message((None, true))?;
+        let parcel = Arc::new(Mutex::new(Vec::new()));
+        let place = Place::Parcel(parcel.clone());
+        let received = interrupt::waiting(py, || self.0.messages.recv(call, from, OBJECTS_TAG, place));
+        received.inspect_err(|raised| self.interrupted(py, raised))?;
+        work.wait(py, None)?;
+        let source = work.source().map(Rank::new).or(from);
+        let source = source.ok_or_else(|| PyValueError::new_err("this message has come from no rank"))?;
+        let parcel = std::mem::take(&mut *parcel.lock());
+        Ok((source, parcel))
     }
 
     /// Checks the length of a list that has one entry for each.
@@ -470,7 +495,8 @@ impl Group {
     fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, to: u32, tag: i64, how: How) -> PyResult<Work> {
         let memory = Memory::of(tensor, Meaning::Bytes, false)?;
         let (call, work) = self.message(how)?;
-        let sent = interrupt::waiting(py, || self.0.messages.send(call, Rank::new(to), tag, memory));
+        let content = Content::Elements(memory);
+        let sent = interrupt::waiting(py, || self.0.messages.send(call, Rank::new(to), tag, content));
         sent.inspect_err(|raised| self.interrupted(py, raised))?;
         Ok(work)
     }
@@ -486,8 +512,8 @@ impl Group {
     ) -> PyResult<Work> {
         let memory = Memory::of(tensor, Meaning::Bytes, true)?;
         let (call, work) = self.message(how)?;
-        let received =
-            interrupt::waiting(py, || self.0.messages.recv(call, from.map(Rank::new), tag, memory));
+        let place = Place::Elements(memory);
+        let received = interrupt::waiting(py, || self.0.messages.recv(call, from.map(Rank::new), tag, place));
         received.inspect_err(|raised| self.interrupted(py, raised))?;
         Ok(work)
     }

@@ -18,6 +18,7 @@ mod interrupt;
 mod lane;
 mod memory;
 mod messages;
+mod objects;
 mod store;
 mod work;
 

@@ -2,7 +2,8 @@
 //!
 //! The core's messages have no tags: each direction of each pair of ranks is a line in order. Here every message is two of
 //! them, a head with tag and length, and then the elements, straight into the tensor that waits for them. A message
-//! that nobody waits for yet is kept until somebody does.
+//! that nobody waits for yet is kept until somebody does. Pickled objects are messages like others, of a type and of a length of their own,
+//! which their receiver does not know before.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,12 +16,16 @@ use crate::dtypes;
 use crate::interrupt;
 use crate::lane::Lane;
 use crate::memory::Memory;
+use crate::objects;
 use crate::work::{Outcome, Pending};
 
 /// Tag, bytes and the number of the elements' type.
 const HEAD: usize = 3;
 /// Messages that nobody waits for take at most this many bytes, unless `PHALANX_UNEXPECTED_BYTES` says how many.
 const UNEXPECTED_BYTES: usize = 1 << 30;
+/// The tag of messages with objects. It is that of tensors for which the program names none, so that PyTorch's function for objects on one rank, and
+/// that of `phalanx_torch` on the other, meet, and are an error at once.
+pub const OBJECTS_TAG: i64 = 0;
 /// Tags that an error names.
 const NAMED_TAGS: usize = 8;
 /// How long a receive from any rank sleeps between looks at the lines; it begins with the first, and doubles it.
@@ -44,6 +49,21 @@ pub struct Call {
     pub pending: Arc<Pending>,
 }
 
+/// What a message has.
+pub enum Content {
+    Elements(Memory),
+    /// Pickled objects.
+    Parcel(Vec<u8>),
+}
+
+/// Where a receive puts what comes.
+pub enum Place {
+    /// As many elements as these.
+    Elements(Memory),
+    /// Pickled objects, however many they are.
+    Parcel(Arc<Mutex<Vec<u8>>>),
+}
+
 /// What receives wait for, and what has come without one.
 struct Received {
     table: Mutex<Table>,
@@ -65,7 +85,7 @@ struct Waiting {
     number: u64,
     from: Option<Rank>,
     tag: i64,
-    memory: Memory,
+    place: Place,
     pending: Arc<Pending>,
 }
 
@@ -142,13 +162,17 @@ impl Messages {
     }
 
     /// Sends; returns at once if the call does not wait.
-    pub fn send(&self, call: Call, to: Rank, tag: i64, memory: Memory) {
+    pub fn send(&self, call: Call, to: Rank, tag: i64, content: Content) {
         let Call { group, wait, pending, .. } = call;
         let Some(lane) = self.outbound.get(to.index()) else { return pending.complete(Err(no_rank(to))) };
         let send = move || {
-            let bytes = memory.as_bytes();
-            // Every type that memory can have has a number.
-            let kind = dtypes::number(memory.seen().name).unwrap_or(-1);
+            let (bytes, kind) = match &content {
+                // Every type that memory can have has a number.
+                Content::Elements(memory) => {
+                    (memory.as_bytes(), dtypes::number(memory.seen().name).unwrap_or(-1))
+                }
+                Content::Parcel(parcel) => (parcel.as_slice(), dtypes::OBJECTS.1),
+            };
             group.send(&[tag, bytes.len() as i64, kind], to)?;
             if !bytes.is_empty() {
                 group.send(bytes, to)?;
@@ -162,7 +186,7 @@ impl Messages {
     }
 
     /// Receives from a rank, or from any; returns at once if the call does not wait.
-    pub fn recv(&self, call: Call, from: Option<Rank>, tag: i64, memory: Memory) {
+    pub fn recv(&self, call: Call, from: Option<Rank>, tag: i64, place: Place) {
         let Call { group, timeout, wait, pending } = call;
         let lane = match from {
             None => &self.from_any,
@@ -175,7 +199,7 @@ impl Messages {
             let mut table = self.received.table.lock();
             let number = table.next;
             table.next += 1;
-            let waiting = Waiting { number, from, tag, memory, pending: pending.clone() };
+            let waiting = Waiting { number, from, tag, place, pending: pending.clone() };
             if let Some(message) = table.unexpected_for(from, tag) {
                 drop(table);
                 return deliver_kept(&group, message, waiting);
@@ -268,9 +292,11 @@ impl Received {
         let head = Head::parse(head, peer)?;
         let waiting = self.take(peer, head.tag);
         if let Some(mut waiting) = waiting {
-            let received = head.check(&group, peer, &waiting.memory).and_then(|()| match head.bytes {
-                0 => Ok(()),
-                _ => group.recv(waiting.memory.as_bytes_mut(), peer),
+            let received = head.check(&group, peer, &waiting.place).and_then(|()| {
+                waiting.place.fill(&group, head.bytes, |bytes| match bytes.len() {
+                    0 => Ok(()),
+                    _ => group.recv(bytes, peer),
+                })
             });
             waiting.pending.complete(received.clone().map(|()| Some(peer.get())));
             return received;
@@ -393,18 +419,24 @@ impl Head {
         Ok(Self { tag, bytes, kind })
     }
 
-    /// Is it the message that `memory` is for? If not, the group fails: the lengths of all that follows are in doubt.
-    fn check(self, group: &ProcessGroup, peer: Rank, memory: &Memory) -> Result<(), Error> {
+    /// Is it the message that `place` is for? If not, the group fails: the lengths of all that follows are in doubt.
+    fn check(self, group: &ProcessGroup, peer: Rank, place: &Place) -> Result<(), Error> {
+        let is_parcel = self.kind.is_some_and(|(name, _)| name == dtypes::OBJECTS.0);
+        let memory = match place {
+            Place::Elements(memory) => memory,
+            Place::Parcel(_) if is_parcel => return Ok(()),
+            Place::Parcel(_) => return Err(self.other_call(group, peer, "objects")),
+        };
         // By name: to the core, int16 and float8 are bytes, as uint8 is, and a complex number is two floats.
         let (seen, length) = (memory.seen(), memory.as_bytes().len());
         if self.bytes == length && self.kind.is_some_and(|(name, _)| name == seen.name) {
             return Ok(());
         }
-        let sent = match self.kind {
-            Some((name, bytes)) => format!("{} x {name}", self.bytes / bytes),
-            None => format!("{} bytes of a type that this rank does not know", self.bytes),
-        };
-        let (rank, tag) = (group.rank(), self.tag);
+        if is_parcel {
+            let elements = format!("{} x {}", memory.len() / seen.each, seen.name);
+            return Err(self.other_call(group, peer, &elements));
+        }
+        let (rank, tag, sent) = (group.rank(), self.tag, self.sent());
         let error = Error::mismatch(format!(
             "rank {peer} has sent {sent} with tag {tag} to rank {rank}, which receives {} x {}",
             memory.len() / seen.each,
@@ -414,15 +446,61 @@ impl Head {
         group.abort(error.clone());
         Err(error)
     }
+
+    /// Fails the group: one of two ranks has called a function for objects of `phalanx_torch`, and the other has not.
+    fn other_call(self, group: &ProcessGroup, peer: Rank, awaited: &str) -> Error {
+        let (rank, tag, sent) = (group.rank(), self.tag, self.sent());
+        let error = Error::mismatch(format!(
+            "rank {peer} has sent {sent} with tag {tag} to rank {rank}, which receives {awaited}"
+        ))
+        .with_peer(peer)
+        .with_remedy(
+            "call send_object_list and recv_object_list of phalanx_torch on both ranks, or of torch.distributed on both",
+        );
+        group.abort(error.clone());
+        error
+    }
+
+    /// What the peer says that it has sent.
+    fn sent(self) -> String {
+        match self.kind {
+            Some((name, _)) if name == dtypes::OBJECTS.0 => "objects".to_owned(),
+            Some((name, bytes)) => format!("{} x {name}", self.bytes / bytes),
+            None => format!("{} bytes of a type that this rank does not know", self.bytes),
+        }
+    }
+}
+
+impl Place {
+    /// Lets `receive` write a message of `bytes` bytes, which has been found to be for this.
+    fn fill(
+        &mut self,
+        group: &ProcessGroup,
+        bytes: usize,
+        receive: impl FnOnce(&mut [u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Elements(memory) => receive(memory.as_bytes_mut()),
+            Self::Parcel(parcel) => {
+                // The length is the peer's word.
+                let mut whole = objects::zeroed(group, bytes)?;
+                receive(&mut whole)?;
+                *parcel.lock() = whole;
+                Ok(())
+            }
+        }
+    }
 }
 
 fn deliver_kept(group: &ProcessGroup, message: Message, mut waiting: Waiting) {
     let Message { from, head, bytes } = message;
-    let outcome: Outcome = head.check(group, from, &waiting.memory).map(|()| {
-        waiting.memory.as_bytes_mut().copy_from_slice(&bytes);
-        Some(from.get())
+    let outcome = head.check(group, from, &waiting.place).and_then(|()| {
+        waiting.place.fill(group, bytes.len(), |place| {
+            place.copy_from_slice(&bytes);
+            Ok(())
+        })
     });
-    waiting.pending.complete(outcome);
+    waiting.pending.complete(outcome.map(|()| Some(from.get())));
 }
 
 fn no_rank(rank: Rank) -> Error {

@@ -86,7 +86,7 @@ impl Work {
 impl Work {
     /// Waits for the end, at most `timeout` seconds. Raises the error of the operation. Returns whether it has ended.
     #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+    pub fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = timeout.map(Duration::try_from_secs_f64).transpose();
         let timeout = timeout.map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
@@ -113,7 +113,7 @@ impl Work {
     }
 
     /// The rank from which it received; None before the end, or if it received nothing.
-    fn source(&self) -> Option<u32> {
+    pub fn source(&self) -> Option<u32> {
         self.0.outcome()?.ok()?
     }
 

@@ -39,6 +39,9 @@ COLLECTIVES = {
     "large all_reduce": lambda: dist.all_reduce(torch.ones(1 << 20)),
     "all_gather_object": lambda: dist.all_gather_object([None, None], "x"),
     "broadcast_object_list": lambda: dist.broadcast_object_list([None], src=1),
+    "our all_gather_object": lambda: phalanx_torch.all_gather_object([None, None], "x"),
+    "our broadcast_object_list": lambda: phalanx_torch.broadcast_object_list([None], src=1),
+    "our recv_object_list": lambda: phalanx_torch.recv_object_list([None], src=1),
     "new_group": lambda: dist.new_group([0, 1]),
 }
 

@@ -165,6 +165,14 @@ callers! {
     AverageOfInt32 = 78, "ReduceOp.AVG of int32";
     /// As [`IntegerAverage`](Self::IntegerAverage), in a wider type than `uint32`, which the tensors have.
     AverageOfUint32 = 79, "ReduceOp.AVG of uint32";
+    /// `all_gather_object` of the package for Python, whose objects are pickled.
+    PickledAllGatherObject = 80, "phalanx_torch.all_gather_object";
+    /// `gather_object` of the package for Python.
+    PickledGatherObject = 81, "phalanx_torch.gather_object";
+    /// `broadcast_object_list` of the package for Python.
+    PickledBroadcastObjectList = 82, "phalanx_torch.broadcast_object_list";
+    /// `scatter_object_list` of the package for Python.
+    PickledScatterObjectList = 83, "phalanx_torch.scatter_object_list";
 }
 
 impl Caller {
