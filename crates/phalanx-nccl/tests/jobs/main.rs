@@ -7,6 +7,7 @@ mod collectives;
 mod faults;
 mod init;
 mod overlap;
+mod shrink;
 mod stand_in;
 mod world;
 
@@ -63,6 +64,7 @@ fn main() {
         ("faults", faults::TESTS),
         ("init", init::TESTS),
         ("overlap", overlap::TESTS),
+        ("shrink", shrink::TESTS),
     ];
     let trials = files.into_iter().flat_map(|(file, tests)| {
         tests.iter().map(move |(name, ranks, needs, test)| {
@@ -92,6 +94,7 @@ fn play(role: &str) {
         ("faults", role) => faults::play(role),
         ("init", role) => init::play(role),
         ("overlap", role) => overlap::play(role),
+        ("shrink", role) => shrink::play(role),
         (file, _) => panic!("no file {file}"),
     };
     match outcome {
