@@ -95,6 +95,10 @@ int standin_launch_threads(void) { return atomic_load(&launch_threads); }
 int standin_inits(void) { return atomic_load(&inits); }
 int standin_shrinks(void) { return atomic_load(&shrinks); }
 int standin_revokes(void) { return atomic_load(&revokes); }
+static void say(atomic_int *count, const char *name) {
+    atomic_fetch_add(count, 1);
+    if (number("STANDIN_NCCL_SAY", 0)) dprintf(STDOUT_FILENO, "%s\n", name);
+}
 
 ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22703); return SUCCESS; }
 const char *ncclGetErrorString(ncclResult_t code) {
@@ -187,7 +191,7 @@ static ncclComm_t new_comm(int rank, int ranks, ncclConfig_t *config) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    atomic_fetch_add(&inits, 1);
+    say(&inits, __func__);
     if (!is_known(config)) return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
     if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
     if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
@@ -540,7 +544,7 @@ static void *quiesce(void *argument) {
     return NULL;
 }
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
-    atomic_fetch_add(&revokes, 1);
+    say(&revokes, __func__);
     if (number("STANDIN_NCCL_VERSION", 22703) < 22809) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
     if (!comm->shared || flags || comm->revoked) return fail(INVALID_ARGUMENT, "it was aborted or revoked before, or the flags are none");
     comm->revoked = 1;
@@ -601,7 +605,7 @@ over:
 }
 
 ncclResult_t ncclCommShrink(ncclComm_t parent, int *excluded, int count, ncclComm_t *made, ncclConfig_t *config, int flags) {
-    atomic_fetch_add(&shrinks, 1);
+    say(&shrinks, __func__);
     if (!parent->shared || parent->shrunk) return fail(INVALID_ARGUMENT, "the communicator was aborted, or shrunk before");
     if (!is_known(config) || flags != 1) return fail(INVALID_ARGUMENT, "a configuration or flag that the stand-in does not know");
     if (!excluded || count < 1 || count >= parent->ranks) return fail(INVALID_ARGUMENT, "nobody is excluded, or all are");
