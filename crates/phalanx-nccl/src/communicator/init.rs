@@ -56,11 +56,10 @@ impl Communicator {
         let opened = Nccl::open().and_then(|nccl| Ok((nccl, device.uuid()?)));
         let offer = last.filter(|_| opened.is_ok()).and_then(Self::offer);
         let mut agreed = agree(group, opened.clone(), offer)?;
-        let shrunk = match last {
-            Some(last) => match shrink::excluded(&agreed.offers, last.world_size().get()) {
-                Some(excluded) => shrink_all(group, last, &agreed, excluded, options)?,
-                None => None,
-            },
+        let left =
+            last.and_then(|last| Some((last, shrink::excluded(&agreed.offers, last.world_size().get())?)));
+        let shrunk = match left {
+            Some((last, excluded)) => shrink_all(group, last, &agreed, excluded, options)?,
             None => None,
         };
         if shrunk.is_none() && agreed.id.is_none() {
