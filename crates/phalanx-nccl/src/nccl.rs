@@ -28,6 +28,10 @@ const VARIABLE: &str = "PHALANX_NCCL_LIBRARY";
 /// caller is noted in memory of the calling thread (`ncclGroupJobMain`): an abort by another thread then ends nothing (2.18), or uses
 /// that memory when its thread has ended. From 2.27 on it is on the heap.
 const OLDEST: c_int = 22_700;
+/// `NCCL_SHRINK_ABORT`: what still runs in the parent is ended, and the child shares nothing with it, so that the parent can be aborted.
+pub(crate) const SHRINK_ABORT: c_int = 1;
+/// `NCCL_REVOKE_DEFAULT`.
+pub(crate) const REVOKE_DEFAULT: c_int = 0;
 /// The version that the configuration says it is of.
 const LAYOUT: c_uint = 21_800;
 pub(crate) const UNIQUE_ID_BYTES: usize = 128;
@@ -99,10 +103,19 @@ functions! {
     }
 }
 
+/// `ncclCommShrink`: the parent, the ranks to leave out and how many, the child, its configuration, flags.
+type Shrink = unsafe extern "C" fn(Comm, *mut c_int, c_int, *mut Comm, *mut Config, c_int) -> Code;
+/// `ncclCommRevoke`: the communicator, flags.
+type Revoke = unsafe extern "C" fn(Comm, c_int) -> Code;
+
 /// libnccl, opened, of a version that will do.
 #[derive(Clone)]
 pub(crate) struct Nccl {
     functions: Arc<Functions>,
+    /// Since 2.27.
+    pub shrink: Option<Shrink>,
+    /// Since 2.28.9.
+    pub revoke: Option<Revoke>,
     /// What it was opened as.
     pub name: Arc<PathBuf>,
 }
@@ -131,7 +144,12 @@ impl Nccl {
             ))
             .with_remedy(format!("install a later one, or name it with {VARIABLE}")));
         }
-        Ok(Self { functions: Arc::new(Functions::load(&library)?), name: Arc::new(library.name.clone()) })
+        // SAFETY: the types are those of the library's header.
+        let (shrink, revoke) = unsafe {
+            (library.function::<Shrink>("ncclCommShrink"), library.function::<Revoke>("ncclCommRevoke"))
+        };
+        let (functions, name) = (Arc::new(Functions::load(&library)?), Arc::new(library.name.clone()));
+        Ok(Self { functions, shrink: shrink.ok(), revoke: revoke.ok(), name })
     }
 
     /// Its version, such as 22703 for 2.27.3.

@@ -57,7 +57,9 @@ impl Ddp {
         // Other users of the handle, such as a synchronised batch norm, change with it.
         self.group.rebind(group.clone())?;
         let nccl = match &self.cuda {
-            Some(cuda) if group.world_size() != WorldSize::ONE => Some(Communicator::new(group, cuda)?),
+            Some(cuda) if group.world_size() != WorldSize::ONE => {
+                Some(Communicator::new(group, cuda)?.shrinkable())
+            }
             _ => None,
         };
         // Made again: parameters may have been frozen since.

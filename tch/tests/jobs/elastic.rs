@@ -30,7 +30,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, &[]))),
     ("without_a_replacement_fewer_go_on", || drop(killed("all", 0, &[]))),
     ("a_communication_hook_goes_on_in_the_next_round", || hook_goes_on(&[])),
-    ("a_death_in_backward_costs_no_step", || died_in_backward(3, &[])),
+    ("a_death_in_backward_costs_no_step", || drop(died_in_backward(3, &[]))),
 ];
 
 /// Those that need a CUDA device.
@@ -38,11 +38,14 @@ pub const OVER_NCCL: &[(&str, fn())] = &[
     ("over_nccl_model_and_optimizer_outlive_a_worker_that_is_killed", || drop(killed("all", 3, OVER))),
     ("over_nccl_fewer_go_on_without_a_replacement", || drop(killed("all", 0, OVER))),
     ("over_nccl_a_communication_hook_goes_on_in_the_next_round", || hook_goes_on(OVER)),
-    ("over_nccl_a_death_in_backward_costs_none_of_eight_ranks_a_step", || died_in_backward(8, OVER)),
+    ("over_nccl_a_death_in_backward_costs_none_of_eight_ranks_a_step", || communicators(8 + 7, 0, OVER)),
+    ("over_nccl_the_survivors_of_eight_ranks_shrink_their_communicator", || communicators(8, 7, REVOKES)),
 ];
 
 /// The variable by which a worker's gradients are averaged by NCCL.
 const OVER: &[(&str, &str)] = &[(nccl::NCCL, "1")];
+/// The same with an NCCL that has `ncclCommRevoke`.
+const REVOKES: &[(&str, &str)] = &[(nccl::NCCL, "1"), ("STANDIN_NCCL_VERSION", "22809")];
 
 type Training = TrainState<ElasticSampler>;
 
@@ -180,7 +183,15 @@ fn hook_goes_on(variables: &[(&str, &str)]) {
     }
 }
 
-fn died_in_backward(workers: usize, variables: &[(&str, &str)]) {
+/// Eight ranks make so many communicators anew, and so many by a shrink.
+fn communicators(anew: usize, shrunk: usize, variables: &[(&str, &str)]) {
+    let lines = died_in_backward(8, &[variables, &[("STANDIN_NCCL_SAY", "1")]].concat());
+    let count = |name: &str| lines.iter().filter(|line| *line == name).count();
+    assert_eq!([count("ncclCommInitRankConfig"), count("ncclCommShrink")], [anew, shrunk], "{lines:?}");
+}
+
+/// Gives the lines that the workers have written.
+fn died_in_backward(workers: usize, variables: &[(&str, &str)]) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
     let job = job("dies", workers as u32, folder.path(), variables);
     let (mut stderr, mut lines) = (String::new(), Vec::new());
@@ -197,6 +208,7 @@ fn died_in_backward(workers: usize, variables: &[(&str, &str)]) {
     assert_eq!(lines.iter().filter(|line| **line == missing).count(), workers - 1, "{lines:?}");
     // Nobody went back to a commit, which would begin a round.
     assert_eq!(lines.iter().filter(|line| line.starts_with("round")).count(), workers, "{lines:?}");
+    lines
 }
 
 /// `workers` ended, with the same model; newcomers too.

@@ -57,7 +57,8 @@ impl<M: Module> Ddp<M> {
     fn averaging_in(&self, group: &ProcessGroup) -> Result<Averaging> {
         #[cfg(feature = "nccl")]
         if let Some(cuda) = self.cuda.as_ref().filter(|_| group.world_size() != WorldSize::ONE) {
-            return phalanx_nccl::Communicator::new(group, cuda).map(Averaging::Nccl);
+            let nccl = phalanx_nccl::Communicator::new(group, cuda)?;
+            return Ok(Averaging::Nccl(nccl.shrinkable()));
         }
         let _ = group;
         Ok(Averaging::Host)

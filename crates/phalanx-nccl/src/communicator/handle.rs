@@ -16,13 +16,14 @@ pub struct CommunicatorHandle {
     device: Device,
     options: CommunicatorOptions,
     timeout: Duration,
+    is_shrinkable: bool,
     current: Mutex<Current>,
 }
 
 enum Current {
     Of(Communicator),
-    /// The ranks of this group make one when they need it.
-    Next(ProcessGroup),
+    /// The ranks of this group make one when they need it, if possible by shrinking the last one.
+    Next(ProcessGroup, Option<Communicator>),
 }
 
 impl CommunicatorHandle {
@@ -32,6 +33,7 @@ impl CommunicatorHandle {
             device: communicator.device().clone(),
             options: communicator.options(),
             timeout: communicator.timeout(),
+            is_shrinkable: communicator.is_shrinkable(),
             current: Mutex::new(Current::Of(communicator)),
         }
     }
@@ -42,38 +44,54 @@ impl CommunicatorHandle {
     }
 
     /// From now on it leads to a communicator of `group`. It calls no collective, and returns whether that is another group than before. The
-    /// last communicator ends beside this thread; what its calls have may be written until it has.
+    /// last communicator ends beside this thread, at once or when the next one has been made; what its calls have may be written until it has.
     pub fn rebind(&self, group: &ProcessGroup) -> bool {
         let mut current = self.current.lock();
         let last = match &*current {
             Current::Of(communicator) => communicator.group(),
-            Current::Next(group) => group,
+            Current::Next(group, _) => group,
         };
         if last.is_same(group) {
             return false;
         }
-        let last = std::mem::replace(&mut *current, Current::Next(group.clone()));
+        let last = match std::mem::replace(&mut *current, Current::Next(group.clone(), None)) {
+            Current::Of(last) => Some(last),
+            Current::Next(_, last) => last,
+        };
+        let ranks = group.world_size().get();
+        let (kept, over): (Vec<_>, Vec<_>) = last
+            .into_iter()
+            .partition(|last| last.is_shrinkable() && ranks > 1 && ranks < last.world_size().get());
+        *current = Current::Next(group.clone(), kept.into_iter().next());
         drop(current);
-        // Its end may take seconds. Without a thread it is now.
-        let _detached = thread::Builder::new().name("phalanx-nccl-end".into()).spawn(move || drop(last));
+        end_beside(over.into_iter().next());
         true
     }
 
     /// The communicator of the current group. If there is none yet, the ranks make it, and every rank must call this, in the same order as the
     /// group's collectives. NCCL has connected the ranks when this returns.
     ///
+    /// It is what `ncclCommShrink` makes of the last one, if that is [shrinkable](Communicator::shrinkable) and: all ranks of this group have it, in this
+    /// order, and not all of its ranks are in this group; and it was stopped by `ncclCommRevoke` after a failure, or has not failed,
+    /// has no call in flight, and only this handle leads to it. Otherwise, or if NCCL cannot do it on one rank, it is made as by [`Communicator::new`].
+    ///
     /// # Errors
     /// As [`Communicator::new`].
     pub fn connect(&self) -> Result<Communicator> {
-        let group = match &*self.current.lock() {
+        let (group, last) = match &mut *self.current.lock() {
             Current::Of(communicator) => return Ok(communicator.clone()),
-            Current::Next(group) => group.clone(),
+            Current::Next(group, last) => (group.clone(), last.take()),
         };
-        let communicator = Communicator::with_options(&group, &self.device, self.options)?;
-        let communicator = communicator.with_timeout(self.timeout);
+        let made = Communicator::following(&group, &self.device, self.options, last.as_ref());
+        if let Some(last) = &last {
+            last.release();
+        }
+        end_beside(last);
+        let communicator = made?.with_timeout(self.timeout);
+        let communicator = if self.is_shrinkable { communicator.shrinkable() } else { communicator };
         communicator.barrier()?; // NCCL connects in the first call.
         let mut current = self.current.lock();
-        if matches!(&*current, Current::Next(next) if next.is_same(&group)) {
+        if matches!(&*current, Current::Next(next, _) if next.is_same(&group)) {
             *current = Current::Of(communicator.clone());
         }
         Ok(communicator)
@@ -83,8 +101,15 @@ impl CommunicatorHandle {
     pub fn failure(&self) -> Option<Error> {
         match &*self.current.lock() {
             Current::Of(communicator) => communicator.failure(),
-            Current::Next(_) => None,
+            Current::Next(..) => None,
         }
+    }
+}
+
+/// Its end may take seconds. Without a thread it is now.
+fn end_beside(last: Option<Communicator>) {
+    if let Some(last) = last {
+        let _detached = thread::Builder::new().name("phalanx-nccl-end".into()).spawn(move || drop(last));
     }
 }
 
@@ -93,7 +118,7 @@ impl fmt::Debug for CommunicatorHandle {
         let mut debug = f.debug_struct("CommunicatorHandle");
         match &*self.current.lock() {
             Current::Of(communicator) => debug.field("current", communicator),
-            Current::Next(group) => debug.field("next", group),
+            Current::Next(group, _) => debug.field("next", group),
         };
         debug.finish()
     }

@@ -1,12 +1,16 @@
 //! From a group to a communicator.
 
+use std::ffi::c_int;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use parking_lot::Mutex;
+use phalanx::adapter::warn;
 use phalanx::{Caller, Deadline, Error, ProcessGroup, Rank, Result, Sequence};
 
 use super::shared::{Handle, Shared};
+use super::shrink::{self, Offer};
 use super::siblings::{Member, Siblings};
 use super::{Communicator, CommunicatorOptions, Owner, watchdog};
 use crate::cuda::{Device, DeviceBuffer, Pause, Stream, UUID_BYTES};
@@ -15,8 +19,9 @@ use crate::nccl::{Code, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, UNIQUE_ID_BYTE
 /// What errors call it.
 const NAME: &str = "Communicator::new";
 
-/// What a rank brings: the version of its library, its device and, on rank 0, the identity; or why it cannot take part.
-type Brought = std::result::Result<(i32, [u8; UUID_BYTES], Vec<u8>), String>;
+/// What a rank brings: the version of its library, its device, on rank 0 the identity, if it has no offer, and the communicator that it can shrink;
+/// or why it cannot take part.
+type Brought = std::result::Result<(i32, [u8; UUID_BYTES], Vec<u8>, Option<Offer>), String>;
 
 impl Communicator {
     /// A communicator of all ranks of `group`, with `device` for this one. Every rank must call it, in the same order as the
@@ -39,7 +44,7 @@ impl Communicator {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_options(group: &ProcessGroup, device: &Device, options: CommunicatorOptions) -> Result<Self> {
-        Self::among(group, device, options, None)
+        Self::made(group, device, options, (None, None))
     }
 
     /// As [`with_options`](Self::with_options). With `siblings` the other ranks are of this process, and have the same ones.
@@ -49,21 +54,57 @@ impl Communicator {
         options: CommunicatorOptions,
         siblings: Option<Arc<Siblings>>,
     ) -> Result<Self> {
+        Self::made(group, device, options, (None, siblings))
+    }
+
+    /// As [`with_options`](Self::with_options), if possible by shrinking the communicator `last`, which is at its end then.
+    pub(super) fn following(
+        group: &ProcessGroup,
+        device: &Device,
+        options: CommunicatorOptions,
+        last: Option<&Self>,
+    ) -> Result<Self> {
+        Self::made(group, device, options, (last, None))
+    }
+
+    fn made(
+        group: &ProcessGroup,
+        device: &Device,
+        options: CommunicatorOptions,
+        (last, siblings): (Option<&Self>, Option<Arc<Siblings>>),
+    ) -> Result<Self> {
         let opened = Nccl::open().and_then(|nccl| Ok((nccl, device.uuid()?)));
-        let (nccl, id, sharing) = agree(group, opened)?;
+        let offer = last.filter(|_| opened.is_ok()).and_then(Self::offer);
+        let mut agreed = agree(group, opened.clone(), offer)?;
+        let left =
+            last.and_then(|last| Some((last, shrink::excluded(&agreed.offers, last.world_size().get())?)));
+        let shrunk = match left {
+            Some((last, excluded)) => shrink_all(group, last, &agreed, excluded, options)?,
+            None => None,
+        };
+        if shrunk.is_none() && agreed.id.is_none() {
+            agreed = agree(group, opened, None)?;
+        }
+        let Agreed { nccl, id, sharing, .. } = agreed;
         let made = Stream::with_priority(device, true).and_then(|stream| {
             let token = DeviceBuffer::zeroed(&stream, 1)?;
-            Ok((connect(group, &nccl, device, (id, sharing), options)?, stream, token))
+            let (raw, identity) = match (shrunk, id) {
+                (Some((unused, identity)), _) => (unused.take(), identity),
+                (None, Some(id)) => (connect(group, &nccl, device, (id, sharing), options)?, id.0.to_vec()),
+                (None, None) => return Err(Error::mismatch("rank 0 has sent no identity")),
+            };
+            Ok((raw, identity, stream, token))
         });
-        let (raw, stream, token) = made.map_err(|error| {
+        let (raw, identity, stream, token) = made.map_err(|error| {
             let failed = group.fail_unless_explained(error.in_operation(NAME, None));
             if failed.operation().is_some() { failed } else { failed.in_operation(NAME, None) }
         })?;
         let shared = Shared::new(group.clone(), nccl, stream, raw);
         let threads = watchdog::start(&shared)
             .map_err(|error| group.fail_unless_explained(Error::other(error).in_operation(NAME, None)))?;
-        let member = siblings.map(|siblings| Member::join(siblings, id));
-        let owner = Owner { shared, token, options, member, threads: Some(threads) };
+        let member = siblings.map(|siblings| Member::join(siblings, identity.clone()));
+        let is_shrinkable = AtomicBool::new(false);
+        let owner = Owner { shared, token, options, member, identity, is_shrinkable, threads: Some(threads) };
         Ok(Self { owner: Arc::new(owner), timeout: group.timeout() })
     }
 }
@@ -91,18 +132,81 @@ impl Sharing {
     }
 }
 
-/// The library and rank 0's identity, if every rank has a library of the same version; and two ranks with one device.
+/// NCCL's communicator of what is left of `last`, and its identity, if every rank has one; else none, on every rank.
+fn shrink_all(
+    group: &ProcessGroup,
+    last: &Communicator,
+    agreed: &Agreed,
+    excluded: Vec<c_int>,
+    options: CommunicatorOptions,
+) -> Result<Option<(Unused, Vec<u8>)>> {
+    let shrunk = last.shrink(group, excluded, options.blocking);
+    let told: std::result::Result<(), String> = shrunk.as_ref().map(|_| ()).map_err(Error::to_string);
+    // What was shrunk is ended if this fails.
+    let all = group.in_call(Caller::CommunicatorNew).all_gather_object(&told)?;
+    let failed = group.world_size().ranks().zip(all).find_map(|(rank, told)| Some((rank, told.err()?)));
+    if let Some((rank, cause)) = failed {
+        warn(format!("the ranks make a new communicator: rank {rank} could not shrink the old one: {cause}"));
+        return Ok(None);
+    }
+    let first = agreed.offers.first().and_then(Option::as_ref).map_or(0, |(_, rank)| *rank);
+    let identity = last.identity_of_shrunk(first);
+    Ok(shrunk.ok().map(|unused| (unused, identity)))
+}
+
+/// NCCL's communicator that nothing uses yet, or none. It is aborted if nothing takes it.
+pub(super) struct Unused {
+    nccl: Nccl,
+    device: Device,
+    handle: Handle,
+}
+
+impl Unused {
+    pub(super) fn new(nccl: Nccl, device: Device, handle: Handle) -> Self {
+        Self { nccl, device, handle }
+    }
+
+    pub(super) fn is_none(&self) -> bool {
+        self.handle.0.is_null()
+    }
+
+    fn take(mut self) -> Comm {
+        std::mem::replace(&mut self.handle.0, ptr::null_mut())
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        if !self.is_none() {
+            abandon(self.nccl.clone(), self.device.clone(), self.handle.0);
+        }
+    }
+}
+
+/// What the ranks have agreed upon.
+struct Agreed {
+    nccl: Nccl,
+    /// Rank 0's identity; none if it has an offer.
+    id: Option<UniqueId>,
+    sharing: Option<Sharing>,
+    /// The communicators that the ranks have.
+    offers: Vec<Option<Offer>>,
+}
+
+/// The library and rank 0's identity, if every rank has a library of the same version; two ranks with one device; and all ranks' offers.
 fn agree(
     group: &ProcessGroup,
     opened: Result<(Nccl, [u8; UUID_BYTES])>,
-) -> Result<(Nccl, UniqueId, Option<Sharing>)> {
+    offer: Option<Offer>,
+) -> Result<Agreed> {
     let is_main = group.rank().is_main();
     let own = opened.and_then(|(nccl, device)| {
-        let id = if is_main { nccl.unique_id()?.0.to_vec() } else { Vec::new() };
+        // NCCL serves each identity until all ranks have come.
+        let id = if is_main && offer.is_none() { nccl.unique_id()?.0.to_vec() } else { Vec::new() };
         Ok((nccl, device, id))
     });
     let brought: Brought = match &own {
-        Ok((nccl, device, id)) => Ok((nccl.version(), *device, id.clone())),
+        Ok((nccl, device, id)) => Ok((nccl.version(), *device, id.clone(), offer)),
         Err(error) => Err(error.to_string()),
     };
     let all: Vec<Brought> = group.in_call(Caller::CommunicatorNew).all_gather_object(&brought)?;
@@ -122,20 +226,23 @@ fn agree(
     {
         return Err(differs(group.rank(), nccl.version(), *expected));
     }
-    let (mut first, mut devices) = (None, Vec::new());
+    let (mut first, mut devices, mut offers) = (None, Vec::new(), Vec::new());
     for (rank, brought) in ranks.zip(all) {
-        let (version, device, id) = brought.map_err(|cause| {
+        let (version, device, id, offer) = brought.map_err(|cause| {
             let error = Error::aborted(format!("rank {rank} cannot take part: {cause}")).with_peer(rank);
             group.note_remote_error(error.in_operation(NAME, None))
         })?;
         devices.push(device);
+        offers.push(offer);
         let (expected, _) = *first.get_or_insert((version, id_of(&id)));
         if version != expected {
             return Err(group.note_remote_error(differs(rank, version, expected)));
         }
     }
     match first {
-        Some((_, Some(id))) => Ok((nccl, id, Sharing::find(&devices))),
+        Some((_, id)) if id.is_some() || offers.first().is_some_and(Option::is_some) => {
+            Ok(Agreed { nccl, id, sharing: Sharing::find(&devices), offers })
+        }
         _ => Err(Error::mismatch("rank 0 has sent no identity").in_operation(NAME, None)),
     }
 }

@@ -14,12 +14,14 @@ mod launch;
 mod operations;
 mod record;
 mod shared;
+mod shrink;
 mod siblings;
 mod watchdog;
 mod work;
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -89,6 +91,10 @@ struct Owner {
     options: CommunicatorOptions,
     /// If the other ranks are of this process, too.
     member: Option<Member>,
+    /// What tells it from all other communicators, the same on all its ranks.
+    identity: Vec<u8>,
+    /// Whether it is kept after a failure, so that it can be shrunk.
+    is_shrinkable: AtomicBool,
     /// The watchdog and the poller.
     threads: Option<[JoinHandle<()>; 2]>,
 }
@@ -132,6 +138,26 @@ impl Communicator {
     /// The version of NCCL, such as 22703 for 2.27.3.
     pub fn nccl_version(&self) -> i32 {
         self.owner.shared.nccl.version()
+    }
+
+    /// For a [`CommunicatorHandle`] of an elastic job: its next group may get a smaller communicator by `ncclCommShrink` of this one, and so may
+    /// those that follow. [`CommunicatorHandle::connect`] says when.
+    ///
+    /// After a failure NCCL is stopped by `ncclCommRevoke`, where the library has it (2.28.9), and not aborted. The communicator then keeps what NCCL has
+    /// on the device until it has been shrunk, or all handles to it are dropped.
+    #[doc(alias("ncclCommShrink", "ncclCommRevoke"))]
+    #[must_use]
+    pub fn shrinkable(self) -> Self {
+        if self.owner.shared.nccl.shrink.is_some() {
+            self.owner.is_shrinkable.store(true, Ordering::Relaxed);
+            self.owner.shared.want_kept();
+        }
+        self
+    }
+
+    /// Whether it is [`shrinkable`](Self::shrinkable), and the library can do that.
+    pub fn is_shrinkable(&self) -> bool {
+        self.owner.is_shrinkable.load(Ordering::Relaxed)
     }
 
     /// A handle to the same communicator whose calls have the time-out `timeout`.

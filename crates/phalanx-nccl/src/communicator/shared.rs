@@ -59,12 +59,27 @@ struct State {
     failure: Option<(Error, Instant)>,
     is_aborting: bool,
     closed: bool,
+    keeping: Keeping,
+    /// Whether the failure is only that calls now go elsewhere.
+    retired: bool,
     /// Looks of the poller that the watchdog has asked for, and those that it has got.
     wanted: u64,
     looked: u64,
     /// The watchdog, and the poller, have done their work.
     ended: bool,
     polled: bool,
+}
+
+/// What becomes of NCCL's communicator after the failure: whether it can still be shrunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Keeping {
+    /// It is aborted at once.
+    #[default]
+    No,
+    /// NCCL is stopped, and the communicator kept, if that can be done.
+    Wanted,
+    /// It is stopped and kept: no kernel runs, and the watchdog leaves it alone.
+    Kept,
 }
 
 impl Shared {
@@ -166,14 +181,105 @@ impl Shared {
     /// Notes the failure. The watchdog then aborts.
     pub(super) fn fail(&self, cause: Error) {
         let mut state = self.state.lock();
-        if state.failure.is_some() {
-            return;
+        if state.failure.is_none() {
+            self.note_failure(&mut state, cause);
         }
+    }
+
+    fn note_failure(&self, state: &mut State, cause: Error) {
         state.failure = Some((cause, Instant::now()));
         state.is_aborting = true;
         self.stream.device().unsettled();
         self.failed.store(true, Ordering::Release);
         self.changed.notify_all();
+    }
+
+    /// From now on it is kept after a failure, if NCCL can stop it without an abort, until it is released or closed.
+    pub(super) fn want_kept(&self) {
+        let mut state = self.state.lock();
+        if state.keeping == Keeping::No && state.failure.is_none() {
+            state.keeping = Keeping::Wanted;
+        }
+    }
+
+    /// Whether it is to be kept, or is.
+    pub(super) fn is_kept_wanted(&self) -> bool {
+        let state = self.state.lock();
+        state.keeping != Keeping::No && !state.closed
+    }
+
+    /// Takes it out of use without a failure of the group, so that it is kept. False if it is not to be kept, has failed, or has calls in flight.
+    pub(super) fn retire(&self) -> bool {
+        // What the device has done is noted first.
+        self.await_look();
+        self.forget_done();
+        let Some(_calling) = self.calling.try_lock_for(LOOK_TIMEOUT) else { return false };
+        let mut state = self.state.lock();
+        if state.keeping != Keeping::Wanted
+            || state.closed
+            || state.failure.is_some()
+            || !state.flights.is_empty()
+        {
+            return false;
+        }
+        state.retired = true;
+        self.note_failure(&mut state, Error::aborted("the communicator has gone to another group"));
+        true
+    }
+
+    /// Whether it was taken out of use with nothing in flight.
+    pub(super) fn is_retired(&self) -> bool {
+        self.state.lock().retired
+    }
+
+    /// For the watchdog: it cannot be kept.
+    pub(super) fn cannot_keep(&self) {
+        self.state.lock().keeping = Keeping::No;
+        self.changed.notify_all();
+    }
+
+    /// For the watchdog, which has stopped it: keeps it until it is released or closed.
+    pub(super) fn keep(&self) {
+        let mut state = self.state.lock();
+        if state.keeping == Keeping::Wanted && !state.closed {
+            state.keeping = Keeping::Kept;
+            self.changed.notify_all();
+        }
+        // No limit is needed: what waits here is a thread that holds nobody up, and the last handle closes it.
+        while state.keeping == Keeping::Kept && !state.closed {
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// It is not kept any longer: the watchdog aborts it.
+    pub(super) fn release(&self) {
+        self.state.lock().keeping = Keeping::No;
+        self.changed.notify_all();
+    }
+
+    /// The stopped communicator, if it is still kept. The watchdog aborts it only some seconds later if a thread holds `calling`.
+    pub(super) fn kept(&self) -> Option<Comm> {
+        let state = self.state.lock();
+        (state.keeping == Keeping::Kept && !state.closed).then_some(self.handle.0)
+    }
+
+    /// Waits until the watchdog has stopped it, after a failure. Whether it is kept then.
+    pub(super) fn await_kept(&self) -> bool {
+        let until = Instant::now() + 2 * SETTLE_TIMEOUT;
+        let mut state = self.state.lock();
+        while state.keeping == Keeping::Wanted
+            && !state.ended
+            && !self.changed.wait_until(&mut state, until).timed_out()
+        {}
+        state.keeping == Keeping::Kept && !state.closed
+    }
+
+    /// Waits until the watchdog has ended it, at most for `limit`. Whether it has.
+    pub(super) fn await_ended(&self, limit: Duration) -> bool {
+        let until = Instant::now() + limit;
+        let mut state = self.state.lock();
+        while !state.ended && !self.changed.wait_until(&mut state, until).timed_out() {}
+        state.ended
     }
 
     /// For the watchdog, after the abort: whether the device may still run kernels of calls. It asks the driver, which does not wait.

@@ -12,11 +12,10 @@ use parking_lot::Mutex;
 
 use super::shared::Shared;
 use super::watchdog::END_TIMEOUT;
-use crate::nccl::{UNIQUE_ID_BYTES, UniqueId};
 
-/// The communicators of the devices of one process, and those of parts of them, by NCCL's identity, which is the same on all ranks.
+/// The communicators of the devices of one process, and those of parts of them, by their identity, which is the same on all ranks.
 #[derive(Default)]
-pub(crate) struct Siblings(Mutex<HashMap<[u8; UNIQUE_ID_BYTES], Members>>);
+pub(crate) struct Siblings(Mutex<HashMap<Vec<u8>, Members>>);
 
 #[derive(Default)]
 struct Members {
@@ -50,13 +49,13 @@ impl Ending {
 /// One of them.
 pub(super) struct Member {
     siblings: Arc<Siblings>,
-    id: UniqueId,
+    identity: Vec<u8>,
 }
 
 impl Member {
-    pub(super) fn join(siblings: Arc<Siblings>, id: UniqueId) -> Self {
-        siblings.0.lock().entry(id.0).or_default().here += 1;
-        Self { siblings, id }
+    pub(super) fn join(siblings: Arc<Siblings>, identity: Vec<u8>) -> Self {
+        siblings.0.lock().entry(identity.clone()).or_default().here += 1;
+        Self { siblings, identity }
     }
 
     pub(super) fn siblings(&self) -> Arc<Siblings> {
@@ -66,12 +65,12 @@ impl Member {
     /// Whose end is to be waited for now: that of all by the last one, and by the others of none.
     pub(super) fn leave(&self, own: Ending) -> Vec<Ending> {
         let mut communicators = self.siblings.0.lock();
-        let Some(members) = communicators.get_mut(&self.id.0) else { return vec![own] };
+        let Some(members) = communicators.get_mut(&self.identity) else { return vec![own] };
         members.here = members.here.saturating_sub(1);
         members.ending.push(own);
         if members.here > 0 {
             return Vec::new();
         }
-        communicators.remove(&self.id.0).map_or_else(Vec::new, |members| members.ending)
+        communicators.remove(&self.identity).map_or_else(Vec::new, |members| members.ending)
     }
 }

@@ -3,6 +3,9 @@
 //!
 //! Only the watchdog aborts a communicator that is in use. A communicator may be used by one thread at a time, so it
 //! waits 5 s for a thread that is inside NCCL, and then aborts all the same. When memory is freed, `cuda::freeing` says.
+//!
+//! A communicator that is to be shrunk must not have been aborted. So one that is `shrinkable` is only stopped at a failure, by `ncclCommRevoke`,
+//! and kept until it has been shrunk, or will not be; then it is aborted. Where that cannot be done at once, it is aborted as any other.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -13,7 +16,7 @@ use phalanx::{Deadline, Error};
 use super::record;
 use super::shared::{Handle, SETTLE_TIMEOUT, Shared};
 use crate::cuda::Pause;
-use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, SUCCESS};
+use crate::nccl::{Code, Comm, IN_PROGRESS, Nccl, REVOKE_DEFAULT, SUCCESS};
 
 /// How often they look while calls are in flight, and while none is.
 const BUSY_INTERVAL: Duration = Duration::from_millis(5);
@@ -82,7 +85,7 @@ fn look_after(shared: &Arc<Shared>) {
 
 /// Aborts, and writes the record of the calls.
 fn abort(shared: &Shared) {
-    let dump = shared.failure().and_then(|cause| {
+    let dump = shared.failure().filter(|_| !shared.is_retired()).and_then(|cause| {
         let (rank, world) = (shared.group.rank(), shared.group.world_size());
         record::dump(format!("rank {rank} of {world}"), &cause, shared.calls())
     });
@@ -94,19 +97,55 @@ fn abort(shared: &Shared) {
 fn stop(shared: &Shared) {
     // A thread that is in a call of NCCL sees the failure when that returns, and uses the communicator no more. If it does not return, only the
     // abort can end it: NCCL permits that from another thread.
-    drop(shared.calling.try_lock_for(SETTLE_TIMEOUT));
+    let calling = shared.calling.try_lock_for(SETTLE_TIMEOUT);
+    let is_stopped = calling.is_some() && shared.is_kept_wanted() && revoke(shared) && await_kernels(shared);
+    drop(calling);
+    if is_stopped {
+        shared.aborted();
+        shared.keep();
+        // As above, for the thread that shrinks it.
+        drop(shared.calling.try_lock_for(SETTLE_TIMEOUT));
+    } else {
+        shared.cannot_keep();
+    }
     // SAFETY: after the failure nobody uses it, but for a call that is stuck in it.
-    if unsafe { stop_bound(&shared.nccl, shared.raw()) } {
-        // Where several ranks are threads of one process, NCCL returns before the kernels have ended, but to the last of them.
-        let (deadline, mut pause) = (Deadline::after(SETTLE_TIMEOUT), Pause::default());
-        while shared.may_run() {
-            if deadline.has_passed() {
-                return; // What is dropped stays, as while an abort does not return.
-            }
-            pause.pause();
-        }
+    let is_aborted = unsafe { stop_bound(&shared.nccl, shared.raw()) };
+    // Otherwise what is dropped stays.
+    if !is_stopped && is_aborted && await_kernels(shared) {
         shared.aborted();
     }
+}
+
+/// Whether no kernel of a call runs any more. Where several ranks are threads of one process, NCCL returns from an abort before the kernels have
+/// ended, but to the last of them.
+fn await_kernels(shared: &Shared) -> bool {
+    let (deadline, mut pause) = (Deadline::after(SETTLE_TIMEOUT), Pause::default());
+    while shared.may_run() {
+        if deadline.has_passed() {
+            return false;
+        }
+        pause.pause();
+    }
+    true
+}
+
+/// Has NCCL end what it does, and leave the communicator so that it can be shrunk. False if it has not done so in time, or cannot. The caller
+/// holds `calling`.
+fn revoke(shared: &Shared) -> bool {
+    if shared.is_retired() {
+        return true; // It does nothing.
+    }
+    let Some(revoke) = shared.nccl.revoke else { return false };
+    let (deadline, mut pause) = (Deadline::after(SETTLE_TIMEOUT), Pause::default());
+    // SAFETY: it is alive, its device is this thread's, and no other thread is in a call of NCCL.
+    let mut state = unsafe { revoke(shared.raw(), REVOKE_DEFAULT) };
+    while state == IN_PROGRESS && !deadline.has_passed() {
+        pause.pause();
+        // SAFETY: as above.
+        let code = unsafe { (shared.nccl.ncclCommGetAsyncError)(shared.raw(), &mut state) };
+        state = if code == SUCCESS { state } else { code };
+    }
+    state == SUCCESS
 }
 
 /// Ends the communicator together with the other ranks, or without them if they do not come.

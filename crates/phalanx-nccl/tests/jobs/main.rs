@@ -8,6 +8,7 @@ mod devices;
 mod faults;
 mod init;
 mod overlap;
+mod shrink;
 mod stand_in;
 mod world;
 
@@ -65,6 +66,7 @@ fn main() {
         ("faults", faults::TESTS),
         ("init", init::TESTS),
         ("overlap", overlap::TESTS),
+        ("shrink", shrink::TESTS),
     ];
     let trials = files.into_iter().flat_map(|(file, tests)| {
         tests.iter().map(move |(name, ranks, needs, test)| {
@@ -95,6 +97,7 @@ fn play(role: &str) {
         ("faults", role) => faults::play(role),
         ("init", role) => init::play(role),
         ("overlap", role) => overlap::play(role),
+        ("shrink", role) => shrink::play(role),
         (file, _) => panic!("no file {file}"),
     };
     match outcome {

@@ -139,6 +139,15 @@ pub fn reaches(device: i32, peer: i32) -> i32 {
     }
 }
 
+/// How often this process has called `ncclCommInitRankConfig`, `ncclCommShrink` and `ncclCommRevoke` of the stand-in.
+pub fn calls_of_nccl() -> [i32; 3] {
+    let (variable, library) = ("PHALANX_NCCL_LIBRARY", "libnccl.so.2");
+    ["standin_inits", "standin_shrinks", "standin_revokes"].map(|name| {
+        // SAFETY: the function takes nothing.
+        unsafe { function::<unsafe extern "C" fn() -> i32>(variable, library, name)() }
+    })
+}
+
 /// A function of the library that `variable` names, else of the system's, which is loaded already.
 ///
 /// # Safety

@@ -40,13 +40,16 @@ int cuDevicePrimaryCtxRetain(void **context, int device);
 struct box { atomic_int full; int bytes; char data[PIECE]; };
 struct shared {
     atomic_int arrived[MOST_RANKS], finalized[MOST_RANKS], device[MOST_RANKS], pid[MOST_RANKS], aborted[MOST_RANKS];
+    /* Of what remains when this one is shrunk: where the memory is that its first rank has made, and whether that is written. */
+    char child[MOST_RANKS][64];
+    atomic_int has_child[MOST_RANKS];
     struct box box[MOST_RANKS][MOST_RANKS]; /* from, to */
 };
 #define MOST_OPS 8
 #define FIRST_OP 5
 struct comm {
     struct { int used; double factor; } ops[MOST_OPS];
-    int rank, ranks, device, launches, slow, blocking;
+    int rank, ranks, device, launches, slow, blocking, shrunk, revoked;
     struct shared *shared;
     atomic_int state, aborted, pending;
 };
@@ -65,7 +68,7 @@ struct launch {
 };
 
 static char last_error[256];
-static atomic_int launch_threads;
+static atomic_int launch_threads, inits, shrinks, revokes;
 static __thread int group_depth, call_count;
 static __thread struct call calls[256];
 
@@ -88,6 +91,14 @@ static int faulty(const char *kind, int rank, int launch) {
 
 /* For tests: how many threads launches have started in this process. */
 int standin_launch_threads(void) { return atomic_load(&launch_threads); }
+/* For tests: how often this process has called ncclCommInitRankConfig, ncclCommShrink and ncclCommRevoke. */
+int standin_inits(void) { return atomic_load(&inits); }
+int standin_shrinks(void) { return atomic_load(&shrinks); }
+int standin_revokes(void) { return atomic_load(&revokes); }
+static void say(atomic_int *count, const char *name) {
+    atomic_fetch_add(count, 1);
+    if (number("STANDIN_NCCL_SAY", 0)) dprintf(STDOUT_FILENO, "%s\n", name);
+}
 
 ncclResult_t ncclGetVersion(int *version) { *version = number("STANDIN_NCCL_VERSION", 22703); return SUCCESS; }
 const char *ncclGetErrorString(ncclResult_t code) {
@@ -97,12 +108,24 @@ const char *ncclGetErrorString(ncclResult_t code) {
 }
 const char *ncclGetLastError(ncclComm_t comm) { (void)comm; return last_error; }
 
-ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
+/* Makes memory for a communicator, and says where it is. */
+static int make_shared(char *path, size_t length) {
     int file = memfd_create("standin-nccl", MFD_CLOEXEC);
-    if (file < 0 || ftruncate(file, sizeof(struct shared))) return fail(SYSTEM_ERROR, "no memory to share");
+    if (file < 0 || ftruncate(file, sizeof(struct shared))) return 0;
+    snprintf(path, length, "/proc/%d/fd/%d", getpid(), file);
+    return 1;
+}
+static struct shared *map_shared(const char *path) {
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) return NULL;
+    struct shared *shared = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return shared == MAP_FAILED ? NULL : shared;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "/proc/%d/fd/%d", getpid(), file);
-    return SUCCESS;
+    return make_shared(id->internal, sizeof id->internal) ? SUCCESS : fail(SYSTEM_ERROR, "no memory to share");
 }
 
 /* Waits for all ranks, beside the caller. */
@@ -151,21 +174,31 @@ static ncclResult_t alone(void *(*run)(void *), ncclComm_t comm) {
     return comm->aborted ? fail(INTERNAL_ERROR, "the communicator was aborted") : atomic_load(&comm->state);
 }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (config->magic != 0xcafebeef || config->size < sizeof *config || config->version < 21800 || config->traffic != INT_MIN || (config->blocking & ~1))
-        return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
-    if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
-    if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
-    int file = open(id.internal, O_RDWR | O_CLOEXEC);
-    if (file < 0) return fail(SYSTEM_ERROR, "the process of rank 0 is gone");
+static int is_known(ncclConfig_t *config) {
+    return config->magic == 0xcafebeef && config->size >= sizeof *config && config->version >= 21800 && config->traffic == INT_MIN
+        && !(config->blocking & ~1);
+}
+
+/* A communicator of this process's current device, without memory. */
+static ncclComm_t new_comm(int rank, int ranks, ncclConfig_t *config) {
     ncclComm_t made = calloc(1, sizeof *made);
-    made->shared = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    close(file);
     made->rank = rank, made->ranks = ranks, made->device = standin_current_device();
     made->slow = number("STANDIN_NCCL_SLOW_LAUNCH", 0);
     /* As in the real one the variable goes before the configuration. */
     made->blocking = number("NCCL_COMM_BLOCKING", config->blocking) == 1;
     atomic_store(&made->state, IN_PROGRESS);
+    return made;
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank, ncclConfig_t *config) {
+    say(&inits, __func__);
+    if (!is_known(config)) return fail(INVALID_ARGUMENT, "a configuration that the stand-in does not know");
+    if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks) return fail(INVALID_ARGUMENT, "a rank that the stand-in does not know");
+    if (standin_current_device() < 0) return fail(CUDA_ERROR, "no current device");
+    struct shared *shared = map_shared(id.internal);
+    if (!shared) return fail(SYSTEM_ERROR, "the process of rank 0 is gone");
+    ncclComm_t made = new_comm(rank, ranks, config);
+    made->shared = shared;
     *comm = made;
     return made->blocking ? alone(meet, made) : beside(meet, made) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
 }
@@ -269,11 +302,12 @@ static int advance(struct launch *launch) {
     return left;
 }
 
+static int is_gone(ncclComm_t comm, int rank) {
+    return (rank != comm->rank && atomic_load(&comm->shared->aborted[rank])) || (kill(comm->shared->pid[rank], 0) && errno == ESRCH);
+}
 static int somebody_is_gone(ncclComm_t comm) {
-    for (int rank = 0; rank < comm->ranks; rank++) {
-        if (rank != comm->rank && atomic_load(&comm->shared->aborted[rank])) return 1;
-        if (kill(comm->shared->pid[rank], 0) && errno == ESRCH) return 1;
-    }
+    for (int rank = 0; rank < comm->ranks; rank++)
+        if (is_gone(comm, rank)) return 1;
     return 0;
 }
 
@@ -423,6 +457,7 @@ ncclResult_t ncclGroupEnd(void) {
 
 static ncclResult_t note(struct call call) {
     ncclComm_t comm = call.comm;
+    if (comm->revoked) return fail(INVALID_USAGE, "the communicator was revoked");
     if (!group_depth) return fail(INVALID_USAGE, "the stand-in wants every call in a group");
     if (atomic_load(&comm->state) == IN_PROGRESS) return fail(INVALID_ARGUMENT, "the communicator is in progress");
     if (atomic_load(&comm->state)) return comm->state;
@@ -489,7 +524,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     if (!comm->aborted) nap(1000L * number("STANDIN_NCCL_DESTROY_HANG", 0));
     while (atomic_load(&comm->pending)) nap(200);
     munmap(comm->shared, sizeof(struct shared));
-    free(comm);
+    comm->shared = NULL; /* The rest stays, so that a use after this is found. */
     return SUCCESS;
 }
 static atomic_int aborts;
@@ -501,4 +536,113 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     atomic_store(&comm->shared->aborted[comm->rank], 1);
     atomic_store(&comm->aborted, 1);
     return ncclCommDestroy(comm);
+}
+
+/* What the real one calls a revoke: all that runs is ended, and the communicator can be shrunk or aborted, and nothing else. */
+static void *quiesce(void *argument) {
+    ncclComm_t comm = argument;
+    while (atomic_load(&comm->pending) > 1) nap(200);
+    atomic_store(&comm->aborted, 0);
+    atomic_store(&comm->state, SUCCESS);
+    atomic_fetch_sub(&comm->pending, 1);
+    return NULL;
+}
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+    say(&revokes, __func__);
+    if (number("STANDIN_NCCL_VERSION", 22703) < 22809) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
+    if (!comm->shared || flags || comm->revoked) return fail(INVALID_ARGUMENT, "it was aborted or revoked before, or the flags are none");
+    comm->revoked = 1;
+    atomic_store(&comm->aborted, 1);
+    atomic_store(&comm->state, IN_PROGRESS);
+    if (comm->blocking) {
+        atomic_fetch_add(&comm->pending, 1);
+        quiesce(comm);
+        return SUCCESS;
+    }
+    return beside(quiesce, comm) ? IN_PROGRESS : fail(SYSTEM_ERROR, "no thread");
+}
+
+struct shrinking { ncclComm_t parent, child, *made; int old_rank[MOST_RANKS]; };
+
+/* Waits for something of a rank that remains. Not if that rank has ended without it, or the parent is aborted. */
+static int await(ncclComm_t parent, atomic_int *flag, int old_rank) {
+    for (;;) {
+        int gone = is_gone(parent, old_rank); /* Before the look: a rank that has done its part may end the parent at once. */
+        if (atomic_load(flag)) return 1;
+        if (gone || parent->aborted) return 0;
+        nap(200);
+    }
+}
+
+/* Makes the child, beside the caller, as the real one: over the connections of the parent. */
+static void *shrink(void *argument) {
+    struct shrinking *s = argument;
+    ncclComm_t parent = s->parent, child = s->child;
+    int me = parent->rank, first = s->old_rank[0], state = REMOTE_ERROR;
+    const char *text = "a rank that remains has closed its connection";
+    if (faulty("shrink_error", me, 0)) {
+        state = SYSTEM_ERROR, text = "the stand-in was told to fail";
+        goto over;
+    }
+    while (faulty("shrink_hang", me, 0) && !parent->aborted) nap(500);
+    if (me == first) {
+        if (!make_shared(parent->shared->child[first], sizeof parent->shared->child[first])) goto over;
+        atomic_store(&parent->shared->has_child[first], 1);
+    }
+    if (!await(parent, &parent->shared->has_child[first], first)) goto over;
+    child->shared = map_shared(parent->shared->child[first]);
+    if (!child->shared) goto over;
+    child->shared->device[child->rank] = standin_first_device() + child->device;
+    child->shared->pid[child->rank] = getpid();
+    atomic_store(&child->shared->arrived[child->rank], 1);
+    for (int rank = 0; rank < child->ranks; rank++)
+        if (!await(parent, &child->shared->arrived[rank], s->old_rank[rank])) goto over;
+    state = SUCCESS;
+over:
+    if (state) fail(state, text);
+    atomic_store(&child->state, state);
+    if (child->shared) *s->made = child; else free(child);
+    free(s);
+    atomic_store(&parent->state, state);
+    atomic_fetch_sub(&parent->pending, 1);
+    return NULL;
+}
+
+ncclResult_t ncclCommShrink(ncclComm_t parent, int *excluded, int count, ncclComm_t *made, ncclConfig_t *config, int flags) {
+    say(&shrinks, __func__);
+    if (!parent->shared || parent->shrunk) return fail(INVALID_ARGUMENT, "the communicator was aborted, or shrunk before");
+    if (!is_known(config) || flags != 1) return fail(INVALID_ARGUMENT, "a configuration or flag that the stand-in does not know");
+    if (!excluded || count < 1 || count >= parent->ranks) return fail(INVALID_ARGUMENT, "nobody is excluded, or all are");
+    if (standin_current_device() != parent->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
+    if (atomic_load(&parent->state)) return fail(INVALID_ARGUMENT, "the communicator is in progress, or has failed");
+    struct shrinking *s = calloc(1, sizeof *s);
+    int ranks = 0, own = -1;
+    for (int rank = 0; rank < parent->ranks; rank++) {
+        int leaves = 0;
+        for (int i = 0; i < count; i++) leaves |= excluded[i] == rank;
+        if (leaves) continue;
+        if (rank == parent->rank) own = ranks;
+        s->old_rank[ranks++] = rank;
+    }
+    if (own < 0 || ranks != parent->ranks - count) {
+        free(s);
+        return fail(INVALID_ARGUMENT, "an excluded rank has called it, or one is none or twice in the list");
+    }
+    /* What still runs is ended. */
+    atomic_store(&parent->aborted, 1);
+    while (atomic_load(&parent->pending)) nap(200);
+    atomic_store(&parent->aborted, 0);
+    parent->shrunk = 1;
+    *made = NULL;
+    s->parent = parent, s->made = made, s->child = new_comm(own, ranks, config);
+    atomic_store(&parent->state, IN_PROGRESS);
+    atomic_fetch_add(&parent->pending, 1);
+    if (parent->blocking) {
+        shrink(s);
+        return atomic_load(&parent->state);
+    }
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, shrink, s)) return fail(SYSTEM_ERROR, "no thread");
+    pthread_detach(thread);
+    return IN_PROGRESS;
 }
