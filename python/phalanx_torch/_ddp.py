@@ -124,11 +124,11 @@ _register_builtin: Any = DistributedDataParallel._register_builtin_comm_hook
 
 def _register_builtin_or_same(self: DistributedDataParallel, comm_hook_type: Any) -> None:
     """As PyTorch's, and over this package's groups the hook of the same name in Python."""
-    from phalanx_torch.device_backend import DeviceBackend
+    from phalanx_torch.device_backend import DeviceBackend, of_device
     from phalanx_torch.process_group import ProcessGroup
 
     group: Any = self.process_group
-    of_cpu = group._get_backend(torch.device("cpu")) if self.device_type == "cpu" else None
+    of_cpu = of_device(group, "cpu") if self.device_type == "cpu" else None
     if isinstance(of_cpu, (DeviceBackend, ProcessGroup)) and comm_hook_type in _IN_PYTHON:
         self.register_comm_hook(self.process_group, _IN_PYTHON[comm_hook_type])
     else:

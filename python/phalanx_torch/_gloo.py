@@ -104,7 +104,7 @@ def _rename(c10d: Any, group: Any, asked: object) -> None:
     """Lets `group` and PyTorch's tables answer what was asked for. The group must be ours: nothing else may pass for gloo here."""
     from phalanx_torch import device_backend, process_group
 
-    part = group._get_backend(torch.device("cpu"))
+    part = device_backend.of_device(group, "cpu")
     if not isinstance(part, (device_backend.DeviceBackend, process_group.ProcessGroup)):
         raise RuntimeError(
             f"phalanx_torch.as_gloo: PyTorch {torch.__version__} has made a {type(part).__name__} where Phalanx's group was asked "

@@ -45,6 +45,20 @@ _SAME = (
 )
 
 
+def of_device(group: Any, device: str) -> Any:
+    """The backend of PyTorch's `group` for `device`. With TORCH_DISTRIBUTED_DEBUG=DETAIL PyTorch wraps those of Python."""
+    part = group._get_backend(torch.device(device))
+    wrapper = getattr(dist.distributed_c10d, "_ProcessGroupWrapper", ())
+    while isinstance(part, wrapper):
+        part = part.wrapped_pg
+    return part
+
+
+# With TORCH_DISTRIBUTED_DEBUG=DETAIL PyTorch wraps a backend, and forgets what Python has of it, without which it can do nothing. They are kept here
+# until they are shut down.
+_kept: "set[DeviceBackend]" = set()
+
+
 class DeviceBackend(C10DBackend):
     """Passes PyTorch's calls with tensors on the CPU to the group ``group``, which nobody else has.
 
@@ -57,6 +71,8 @@ class DeviceBackend(C10DBackend):
         self._group = group
         # PyTorch's dispatcher tells of each call before it comes here.
         group._is_part = True
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            _kept.add(self)
 
     def getBackendName(self) -> str:
         return "phalanx"
@@ -81,6 +97,8 @@ class DeviceBackend(C10DBackend):
 
 def _passed_on(name: str) -> Callable[..., Any]:
     def call(self: DeviceBackend, *arguments: Any) -> Any:
+        if name in ("abort", "shutdown"):
+            _kept.discard(self)
         return observed.from_backend(self._group, name, arguments)
 
     call.__name__ = name

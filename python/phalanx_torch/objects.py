@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx_torch import _uncompiled, device_backend, observed
+from phalanx_torch._errors import Error
 from phalanx_torch.process_group import ProcessGroup
 
 # How objects are written, by the native part's numbers: by `pickle`, by `torch.save`; and why there are none.
@@ -35,7 +36,7 @@ def part_of(group: Any) -> ProcessGroup | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     try:
-        part = group._get_backend(torch.device("cpu"))
+        part = device_backend.of_device(group, "cpu")
     except RuntimeError:
         # It has no backend for the CPU.
         return None
@@ -49,13 +50,13 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
     part = _member("all_gather_object", group)
     if part is None:
         return
-    _check_places("all_gather_object", object_list, part.size())
     found = _exchanged(
         part,
         "all_gather_object",
         [obj],
         weights_only,
         lambda group, sent, form: group._native.all_gather_object(sent[0], form),
+        _without_places("all_gather_object", object_list, part.size()),
     )
     _fill(object_list, found, part.size(), weights_only)
 
@@ -78,14 +79,13 @@ def gather_object(
         raise ValueError("gather_object: object_gather_list must be given on the destination rank")
     if not is_root and object_gather_list:
         raise ValueError("gather_object: object_gather_list must not be given on other ranks than the destination")
-    if is_root:
-        _check_places("gather_object", object_gather_list or (), part.size())
     found = _exchanged(
         part,
         "gather_object",
         [obj],
         weights_only,
         lambda group, sent, form: group._native.gather_object(sent[0], form, root),
+        _without_places("gather_object", object_gather_list or (), part.size()) if is_root else None,
     )
     if is_root and object_gather_list is not None:
         _fill(object_gather_list, found, part.size(), weights_only)
@@ -133,19 +133,19 @@ def scatter_object_list(
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ValueError("scatter_object_list: scatter_object_output_list must be a list of at least one place")
     objects: Sequence[Any] = ()
+    refused = None
     if part.rank() == root:
-        if scatter_object_input_list is None or len(scatter_object_input_list) != part.size():
-            given = "none" if scatter_object_input_list is None else str(len(scatter_object_input_list))
-            raise ValueError(
-                f"scatter_object_list: the source rank must give one object for each of the {part.size()} ranks, and has given {given}"
-            )
-        objects = scatter_object_input_list
+        objects = scatter_object_input_list or ()
+        if len(objects) != part.size():
+            given = "none" if scatter_object_input_list is None else str(len(objects))
+            refused = ValueError(f"scatter_object_list: {given} given, and the source rank has one object for each of {part.size()} ranks")
     found = _exchanged(
         part,
         "scatter_object_list",
         objects,
         weights_only,
         lambda group, sent, form: group._native.scatter_objects(sent, form, root),
+        refused,
     )
     _fill(scatter_object_output_list, found, 1, weights_only)
 
@@ -247,9 +247,11 @@ def _group_rank(part: ProcessGroup, group: Any, rank: int | None, group_rank: in
     return group_rank
 
 
-def _check_places(name: str, objects: Sequence[Any], size: int) -> None:
+def _without_places(name: str, objects: Sequence[Any], size: int) -> ValueError | None:
+    """The error of a list that is too short."""
     if len(objects) < size:
-        raise ValueError(f"{name}: a list of {len(objects)}, and the group has {size} ranks")
+        return ValueError(f"{name}: a list of {len(objects)}, and the group has {size} ranks")
+    return None
 
 
 def _check_device(device: Any) -> None:
@@ -288,9 +290,12 @@ def _exchanged(
     objects: Iterable[Any],
     weights_only: bool,
     exchange: Callable[[ProcessGroup, list[bytes], int], Any],
+    refused: ValueError | None = None,
 ) -> Any:
-    """What ``exchange`` returns for the objects. If this rank cannot write them, the others are told so, and do not wait for it."""
+    """What ``exchange`` returns for the objects. If this rank cannot write them, or refuses the call, the others are told so, and do not wait for it."""
     try:
+        if refused is not None:
+            raise refused
         written = [_written(obj, weights_only) for obj in objects]
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".encode(errors="replace")
@@ -300,6 +305,10 @@ def _exchanged(
         except ValueError:
             # What this rank has told all, itself included.
             pass
+        except Error as failed:
+            # The group has this error for whoever asks; the program gets its own mistake.
+            if hasattr(error, "add_note"):
+                error.add_note(f"the other ranks could not be told: {failed}")
         raise
     part._sequence += 1
     return observed.recorded(part, name, lambda: exchange(part, written, _form(weights_only)))

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import phalanx_torch
 from phalanx_torch import _object_functions, objects
-from phalanx_torch.device_backend import DeviceBackend
+from phalanx_torch.device_backend import DeviceBackend, of_device
 
 Error = phalanx_torch.Error
 # What a block has room for on a few ranks, beside what is before the object (python/src/objects.rs).
@@ -158,13 +158,10 @@ def test_groups_of_some_ranks(ranks):
 def wrong(rank):
     other = 1 - rank
     for call, why in [
-        (lambda: phalanx_torch.all_gather_object([None], 1), "a list of 1, and the group has 2 ranks"),
         (lambda: phalanx_torch.gather_object(1, None, dst=rank), "must be given"),
         (lambda: phalanx_torch.gather_object(1, [None, None], dst=other), "must not be given"),
         (lambda: phalanx_torch.broadcast_object_list([1], 7), "rank 7 is not a rank of this group"),
         (lambda: phalanx_torch.scatter_object_list([], None, src=other), "at least one place"),
-        (lambda: phalanx_torch.scatter_object_list([None], [1], src=rank), "one object for each of the 2 ranks, and has given 1"),
-        (lambda: phalanx_torch.scatter_object_list([None], None, src=rank), "has given none"),
         (lambda: phalanx_torch.send_object_list([1], rank), "the rank of this process"),
         (lambda: phalanx_torch.recv_object_list([1], rank), "the rank of this process"),
         (lambda: phalanx_torch.send_object_list([1]), "Must specify"),
@@ -181,6 +178,25 @@ def wrong(rank):
 
 def test_wrong_arguments_leave_the_group_as_it_is(ranks):
     ranks(2, wrong)
+
+
+def wrong_on_one_rank(rank):
+    gathered = [None] if rank == 0 else None
+    for call, why in [
+        (lambda: phalanx_torch.all_gather_object([None] * (rank + 1), rank), "a list of 1, and the group has 2 ranks"),
+        (lambda: phalanx_torch.gather_object(rank, gathered), "a list of 1, and the group has 2 ranks"),
+        (lambda: phalanx_torch.scatter_object_list([None], [1]), "1 given, and the source rank has one object for each of 2"),
+        (lambda: phalanx_torch.scatter_object_list([None], None), "none given"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            call()
+    places = [None, None]
+    phalanx_torch.all_gather_object(places, rank)
+    assert places == [0, 1]
+
+
+def test_what_one_rank_refuses_is_told_to_all(ranks):
+    ranks(2, wrong_on_one_rank)
 
 
 def unwritten(rank):
@@ -450,13 +466,15 @@ dist.destroy_process_group()
     assert failed.returncode != 0 and "PHALANX_OBJECTS is 'all'; give 1 to replace" in failed.stderr
 
 
-def beside_another(rank, folder):
+def beside_another(rank, folder, detail):
     # As on a machine with a GPU; gloo's part needs none until it gets a tensor that is there.
+    if detail:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     torch.accelerator.is_available = lambda: True
     dist.init_process_group(
         "cpu:phalanx,cuda:gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
     )
-    assert isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), DeviceBackend)
+    assert isinstance(of_device(dist.group.WORLD, "cpu"), DeviceBackend)
     phalanx_torch.replace_object_functions()
     pair = dist.new_group([0, 1])
     for group in (None, pair):
@@ -468,12 +486,13 @@ def beside_another(rank, folder):
     dist.destroy_process_group()
 
 
-def test_beside_another_backend(tmp_path):
+@pytest.mark.parametrize("detail", [False, True])
+def test_beside_another_backend(tmp_path, detail):
     from phalanx_torch.device_backend import takes_backends_in_python
 
     if not takes_backends_in_python():
         pytest.skip("this PyTorch does not let Python write the part of a group for one device")
-    processes(2, beside_another, tmp_path)
+    processes(2, beside_another, tmp_path, detail)
 
 
 def test_without_a_group():
