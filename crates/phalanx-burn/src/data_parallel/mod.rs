@@ -91,8 +91,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// outputs, and tensors that are not of floats still go through the host's memory. `groups` are those of
     /// [`DeviceGroup::of_devices`](phalanx_nccl::DeviceGroup::of_devices), one for each of the devices, and nothing else uses them meanwhile.
     ///
-    /// All devices take part in each step, also if the batch has no part for some. The time-out of the groups' communicators limits each
-    /// transfer. After an error of NCCL's or of a device every later step fails, and the model is as it was.
+    /// All devices take part in a step whose batch has parts for two of them or more. The time-out of the groups' communicators limits each
+    /// transfer. After an error of NCCL's or of a device later steps of several devices fail, and the model is as it was.
     ///
     /// ```no_run
     /// # use burn::nn::LinearConfig;
