@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10DBackend
-from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch._C._distributed_c10d import DebugLevel, _DistributedBackendOptions, get_debug_level
 
 from phalanx_torch import observed
 
@@ -71,7 +71,7 @@ class DeviceBackend(C10DBackend):
         self._group = group
         # PyTorch's dispatcher tells of each call before it comes here.
         group._is_part = True
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if get_debug_level() == DebugLevel.DETAIL:
             _kept.add(self)
 
     def getBackendName(self) -> str:
