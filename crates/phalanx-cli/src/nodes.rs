@@ -195,29 +195,31 @@ impl NodeOptions {
     /// `static` uses the rank.
     pub(crate) fn check_node_rank(&self) -> Result<(), String> {
         let nodes = self.nnodes().max;
-        match self.node_rank {
-            Some(rank) if rank >= nodes && self.backend() == Backend::Static => Err(match self.nnodes {
-                None => format!(
-                    "--node-rank {rank} says that there are several nodes: give their number, --nnodes N"
-                ),
-                Some(_) => format!(
-                    "--node-rank {rank} is not below the number of nodes, {nodes}: ranks begin with 0"
-                ),
-            }),
-            _ => Ok(()),
-        }
+        let Some(rank) = self.node_rank.filter(|rank| *rank >= nodes && self.backend() == Backend::Static)
+        else {
+            return Ok(());
+        };
+        let variable = std::env::var("PET_NODE_RANK").is_ok_and(|value| value.parse() == Ok(rank));
+        let given = if variable { format!("PET_NODE_RANK={rank}") } else { format!("--node-rank {rank}") };
+        Err(match self.nnodes {
+            None => format!("{given} says that there are several nodes: give their number, --nnodes N"),
+            Some(_) => format!("{given} is not below the number of nodes, {nodes}: ranks begin with 0"),
+        })
     }
 
     /// A note about addresses of which one node makes no use: what it serves is for its own workers.
-    pub(crate) fn unused_alone(&self) -> Option<String> {
-        let (verb, options) = match (self.bind.is_some(), self.local_addr.is_some()) {
+    /// Variables may be those of all jobs.
+    pub(crate) fn unused_alone(&self, is_set: impl Fn(&str) -> bool) -> Option<String> {
+        let bind = self.bind.is_some() && !is_set("PHALANX_BIND");
+        let local_addr = self.local_addr.is_some() && !is_set("PET_LOCAL_ADDR");
+        let (verb, options) = match (bind, local_addr) {
             (false, false) => return None,
             (true, false) => ("has", "--bind"),
             (false, true) => ("has", "--local-addr"),
             (true, true) => ("have", "--bind and --local-addr"),
         };
         (self.nnodes().max == 1).then(|| {
-            format!("{options} {verb} no effect on one node: its store listens at --master-addr, or else at 127.0.0.1")
+            format!("{options} {verb} no effect on one node: its store listens at --master-addr or --rdzv-endpoint, or else at 127.0.0.1")
         })
     }
 
@@ -352,7 +354,7 @@ mod tests {
                 local_addr: local_addr.map(str::to_owned),
                 bind: bind.map(|address| address.parse().unwrap()),
             };
-            options.unused_alone()
+            options.unused_alone(|_| false)
         };
         assert_eq!((note(1, None, None), note(2, Some("0.0.0.0"), Some("node7"))), (None, None));
         assert!(note(1, Some("0.0.0.0"), None).unwrap().starts_with("--bind has no effect on one node"));

@@ -40,7 +40,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let apart =
         matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone()).flatten();
+    let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone(is_set)).flatten();
     let absent = matches!(started, Started::Here(_)).then(|| options.absent(most)).flatten();
     let notes = options.notes().into_iter().chain(unused).chain(absent);
     for note in slurm.into_iter().chain(notes).chain(apart).chain(thread_note(most, is_set)) {

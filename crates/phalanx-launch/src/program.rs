@@ -63,8 +63,11 @@ impl Program {
     /// Starts `command`, which has `name` as its first argument, as a worker of `guard`.
     pub(super) fn start(&self, command: Command, name: &OsStr, guard: &Guard) -> io::Result<Child> {
         // No shell must read what the kernel does not take, and what is cut off must not end by a signal.
-        if self.is_python_without_interpreter() {
-            return Err(Errno::NOEXEC.into());
+        if self.is_python_without_interpreter()
+            && let Some(path) = &self.path
+        {
+            // The kernel may know such files (binfmt_misc).
+            return guard.spawn_binary(command, path, name);
         }
         match self.doubtful_binary() {
             None => guard.spawn(command),
@@ -98,6 +101,14 @@ impl Program {
 
     /// What to do about `error`, of starting it.
     pub(super) fn remedy(&self, error: &io::Error) -> Option<String> {
+        let is_not_taken = error.kind() == ErrorKind::PermissionDenied
+            || error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error());
+        if is_not_taken && self.is_python_without_interpreter() {
+            return Some(format!(
+                "it is a Python program, and its first line names no interpreter: give `python3 {}` as the program",
+                self.name.display()
+            ));
+        }
         match (error.kind(), &self.path) {
             (ErrorKind::NotFound, None) => Some(self.not_there()),
             (ErrorKind::NotFound, Some(path)) => Some(Head::read(path).map_or_else(
@@ -117,15 +128,6 @@ impl Program {
             }
             (ErrorKind::BrokenPipe, _) => {
                 Some("the process phalanx-guard, which starts workers, was killed".to_owned())
-            }
-            (_, Some(_))
-                if error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error())
-                    && self.is_python_without_interpreter() =>
-            {
-                Some(format!(
-                    "it is a Python program, and its first line names no interpreter: give `python3 {}` as the program",
-                    self.name.display()
-                ))
             }
             (_, Some(path)) if error.raw_os_error() == Some(Errno::NOEXEC.raw_os_error()) => {
                 let head = Head::read(path).ok()?;

@@ -9,9 +9,9 @@
 //! nobody who is still counted is behind `base` for long.
 //!
 //! A process that was stopped may be behind `base` when it wakes. So a reader asks for `base` with each entry, in one request:
-//! an entry before `base` does not count, and one that is missing there is no end of the log. A writer asks for `base` afterwards, in
-//! the same request: if `base` has passed the entry's index, the entry may have been written where another one was removed, and the writer
-//! cannot know whether another process has read it.
+//! an entry before `base` does not count, and one that is missing there is no end of the log. A writer asks for `base` before and afterwards,
+//! in the same request. If `base` had passed the entry's index before, the entry was written where another one was removed: nobody has read
+//! it, and the writer tries a later place. If `base` has passed it afterwards alone, the writer cannot know whether another process has read it.
 //!
 //! Entry 0 stays. A process of a version that does not know `base` finds it, and is told that the versions differ. If the entry were gone, that
 //! process would write its own there, and be alone in a job of its own. And a newcomer that asks for entry 0 without a look at `base` first has
@@ -32,6 +32,8 @@ use crate::error::{Error, Result};
 pub(crate) const STRIDE: u64 = 64;
 
 pub(super) const BASE: &str = "base";
+/// What the base never is.
+pub(super) const NO_BASE: &[u8] = b"?";
 const TRIMMED: &str = "trimmed";
 /// How many entries are removed together, after which `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;

@@ -42,7 +42,7 @@ pub use phalanx_proto::log::{Machine, decode, encode};
 
 #[cfg(test)]
 pub(crate) use self::compaction::STRIDE;
-use self::compaction::{BASE, number};
+use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
 pub use self::participant::{Heartbeats, Participant};
@@ -85,6 +85,16 @@ enum Turn {
     Later,
 }
 
+/// What a writer has found.
+struct Written {
+    /// The base before it wrote.
+    before: u64,
+    /// What is in the place now.
+    found: Vec<u8>,
+    /// The base afterwards.
+    base: u64,
+}
+
 /// A decoded entry.
 #[derive(Debug, PartialEq)]
 pub enum Read<M: Machine> {
@@ -117,10 +127,14 @@ impl<M: Machine> Log<M> {
         let mut index = self.end.load(Ordering::Relaxed);
         loop {
             let signed = self.mac.sign(index, &entry);
-            let (found, base) = self.write(index, &signed, deadline)?;
+            let Written { before, found, base } = self.write(index, &signed, deadline)?;
             self.end.fetch_max(base.max(index + 1), Ordering::Relaxed);
             if found == signed {
-                return self.confirm(index, base, deadline);
+                if before <= index || index == 0 {
+                    return self.confirm(index, base, deadline);
+                }
+                // It was behind the base when it was written: nobody has read it. This writer has only just come.
+                self.store.delete_key(&key(index), deadline)?;
             }
             // Behind the base there is no line.
             let next = if base > index { base } else { self.wait_in_line(index, deadline)? };
@@ -129,22 +143,26 @@ impl<M: Machine> Log<M> {
         }
     }
 
-    /// Writes `signed` at `index`, if nothing is there. Returns what is there then, and the base after that.
-    fn write(&self, index: u64, signed: &[u8], deadline: Deadline) -> Result<(Vec<u8>, u64)> {
+    /// Writes `signed` at `index`, if nothing is there.
+    fn write(&self, index: u64, signed: &[u8], deadline: Deadline) -> Result<Written> {
         let key = key(index);
         if M::COMPACTION.is_none() {
-            return Ok((self.store.compare_set(&key, b"", signed, deadline)?, 0));
+            let found = self.store.compare_set(&key, b"", signed, deadline)?;
+            return Ok(Written { before: 0, found, base: 0 });
         }
         let mut now = Vec::new();
         let mut found = |values: &[Vec<u8>]| {
-            now = values.first().cloned().unwrap_or_default();
+            now = values.to_vec();
             Ok(())
         };
-        let change = (key.as_str(), &b""[..], signed);
+        // The first changes nothing, and says what is there.
+        let changes = [(BASE, NO_BASE, NO_BASE), (key.as_str(), &b""[..], signed)];
         let values =
-            self.store.compare_set_and_get(&[change], &[BASE], deadline, &mut found, &mut || Ok(()))?;
+            self.store.compare_set_and_get(&changes, &[BASE], deadline, &mut found, &mut || Ok(()))?;
         let base = number::<M>(values.first().map_or(&[][..], Vec::as_slice))?;
-        Ok((now, base))
+        let mut now = now.into_iter();
+        let before = number::<M>(&now.next().unwrap_or_default())?;
+        Ok(Written { before, found: now.next().unwrap_or_default(), base })
     }
 
     /// Waits until those that have found the place `taken` before this writer have written. Returns the place to try next.

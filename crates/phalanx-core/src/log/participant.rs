@@ -296,8 +296,21 @@ impl<M: Machine> Caretaker<M> {
             let checkpoint = replica.take_checkpoint();
             self.held = checkpoint.map(|(state, index)| (state, index, Instant::now()));
         }
-        if let Some((state, index, _)) = self.held.take_if(|(.., since)| since.elapsed() >= self.hold) {
-            self.trim_to = log.replace_entries(&state, index, deadline)?;
+        if let Some((state, index, since)) = &self.held
+            && since.elapsed() >= self.hold
+        {
+            match log.replace_entries(state, *index, deadline) {
+                Ok(end) => (self.trim_to, self.held) = (end, None),
+                // The next call tries it again.
+                Err(error) if error.is_timeout() => return Err(error),
+                Err(error) => {
+                    // A later state may be smaller.
+                    self.held = None;
+                    replica
+                        .warn(format!("old entries of the {}s' log stay in the store: {error}", M::PROCESS));
+                    return Err(error);
+                }
+            }
         }
         // On a slow network the time may be up before all is removed. The next call goes on.
         if self.trim_to > 0 {

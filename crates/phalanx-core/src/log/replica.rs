@@ -82,11 +82,16 @@ impl<M: Machine> Replica<M> {
             {
                 view.refusal = Some(why);
             }
-            view.next += 1;
-            if M::COMPACTION.is_some() && view.next.is_multiple_of(STRIDE) {
-                *self.checkpoint.lock() = Some((view.state.clone(), view.next));
-            }
+            self.pass(view);
         });
+    }
+
+    /// Goes on to the next entry.
+    fn pass(&self, view: &mut View<M>) {
+        view.next += 1;
+        if M::COMPACTION.is_some() && view.next.is_multiple_of(STRIDE) {
+            *self.checkpoint.lock() = Some((view.state.clone(), view.next));
+        }
     }
 
     /// The last state from which a new reader could begin, and the index of the next entry. The next call finds a later one, or none.
@@ -98,7 +103,7 @@ impl<M: Machine> Replica<M> {
     pub(super) fn skip(&self) {
         self.change(|view| {
             let (index, process) = (view.next, M::PROCESS);
-            view.next += 1;
+            self.pass(view);
             view.warning.get_or_insert_with(|| {
                 format!(
                     "entry {index} of the {process}s' log was ignored, because it is not signed with this job's key. \
@@ -125,7 +130,14 @@ impl<M: Machine> Replica<M> {
 
     /// This process was refused, and asks again.
     pub fn forget_refusal(&self) {
-        self.view.lock().refusal = None;
+        self.view.lock().forget_refusal();
+    }
+
+    /// Something that a person should know. The first stays.
+    pub(super) fn warn(&self, warning: String) {
+        self.change(|view| {
+            view.warning.get_or_insert(warning);
+        });
     }
 
     fn change(&self, how: impl FnOnce(&mut View<M>)) {
@@ -153,6 +165,12 @@ impl<M: Machine> View<M> {
     pub fn is_given_up(&self) -> bool {
         let has_joined = |own: &&Own<M::Id>| own.joined_at.is_some_and(|index| index < self.next);
         self.own.as_ref().filter(has_joined).is_some_and(|own| !self.state.is_present(own.id))
+    }
+
+    /// This process was refused, and asks again: where it has joined is not known any more.
+    pub fn forget_refusal(&mut self) {
+        self.refusal = None;
+        self.own.iter_mut().for_each(|own| own.joined_at = None);
     }
 
     pub fn is_closing(&self) -> bool {

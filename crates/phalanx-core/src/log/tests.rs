@@ -442,13 +442,9 @@ proptest! {
             match act {
                 Act::Append(count) => for _ in 0..count {
                     let word = words.len() as u32;
-                    let index = loop {
-                        // What is in the place of a removed entry is taken back, and written at the end.
-                        if let Some(index) = writers[who].try_append(&Entry::Word(word), limit()).unwrap() {
-                            break index;
-                        }
-                    };
-                    prop_assert_eq!(index, u64::from(word));
+                    // What is in the place of a removed entry is taken back, and written at the end: nobody has read it.
+                    let index = writers[who].try_append(&Entry::Word(word), limit()).unwrap();
+                    prop_assert_eq!(index, Some(u64::from(word)));
                     words.push(word);
                 },
                 Act::Read(count) => reader.read_up_to((reader.next() + count).min(words.len() as u64)),
@@ -490,6 +486,34 @@ fn a_state_is_held_before_it_takes_the_place_of_entries() {
     // Whoever is not the caretaker leaves all as it is.
     reader.replica.set_own(2, "beat/2".to_owned());
     assert_eq!(base_after(Duration::ZERO, 3 * STRIDE), 2 * STRIDE);
+}
+
+#[test]
+fn a_compaction_that_fails_is_tried_again_or_told() {
+    let faulty = Arc::new(Faulty::default());
+    let store: SharedStore = faulty.clone();
+    let log = log::<true>(&store);
+    log.append(&Entry::Join(1), limit()).unwrap();
+    let reader = Reader::new(&store);
+    reader.replica.set_own(1, "beat/1".to_owned());
+    (1..=STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+    reader.read_up_to(STRIDE + 1);
+    let mut caretaker = Caretaker::new(Duration::ZERO);
+    let mut clean = |deadline| caretaker.clean(&reader.log, &reader.replica, deadline, &|_, _| Ok(()));
+    // No answer in time: the same state is written later.
+    faulty.set_fault(Some(Fault::Silent { was_asked: false }));
+    assert!(clean(Deadline::now()).unwrap_err().is_timeout());
+    assert_eq!(reader.replica.view().warning, None);
+    faulty.set_fault(None);
+    clean(limit()).unwrap();
+    assert_eq!(log.base(limit()).unwrap(), STRIDE);
+    // A store that does not take it: a person should know.
+    (0..STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+    reader.read_up_to(2 * STRIDE);
+    faulty.set_fault(Some(Fault::Broken));
+    assert!(!clean(limit()).unwrap_err().is_timeout());
+    let warning = reader.replica.view().warning.clone().unwrap();
+    assert!(warning.contains("old entries of the testers' log stay in the store"), "{warning}");
 }
 
 #[test]

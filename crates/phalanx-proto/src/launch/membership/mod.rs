@@ -23,7 +23,7 @@ mod entry;
 mod state;
 
 pub use entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
-pub use state::{Cause, JobEnd, Member, MembershipState, Running};
+pub use state::{Cause, JobEnd, Member, MembershipState, Running, STATE_VERSION};
 
 #[cfg(test)]
 mod simulated;

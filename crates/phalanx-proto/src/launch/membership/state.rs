@@ -1,5 +1,7 @@
 //! The state that all nodes agree on.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
@@ -96,7 +98,7 @@ pub enum Cause {
 }
 
 /// The version byte of a state.
-const STATE_VERSION: u8 = 1;
+pub const STATE_VERSION: u8 = 1;
 
 impl Machine for MembershipState {
     type Entry = Entry;
@@ -201,7 +203,11 @@ impl MembershipState {
             follows
         });
         let mut nodes = members.iter().map(|member| &member.node).chain(&self.waiting);
+        let mut ids = BTreeSet::new();
         ranks_follow
+            && self.running().is_none_or(|running| !running.members.is_empty())
+            && self.present().all(|node| ids.insert(node.id))
+            && (self.settings.is_some() || self.present().next().is_none())
             && next_rank <= most
             && self.present().map(workers).sum::<u64>() <= most
             && nodes.all(|node| node.workers > 0)

@@ -148,6 +148,9 @@ fn a_state_to_which_no_log_leads_is_refused() {
     };
     assert!(changed(6, 3).is_ok());
     assert!(changed(6, 4).unwrap_err().contains("the state in the launchers' log is not valid"));
+    // Nobody joins without settings.
+    let without_settings = [&[1, 0], &bytes[5..]].concat();
+    assert!((compaction.decode)(&without_settings).is_err());
     assert!(changed(0, 2).unwrap_err().contains("it is version 2, not 1"));
     for end in 0..bytes.len() {
         assert!((compaction.decode)(&bytes[..end]).is_err(), "{end}");
