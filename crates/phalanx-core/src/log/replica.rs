@@ -130,7 +130,7 @@ impl<M: Machine> Replica<M> {
 
     /// This process was refused, and asks again.
     pub fn forget_refusal(&self) {
-        self.view.lock().forget_refusal();
+        self.view.lock().refusal = None;
     }
 
     /// Something that a person should know. The first stays.
@@ -165,12 +165,6 @@ impl<M: Machine> View<M> {
     pub fn is_given_up(&self) -> bool {
         let has_joined = |own: &&Own<M::Id>| own.joined_at.is_some_and(|index| index < self.next);
         self.own.as_ref().filter(has_joined).is_some_and(|own| !self.state.is_present(own.id))
-    }
-
-    /// This process was refused, and asks again: where it has joined is not known any more.
-    pub fn forget_refusal(&mut self) {
-        self.refusal = None;
-        self.own.iter_mut().for_each(|own| own.joined_at = None);
     }
 
     pub fn is_closing(&self) -> bool {

@@ -182,8 +182,8 @@ impl<'a> MultiNode<'a> {
             None => return,
         };
         let Some((node, settings)) = self.join.take() else { return };
-        self.is_replacing = false;
-        self.view.forget_refusal();
+        self.is_replacing = true;
+        self.view.refusal = None;
         self.handler.forget_refusal();
         left.into_iter().for_each(|left| self.handler.propose(left));
         self.handler.propose(Entry::Join { node, settings });

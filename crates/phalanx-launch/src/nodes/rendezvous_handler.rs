@@ -239,15 +239,7 @@ impl Thread {
         for entry in inbox {
             // Once the log is lost no other launcher can read this one's entries.
             if replica.view().lost.is_none() {
-                let deadline = Deadline::after(silence);
-                let appended = match &entry {
-                    // This launcher was refused, and asks again.
-                    Entry::Join { node, .. } => {
-                        let entered = participant.enter(node.id, node.id.heartbeat_key(), &entry, deadline);
-                        entered.and_then(|is_in| if is_in { Ok(()) } else { Err(stopped_while_joining()) })
-                    }
-                    _ => participant.append(&entry, deadline),
-                };
+                let appended = participant.append(&entry, Deadline::after(silence));
                 appended.unwrap_or_else(|error| replica.lose(error));
             }
         }

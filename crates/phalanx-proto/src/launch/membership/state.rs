@@ -205,7 +205,6 @@ impl MembershipState {
         let mut nodes = members.iter().map(|member| &member.node).chain(&self.waiting);
         let mut ids = BTreeSet::new();
         ranks_follow
-            && self.running().is_none_or(|running| !running.members.is_empty())
             && self.present().all(|node| ids.insert(node.id))
             && (self.settings.is_some() || self.present().next().is_none())
             && next_rank <= most
