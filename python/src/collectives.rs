@@ -41,13 +41,10 @@ impl Group {
         tensors: &Bound<'_, PyAny>,
         options: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
-        let Ok(tensors) = tensors.cast::<PyList>() else { return Ok(false) };
-        let Some((number, timeout)) = waited_for(options)? else { return Ok(false) };
-        let Some(reduction) = Reduction::usual(number) else { return Ok(false) };
-        if tensors.len() != 1 {
-            return Ok(false);
-        }
-        let memory = Memory::of_tensor(&tensors.get_item(0)?, reduction.meaning()).ok();
+        let Some(timeout) = waited_for(options)? else { return Ok(false) };
+        let number = u8::try_from(options.getattr(intern!(py, "reduceOp"))?.hash()?);
+        let Some(reduction) = number.ok().and_then(Reduction::usual) else { return Ok(false) };
+        let memory = only(tensors)?.and_then(|tensor| Memory::of_tensor(&tensor, reduction.meaning()).ok());
         self.all_reduce_usual(py, memory, timeout, reduction)
     }
 
@@ -124,6 +121,44 @@ impl Group {
         })
     }
 
+    /// `broadcast` as PyTorch calls it, on the conditions of `all_reduce_as_it_is`.
+    fn broadcast_as_it_is(
+        &self,
+        py: Python<'_>,
+        tensors: &Bound<'_, PyAny>,
+        options: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let Some(timeout) = waited_for(options)? else { return Ok(false) };
+        let Ok(root) = options.getattr(intern!(py, "rootRank"))?.extract::<u32>() else { return Ok(false) };
+        let Some(tensor) = only(tensors)? else { return Ok(false) };
+        let Ok(mut memory) = Memory::of_tensor(&tensor, Meaning::Bytes) else { return Ok(false) };
+        self.moving(
+            py,
+            (timeout, true),
+            memory.seen(),
+            move |group| with_element!(memory.dtype(), T => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root))),
+        )?;
+        Ok(true)
+    }
+
+    /// `allgather` as PyTorch calls it, on the conditions of `all_reduce_as_it_is`.
+    fn all_gather_as_it_is(
+        &self,
+        py: Python<'_>,
+        outputs: &Bound<'_, PyAny>,
+        inputs: &Bound<'_, PyAny>,
+        options: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let Some(timeout) = waited_for(options)? else { return Ok(false) };
+        let (Some(outputs), Some(input)) = (only(outputs)?, only(inputs)?) else { return Ok(false) };
+        let Ok(outputs) = outputs.cast_into::<PyList>() else { return Ok(false) };
+        let lend = |tensor: Bound<'_, PyAny>| Memory::of_tensor(&tensor, Meaning::Bytes).ok();
+        let lent: Option<Vec<Memory>> = outputs.iter().map(lend).collect();
+        let (Some(outputs), Some(input)) = (lent, lend(input)) else { return Ok(false) };
+        self.gather_each(py, (timeout, true), outputs, input)?;
+        Ok(true)
+    }
+
     /// Gathers into one tensor.
     fn all_gather_single(
         &self,
@@ -149,23 +184,8 @@ impl Group {
         input: &Bound<'_, PyAny>,
         how: How,
     ) -> PyResult<Option<Work>> {
-        self.one_for_each("all_gather: outputs", outputs.len())?;
-        let mut outputs = each(&outputs, Meaning::Bytes, true)?;
-        let input = Memory::of(input, Meaning::Bytes, false)?;
-        let seen = one_type(outputs.iter().chain([&input]))?;
-        let dtype = seen.dtype;
-        let counts: Vec<usize> = outputs.iter().map(Memory::len).collect();
-        self.moving(py, how, seen, move |group| {
-            with_element!(dtype, T => {
-                let mut packed = Buffer::zeroed(dtype, counts.iter().sum());
-                match are_even(&counts) {
-                    true => group.all_gather(input.as_slice::<T>(), packed.as_mut_slice()?)?,
-                    false => group.all_gather_v(input.as_slice::<T>(), packed.as_mut_slice()?, &counts)?,
-                }
-                unpack(packed.as_bytes(), &mut outputs);
-                Ok(())
-            })
-        })
+        let outputs = each(&outputs, Meaning::Bytes, true)?;
+        self.gather_each(py, how, outputs, Memory::of(input, Meaning::Bytes, false)?)
     }
 
     /// Gathers at the root, into a list of tensors that is empty elsewhere.
@@ -345,6 +365,31 @@ impl Group {
 }
 
 impl Group {
+    /// Gathers into memories that may have a length of their own for each rank.
+    fn gather_each(
+        &self,
+        py: Python<'_>,
+        how: How,
+        mut outputs: Vec<Memory>,
+        input: Memory,
+    ) -> PyResult<Option<Work>> {
+        self.one_for_each("all_gather: outputs", outputs.len())?;
+        let seen = one_type(outputs.iter().chain([&input]))?;
+        let dtype = seen.dtype;
+        let counts: Vec<usize> = outputs.iter().map(Memory::len).collect();
+        self.moving(py, how, seen, move |group| {
+            with_element!(dtype, T => {
+                let mut packed = Buffer::zeroed(dtype, counts.iter().sum());
+                match are_even(&counts) {
+                    true => group.all_gather(input.as_slice::<T>(), packed.as_mut_slice()?)?,
+                    false => group.all_gather_v(input.as_slice::<T>(), packed.as_mut_slice()?, &counts)?,
+                }
+                unpack(packed.as_bytes(), &mut outputs);
+                Ok(())
+            })
+        })
+    }
+
     /// Carries out an `all_reduce` whose caller waits, if there is `memory` and nothing is to be done with it before and after.
     fn all_reduce_usual(
         &self,
@@ -367,19 +412,26 @@ impl Group {
     }
 }
 
-/// The number of the operation in `AllreduceOptions`, and the limit in seconds if there is one. None if these are not such
-/// options, or if the caller does not wait.
-fn waited_for(options: &Bound<'_, PyAny>) -> PyResult<Option<(u8, Option<f64>)>> {
+/// The limit in seconds of a call with these options, if they have one. None if its caller does not wait, or if they are no options of
+/// PyTorch's.
+fn waited_for(options: &Bound<'_, PyAny>) -> PyResult<Option<Option<f64>>> {
     let py = options.py();
     // Not all versions of PyTorch say it.
     let Some(is_async) = options.getattr_opt(intern!(py, "asyncOp"))? else { return Ok(None) };
     if is_async.is_truthy()? {
         return Ok(None);
     }
-    let Ok(number) = u8::try_from(options.getattr(intern!(py, "reduceOp"))?.hash()?) else { return Ok(None) };
     let timeout = options.getattr(intern!(py, "timeout"))?;
     let seconds: f64 = timeout.call_method0(intern!(py, "total_seconds"))?.extract()?;
-    Ok(Some((number, (seconds > 0.0).then_some(seconds))))
+    Ok(Some((seconds > 0.0).then_some(seconds)))
+}
+
+/// The only element of a list; None if it is not a list, or has others.
+fn only<'py>(list: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    match list.cast::<PyList>() {
+        Ok(list) if list.len() == 1 => list.get_item(0).map(Some),
+        _ => Ok(None),
+    }
 }
 
 fn is_integer(dtype: DType) -> bool {

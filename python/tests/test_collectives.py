@@ -125,6 +125,75 @@ def test_tensors_that_need_no_preparation_are_reduced_at_once(ranks):
     ranks(2, as_they_are)
 
 
+def waiting_for_a_root(root):
+    options = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = root, False
+    return options
+
+
+def waiting_for_all():
+    options = dist.AllgatherOptions()
+    options.asyncOp = False
+    return options
+
+
+def moved_as_they_are(rank):
+    group = dist.group.WORLD
+    broadcast, all_gather = group._native.broadcast_as_it_is, group._native.all_gather_as_it_is
+    plain = filled(rank, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.uint64, torch.bool, torch.complex64, torch.float8_e5m2):
+        tensor = filled(rank, torch.float32).to(dtype)
+        expected = [filled(r, torch.float32).to(dtype) for r in range(2)]
+        gathered = [torch.empty_like(tensor) for _ in range(2)]
+        assert all_gather([gathered], [tensor], waiting_for_all()), dtype
+        assert broadcast([tensor], waiting_for_a_root(1)), dtype
+        for found, meant in zip([*gathered, tensor], [*expected, expected[1]]):
+            assert found.view(torch.uint8).equal(meant.view(torch.uint8)), dtype
+    empty = torch.ones(0)
+    assert broadcast([empty], waiting_for_a_root(0)) and all_gather([[empty, torch.ones(0)]], [empty], waiting_for_all())
+    # Each rank's own length, and an input that lies where an output does.
+    whole = torch.tensor([float(rank)] * 3)
+    assert all_gather([[whole[:1], whole[1:]]], [whole[1:] if rank else whole[:1]], waiting_for_all())
+    assert whole.tolist() == [0.0, 1.0, 1.0]
+    # All else is left to the part in Python, with nothing done.
+    asynchronous_root, asynchronous, into = waiting_for_a_root(0), waiting_for_all(), [plain.clone(), plain.clone()]
+    asynchronous_root.asyncOp = asynchronous.asyncOp = True
+    for tensors, options in (
+        ([plain.t()], waiting_for_a_root(0)),
+        ([filled(rank, torch.complex64).conj()], waiting_for_a_root(0)),
+        ([torch.eye(3).to_sparse()], waiting_for_a_root(0)),
+        ([numpy.ones(2)], waiting_for_a_root(0)),
+        ([plain], asynchronous_root),
+        ([plain], waiting_for_a_root(-1)),
+        ([plain], None),
+        ([plain, plain], waiting_for_a_root(0)),
+        (plain, waiting_for_a_root(0)),
+    ):
+        assert broadcast(tensors, options) is False, tensors
+    for outputs, inputs, options in (
+        ([into], [plain.t()], waiting_for_all()),
+        ([[into[0].t(), into[1]]], [plain], waiting_for_all()),
+        ([into], [plain], asynchronous),
+        ([into], [plain], None),
+        ([into, into], [plain], waiting_for_all()),
+        ([tuple(into)], [plain], waiting_for_all()),
+        (into, plain, waiting_for_all()),
+    ):
+        assert all_gather(outputs, inputs, options) is False, (outputs, inputs)
+    # An option beside the options is an error, and is not left out.
+    for call in (lambda: group.broadcast([plain], waiting_for_a_root(0), root=1), lambda: group.allreduce([plain], waiting(), op=dist.ReduceOp.MAX)):
+        with pytest.raises(TypeError):
+            call()
+    assert same(plain, filled(rank, torch.float32))
+    with pytest.raises(ValueError, match="a list of 3, and the group has 2 ranks"):
+        dist.all_gather([torch.empty_like(plain)] * 3, plain)
+
+
+@needs_async_op
+def test_tensors_that_need_no_preparation_are_moved_at_once(ranks):
+    ranks(2, moved_as_they_are)
+
+
 def averages_of_integers(rank, world):
     """The quotients of sums, towards zero, as NCCL has them; the sums of small types do not overflow."""
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64):
