@@ -4,8 +4,9 @@
     python python/bench_plane.py --ranks 2 --bind
 
 The group is that of ``init_process_group("cpu:phalanx,cuda:nccl")``. The first table is a mixture such as inference servers send: in random
-order, the same on every rank, calls of four kinds with messages of five sizes, each made over both backends, one after the other and in turn
-first; a barrier of its own backend is before each, so that the ranks begin together. Times are those of the slowest rank.
+order, the same on every rank, calls of four kinds with messages of five sizes. The backends take turns after 500 calls: if they did after each, what
+gloo's threads still do after a call would take a processor from the next one, which is ours. A barrier of its own backend is before each call, so
+that the ranks begin together. Times are those of the slowest rank.
 
 Objects are exchanged by the functions of phalanx_torch, beside PyTorch's over gloo. The rows "by PyTorch" are PyTorch's functions over both.
 """
@@ -29,6 +30,8 @@ from ports import free_port
 
 import phalanx_torch
 
+# Calls that a backend makes before it is the other one's turn.
+BLOCK = 500
 SIZES = [100, 1 << 10, 4 << 10, 16 << 10, 64 << 10]
 CALLS = {
     "broadcast": lambda group, tensor, many: dist.broadcast(tensor, 0, group=group),
@@ -67,23 +70,26 @@ def mixture(groups, rank, ranks, calls):
     order = random.Random(1)
     tensors = {size: torch.ones(size // 4) for size in SIZES}
     many = {size: [torch.empty(size // 4) for _ in range(ranks)] for size in SIZES}
-    plan = [(order.choice(list(CALLS)), order.choice(SIZES), order.random() < 0.5) for _ in range(calls)]
+    plan = [(order.choice(list(CALLS)), order.choice(SIZES)) for _ in range(calls)]
     times = {name: [] for name in groups}
-    for index, (kind, size, first) in enumerate(plan):
-        for name in list(groups) if first else reversed(groups):
-            tensors[size].fill_(1.0)
-            dist.barrier(groups[name])
-            begin = time.perf_counter()
-            CALLS[kind](groups[name], tensors[size], many[size])
-            if index >= 50:
+    for number, start in enumerate(range(0, calls, BLOCK)):
+        for name in list(groups) if number % 2 else reversed(groups):
+            # Threads that still have work from the block before do it now.
+            time.sleep(0.01)
+            for kind, size in plan[start : start + BLOCK]:
+                tensors[size].fill_(1.0)
+                dist.barrier(groups[name])
+                begin = time.perf_counter()
+                CALLS[kind](groups[name], tensors[size], many[size])
                 times[name].append(time.perf_counter() - begin)
     times = {name: slowest(each) for name, each in times.items()}
     if rank != 0:
         return
-    print(f"{calls - 50} calls in random order, us\n{'call':>12} {'bytes':>7} {'phalanx p50':>12} {'p99':>9} {'gloo p50':>12} {'p99':>9} {'p50 ratio':>10}")
+    print(f"{calls - BLOCK} calls in random order, us\n{'call':>12} {'bytes':>7} {'phalanx p50':>12} {'p99':>9} {'gloo p50':>12} {'p99':>9} {'p50 ratio':>10}")
     for kind in CALLS:
         for size in SIZES if kind != "barrier" else [0]:
-            chosen = [index for index, (its, bytes, _) in enumerate(plan[50:]) if its == kind and size in (0, bytes)]
+            # The first block of each is for what is made at first calls.
+            chosen = [index for index, (its, bytes) in enumerate(plan) if index >= BLOCK and its == kind and size in (0, bytes)]
             ours, theirs = ([times[name][index] for index in chosen] for name in groups)
             print(
                 f"{kind:>12} {size:7} {at(ours, 0.5):12.1f} {at(ours, 0.99):9.1f} {at(theirs, 0.5):12.1f} {at(theirs, 0.99):9.1f} "
@@ -154,7 +160,7 @@ def rank_of_bench(rank, arguments, port):
     groups = {"phalanx": dist.group.WORLD, "gloo": gloo}
     if rank == 0:
         print(f"{arguments.ranks} ranks, PyTorch {torch.__version__}, CUDA devices: {torch.cuda.device_count()}, bound: {arguments.bind}")
-    mixture(groups, rank, arguments.ranks, arguments.calls + 50)
+    mixture(groups, rank, arguments.ranks, arguments.calls + BLOCK)
     objects(groups, rank, arguments.ranks, arguments.rounds)
     dist.destroy_process_group()
 

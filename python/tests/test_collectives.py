@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from conftest import environment, free_port, needs_async_op, processes, waiting
+from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
 import phalanx_torch.horovod as hvd
@@ -132,7 +133,7 @@ def waiting_for_a_root(root):
 
 
 def waiting_for_all():
-    options = dist.AllgatherOptions()
+    options = c10d.AllgatherOptions()
     options.asyncOp = False
     return options
 
