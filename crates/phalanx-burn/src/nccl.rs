@@ -615,16 +615,16 @@ impl CommHook for Hook {
         Ok(())
     }
 
-    /// Without what cannot be read: [`read_state`](Self::read_state) is what is saved.
-    fn state(&self) -> HookState {
-        self.read_state().unwrap_or_default()
-    }
-
-    fn read_state(&self) -> Result<HookState> {
+    /// It waits for the device, and reads all factors and losses of PowerSGD.
+    fn state(&self) -> Result<HookState> {
         match self.how {
             How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(step)),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(matches!(self.how, How::LowRank { .. }))
     }
 
     fn load(&mut self, mut state: HookState) -> Result<()> {

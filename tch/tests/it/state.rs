@@ -507,8 +507,8 @@ impl CommHook for Growing {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        self.0.iter().fold(HookState::default(), |state, step| state.common("step", 0, vec![*step]))
+    fn state(&self) -> Result<HookState> {
+        Ok(self.0.iter().fold(HookState::default(), |state, step| state.common("step", 0, vec![*step])))
     }
 
     fn load(&mut self, mut state: HookState) -> Result<()> {

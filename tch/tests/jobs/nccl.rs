@@ -55,6 +55,8 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
         job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
     }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
+    // The current device of the program's thread is the first one.
+    ("a_model_may_be_on_another_device_than_the_current_one", || job("second device", 2)),
 ];
 
 /// Set for ranks of other tests that are to average by NCCL.
@@ -165,6 +167,7 @@ pub fn play(case: &str) -> Result<()> {
         "low rank steps" => low_rank_steps(&group),
         "low rank state" => low_rank_state(&group),
         "no wait" => no_wait(&group),
+        "second device" => second_device(&group),
         OTHER_MODELS => other_models(&group),
         "held join" => held_join(&group),
         "late join" => late_join(&group),
@@ -1007,6 +1010,41 @@ fn no_wait(group: &ProcessGroup) -> Result<()> {
         assert!(model.layers[0].ws.grad().f_to_device(tch::Device::Cpu).is_err());
         std::fs::remove_file(&nobody).unwrap();
     }
+    Ok(())
+}
+
+/// Memory and streams are those of the model's device, whatever sends the gradients.
+fn second_device(group: &ProcessGroup) -> Result<()> {
+    let (cuda, place) = (phalanx_nccl::Device::open(1)?, tch::Device::Cuda(1));
+    type Register = fn(&mut Ddp) -> Result<()>;
+    let hooks: [Register; 3] = [
+        |_| Ok(()),
+        |ddp| ddp.register_comm_hook(Compressed::f16()),
+        |ddp| ddp.register_comm_hook(PowerSgd::new(compressing(1).rank(2))?),
+    ];
+    for register in hooks {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let rank = group.rank().index() as f64 + 1.0;
+        let store = VarStore::new(place);
+        let layers: Vec<Tensor> =
+            (0..4).map(|index| store.root().var(&format!("l{index}"), &[16, 8], Init::Const(0.0))).collect();
+        let mut ddp = Ddp::with_nccl(&store, &DeviceGroup::new(group, &cuda)?, options())?;
+        register(&mut ddp)?;
+        for step in 1..5 {
+            let loss = ddp.forward(|| all(&layers) * (rank * f64::from(step)))?;
+            zero_grad(&store);
+            ddp.backward(&loss)?;
+            for one in &layers {
+                let (gradient, average) = (one.grad(), 1.5 * step as f32);
+                assert_eq!(gradient.device(), place);
+                let found = elements(&gradient);
+                assert!(found.iter().all(|one| (one - average).abs() < 1e-4), "step {step}: {}", found[0]);
+            }
+        }
+    }
+    // The stand-in would have said so.
+    let error = ones(&[2], 1.0).f_sub(&Tensor::ones([2], (Kind::Float, place))).unwrap_err().to_string();
+    assert!(error.contains("same device"), "{error}");
     Ok(())
 }
 

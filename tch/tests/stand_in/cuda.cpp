@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <shared_mutex>
 #include <thread>
 #include <tuple>
@@ -480,8 +481,28 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor &input, const std::op
     return {output.to(device), saved_mean.to(device), saved_inverse.to(device)};
 }
 
+// As before libtorch's kernels for CUDA: the arguments of an operation that are on a device are on the same one. On copies of them the operation
+// would succeed.
+void check_devices(at::ArrayRef<c10::IValue> arguments) {
+    std::optional<Device> device;
+    const auto add = [&device](const Tensor &tensor) {
+        if (!tensor.defined() || !tensor.is_cuda()) return;
+        TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
+                    device.value_or(tensor.device()), " and ", tensor.device());
+        device = tensor.device();
+    };
+    for (const c10::IValue &argument : arguments) {
+        if (argument.isTensor()) {
+            add(argument.toTensor());
+        } else if (argument.isTensorList()) {
+            for (const Tensor &tensor : argument.toTensorVector()) add(tensor);
+        }
+    }
+}
+
 // All other operations: on copies of their arguments, with the kernels of processors.
 void fall_back(const c10::OperatorHandle &operation, torch::jit::Stack *stack) {
+    check_devices(torch::jit::last(*stack, operation.schema().arguments().size()));
     const bool before = std::exchange(falls_back, true);
     try {
         at::native::cpu_fallback(operation, stack);

@@ -805,15 +805,25 @@ fn devices_of_one_process() {
 
 /// The replicas' parameters come by a broadcast, and their gradients go by a reduce.
 fn one_process() -> Result<()> {
-    let cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
-    let devices: Vec<Device> = match is_real() {
+    let mut cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
+    let mut devices: Vec<Device> = match is_real() {
         true => (0..2_usize).map(|number| Device::cuda(number).autodiff()).collect(),
         false => vec![device(); 2],
     };
     let one = DeviceGroup::of_devices(&cuda[..1])?;
     let refused = TowerGradients::with_nccl(Net::new(), devices.clone(), one).unwrap_err();
     assert!(refused.to_string().contains("2 devices need as many groups"), "{refused}");
-    for case in ["plain", "unused"] {
+    // The groups of other ranks.
+    let mut others = DeviceGroup::of_devices(&cuda)?;
+    others.reverse();
+    let refused = TowerGradients::with_nccl(Net::new(), devices.clone(), others).unwrap_err();
+    assert!(refused.to_string().contains("those of their ranks in order"), "{refused}");
+    for (case, is_reversed) in [("plain", false), ("unused", false), ("plain", true)] {
+        if is_reversed {
+            // The main device is the last one.
+            cuda.reverse();
+            devices.reverse();
+        }
         let groups = DeviceGroup::of_devices(&cuda)?;
         let first = groups[0].clone();
         let mut towers = TowerGradients::with_nccl(Net::new(), devices.clone(), groups)?;

@@ -55,7 +55,7 @@ pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
-use self::hooks::{AllReduce, CommHook, HookState, Metered};
+use self::hooks::{AllReduce, CommHook, HookLabel, HookState, Metered};
 use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::step_times::StepTimer;
@@ -235,25 +235,34 @@ impl Reducer {
     /// What the hook keeps from step to step, for a checkpoint.
     ///
     /// # Errors
-    /// In a backward pass. If it [cannot be read](CommHook::read_state).
+    /// In a backward pass. If it [cannot be read](CommHook::state).
     pub fn hook_state(&self) -> Result<HookState> {
         self.between_steps()?;
-        let state = self.hook.read_state()?;
+        let state = self.hook.state()?;
         // One that keeps nothing so far is named, so that it can go back to that.
         let keeps_nothing = self.hook.is_stateless() && state.is_empty();
         Ok(if keeps_nothing { state } else { state.of(self.hook.describe()) })
+    }
+
+    /// What [`hook_state`](Self::hook_state) would say of itself. What the hook keeps is not read for it: that may be much, and on a device.
+    fn hook_label(&self) -> Result<HookLabel> {
+        self.between_steps()?;
+        let is_empty = !self.hook.keeps_state()?;
+        let is_nameless = self.hook.is_stateless() && is_empty;
+        Ok(HookLabel { hook: if is_nameless { String::new() } else { self.hook.describe() }, is_empty })
     }
 
     /// Lets the hook go on from the state of one with the same settings. All ranks call it together with the same state, apart from
     /// tensors of their own. An empty state is that of a hook that keeps none, or none so far; it takes a hook back to that.
     ///
     /// # Errors
-    /// If it is the state of another hook, or of one with other settings; the hook is then unchanged. In a backward pass.
+    /// If it is the state of another hook, or of one with other settings; the hook is then unchanged. In a backward pass. What the hook has kept
+    /// so far need not be readable: it is replaced.
     pub fn load_hook_state(&mut self, state: HookState) -> Result<()> {
         self.between_steps()?;
-        let here = self.hook_state()?;
-        if here.hook() != state.hook() {
-            if here.is_empty() && state.is_empty() {
+        let here = self.hook_label()?;
+        if here.hook != state.hook() {
+            if here.is_empty && state.is_empty() {
                 return Ok(());
             }
             let saved = if state.hook().is_empty() { "none" } else { state.hook() };

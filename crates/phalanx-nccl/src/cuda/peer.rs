@@ -17,6 +17,9 @@ impl Device {
     /// it the driver may take copies between the two through the host's memory. Once it is on, it stays on, for all that this process has on
     /// them; the other direction is a call of its own. NCCL sees to its own transports and needs none of this.
     ///
+    /// Memory of a pool has an access of its own. This opens the pool that is the current one of `peer`, from which a [`DeviceBuffer`] is taken:
+    /// the default pool, unless another library has set one (`cuDeviceSetMemPool`). If one is set later, call this again.
+    ///
     /// Returns whether the machine can do that. If not, copies work all the same.
     ///
     /// # Errors
@@ -40,13 +43,13 @@ impl Device {
             cuda.check("cuCtxEnablePeerAccess", code)?;
         }
         if peer.has_pools() {
-            // Memory of a pool has an access of its own.
+            // That from which `cuMemAllocAsync` takes memory: it need not be the default one.
             let mut pool = std::ptr::null_mut();
             // SAFETY: it writes one pointer there.
-            let code = unsafe { (cuda.cuDeviceGetDefaultMemPool)(&mut pool, peer_handle) };
-            cuda.check("cuDeviceGetDefaultMemPool", code)?;
+            let code = unsafe { (cuda.cuDeviceGetMemPool)(&mut pool, peer_handle) };
+            cuda.check("cuDeviceGetMemPool", code)?;
             let access = Access::of_device(handle);
-            // SAFETY: the pool is the device's own, which stays. It reads one description.
+            // SAFETY: it is the device's current pool, which whoever has set it keeps as long as it is that. It reads one description.
             let code = unsafe { (cuda.cuMemPoolSetAccess)(pool, &access, 1) };
             cuda.check("cuMemPoolSetAccess", code)?;
         }

@@ -70,7 +70,7 @@ functions! {
         fn cuDeviceGetAttribute(*mut c_int, c_int, c_int) -> Code;
         fn cuDeviceTotalMem_v2(*mut usize, c_int) -> Code;
         fn cuDeviceCanAccessPeer(*mut c_int, c_int, c_int) -> Code;
-        fn cuDeviceGetDefaultMemPool(*mut Pool, c_int) -> Code;
+        fn cuDeviceGetMemPool(*mut Pool, c_int) -> Code;
         fn cuDevicePrimaryCtxRetain(*mut Context, c_int) -> Code;
         fn cuDevicePrimaryCtxRelease_v2(c_int) -> Code;
         fn cuCtxPushCurrent_v2(Context) -> Code;

@@ -3,14 +3,19 @@
 use std::time::Duration;
 
 use phalanx::{Deadline, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{CommunicatorOptions, Device, DeviceBuffer, DeviceGroup, Stream};
+use phalanx_nccl::{
+    CommunicatorOptions, Device, DeviceBuffer, DeviceGroup, DeviceMemory, DeviceSlice, Stream,
+};
 
-use crate::world::{aborts, all_done, reaches};
+use crate::world::{aborts, all_done, reaches, use_other_pool};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
     ("devices_of_a_process_are_a_group_without_a_store", 3, Needs::Devices, || {
         all_done("devices::group", 1, &[]);
+    }),
+    ("devices_in_another_order_are_a_group_whose_ranks_have_that_order", 3, Needs::Devices, || {
+        all_done("devices::reversed", 1, &[]);
     }),
     ("one_thread_drops_the_communicators_of_all_devices_and_none_is_aborted", 3, Needs::StandIn, || {
         all_done("devices::dropped", 1, &[]);
@@ -36,6 +41,18 @@ pub const TESTS: &[Test] = &[
     ("devices_reach_each_other_s_memory_if_they_can", 2, Needs::StandIn, || {
         all_done("devices::peers", 1, &[]);
     }),
+    ("a_device_reaches_the_pool_from_which_another_one_takes_memory", 2, Needs::StandIn, || {
+        all_done("devices::other_pool", 1, &[]);
+    }),
+    // Of the stand-in: a real driver may find such a mistake late, or never.
+    ("an_address_on_another_device_than_it_is_said_to_be_is_refused", 2, Needs::StandIn, || {
+        for more in [[("STANDIN_CUDA_POOLS", "1")], [("STANDIN_CUDA_POOLS", "0")], [HOST_IS_ANY]] {
+            all_done("devices::elsewhere", 1, &more);
+        }
+    }),
+    ("the_process_s_memory_is_that_of_the_device_that_asked_last", 2, Needs::StandIn, || {
+        all_done("devices::claimed", 1, &[HOST_IS_ANY]);
+    }),
     ("devices_that_cannot_reach_each_other_s_memory_say_so_and_copies_work", 2, Needs::StandIn, || {
         let alone = [("STANDIN_CUDA_PEERS", "0")];
         all_done("devices::no_peers", 1, &alone);
@@ -46,9 +63,13 @@ pub const TESTS: &[Test] = &[
     }),
 ];
 
+/// The stand-in takes the process's memory for that of any device.
+const HOST_IS_ANY: (&str, &str) = ("STANDIN_CUDA_HOST", "any");
+
 pub fn play(role: &str) -> Result<()> {
     match role {
-        "group" => group(),
+        "group" => group(&open(3)?),
+        "reversed" => reversed(),
         "dropped" => dropped(),
         "refused" => refused(),
         "not_connected" => not_connected(),
@@ -56,6 +77,9 @@ pub fn play(role: &str) -> Result<()> {
         "copies" => copies(),
         "lent" => lent(),
         "peers" => peers(),
+        "other_pool" => other_pool(),
+        "elsewhere" => elsewhere(),
+        "claimed" => claimed(),
         "no_peers" => {
             assert!(!Device::open(0)?.enable_peer_access(&Device::open(1)?)?);
             Ok(())
@@ -77,12 +101,17 @@ fn on_each<T: Send>(groups: &[DeviceGroup], rank: impl Fn(&DeviceGroup) -> T + S
     })
 }
 
-fn group() -> Result<()> {
-    let groups = DeviceGroup::of_devices(&open(3)?)?;
+/// Three devices, of which the first is that of rank 0, and so on.
+fn group(devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(devices)?;
     let outcomes = on_each(&groups, |group| -> Result<()> {
         let (nccl, me) = (group.device(), group.host().rank());
-        assert_eq!((me.get(), group.host().world_size().get()), (nccl.device().ordinal(), 3));
+        assert_eq!((nccl.device(), group.host().world_size().get()), (&devices[me.index()], 3));
         let mut sum = DeviceBuffer::from_slice(nccl.stream(), &[me.get() as i32 + 1; 1000])?;
+        // Of all devices this one alone has it.
+        let has: Vec<bool> =
+            devices.iter().map(|device| device.holds(sum.pointer())).collect::<Result<_>>()?;
+        assert_eq!(has, (0..3).map(|rank| rank == me.index()).collect::<Vec<_>>());
         group.all_reduce(&mut sum, ReduceOp::Sum)?;
         assert_eq!(sum.to_vec(nccl.stream())?, [6; 1000]);
         let mut parameters = DeviceBuffer::from_slice(nccl.stream(), &[me.get() as f32; 1000])?;
@@ -96,6 +125,33 @@ fn group() -> Result<()> {
         let mut host = [1i64];
         group.all_reduce(&mut host[..], ReduceOp::Sum)?;
         assert_eq!(host, [3]);
+        Ok(())
+    });
+    outcomes.into_iter().collect()
+}
+
+/// The order of ranks is that of the list, and not that of the devices' numbers; in a part it may be another one again.
+fn reversed() -> Result<()> {
+    let mut devices = open(3)?;
+    devices.reverse();
+    group(&devices)?;
+    let groups = DeviceGroup::of_devices(&devices)?;
+    let outcomes = on_each(&groups, |group| -> Result<()> {
+        let me = group.host().rank();
+        let part = group.split(Some(0), -i64::from(me.get()))?.ok_or_else(|| Error::other("no part"))?;
+        let nccl = part.device();
+        let ordinal = nccl.device().ordinal();
+        assert_eq!((ordinal, part.host().rank().get()), (2 - me.get(), 2 - me.get()));
+        let mut own = DeviceBuffer::from_slice(nccl.stream(), &[ordinal as i32; 10])?;
+        let mut all = DeviceBuffer::<i32>::zeroed(nccl.stream(), 30)?;
+        nccl.all_gather(&mut own, &mut all)?;
+        assert_eq!(all.to_vec(nccl.stream())?, [[0; 10], [1; 10], [2; 10]].concat());
+        // From the last device to the first, in both groups.
+        for (group, root) in [(group, 0), (&part, 2)] {
+            let mut last = DeviceBuffer::from_slice(nccl.stream(), &[ordinal as f32; 10])?;
+            group.broadcast(&mut last, Rank::new(root))?;
+            assert_eq!(last.to_vec(nccl.stream())?, [2.0; 10]);
+        }
         Ok(())
     });
     outcomes.into_iter().collect()
@@ -211,6 +267,97 @@ fn peers() -> Result<()> {
         assert_eq!((reaches(0, 1), reaches(1, 0)), (3, 0));
     }
     assert!(first.enable_peer_access(&first)?);
+    Ok(())
+}
+
+/// Another library has given the first device a pool that is not the default one.
+fn other_pool() -> Result<()> {
+    let devices = open(2)?;
+    use_other_pool(0);
+    assert_eq!(reaches(1, 0), 0);
+    assert!(devices[1].enable_peer_access(&devices[0])?);
+    assert_eq!((reaches(1, 0), reaches(0, 1)), (3, 0));
+    let there = DeviceBuffer::from_slice(&Stream::new(&devices[0])?, &[7i32; 10])?;
+    let stream = Stream::new(&devices[1])?;
+    // SAFETY: the second device reaches it. It is not changed meanwhile, and stays until the copy is done.
+    let reached = unsafe { DeviceSlice::<i32>::from_raw(&devices[1], there.pointer(), 10) };
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let (copy, _) = stream.copy(DeviceBuffer::zeroed(&stream, 10)?, reached, deadline)?;
+    assert_eq!(copy.to_vec(&stream)?, [7; 10]);
+    Ok(())
+}
+
+/// Memory of one device that is said to be the other's. What is safe refuses it by what it knows: only an adapter can be wrong.
+fn elsewhere() -> Result<()> {
+    const LEN: usize = 1000;
+    let soon = || Deadline::after(Duration::from_secs(60));
+    let devices = open(2)?;
+    let streams: Vec<Stream> = devices.iter().map(Stream::new).collect::<Result<_>>()?;
+    let [first, second] = [0, 1].map(|number| DeviceBuffer::from_slice(&streams[number], &[7i32; LEN]));
+    let (first, second) = (first?, second?);
+    assert!(devices[0].holds(first.pointer())? && !devices[1].holds(first.pointer())?);
+    let address = first.pointer();
+    // SAFETY: the stand-in refuses it, or carries out what is queued before the memory is freed. Nobody else uses it meanwhile.
+    let wrong = || unsafe { DeviceSlice::<i32>::from_raw(&devices[1], address, LEN) };
+    let zeros = || DeviceBuffer::<i32>::zeroed(&streams[1], LEN);
+    let refused = |error: Error| assert!(error.to_string().contains("CUDA_ERROR_INVALID_VALUE"), "{error}");
+    // A device's own copies reach no other device.
+    refused(streams[1].copy(zeros()?, wrong(), soon()).unwrap_err());
+    refused(streams[1].copy(wrong(), zeros()?, soon()).unwrap_err());
+    // A copy between two devices names both.
+    // SAFETY: as above.
+    let said = unsafe { DeviceSlice::<i32>::from_raw(&devices[0], second.pointer(), LEN) };
+    refused(streams[1].copy(zeros()?, said, soon()).unwrap_err());
+    // With access they reach it, in the one direction.
+    assert!(devices[1].enable_peer_access(&devices[0])?);
+    let (read, _) = streams[1].copy(zeros()?, wrong(), soon())?;
+    assert_eq!(read.to_vec(&streams[1])?, [7; LEN]);
+    drop(streams[1].copy(wrong(), zeros()?, soon())?);
+    assert_eq!(first.to_vec(&streams[0])?, [0; LEN]);
+    // SAFETY: as above.
+    let back = unsafe { DeviceSlice::<i32>::from_raw(&devices[0], second.pointer(), LEN) };
+    let here = DeviceBuffer::<i32>::zeroed(&streams[0], LEN)?;
+    refused(streams[0].copy(here, back, soon()).unwrap_err());
+    // NCCL wants each communicator's own memory, whatever its device reaches.
+    let groups = DeviceGroup::of_devices(&devices)?;
+    let outcomes = on_each(&groups, |group| {
+        let nccl = group.device();
+        match nccl.device().ordinal() {
+            0 => nccl.all_reduce(&mut DeviceBuffer::<i32>::zeroed(nccl.stream(), LEN)?, ReduceOp::Sum),
+            _ => nccl.all_reduce(&mut wrong(), ReduceOp::Sum),
+        }
+    });
+    for outcome in outcomes {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("an address that is not the device's"), "{error}");
+    }
+    assert_eq!(first.to_vec(&streams[0])?, [0; LEN]);
+    Ok(())
+}
+
+/// Memory of the process that the stand-in takes for the devices': each piece is that of the one for which it was asked last.
+fn claimed() -> Result<()> {
+    const LEN: usize = 1000;
+    let devices = open(2)?;
+    let groups = DeviceGroup::of_devices(&devices)?;
+    let sum = |group: &DeviceGroup, is_asked_for: fn(usize) -> usize| -> Result<Vec<i32>> {
+        let (nccl, me) = (group.device(), group.host().rank().index());
+        let mut memory = vec![me as i32 + 1; LEN];
+        let address = memory.as_mut_ptr().expose_provenance() as u64;
+        assert!(devices[is_asked_for(me)].holds(address)?);
+        // SAFETY: for the stand-in it is the device's, or it is refused. Nobody else uses it until the call is done.
+        let mut lent = unsafe { DeviceSlice::<i32>::from_raw(nccl.device(), address, LEN) };
+        nccl.all_reduce(&mut lent, ReduceOp::Sum)?;
+        Ok(memory)
+    };
+    for sums in on_each(&groups, |group| sum(group, |me| me)) {
+        assert_eq!(sums?, [3; LEN]);
+    }
+    // As if the ranks had taken each other's.
+    for outcome in on_each(&groups, |group| sum(group, |me| 1 - me)) {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("an address that is not the device's"), "{error}");
+    }
     Ok(())
 }
 

@@ -130,7 +130,14 @@ pub fn aborts() -> i32 {
     unsafe { function::<unsafe extern "C" fn() -> i32>(variable, library, "standin_aborts")() }
 }
 
-/// Whether the work of one device of the stand-in reaches the memory of another one, 1, and that of its pool, 2.
+/// Makes another pool than the default one the current pool of a device of the stand-in, as if another library had done so.
+pub fn use_other_pool(device: i32) {
+    let (variable, library) = ("PHALANX_CUDA_LIBRARY", "libcuda.so.1");
+    // SAFETY: the function takes a number.
+    unsafe { function::<unsafe extern "C" fn(i32)>(variable, library, "standin_use_other_pool")(device) }
+}
+
+/// Whether the work of one device of the stand-in reaches the memory of another one, 1, and that of its current pool, 2.
 pub fn reaches(device: i32, peer: i32) -> i32 {
     let (variable, library) = ("PHALANX_CUDA_LIBRARY", "libcuda.so.1");
     // SAFETY: the function takes two numbers.

@@ -11,6 +11,7 @@ typedef int CUresult;
 typedef struct context *CUcontext;
 typedef struct stream *CUstream;
 typedef struct event *CUevent;
+typedef struct pool *CUmemoryPool;
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
        INVALID_CONTEXT = 201, PEER_UNSUPPORTED = 217, INVALID_HANDLE = 400, NOT_READY = 600, PEER_ALREADY = 704, NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
@@ -31,13 +32,24 @@ struct stream {
 };
 /* A place in a stream. An event is the last one at which it was recorded; who waits for an earlier one goes on waiting for that. */
 struct point { pthread_mutex_t lock; pthread_cond_t changed; int reached, references; };
-struct event { pthread_mutex_t lock; struct point *last; };
-struct block { char *start; size_t bytes; int device, pooled; struct block *next; };
+struct event { pthread_mutex_t lock; struct point *last; int device; };
+/* Which other devices' work reaches its memory. */
+struct pool { int device, reached_by[MOST_DEVICES]; };
+/* Memory of a device; `pool` is NULL if it is of none. */
+struct block { char *start; size_t bytes; int device; struct pool *pool; struct block *next; };
+/* Memory of the process, by the device that asked last whose it is. */
+struct claim { const char *start; int device; struct claim *next; };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct context contexts[MOST_DEVICES];
 static struct stream *streams, *defaults[MOST_DEVICES];
 static struct block *blocks;
+static struct claim *claims;
+/* The default pool of each device and another one, and which of them is its current one. */
+static struct pool pools[MOST_DEVICES][2];
+static int pool_in_use[MOST_DEVICES];
+/* Which device's work reaches which device's memory that is of no pool. */
+static int reaches[MOST_DEVICES][MOST_DEVICES];
 static int initialised;
 static __thread CUcontext current[DEPTH];
 static __thread int depth;
@@ -112,26 +124,73 @@ void *standin_elements(const void *pointer, size_t bytes, int device) {
     return found ? found : (void *)pointer;
 }
 
-/* For the stand-in of NCCL: does the device have these bytes? */
-int standin_has(const void *pointer, size_t bytes, int device) {
-    int found = bytes == 0 || host_is(device) || (foreign && foreign(pointer, bytes, device));
+/* The piece of memory that was allocated here and has this address, or NULL. The caller holds the lock. */
+static struct block *block_of(const char *start) {
+    for (struct block *b = blocks; b; b = b->next)
+        if (start >= b->start && start < b->start + b->bytes) return b;
+    return NULL;
+}
+
+/* The device that another stand-in says to have this address, or -1. */
+static int foreign_device(const char *start) {
+    for (int device = 0; foreign && device < devices(); device++)
+        if (foreign(start, 1, device)) return device;
+    return -1;
+}
+
+/* The process's memory at this address is that of the device from now on, or, if that is -1, stays what it is. The device that has it, or -1. */
+static int claim(const char *start, int device) {
     pthread_mutex_lock(&lock);
-    for (struct block *b = blocks; b && !found; b = b->next)
-        found = b->device == device && (char *)pointer >= b->start && (char *)pointer + bytes <= b->start + b->bytes;
+    struct claim *found = claims;
+    while (found && found->start != start) found = found->next;
+    if (!found && device >= 0) {
+        found = malloc(sizeof *found);
+        *found = (struct claim){start, device, claims};
+        claims = found;
+    }
+    if (found && device >= 0) found->device = device;
+    int owner = found ? found->device : -1;
+    pthread_mutex_unlock(&lock);
+    return owner;
+}
+
+/* For the stand-in of NCCL: does the device have these bytes? It does not have those of another device, also if its work reaches them. */
+int standin_has(const void *pointer, size_t bytes, int device) {
+    const char *start = pointer;
+    if (bytes == 0) return 1;
+    pthread_mutex_lock(&lock);
+    struct block *b = block_of(start);
+    int is_known = b != NULL, found = b && b->device == device && start + bytes <= b->start + b->bytes;
+    pthread_mutex_unlock(&lock);
+    if (is_known) return found;
+    int owner = foreign_device(start);
+    if (owner >= 0) return owner == device && foreign(start, bytes, device);
+    owner = host_is_any_device() ? claim(start, -1) : -1;
+    return host_is(device) && (owner < 0 || owner == device);
+}
+
+/* Does the work of the device reach these bytes? Those of another device if it was given access: to their pool, or else to that device. */
+static int reached(const void *pointer, size_t bytes, int device) {
+    const char *start = pointer;
+    if (device < 0) return 0;
+    if (standin_has(pointer, bytes, device)) return 1;
+    pthread_mutex_lock(&lock);
+    struct block *b = block_of(start);
+    int found = b && start + bytes <= b->start + b->bytes && (b->pool ? b->pool->reached_by[device] : reaches[device][b->device]);
     pthread_mutex_unlock(&lock);
     return found;
 }
 
 /* The type of memory (2) and the number of its device (9). As the real one, it knows only memory of devices. */
 CUresult cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
-    /* If it is of any device, of the one for which it is asked. */
-    int device = host_is_any_device() ? standin_current_device() : host_is(0) ? 0 : -1;
-    for (int other = 0; foreign && other < devices(); other++)
-        if (foreign((void *)(uintptr_t)pointer, 1, other)) device = other;
+    const char *start = (const char *)(uintptr_t)pointer;
     pthread_mutex_lock(&lock);
-    for (struct block *b = blocks; b; b = b->next)
-        if ((char *)(uintptr_t)pointer >= b->start && (char *)(uintptr_t)pointer < b->start + b->bytes) device = b->device;
+    struct block *b = block_of(start);
+    int device = b ? b->device : -1;
     pthread_mutex_unlock(&lock);
+    if (device < 0) device = foreign_device(start);
+    /* If it is of any device, of the one for which it is asked. */
+    if (device < 0) device = host_is_any_device() ? claim(start, standin_current_device()) : host_is(0) ? 0 : -1;
     if (device < 0 || (attribute != 2 && attribute != 9)) return INVALID_VALUE;
     *(int *)value = attribute == 2 ? 2 : device;
     return SUCCESS;
@@ -150,7 +209,7 @@ CUresult cuInit(unsigned flags) {
     if (flags) return INVALID_VALUE;
     if (devices() < 1) return NO_DEVICE;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MOST_DEVICES; i++) contexts[i].device = i;
+    for (int i = 0; i < MOST_DEVICES; i++) contexts[i].device = pools[i][0].device = pools[i][1].device = i;
     initialised = 1;
     pthread_mutex_unlock(&lock);
     return SUCCESS;
@@ -237,8 +296,6 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) {
     *context = current[--depth];
     return SUCCESS;
 }
-/* Which device's work reaches which device's memory directly: that of the context (1), and that of its pool (2). */
-static int reaches[MOST_DEVICES][MOST_DEVICES];
 /* STANDIN_CUDA_PEERS=0: none can. */
 CUresult cuDeviceCanAccessPeer(int *can, int device, int peer) {
     const char *text = getenv("STANDIN_CUDA_PEERS");
@@ -246,37 +303,54 @@ CUresult cuDeviceCanAccessPeer(int *can, int device, int peer) {
     *can = device != peer && (!text || strcmp(text, "0"));
     return SUCCESS;
 }
-static CUresult reach_memory(int device, int peer, int kind) {
+/* An error if no access to the peer's memory can be given to the device. */
+static CUresult can_reach(int device, int peer) {
     int can;
     CUresult code = cuDeviceCanAccessPeer(&can, device, peer);
     if (code || device == peer) return code ? code : INVALID_DEVICE;
-    if (!can) return PEER_UNSUPPORTED;
-    pthread_mutex_lock(&lock);
-    if (kind == 1 && (reaches[device][peer] & 1)) code = PEER_ALREADY;
-    reaches[device][peer] |= kind;
-    pthread_mutex_unlock(&lock);
-    return code;
+    return can ? SUCCESS : PEER_UNSUPPORTED;
 }
+/* As with the real one, memory of pools is not reached by this. */
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
     if (flags) return INVALID_VALUE;
     if (!depth || !peer || !peer->retained) return INVALID_CONTEXT;
-    return reach_memory(standin_current_device(), peer->device, 1);
+    int device = standin_current_device();
+    CUresult code = can_reach(device, peer->device);
+    if (code) return code;
+    pthread_mutex_lock(&lock);
+    if (reaches[device][peer->device]) code = PEER_ALREADY;
+    reaches[device][peer->device] = 1;
+    pthread_mutex_unlock(&lock);
+    return code;
 }
-/* A pool is known by the context of its device. */
-CUresult cuDeviceGetDefaultMemPool(CUcontext *pool, int device) {
+/* The pool from which memory is taken when none is named. */
+CUresult cuDeviceGetMemPool(CUmemoryPool *pool, int device) {
     if (device < 0 || device >= devices()) return INVALID_DEVICE;
-    *pool = &contexts[device];
+    pthread_mutex_lock(&lock);
+    *pool = &pools[device][pool_in_use[device]];
+    pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
-struct access { int kind, device, flags; };
-CUresult cuMemPoolSetAccess(CUcontext pool, const struct access *access, size_t count) {
-    if (count != 1 || access->kind != 1 || access->flags != 3) return INVALID_VALUE;
-    return reach_memory(access->device, pool->device, 2);
+/* For tests: as if another library had made a pool, and set it by cuDeviceSetMemPool. */
+void standin_use_other_pool(int device) {
+    pthread_mutex_lock(&lock);
+    pool_in_use[device] = 1;
+    pthread_mutex_unlock(&lock);
 }
-/* For tests: 1 if the work of a device reaches the memory of another one, 2 if that of its pool, 3 if both. */
+struct access { int kind, device, flags; };
+CUresult cuMemPoolSetAccess(CUmemoryPool pool, const struct access *access, size_t count) {
+    if (count != 1 || access->kind != 1 || access->flags != 3) return INVALID_VALUE;
+    CUresult code = can_reach(access->device, pool->device);
+    if (code) return code;
+    pthread_mutex_lock(&lock);
+    pool->reached_by[access->device] = 1;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+/* For tests: 1 if the work of a device reaches the memory of another one, 2 if that of its current pool, 3 if both. */
 int standin_reaches(int device, int peer) {
     pthread_mutex_lock(&lock);
-    int found = reaches[device][peer];
+    int found = reaches[device][peer] + 2 * pools[peer][pool_in_use[peer]].reached_by[device];
     pthread_mutex_unlock(&lock);
     return found;
 }
@@ -389,6 +463,7 @@ CUresult cuEventCreate(CUevent *event, unsigned flags) {
     atomic_fetch_add(&events, 1);
     *event = calloc(1, sizeof **event);
     pthread_mutex_init(&(*event)->lock, NULL);
+    (*event)->device = standin_current_device();
     return SUCCESS;
 }
 static void release(struct point *point) {
@@ -430,7 +505,8 @@ static void await(void *data) {
     release(point);
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
-    if (!resolve(stream)) return INVALID_HANDLE;
+    /* An event is recorded on streams of its own device; those of any device may wait for it. */
+    if (!resolve(stream) || event->device != standin_current_device()) return INVALID_HANDLE;
     if (capture.active && capture.stream == stream) {
         /* In the real one it becomes a part of the graph: nothing here means that. */
         capture.invalidated = 1;
@@ -464,13 +540,13 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
     return point ? enqueue(stream, await, point) : SUCCESS;
 }
 
-static CUresult allocate(uint64_t *pointer, size_t bytes, int pooled) {
+static CUresult allocate(uint64_t *pointer, size_t bytes, struct pool *pool) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
     if (bytes == 0) return INVALID_VALUE;
     if (bytes > MEMORY) return OUT_OF_MEMORY;
     struct block *block = malloc(sizeof *block);
-    *block = (struct block){malloc(bytes), bytes, standin_current_device(), pooled, NULL};
+    *block = (struct block){malloc(bytes), bytes, standin_current_device(), pool, NULL};
     memset(block->start, 0xa5, bytes);
     pthread_mutex_lock(&lock);
     block->next = blocks;
@@ -479,7 +555,7 @@ static CUresult allocate(uint64_t *pointer, size_t bytes, int pooled) {
     *pointer = (uintptr_t)block->start;
     return SUCCESS;
 }
-CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes, 0); }
+CUresult cuMemAlloc_v2(uint64_t *pointer, size_t bytes) { return allocate(pointer, bytes, NULL); }
 static CUresult free_block(uintptr_t pointer) {
     pthread_mutex_lock(&lock);
     struct block **at = &blocks, *found = NULL;
@@ -502,15 +578,21 @@ CUresult cuCtxSynchronize(void) {
         if (list->device == standin_current_device()) await_idle(list);
     return SUCCESS;
 }
+/* Is it memory of the current device? 2 if it is of a pool. */
+static int is_own(uint64_t pointer) {
+    pthread_mutex_lock(&lock);
+    struct block *b = block_of((const char *)(uintptr_t)pointer);
+    int found = b && b->device == standin_current_device() ? 1 + (b->pool != NULL) : 0;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
 /* As the real one, it waits for all that is queued on the device, but not if the memory is of a pool. */
 CUresult cuMemFree_v2(uint64_t pointer) {
     if (!depth) return INVALID_CONTEXT;
     if (disturbs()) return CAPTURE_UNSUPPORTED;
-    pthread_mutex_lock(&lock);
-    int pooled = 0;
-    for (struct block *b = blocks; b; b = b->next) pooled |= (uintptr_t)b->start == pointer && b->pooled;
-    pthread_mutex_unlock(&lock);
-    CUresult code = pooled ? SUCCESS : cuCtxSynchronize();
+    int own = is_own(pointer);
+    if (!own) return INVALID_VALUE;
+    CUresult code = own == 2 ? SUCCESS : cuCtxSynchronize();
     return code ? code : free_block(pointer);
 }
 
@@ -523,13 +605,18 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     return SUCCESS;
 }
 CUresult cuMemAllocAsync(uint64_t *pointer, size_t bytes, CUstream stream) {
-    int pools;
-    cuDeviceGetAttribute(&pools, 115, 0);
-    if (!pools) return NOT_SUPPORTED;
-    return resolve(stream) ? allocate(pointer, bytes, 1) : INVALID_HANDLE;
+    int has_pools;
+    struct pool *pool;
+    cuDeviceGetAttribute(&has_pools, 115, 0);
+    if (!has_pools) return NOT_SUPPORTED;
+    if (!resolve(stream)) return INVALID_HANDLE;
+    CUresult code = cuDeviceGetMemPool(&pool, standin_current_device());
+    return code ? code : allocate(pointer, bytes, pool);
 }
 static void free_later(void *data) { free_block((uintptr_t)data); }
-CUresult cuMemFreeAsync(uint64_t pointer, CUstream stream) { return enqueue(stream, free_later, (void *)(uintptr_t)pointer); }
+CUresult cuMemFreeAsync(uint64_t pointer, CUstream stream) {
+    return is_own(pointer) ? enqueue(stream, free_later, (void *)(uintptr_t)pointer) : INVALID_VALUE;
+}
 
 struct copy { void *to; const void *from; size_t bytes; int value; };
 static void copy(void *data) {
@@ -543,27 +630,28 @@ static CUresult copy_on(CUstream stream, void *to, const void *from, size_t byte
     return enqueue(stream, copy, job);
 }
 CUresult cuMemsetD8Async(uint64_t to, unsigned char value, size_t bytes, CUstream stream) {
-    if (!standin_has((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
+    if (!reached((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
     return copy_on(stream, (void *)to, NULL, bytes, value);
 }
 /* Copies from and to ordinary memory of the host are done when they return, as the real ones are. */
 CUresult cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, CUstream stream) {
-    if (!standin_has((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
+    if (!reached((void *)to, bytes, standin_current_device())) return INVALID_VALUE;
     CUresult code = copy_on(stream, (void *)to, from, bytes, 0);
     if (!code) await_idle(resolve(stream));
     return code;
 }
 CUresult cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, CUstream stream) {
-    if (!standin_has((void *)from, bytes, standin_current_device())) return INVALID_VALUE;
+    if (!reached((void *)from, bytes, standin_current_device())) return INVALID_VALUE;
     CUresult code = copy_on(stream, to, (void *)from, bytes, 0);
     if (!code) await_idle(resolve(stream));
     return code;
 }
 CUresult cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, CUstream stream) {
     int device = standin_current_device();
-    if (!standin_has((void *)to, bytes, device) || !standin_has((void *)from, bytes, device)) return INVALID_VALUE;
+    if (!reached((void *)to, bytes, device) || !reached((void *)from, bytes, device)) return INVALID_VALUE;
     return copy_on(stream, (void *)to, (void *)from, bytes, 0);
 }
+/* It needs no access, but each address must be that of its context's device. */
 CUresult cuMemcpyPeerAsync(uint64_t to, CUcontext to_context, uint64_t from, CUcontext from_context, size_t bytes, CUstream stream) {
     if (!to_context || !to_context->retained || !from_context || !from_context->retained) return INVALID_CONTEXT;
     int there = to_context->device, here = from_context->device;

@@ -514,6 +514,7 @@ static void *finalize(void *argument) {
     return NULL;
 }
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+    if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
     if (atomic_load(&comm->state)) return comm->state;
     atomic_store(&comm->state, IN_PROGRESS);
     if (comm->blocking) return alone(finalize, comm);
@@ -551,6 +552,7 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     say(&revokes, __func__);
     if (number("STANDIN_NCCL_VERSION", 22703) < 22809) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
     if (!comm->shared || flags || comm->revoked) return fail(INVALID_ARGUMENT, "it was aborted or revoked before, or the flags are none");
+    if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
     comm->revoked = 1;
     atomic_store(&comm->aborted, 1);
     atomic_store(&comm->state, IN_PROGRESS);

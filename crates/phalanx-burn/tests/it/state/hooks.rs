@@ -126,7 +126,7 @@ impl CommHook for LosesItsOwn {
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> phalanx::Result<Pending> {
         if (self.step, bucket.index) == (self.at, 0) {
-            let state = self.inner.state();
+            let state = self.inner.state()?;
             assert!(
                 state
                     .tensors()
@@ -143,7 +143,7 @@ impl CommHook for LosesItsOwn {
         self.inner.adopt(group, root)
     }
 
-    fn state(&self) -> HookState {
+    fn state(&self) -> phalanx::Result<HookState> {
         self.inner.state()
     }
 

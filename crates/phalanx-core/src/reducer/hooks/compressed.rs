@@ -83,8 +83,12 @@ impl CommHook for Compressed {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default()
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(false)
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {

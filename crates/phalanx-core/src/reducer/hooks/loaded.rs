@@ -1,6 +1,6 @@
 //! The communication hook of an adapter's `Ddp` over loads: a state may come before the hook that goes on from it.
 
-use super::{CommHook, HookState};
+use super::{CommHook, HookLabel, HookState};
 use crate::error::{Error, Result};
 use crate::reducer::{HookedReducer, Reducer};
 
@@ -25,7 +25,7 @@ impl LoadedHook {
         let Self { state, is_absent } = std::mem::take(self);
         match state {
             Some(state) => reducer.load_hook_state(state).map_err(with_remedy),
-            None if is_absent => fits(&reducer.hook_state()?, None),
+            None if is_absent => fits(&reducer.hook_label()?, None),
             None => Ok(()),
         }
     }
@@ -67,7 +67,7 @@ impl LoadedHook {
     pub fn load<S>(&mut self, reducer: Option<&HookedReducer<S>>, state: Option<HookState>) -> Result<()> {
         self.state = None;
         if let (Some(state), Some(reducer)) = (&state, reducer)
-            && reducer.with_reducer(|reducer| reducer.hook_state())?.hook() == state.hook()
+            && reducer.with_reducer(|reducer| reducer.hook_label())?.hook == state.hook()
         {
             return reducer.with_reducer(|reducer| reducer.load_hook_state(state.clone()));
         }
@@ -93,24 +93,24 @@ impl LoadedHook {
 /// takes it.
 ///
 /// # Errors
-/// If the hook keeps anything, and it is the state of another one, or none. As [`Reducer::hook_state`].
+/// If the hook keeps anything, and it is the state of another one, or none. In a backward pass.
 pub fn check_hook<S>(reducer: Option<&HookedReducer<S>>, state: Option<&HookState>) -> Result<()> {
     let Some(reducer) = reducer else { return Ok(()) };
-    fits(&reducer.with_reducer(|reducer| reducer.hook_state())?, state)
+    fits(&reducer.with_reducer(|reducer| reducer.hook_label())?, state)
 }
 
-/// An error if the hook whose state is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
+/// An error if the hook that is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
 /// nothing to go on from.
-fn fits(here: &HookState, saved: Option<&HookState>) -> Result<()> {
-    let is_same = saved.is_some_and(|saved| saved.hook() == here.hook());
-    let is_nothing = here.is_empty() && saved.is_none_or(HookState::is_empty);
-    if here.hook().is_empty() || is_same || is_nothing {
+fn fits(here: &HookLabel, saved: Option<&HookState>) -> Result<()> {
+    let is_same = saved.is_some_and(|saved| saved.hook() == here.hook);
+    let is_nothing = here.is_empty && saved.is_none_or(HookState::is_empty);
+    if here.hook.is_empty() || is_same || is_nothing {
         return Ok(());
     }
     let saved = saved.map_or("no communication hook", HookState::hook);
     Err(with_remedy(Error::mismatch(format!(
         "the saved state is that of {saved}, and the communication hook here is {}",
-        here.hook()
+        here.hook
     ))))
 }
 

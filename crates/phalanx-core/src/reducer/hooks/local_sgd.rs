@@ -52,8 +52,12 @@ impl CommHook for PostLocalSgd {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default().number("step", self.step)
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default().number("step", self.step))
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(true)
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {

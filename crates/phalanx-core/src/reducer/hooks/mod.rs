@@ -29,8 +29,8 @@
 //!         Ok(()) // It has no state.
 //!     }
 //!
-//!     fn state(&self) -> HookState {
-//!         HookState::default()
+//!     fn state(&self) -> Result<HookState> {
+//!         Ok(HookState::default())
 //!     }
 //!
 //!     fn load(&mut self, state: HookState) -> Result<()> {
@@ -60,6 +60,7 @@ pub use self::loaded::{LoadedHook, check_hook};
 pub use self::local_sgd::PostLocalSgd;
 pub(super) use self::metered::Metered;
 pub use self::power_sgd::{LowRankMatrix, PowerSgd, PowerSgdOptions};
+pub(super) use self::state::HookLabel;
 pub use self::state::{HookState, HookTensor};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -83,7 +84,19 @@ pub trait CommHook: Send {
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()>;
 
     /// What it keeps from step to step that later averages depend on, for a checkpoint; called between steps. Empty if nothing.
-    fn state(&self) -> HookState;
+    ///
+    /// # Errors
+    /// If it cannot be read, as from a device that has failed. Then nothing is saved.
+    fn state(&self) -> Result<HookState>;
+
+    /// Whether there is anything in its [`state`](Self::state) now. That is asked when a state is loaded and when a hook is registered. A hook whose
+    /// state is large, or on a device, answers without reading it. By default it is read.
+    ///
+    /// # Errors
+    /// As [`state`](Self::state), if that is read.
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(!self.state()?.is_empty())
+    }
 
     /// Goes on from the [`state`](Self::state) of a hook with the same settings. If the number of ranks has changed since, or the state
     /// comes from the memory of an elastic job, there are no [own](HookState::own) tensors: those begin anew. An empty state is that of a
@@ -140,14 +153,6 @@ pub trait CommHook: Send {
     fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
         let _ = options;
         Ok(false)
-    }
-
-    /// The [`state`](Self::state), of a hook whose state may be out of reach, such as in the memory of a device. That is what is saved.
-    ///
-    /// # Errors
-    /// If it cannot be read. None by default.
-    fn read_state(&self) -> Result<HookState> {
-        Ok(self.state())
     }
 
     /// Where gradients lie [elsewhere](super::Reducer::elsewhere): whether it keeps those of a bucket that [says so](GradBucket::keeps), and
@@ -302,8 +307,12 @@ impl CommHook for AllReduce {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default()
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(false)
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {

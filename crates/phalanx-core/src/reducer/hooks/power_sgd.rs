@@ -292,13 +292,19 @@ impl CommHook for PowerSgd {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
+    fn state(&self) -> Result<HookState> {
         let memory = self.memory.lock();
         let state = HookState::default().number("step", self.step);
         let factors = memory.factors.iter();
         let state =
             factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone()));
-        memory.losses.iter().fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone()))
+        let losses = memory.losses.iter();
+        Ok(losses.fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone())))
+    }
+
+    /// The number of steps, from the beginning on.
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(true)
     }
 
     fn load(&mut self, mut state: HookState) -> Result<()> {

@@ -18,6 +18,15 @@ pub struct HookState {
     tensors: Vec<HookTensor>,
 }
 
+/// What is compared of a hook before it goes on from a state, without a look at what it keeps.
+#[derive(Debug)]
+pub(crate) struct HookLabel {
+    /// As [`HookState::hook`].
+    pub hook: String,
+    /// As [`HookState::is_empty`].
+    pub is_empty: bool,
+}
+
 /// A tensor of a [`HookState`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -1,9 +1,12 @@
 //! Hooks on several ranks, over a group of threads.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
 use super::super::fake::{FakeGroup, run};
-use super::super::{ParameterSpec, Reducer, ReducerOptions};
+use super::super::{HookedReducer, ParameterSpec, Reducer, ReducerOptions};
 use super::*;
 use crate::dtype::DType;
+use crate::error::Error;
 
 const ROWS: usize = 12;
 const COLUMNS: usize = 40;
@@ -220,8 +223,8 @@ impl CommHook for Lazy {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        self.0.iter().fold(HookState::default(), |state, kept| state.common("kept", 0, kept.clone()))
+    fn state(&self) -> Result<HookState> {
+        Ok(self.0.iter().fold(HookState::default(), |state, kept| state.common("kept", 0, kept.clone())))
     }
 
     fn load(&mut self, mut state: HookState) -> Result<()> {
@@ -253,6 +256,69 @@ fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none
         {
             assert!(other.load_hook_state(state).unwrap_err().is_mismatch());
         }
+    });
+}
+
+/// What it keeps lies on a device, which may be lost.
+struct Remote {
+    kept: f32,
+    reads: Arc<AtomicUsize>,
+    is_lost: Arc<AtomicBool>,
+}
+
+impl CommHook for Remote {
+    fn describe(&self) -> String {
+        "remote".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        match self.is_lost.load(Ordering::Relaxed) {
+            true => Err(Error::aborted("the device is lost")),
+            false => Ok(HookState::default().own("kept", 0, vec![self.kept])),
+        }
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        self.kept = state.take("kept").remove(&0).map_or(0.0, |kept| kept[0]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_is_an_error() {
+    run(2, |group| {
+        let (reads, is_lost) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let new = |kept| Remote { kept, reads: reads.clone(), is_lost: is_lost.clone() };
+        let saved = reducer(group.clone(), new(2.0)).hook_state().unwrap();
+        is_lost.store(true, Ordering::Relaxed);
+        let hooked = HookedReducer::new(reducer(group.clone(), new(1.0)), ());
+        let mut loaded = LoadedHook::default();
+        check_hook(Some(&hooked), Some(&saved)).unwrap();
+        loaded.load(Some(&hooked), Some(saved.clone())).unwrap();
+        assert!(check_hook(Some(&hooked), None).unwrap_err().is_mismatch());
+        // The loaded checkpoint has none for a hook that is registered then.
+        let mut absent = LoadedHook::default();
+        absent.mark_absent();
+        let mut fresh = reducer(group.clone(), AllReduce);
+        assert!(absent.register(&mut fresh, Box::new(new(3.0))).unwrap_err().is_mismatch());
+        assert_eq!(reads.load(Ordering::Relaxed), 1, "what was kept has been read");
+        let error = loaded.state(Some(&hooked)).unwrap_err().to_string();
+        assert!(error.contains("the device is lost"), "{error}");
+        is_lost.store(false, Ordering::Relaxed);
+        assert_eq!(loaded.state(Some(&hooked)).unwrap(), Some(saved));
     });
 }
 
@@ -353,8 +419,8 @@ fn hooks_that_differ_or_give_back_something_else_are_errors() {
             Ok(())
         }
 
-        fn state(&self) -> HookState {
-            HookState::default()
+        fn state(&self) -> Result<HookState> {
+            Ok(HookState::default())
         }
 
         fn load(&mut self, state: HookState) -> Result<()> {

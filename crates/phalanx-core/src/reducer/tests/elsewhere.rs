@@ -54,8 +54,8 @@ impl CommHook for OnShelf {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default()
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {
@@ -176,8 +176,8 @@ impl CommHook for OnDevice {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default()
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {
@@ -362,8 +362,8 @@ impl CommHook for Keeping {
         Ok(())
     }
 
-    fn state(&self) -> HookState {
-        HookState::default()
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {
