@@ -74,8 +74,11 @@ impl Left {
         let mut notes = self.notes.lock();
         let panic = if caught { notes.panic.take() } else { None };
         for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
-            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed.
-            let _ = fs::remove_file(&path).or_else(|_| fs::write(&path, ""));
+            let Ok(about) = fs::metadata(&path) else { continue };
+            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed, and a device stays.
+            if !about.is_file() || fs::remove_file(&path).is_err() {
+                let _ = fs::write(&path, "");
+            }
         }
         self.any.store(notes.panic.is_some(), Ordering::Relaxed);
     }
@@ -220,5 +223,25 @@ mod tests {
         assert!(is_left(&path));
         left.take_back(true);
         assert!(path.exists() && !is_left(&path));
+    }
+
+    #[test]
+    fn what_is_no_file_stays_where_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let [blame, error] = ["blame", "error.json"].map(|name| folder.path().join(name));
+        let left = Left::nothing();
+        for path in [&blame, &error] {
+            std::os::unix::fs::symlink("/dev/null", path).unwrap();
+        }
+        left.blame(blame.clone(), Rank::new(3));
+        left.panic(error.clone(), " at a.rs:1:2", "no data");
+        left.take_back(true);
+        assert!([&blame, &error].into_iter().all(|path| path.is_symlink()));
+        // What is gone already is not made again.
+        let gone = folder.path().join("gone");
+        left.blame(gone.clone(), Rank::new(3));
+        fs::remove_file(&gone).unwrap();
+        left.take_back(true);
+        assert!(!gone.exists());
     }
 }

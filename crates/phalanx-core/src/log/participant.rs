@@ -205,7 +205,7 @@ fn watch<M: Machine>(
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
     let mut task = Caretaker::new(heartbeats.silence);
     loop {
-        let next = Instant::now() + heartbeats.interval;
+        let next = Deadline::after(heartbeats.interval).instant();
         match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
             Err(error) if heartbeats.must_be_answered => return replica.lose(error),
             Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),

@@ -724,6 +724,23 @@ fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
 }
 
 #[test]
+fn who_sends_a_heartbeat_once_in_an_age_sends_it() {
+    let store = memory();
+    let (mut member, threads) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    let seldom = Heartbeats { interval: Duration::MAX, silence: Duration::MAX, must_be_answered: true };
+    member.watch(seldom, |_, _| Ok(())).unwrap();
+    // The first came with the entry.
+    let limit = limit();
+    while store.add("beat/1", 0, limit).unwrap() < 2 {
+        assert!(!limit.has_passed(), "no heartbeat was sent");
+        thread::sleep(Duration::from_millis(1));
+    }
+    member.close();
+    assert_eq!(threads.strong_count(), 0);
+}
+
+#[test]
 fn a_refusal_concerns_the_one_that_wants_to_join() {
     let store = memory();
     let [(refused, _), (other, _)] = [(); 2].map(|()| participant::<Whole>(&store, Mac::none()));
