@@ -25,6 +25,9 @@ pub const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// cause.
 pub const BLAME_FILE: &str = "PHALANX_BLAME_FILE";
 
+/// So much of a message is written: a launcher reads a file of bounded length, and of one that is cut off it understands nothing.
+const LONGEST: usize = 64 * 1024;
+
 /// What this process has left for its launcher.
 static LEFT: Left = Left::nothing();
 
@@ -184,6 +187,7 @@ pub enum Ended {
 }
 
 pub fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
+    let message = &message[..message.floor_char_boundary(LONGEST)];
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (panicked, disagreed) = (ended == Ended::ByPanic, ended == Ended::InDisagreement);
     let timestamp = seconds.to_string();

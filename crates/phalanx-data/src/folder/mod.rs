@@ -92,8 +92,15 @@ pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
 
 /// The file at `path`. A link in a folder that came from elsewhere may lead to a pipe, on which whoever opens it waits, or to a device
 /// that has no end.
-#[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
-fn open_file(path: &Path) -> Result<fs::File> {
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "lmdb",
+    feature = "npy",
+    feature = "safetensors"
+))]
+pub(crate) fn open_file(path: &Path) -> Result<fs::File> {
     let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
     if !about.is_file() {
         return Err(Error::invalid_argument(format!("{} is no regular file", path.display()))
