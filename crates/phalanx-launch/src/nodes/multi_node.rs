@@ -124,8 +124,8 @@ impl<'a> MultiNode<'a> {
     }
 
     fn store_is_lost(&self, error: Error) -> Error {
-        // This host lacks something: no other node is to blame.
-        if error.is_local_shortage() {
+        // This host lacks something, or this launcher has a fault: no other node is to blame.
+        if error.is_local_shortage() || error.is_aborted() {
             return error;
         }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
