@@ -20,6 +20,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::claims::{self, Claimant, Newest, Step};
+use super::folder::open_file;
 use super::names;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -185,7 +186,8 @@ fn newest(folder: &Path) -> io::Result<u64> {
 /// The claim of this number, of another process.
 fn look(folder: &Path, number: u64) -> io::Result<Seen> {
     let path = file(folder, number);
-    let file = match File::open(&path) {
+    // In a folder that came from elsewhere it may be a pipe, on which whoever opens it waits.
+    let file = match open_file(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Seen::Changed),
         opened => opened?,
     };
@@ -300,6 +302,16 @@ mod tests {
         File::create_new(file(root.path(), 7)).unwrap();
         let owner = Owner::claim(root.path(), &of(None, 0), None).unwrap();
         assert_eq!(owner.number(), 8);
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_claim_holds_nobody_up() {
+        let root = tempfile::tempdir().unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, file(root.path(), 7), rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let path = root.path().to_owned();
+        std::thread::spawn(move || tell.send(Owner::claim(&path, &of(None, 0), None).unwrap().number()));
+        assert_eq!(told.recv_timeout(Duration::from_secs(60)).unwrap(), 8);
     }
 
     #[test]

@@ -25,6 +25,9 @@ pub const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// cause.
 pub const BLAME_FILE: &str = "PHALANX_BLAME_FILE";
 
+/// So much of a message is written: a launcher reads a file of bounded length, and of one that is cut off it understands nothing.
+const LONGEST: usize = 64 * 1024;
+
 /// What this process has left for its launcher.
 static LEFT: Left = Left::nothing();
 
@@ -74,8 +77,11 @@ impl Left {
         let mut notes = self.notes.lock();
         let panic = if caught { notes.panic.take() } else { None };
         for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
-            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed.
-            let _ = fs::remove_file(&path).or_else(|_| fs::write(&path, ""));
+            let Ok(about) = fs::metadata(&path) else { continue };
+            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed, and a device stays.
+            if !about.is_file() || fs::remove_file(&path).is_err() {
+                let _ = fs::write(&path, "");
+            }
         }
         self.any.store(notes.panic.is_some(), Ordering::Relaxed);
     }
@@ -181,6 +187,7 @@ pub enum Ended {
 }
 
 pub fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
+    let message = &message[..message.floor_char_boundary(LONGEST)];
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let (panicked, disagreed) = (ended == Ended::ByPanic, ended == Ended::InDisagreement);
     let timestamp = seconds.to_string();
@@ -220,5 +227,25 @@ mod tests {
         assert!(is_left(&path));
         left.take_back(true);
         assert!(path.exists() && !is_left(&path));
+    }
+
+    #[test]
+    fn what_is_no_file_stays_where_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let [blame, error] = ["blame", "error.json"].map(|name| folder.path().join(name));
+        let left = Left::nothing();
+        for path in [&blame, &error] {
+            std::os::unix::fs::symlink("/dev/null", path).unwrap();
+        }
+        left.blame(blame.clone(), Rank::new(3));
+        left.panic(error.clone(), " at a.rs:1:2", "no data");
+        left.take_back(true);
+        assert!([&blame, &error].into_iter().all(|path| path.is_symlink()));
+        // What is gone already is not made again.
+        let gone = folder.path().join("gone");
+        left.blame(gone.clone(), Rank::new(3));
+        fs::remove_file(&gone).unwrap();
+        left.take_back(true);
+        assert!(!gone.exists());
     }
 }

@@ -15,8 +15,11 @@ use serde_json::Value;
 
 use crate::worker_error::Ended;
 
-/// The longest message that is taken from a worker.
-const MAX: u64 = 64 * 1024;
+/// So much of a message is taken from a worker.
+const MAX: usize = 64 * 1024;
+/// So much of a file is read: a message in which each byte is escaped, or what Python adds of its calls. Of a file that is cut off
+/// nothing could be read.
+const MAX_FILE: u64 = 1 << 20;
 
 /// A program that still runs so long after a panic has caught the panic.
 const PANIC_EXIT_LIMIT: Duration = Duration::from_secs(5);
@@ -90,7 +93,7 @@ impl ErrorFile {
         };
         let mut bytes = Vec::new();
         file.rewind().ok()?;
-        file.take(MAX).read_to_end(&mut bytes).ok()?;
+        file.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
         Some(bytes)
     }
 }
@@ -100,6 +103,7 @@ fn parse(bytes: &[u8]) -> Option<WorkerError> {
     let value: Value = serde_json::from_slice(bytes).ok()?;
     let outer = value.get("message")?;
     let message = outer.as_str().or_else(|| outer.get("message")?.as_str())?.trim();
+    let message = message[..message.floor_char_boundary(MAX)].trim_end();
     let is = |what| outer.pointer(what).and_then(Value::as_bool).unwrap_or(false);
     let ended = match (is("/extraInfo/panicked"), is("/extraInfo/disagreed")) {
         (true, _) => Ended::ByPanic,
@@ -139,6 +143,21 @@ mod tests {
         );
         write_to(&file.path(), "short", Ended::ByError).unwrap();
         assert_eq!(file.read().unwrap(), error("short", Ended::ByError));
+    }
+
+    #[test]
+    fn the_beginning_of_a_long_message_comes_through() {
+        let mut file = ErrorFile::create().unwrap();
+        // Each byte is six in the file.
+        write_to(&file.path(), &"\u{1}".repeat(10 << 20), Ended::InDisagreement).unwrap();
+        assert_eq!(file.read().unwrap(), error(&"\u{1}".repeat(MAX), Ended::InDisagreement));
+        let calls = "a call\n".repeat(MAX);
+        let python = serde_json::json!({ "message": { "message": "no data", "extraInfo": { "py_callstack": calls } } });
+        std::fs::write(file.path(), python.to_string()).unwrap();
+        assert_eq!(file.read().unwrap(), error("no data", Ended::ByError));
+        let long = format!("{}é", "x".repeat(MAX - 1));
+        std::fs::write(file.path(), serde_json::json!({ "message": long }).to_string()).unwrap();
+        assert_eq!(file.read().unwrap(), error(&long[..MAX - 1], Ended::ByError));
     }
 
     #[test]

@@ -50,7 +50,13 @@ impl Record {
             Value::Histogram(histogram) => 16 * histogram.counts.len(),
             Value::Picture(picture) => picture.pixels().len(),
             Value::Text(text) => text.len(),
-            Value::Hyperparameters(settings) => settings.iter().map(|(name, _)| name.len() + 64).sum(),
+            Value::Hyperparameters(settings) => {
+                let text = |setting: &Hyperparameter| match setting {
+                    Hyperparameter::Text(text) => text.len(),
+                    Hyperparameter::Number(_) | Hyperparameter::Flag(_) => 0,
+                };
+                settings.iter().map(|(name, setting)| name.len() + text(setting) + 64).sum()
+            }
         };
         size_of::<Self>() + self.tag.len() + value
     }
@@ -136,6 +142,15 @@ mod tests {
         let least = hyperparameters(serde_json::json!({ "least": i64::MIN, "odd": i64::MIN + 1 }));
         let digits = Hyperparameter::Text("-9223372036854775807".into());
         assert_eq!((&least[0].1, &least[1].1), (&Hyperparameter::Number(-(2f64.powi(63))), &digits));
+    }
+
+    #[test]
+    fn the_texts_of_settings_take_memory() {
+        let text = Hyperparameter::Text("x".repeat(1 << 20));
+        let value =
+            Value::Hyperparameters(vec![("note".into(), text), ("rate".into(), Hyperparameter::Number(0.5))]);
+        let record = Record { step: None, time: 0.0, tag: "hyperparameters".into(), value };
+        assert!(record.size() > 1 << 20);
     }
 
     #[test]

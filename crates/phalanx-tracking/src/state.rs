@@ -21,6 +21,8 @@ const LOCK: &str = "run.lock";
 const VERSION: u32 = 1;
 /// Longer files are not ours.
 const MAX_BYTES: u64 = 4 << 20;
+/// So much of a cause is kept, in bytes: with each of them escaped it fits into the file.
+const MAX_CAUSE: usize = 64 << 10;
 /// Older attempts are forgotten.
 const MAX_ATTEMPTS: usize = 1000;
 /// How long a writer that is just ending is waited for.
@@ -210,7 +212,9 @@ impl StateFile {
         if let Some(attempt) = self.attempt() {
             (attempt.state, attempt.cause) = match outcome {
                 Outcome::Finished => (RunState::Finished, None),
-                Outcome::Failed(cause) => (RunState::Failed, Some(cause.clone())),
+                Outcome::Failed(cause) => {
+                    (RunState::Failed, Some(cause[..cause.floor_char_boundary(MAX_CAUSE)].to_owned()))
+                }
                 Outcome::Dropped => (RunState::Dropped, None),
             };
             attempt.ended = Some(now());
@@ -218,8 +222,16 @@ impl StateFile {
         self.write()
     }
 
-    fn write(&self) -> io::Result<()> {
-        let text = serde_json::to_vec_pretty(&self.status).map_err(io::Error::other)?;
+    fn write(&mut self) -> io::Result<()> {
+        let text = loop {
+            let text = serde_json::to_vec_pretty(&self.status).map_err(io::Error::other)?;
+            let older = self.status.attempts.len() / 2;
+            if text.len() as u64 <= MAX_BYTES || older == 0 {
+                break text;
+            }
+            // The next start could not read it.
+            self.status.attempts.drain(..older);
+        };
         let [path, half_done] = [FILE, "run.json.tmp"].map(|name| self.directory.join(name));
         let mut file = File::create(&half_done)?;
         file.write_all(&text)?;
@@ -295,6 +307,22 @@ mod tests {
         let status = RunStatus::read(folder.path()).unwrap().unwrap();
         let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
         assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn a_record_with_long_causes_can_be_gone_on_with() {
+        let folder = tempfile::tempdir().unwrap();
+        // Each byte is six in the file.
+        let cause = "\u{1}".repeat(5 << 20);
+        for attempt in 0..12 {
+            let mut state = StateFile::take(folder.path()).unwrap();
+            state.begin(1, attempt).unwrap();
+            state.end(&Outcome::Failed(cause.clone())).unwrap();
+        }
+        let status = RunStatus::read(folder.path()).unwrap().unwrap();
+        let last = status.attempts().last().unwrap();
+        assert_eq!((last.restart_count, last.cause.as_deref()), (11, Some(&cause[..MAX_CAUSE])));
+        assert!((2..12).contains(&status.attempts().len()));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The threads of a process that takes part in a log.
 
 use std::cmp::Ordering;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -121,7 +122,14 @@ impl<M: Machine> Participant<M> {
 
     fn spawn(&mut self, name: &str, body: impl FnOnce(&Log<M>, &Replica<M>) + Send + 'static) -> Result<()> {
         let (log, replica) = (Arc::clone(&self.log), Arc::clone(&self.replica));
-        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || body(&log, &replica));
+        let run = move || {
+            // Else this process would wait for ever for what this thread reads, or be given up without a word.
+            if catch_unwind(AssertUnwindSafe(|| body(&log, &replica))).is_err() {
+                let cause = format!("a thread for messages of other {}s has panicked", M::PROCESS);
+                replica.lose(Error::aborted(cause));
+            }
+        };
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(run);
         self.threads.push(thread.map_err(|error| {
             let cause = format!("cannot start a thread for messages of other {}s", M::PROCESS);
             Error::not_started(cause, error)
@@ -205,7 +213,7 @@ fn watch<M: Machine>(
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
     let mut task = Caretaker::new(heartbeats.silence);
     loop {
-        let next = Instant::now() + heartbeats.interval;
+        let next = Deadline::after(heartbeats.interval).instant();
         match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
             Err(error) if heartbeats.must_be_answered => return replica.lose(error),
             Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),

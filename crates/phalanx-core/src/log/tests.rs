@@ -724,6 +724,50 @@ fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
 }
 
 #[test]
+fn who_sends_a_heartbeat_once_in_an_age_sends_it() {
+    let store = memory();
+    let (mut member, threads) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    let seldom = Heartbeats { interval: Duration::MAX, silence: Duration::MAX, must_be_answered: true };
+    member.watch(seldom, |_, _| Ok(())).unwrap();
+    // The first came with the entry.
+    let limit = limit();
+    while store.add("beat/1", 0, limit).unwrap() < 2 {
+        assert!(!limit.has_passed(), "no heartbeat was sent");
+        thread::sleep(Duration::from_millis(1));
+    }
+    member.close();
+    assert_eq!(threads.strong_count(), 0);
+}
+
+#[test]
+fn a_thread_that_panics_loses_the_log() {
+    fn loses<M: Machine>(replica: &Replica<M>) {
+        let (limit, mut view) = (limit(), replica.view());
+        while view.lost.is_none() {
+            assert!(!limit.has_passed(), "nobody has heard of it");
+            replica.wait_until(&mut view, limit.instant());
+        }
+        let error = view.lost.clone().unwrap();
+        assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
+    }
+    let replica = Arc::new(Replica::<Whole>::new(|replica| {
+        let view = replica.view();
+        assert!(view.state.words.is_empty() || view.lost.is_some(), "the one that reads panics");
+    }));
+    let reader = Participant::start_at_first_entry(log(&memory()), replica).unwrap();
+    reader.append(&Entry::Word(1), limit()).unwrap();
+    loses(reader.replica());
+    reader.close();
+    let (mut member, threads) = participant::<Compacted>(&memory(), Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    member.watch(HEARTBEATS, |_, _| panic!("the one that tidies panics")).unwrap();
+    loses(member.replica());
+    member.close();
+    assert_eq!(threads.strong_count(), 0);
+}
+
+#[test]
 fn a_refusal_concerns_the_one_that_wants_to_join() {
     let store = memory();
     let [(refused, _), (other, _)] = [(); 2].map(|()| participant::<Whole>(&store, Mac::none()));

@@ -460,6 +460,17 @@ mod tests {
     }
 
     #[test]
+    fn a_pipe_is_no_store_and_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || tell.send(FileStore::open(&path, Deadline::now()).err()));
+        let error = told.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        assert!(error.is_timeout() && error.to_string().contains("holds no store"), "{error}");
+    }
+
+    #[test]
     fn a_store_that_was_replaced_knows_it_and_leaves_the_new_one_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");

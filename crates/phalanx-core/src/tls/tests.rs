@@ -362,7 +362,10 @@ fn files_are_looked_at_before_anybody_connects() {
     let read = |[ca, certificate, key]: &[PathBuf; 3]| Tls::read(ca, certificate, key);
     let paths = ca.write(&ca.certificate(), folder.path());
     read(&paths).unwrap();
+    let long = ca.certificate();
+    let long = Certificate { pem: format!("{}{}", long.pem, "\n".repeat(1 << 20)), ..long };
     for (certificate, why) in [
+        (long, "it is longer than 1 MiB"),
         (ca.expired(), "host.pem cannot be used for TLS: it has expired"),
         (other.certificate(), "it is of another CA"),
         (Certificate { key: ca.certificate().key, ..ca.certificate() }, "host.key cannot be used for TLS"),

@@ -30,6 +30,12 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Removes a trace that an earlier job has left, but no other file.
 pub(super) fn remove(path: &Path) -> io::Result<()> {
+    // Who opens a pipe may wait for ever, and a device that has nothing to read looks like a trace that was cut off.
+    match std::fs::metadata(path) {
+        Ok(about) if !about.is_file() => return Err(foreign()),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
     let mut begin = Vec::new();
     match File::open(path) {
         Ok(file) => file.take(MARK.len() as u64).read_to_end(&mut begin)?,
@@ -45,6 +51,9 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
 /// Adds `lines`, which commas separate, to the document at `path`.
 pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(foreign());
+    }
     lock(&file)?;
     let end = end_of_events(&mut file)?;
     let before: &[u8] = match end {

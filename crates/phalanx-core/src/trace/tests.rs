@@ -100,6 +100,18 @@ fn noted(trace: Trace) -> Trace {
 }
 
 #[test]
+fn what_is_no_file_is_neither_removed_nor_written() {
+    let folder = tempfile::tempdir().unwrap();
+    // As with PHALANX_TRACE=/dev/null, which root can remove.
+    let path = folder.path().join("step.json");
+    std::os::unix::fs::symlink("/dev/null", &path).unwrap();
+    drop(noted(Trace::to_file(&path, Rank::MAIN)));
+    assert!(path.is_symlink());
+    let error = file::append(&path, b"{}").unwrap_err();
+    assert!(error.to_string().contains("is not a trace"), "{error}");
+}
+
+#[test]
 fn of_an_addition_that_was_cut_off_the_whole_lines_stay() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("step.json");

@@ -14,7 +14,7 @@ use csv::{ErrorKind, Position, ReaderBuilder, StringRecord};
 use phalanx::{Error, Result};
 use serde::de::DeserializeOwned;
 
-use super::{MAX_RECORD, bad, io_error, not_utf8, without_panic};
+use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
 
@@ -120,7 +120,7 @@ impl<T: DeserializeOwned> CsvDataset<T> {
     /// As [`open`](Self::open); without headers an empty file has no records.
     pub fn with_options(path: impl AsRef<Path>, options: CsvOptions) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        let file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+        let file = open_file(&path)?;
         let (headers, records) = without_panic(&path, "its records", || records(&path, &file, options))?;
         Ok(Self { path, file, headers, options, records, _type: PhantomData })
     }

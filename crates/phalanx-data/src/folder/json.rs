@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use phalanx::Result;
 use serde::de::DeserializeOwned;
 
-use super::{MAX_RECORD, bad, io_error, not_utf8, without_panic};
+use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
 
@@ -49,7 +49,7 @@ impl<T: DeserializeOwned> JsonLinesDataset<T> {
     /// If it cannot be read, or a line is too long.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_owned();
-        let file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+        let file = open_file(&path)?;
         let lines = lines(&path, BufReader::with_capacity(1 << 16, &file))?;
         Ok(Self { path, file, lines, _type: PhantomData })
     }

@@ -90,6 +90,25 @@ pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
     Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
 }
 
+/// The file at `path`. A link in a folder that came from elsewhere may lead to a pipe, on which whoever opens it waits, or to a device
+/// that has no end.
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "lmdb",
+    feature = "npy",
+    feature = "safetensors"
+))]
+pub(crate) fn open_file(path: &Path) -> Result<fs::File> {
+    let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
+    if !about.is_file() {
+        return Err(Error::invalid_argument(format!("{} is no regular file", path.display()))
+            .with_remedy("if it is a pipe, write what comes through it into a file; else leave it out"));
+    }
+    fs::File::open(path).map_err(|error| io_error(path, &error))
+}
+
 /// What is wrong with a part of a file, and what to do.
 #[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
 fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> Error {

@@ -1,7 +1,6 @@
 //! Rows of NumPy's arrays.
 
 use std::fmt;
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -9,7 +8,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 use phalanx::{Error, Result};
 
 use super::rows::{Column, Order, Rows};
-use super::{Array, ElementType, bad, files, io_error, without_panic};
+use super::{Array, ElementType, bad, files, io_error, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::outside;
 
@@ -62,7 +61,7 @@ impl Dataset for NpyDataset {
 }
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
-    let mut file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+    let mut file = open_file(&path)?;
     let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
     let text = read_header(&path, &mut file)?;
     let start = text.len();

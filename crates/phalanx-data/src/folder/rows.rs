@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use phalanx::{Error, Result};
 
-use super::{Array, ElementType, bad, io_error};
+use super::{Array, ElementType, bad, open_file};
 use crate::dataset::outside;
 
 /// Of a row that does not lie together, so many bytes of the file are read at once.
@@ -107,7 +107,7 @@ impl Rows {
         if let Some(file) = part.open.get() {
             return part.read(index - part.first, file);
         }
-        let file = File::open(&part.path).map_err(|error| io_error(&part.path, &error))?;
+        let file = open_file(&part.path)?;
         if self.parts.len() <= KEPT_OPEN {
             return part.read(index - part.first, part.open.get_or_init(|| file));
         }

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -11,7 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::rows::{Column, Order, Rows};
-use super::{Array, ElementType, bad, files, io_error, without_panic};
+use super::{Array, ElementType, bad, files, io_error, open_file, without_panic};
 use crate::Dataset;
 
 /// The most bytes of a header, as the format says.
@@ -61,7 +60,7 @@ impl Dataset for SafetensorsDataset {
 }
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
-    let mut file = File::open(&path).map_err(|error| io_error(&path, &error))?;
+    let mut file = open_file(&path)?;
     let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
     let torn =
         |cause: String| bad(&path, "its header", cause, "is it a safetensors file, and whole? Copy it again");

@@ -6,12 +6,13 @@
 //! (page size or padding 4, flags 2, depth 2, branch pages 8, leaf pages 8, overflow pages 8, entries 8, root page 8), last page 8,
 //! transaction 8.
 
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use phalanx::{Error, Result};
+
+use crate::folder::open_file;
 
 const LENGTH: usize = 152;
 const PAGE_FLAGS: usize = 10;
@@ -92,7 +93,7 @@ impl Meta {
         let unreadable = |error: io::Error| {
             Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
         };
-        let file = File::open(path).map_err(unreadable)?;
+        let file = open_file(path)?;
         let length = file.metadata().map_err(unreadable)?.len();
         let mut page = [0; LENGTH];
         let mut at = |offset| match file.read_exact_at(&mut page, offset) {

@@ -249,6 +249,10 @@ fn images_have_their_folder_as_class() {
     huge.extend([0; 100]);
     fs::write(folder.path().join("dog/b.png"), huge).unwrap();
     names(broken.get(3), &["dog/b.png", "32,768"]);
+    // A link out of the folder, to what is no file.
+    fs::remove_file(folder.path().join("dog/b.png")).unwrap();
+    std::os::unix::fs::symlink("/dev/null", folder.path().join("dog/b.png")).unwrap();
+    names(broken.get(3), &["dog/b.png", "no regular file"]);
     fs::create_dir(folder.path().join("empty")).unwrap();
     names(ImageFolder::open(folder.path()), &["empty", "is the path right?"]);
     names(ImageFolder::open(folder.path().join("empty")), &["a folder for each class"]);

@@ -127,6 +127,15 @@ fn keys_of_somebody_else_are_read_by_name() {
     assert!(LmdbDataset::with_keys(&path, [""]).is_err());
 }
 
+/// A pipe there would hold up whoever opens it.
+#[test]
+fn what_is_no_file_is_not_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("/dev/null", folder.path().join("data.mdb")).unwrap();
+    let error = LmdbDataset::open(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("data.mdb is no regular file"), "{error}");
+}
+
 /// Reads all of it, if it can be opened; how it ends is said by the caller.
 fn read_all(path: &Path) -> phalanx::Result<usize> {
     let dataset = LmdbDataset::open(path)?;

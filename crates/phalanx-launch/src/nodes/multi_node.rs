@@ -16,6 +16,7 @@ use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
 use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::attempts::Control;
 use crate::cluster::{Cluster, RendezvousBackend};
+use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::event::Event;
 use crate::exit::{Failure, NodeFailure, Outcome, Signal};
@@ -123,8 +124,8 @@ impl<'a> MultiNode<'a> {
     }
 
     fn store_is_lost(&self, error: Error) -> Error {
-        // This host lacks something: no other node is to blame.
-        if error.is_local_shortage() {
+        // This host lacks something, or this launcher has a fault: no other node is to blame.
+        if error.is_local_shortage() || error.is_aborted() {
             return error;
         }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
@@ -172,8 +173,8 @@ impl<'a> MultiNode<'a> {
             }
             Some(old) if process::state(node.process, old.process).is_there() => return,
             Some(_) => {
-                let noticed = self.cluster.silence().saturating_mul(2) + NOTICE_GRACE;
-                self.refused_until.get_or_insert_with(|| Instant::now() + noticed);
+                let noticed = self.cluster.silence().saturating_mul(2).saturating_add(NOTICE_GRACE);
+                self.refused_until.get_or_insert_with(|| Deadline::after(noticed).instant());
                 self.is_replacing = true;
                 return;
             }
@@ -371,7 +372,8 @@ impl Nodes for MultiNode<'_> {
             let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
             if timeout.is_zero() && !self.view.state.has_enough() {
                 // The thread that connects gives up at the same time, and knows why nothing answered.
-                timeout = (self.cluster.join_timeout + LAST_ATTEMPT_GRACE).saturating_sub(now - since);
+                timeout =
+                    self.cluster.join_timeout.saturating_add(LAST_ATTEMPT_GRACE).saturating_sub(now - since);
                 if self.reached.is_some() || timeout.is_zero() {
                     return Err(self.too_few(since));
                 }

@@ -9,6 +9,7 @@
 use std::io::{PipeReader, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -123,7 +124,13 @@ impl RendezvousHandler {
         let run = move || {
             let mut server = None;
             let join = |serves_store| Entry::Join { node: node(serves_store), settings };
-            if let Err(error) = thread.run(&mut server, &shared_reached, join, &inbox) {
+            let ran =
+                catch_unwind(AssertUnwindSafe(|| thread.run(&mut server, &shared_reached, join, &inbox)));
+            // The supervisor would wait for it without an end.
+            let ran = ran.unwrap_or_else(|_| {
+                Err(Error::aborted("the thread that speaks with the other launchers has panicked"))
+            });
+            if let Err(error) = ran {
                 thread.replica.lose(error);
             }
             server
@@ -635,6 +642,30 @@ mod tests {
         log.append(&Entry::Join { node: node(1, true), settings }, limit).unwrap();
         let next = log.read(1, limit).unwrap();
         assert_eq!(next, crate::log::Read::Entry(Entry::Join { node: node(7, false), settings }));
+    }
+
+    #[test]
+    fn a_panic_of_the_thread_is_told() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let cluster = Cluster::new(2, 2, "127.0.0.1", server.local_addr().port()).unwrap();
+        let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+        let mut handler = RendezvousHandler::start(
+            &cluster.hosting(Hosting::Connect),
+            Access::default(),
+            "job".to_owned(),
+            |_| panic!("it knows no node"),
+            settings,
+        )
+        .unwrap();
+        let limit = Deadline::after(Duration::from_secs(20));
+        let error = loop {
+            if let Some(error) = handler.look().1.lost {
+                break error;
+            }
+            assert!(!limit.has_passed(), "nobody has heard of it");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
     }
 
     #[test]

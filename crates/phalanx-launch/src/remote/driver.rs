@@ -231,7 +231,11 @@ impl Launchers<'_> {
             nodes,
             host: host.to_owned(),
             port,
-            join_timeout: self.job.start_timeout + if serves { SERVER_GRACE } else { Duration::ZERO },
+            join_timeout: self.job.start_timeout.saturating_add(if serves {
+                SERVER_GRACE
+            } else {
+                Duration::ZERO
+            }),
             key: SentKey::new(&self.key),
             agent,
         };
@@ -352,6 +356,18 @@ pub(super) mod tests {
         assert!(has_limit(&mut driver));
         // The one that was lost is ended, and the report is what the others have said of it, under the name that the user knows.
         assert_eq!(driver.run().unwrap().outcome, lost("node2"));
+    }
+
+    #[test]
+    fn a_start_may_take_any_time() {
+        let (_folder, job) = silent_job("node1,node2");
+        let job = job.start_timeout(Duration::MAX);
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut driver =
+            Driver::start(&job, &mut observer, |launchers| Ok(Box::new(FixedHosts::start(launchers)?) as _))
+                .unwrap();
+        driver.launchers.tell_to_start(0, 2, ("node1", 29500), None);
+        assert!(driver.launchers.peers[0].was_told_to_start);
     }
 
     #[test]

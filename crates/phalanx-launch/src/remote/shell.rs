@@ -16,6 +16,9 @@ use super::quote::quote;
 /// only needs to understand single quotes.
 const START: &str = r#"[ -x "$1" ] && exec "$1" node; exec phalanx node"#;
 
+/// The longest time-out that ssh takes, in seconds.
+const MAX_SSH_TIMEOUT: u64 = i32::MAX as u64;
+
 /// srun's options for the step of one launcher, which has all that the job has on its node. Without `--unbuffered` the output would come
 /// by lines, and it has none.
 const SRUN: [&str; 10] = [
@@ -123,7 +126,7 @@ impl RemoteShell {
             return command;
         }
         // It must not ask questions: its standard input is the launcher's.
-        let timeout = format!("ConnectTimeout={}", timeout.as_secs().max(1));
+        let timeout = format!("ConnectTimeout={}", timeout.as_secs().clamp(1, MAX_SSH_TIMEOUT));
         let interval = format!("ServerAliveInterval={}", HEARTBEAT_INTERVAL.as_secs());
         let attempts =
             format!("ServerAliveCountMax={}", silence.as_secs().div_ceil(HEARTBEAT_INTERVAL.as_secs()));
@@ -170,6 +173,16 @@ mod tests {
             command.get_envs().filter_map(|(name, value)| value.is_none().then_some(name)).collect();
         for name in ["SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_LABELIO", "PHALANX_BIND"] {
             assert!(removed.contains(&OsStr::new(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn ssh_gets_a_time_out_that_it_takes() {
+        for (seconds, option) in [(0, "1"), (30, "30"), (u64::MAX, "2147483647")] {
+            let (timeout, silence) = (Duration::from_secs(seconds), Duration::from_secs(21));
+            let command = RemoteShell::default().command("node1", Path::new("phalanx"), timeout, silence);
+            let option = format!("ConnectTimeout={option}");
+            assert!(command.get_args().any(|word| word == OsStr::new(&option)), "{command:?}");
         }
     }
 

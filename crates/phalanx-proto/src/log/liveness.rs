@@ -37,7 +37,7 @@ impl<Id: Copy + Ord> Liveness<Id> {
         now: Instant,
     ) -> Vec<(Id, Absence)> {
         // A process that slept itself, or was stopped, knows nothing of the others.
-        let awake = self.interval + self.timeout / 2;
+        let awake = self.interval.saturating_add(self.timeout / 2);
         let slept = self.looked_at.is_some_and(|at| now.saturating_duration_since(at) > awake);
         self.looked_at = Some(now);
         let mut last = BTreeMap::new();
@@ -97,6 +97,16 @@ mod tests {
             let mut looks =
                 (0..10).map(|look| liveness.observe([(A, &b"7"[..])], start + (interval + late) * look));
             assert!(looks.any(|silent| !silent.is_empty()), "{attempts}");
+        }
+    }
+
+    #[test]
+    fn who_allows_any_silence_accuses_nobody() {
+        let mut liveness = Liveness::new(Duration::MAX, Duration::MAX);
+        let start = crate::some_time();
+        for second in [0, 3600] {
+            let now = start + Duration::from_secs(second);
+            assert!(liveness.observe([(A, &b"7"[..])], now).is_empty());
         }
     }
 

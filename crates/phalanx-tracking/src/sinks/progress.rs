@@ -56,7 +56,11 @@ impl Progress {
     /// A line for what is no terminal.
     fn line(&self, step: u64) -> String {
         let of_all = match self.steps {
-            Some(steps) if steps > 0 => format!("/{steps} ({} %)", step.min(steps) * 100 / steps),
+            Some(steps) if steps > 0 => {
+                // The product of large numbers has more than 64 bits.
+                let percent = u128::from(step.min(steps)) * 100 / u128::from(steps);
+                format!("/{steps} ({percent} %)")
+            }
             _ => String::new(),
         };
         let rate = self.began.map(|(first, began)| step.saturating_sub(first) as f64 / (self.newest - began));
@@ -114,7 +118,7 @@ impl Sink for Progress {
     fn finish(&mut self, outcome: &Outcome) -> io::Result<()> {
         // Steps that are counted from 0 end one before their number.
         let step = self.step.map(|step| match self.steps {
-            Some(steps) if *outcome == Outcome::Finished && step + 1 == steps => steps,
+            Some(steps) if *outcome == Outcome::Finished && step.checked_add(1) == Some(steps) => steps,
             _ => step,
         });
         match (&self.bar, step) {
@@ -164,6 +168,20 @@ mod tests {
         let texts =
             ["0.0000", "0.5000", "0.1235", "1.500", "123.5", "1.23e4", "1.00e-5", "NaN", "-inf", "-2.250"];
         assert_eq!(values.map(short), texts);
+    }
+
+    #[test]
+    fn any_number_of_steps_has_its_share() {
+        let of = |steps, step| {
+            let mut progress = Progress::new(Console::lines(io::sink()), Some(steps));
+            progress.step = Some(step);
+            progress.finish(&Outcome::Finished).unwrap();
+            progress.line(step)
+        };
+        assert_eq!(of(8, 2), "step 2/8 (25 %)");
+        let most = u64::MAX;
+        assert_eq!(of(most, most), format!("step {most}/{most} (100 %)"));
+        assert_eq!(of(most, most / 2), format!("step {}/{most} (49 %)", most / 2));
     }
 
     #[test]

@@ -93,6 +93,10 @@ impl Log {
 
     /// `None` if the file is not a log, or not a complete one yet.
     pub fn open(mut file: File) -> io::Result<Option<Self>> {
+        // A pipe that this process has open for writing too has no end: to read from it would wait for ever.
+        if !file.metadata()?.is_file() {
+            return Ok(None);
+        }
         let mut header = [[0_u8; 8]; 3];
         for part in &mut header {
             if !fill(&mut file, part)? {

@@ -5,14 +5,14 @@ mod jpeg;
 mod tiff;
 
 use std::fmt;
-use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use image::RgbImage;
 use phalanx::{Error, Result};
 
 use self::decode::{Cause, Options, decode};
-use super::{bad, entries, files, io_error, without_panic};
+use super::{bad, entries, files, io_error, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
 
@@ -118,12 +118,15 @@ impl Dataset for ImageFolder {
 
     fn get(&self, index: usize) -> Result<ImageSample> {
         let (path, class) = item(&self.files, index)?;
-        let length = fs::metadata(path).map_err(|error| io_error(path, &error))?.len();
         let failed = |cause: Cause| bad(path, "its image", cause.text(), cause.remedy());
+        let file = open_file(path)?;
+        let length = file.metadata().map_err(|error| io_error(path, &error))?.len();
         if length > MAX_BYTES {
             return Err(failed(Cause::TooLarge(format!("the file has {length} bytes"))));
         }
-        let bytes = fs::read(path).map_err(|error| io_error(path, &error))?;
+        // It may grow while it is read: then it is longer than its first part, as one that is damaged.
+        let mut bytes = Vec::with_capacity(length as usize);
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|error| io_error(path, &error))?;
         let image = without_panic(path, "its image", || decode(&bytes, self.options).map_err(failed))?;
         Ok(ImageSample { image: image.into_rgb8(), class: *class })
     }

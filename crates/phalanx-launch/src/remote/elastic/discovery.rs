@@ -26,9 +26,10 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an answer may be, in bytes.
 const MAX_ANSWER: usize = 256 * 1024;
-/// How much of what it says on standard error is kept, in bytes, and how long that is waited for after its end.
+/// How much of what it says on standard error is kept, in bytes.
 const MAX_LAST_WORDS: usize = 1024;
-const LAST_WORDS_TIMEOUT: Duration = Duration::from_millis(200);
+/// How often that is read at a time: more than a pipe holds, in pieces of 4 KiB.
+const LAST_WORDS_READS: usize = 32;
 /// How often to check whether the answer is still needed.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -107,18 +108,18 @@ fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
     // Ctrl-C must reach only this command. The processes that the script starts end with it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|error| format!("it cannot be started: {error}"))?;
-    let stderr = child.stderr.take().map(|stderr| keep_end(OwnedFd::from(stderr).into()));
+    let mut said =
+        LastWords { stderr: child.stderr.take().map(|stderr| OwnedFd::from(stderr).into()), end: Vec::new() };
     let read = child.stdout.take().map_or(Ok(Vec::new()), |stdout| {
         let mut stdout = File::from(OwnedFd::from(stdout));
-        read(&mut stdout, &mut child, ends)
+        read(&mut stdout, &mut said, &mut child, ends)
     });
     // Before it is reaped, its number is valid.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
     let status = child.wait().map_err(|error| error.to_string())?;
     // All that it has started has ended, or left its group.
-    let said =
-        stderr.map(|said| said.recv_timeout(LAST_WORDS_TIMEOUT).unwrap_or_default()).unwrap_or_default();
-    let said = if said.is_empty() { said } else { format!(", and said: {said}") };
+    said.take();
+    let said = said.last_line().map(|line| format!(", and said: {line}")).unwrap_or_default();
     let bytes = read.map_err(|why| format!("{why}{said}"))?;
     if !status.success() {
         return Err(format!("it ended with {status}{said}"));
@@ -126,31 +127,49 @@ fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
     String::from_utf8(bytes).map_err(|_| "what it prints is not UTF-8".to_owned())
 }
 
-/// Reads what the script says on standard error, on a thread: it must not block. Gives the last line when it has ended.
-fn keep_end(mut stderr: File) -> Receiver<String> {
-    let (sender, receiver) = sync_channel(1);
-    let read = move || {
-        let (mut end, mut buffer) = (Vec::new(), [0; 1024]);
-        while let Ok(count @ 1..) = stderr.read(&mut buffer) {
-            end.extend_from_slice(&buffer[..count]);
-            end.drain(..end.len().saturating_sub(MAX_LAST_WORDS));
+/// The end of what the script says on standard error. What has left its group may keep that open, so nobody waits for its end.
+struct LastWords {
+    stderr: Option<File>,
+    end: Vec<u8>,
+}
+
+impl LastWords {
+    /// Takes what is there.
+    fn take(&mut self) {
+        let Some(stderr) = &mut self.stderr else { return };
+        let mut buffer = [0; 4096];
+        for _ in 0..LAST_WORDS_READS {
+            if !is_readable(stderr, Duration::ZERO).is_ok_and(|is_readable| is_readable) {
+                return;
+            }
+            match stderr.read(&mut buffer) {
+                Ok(count @ 1..) => self.end.extend_from_slice(&buffer[..count]),
+                Ok(0) | Err(_) => return,
+            }
+            self.end.drain(..self.end.len().saturating_sub(MAX_LAST_WORDS));
         }
-        let text = String::from_utf8_lossy(&end);
-        let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
-        let _ = sender.send(last.unwrap_or_default().to_owned());
-    };
-    // If the thread cannot be started, the pipe is closed, and nothing is known of it.
-    let _ = std::thread::Builder::new().name("phalanx-discovery".into()).spawn(read);
-    receiver
+    }
+
+    fn last_line(&self) -> Option<String> {
+        let text = String::from_utf8_lossy(&self.end);
+        text.lines().rev().map(str::trim).find(|line| !line.is_empty()).map(str::to_owned)
+    }
 }
 
 /// Until the script has ended, or closed its output.
-fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u8>, String> {
+fn read(
+    stdout: &mut File,
+    said: &mut LastWords,
+    child: &mut Child,
+    ends: &AtomicBool,
+) -> Result<Vec<u8>, String> {
     let deadline = Instant::now() + TIMEOUT;
     let (mut bytes, mut is_open) = (Vec::new(), true);
     loop {
         // Checked before reading its output: if it has ended, all its output is there.
         let is_over = has_ended(child).map_err(|error| error.to_string())?;
+        // Else it would wait for room when it says much.
+        said.take();
         if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { POLL_INTERVAL })? {
             let mut buffer = [0; 4096];
             match stdout.read(&mut buffer) {
@@ -178,9 +197,9 @@ fn read(stdout: &mut File, child: &mut Child, ends: &AtomicBool) -> Result<Vec<u
 }
 
 /// Waits for output, or its end, not longer than this.
-fn is_readable(stdout: &File, within: Duration) -> Result<bool, String> {
+fn is_readable(pipe: &File, within: Duration) -> Result<bool, String> {
     let within = Timespec::try_from(within).map_err(|error| error.to_string())?;
-    let ready = retry_on_intr(|| poll(&mut [PollFd::new(stdout, PollFlags::IN)], Some(&within)));
+    let ready = retry_on_intr(|| poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&within)));
     ready.map(|count| count > 0).map_err(|error| error.to_string())
 }
 
@@ -245,6 +264,25 @@ mod tests {
         let started = Instant::now();
         assert_eq!(asked("sleep 60 & echo a").unwrap(), "a\n");
         assert!(started.elapsed() < TIMEOUT);
+    }
+
+    #[test]
+    fn what_has_left_its_group_keeps_nothing_of_this_process_open() {
+        let folder = tempfile::tempdir().unwrap();
+        let [up, gone] = ["up", "gone"].map(|name| folder.path().join(name));
+        // It says something as long as somebody may read it. An answer is asked for each second: as many threads and pipes would stay.
+        let daemon = format!(
+            "setsid sh -c \"trap '' PIPE; touch {0}; until ! echo a >&2; do sleep 0.01; done; touch {1}\" >/dev/null & \
+             until [ -e {0} ]; do sleep 0.01; done; echo a",
+            up.display(),
+            gone.display()
+        );
+        assert_eq!(asked(&daemon).unwrap(), "a\n");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !gone.exists() {
+            assert!(Instant::now() < deadline, "its standard error is still read");
+            std::thread::sleep(POLL_INTERVAL);
+        }
     }
 
     #[test]

@@ -5,6 +5,9 @@ use std::time::{Duration, Instant};
 use super::entry::WorkerId;
 use super::state::MembersState;
 
+/// A longer wait is as good as one without an end, and no instant is so far away that the clock cannot name it.
+const TIMEOUT_LIMIT: Duration = Duration::from_secs(30 * 365 * 24 * 3600);
+
 /// One worker's time-outs. They begin anew with each round that it waits for.
 #[derive(Debug)]
 pub struct Clock {
@@ -43,6 +46,8 @@ impl Clock {
     /// later one.
     /// `timeout`: how long to wait until there are enough.
     pub fn new(first_call: Duration, last_call: Duration, timeout: Duration) -> Self {
+        let [first_call, last_call, timeout] =
+            [first_call, last_call, timeout].map(|wait| wait.min(TIMEOUT_LIMIT));
         Self { first_call, last_call, timeout, waits: None, enough: None }
     }
 

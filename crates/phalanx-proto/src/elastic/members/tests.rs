@@ -211,6 +211,19 @@ fn the_clock_waits_for_more_then_calls_and_gives_up_who_is_late() {
 }
 
 #[test]
+fn who_would_wait_for_ever_waits_for_a_time_that_the_clock_has() {
+    let mut clock = Clock::new(Duration::MAX, Duration::MAX, Duration::MAX);
+    let (start, all) = (crate::some_time(), settings(2, 3));
+    let mut state = MembersState::default();
+    // Too few, enough, and a round that runs.
+    for entry in [join(1, all), join(2, all), last_call(1)] {
+        state.apply(entry).unwrap();
+        let step = clock.look(&state, start);
+        assert!(matches!(step, Step::Wait(until) if until > start), "{step:?}");
+    }
+}
+
+#[test]
 fn each_member_is_watched_by_one_and_each_newcomer_by_the_first() {
     let all = settings(1, 3);
     let mut state = after([join(1, all), join(2, all), join(3, all), join(4, all)]);
