@@ -211,7 +211,7 @@ mod zero;
 
 pub use clip::clip_grad_norm;
 pub use collectives::{Collectives, Scalar};
-pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
+pub use data_parallel::{DataParallel, Destination, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use gradients::{Synced, SyncedGradients};

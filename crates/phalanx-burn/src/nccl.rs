@@ -491,15 +491,24 @@ impl BucketMemory {
     }
 }
 
-/// All elements of a tensor for NCCL, which holds them. They are of type `T`, lie row by row, and nobody else uses them until the call is done.
+/// The bytes of a tensor, which lies row by row, for a copy to another device, or from one, which holds them. Nobody else writes them until the copy
+/// is made, and nobody reads them that it writes.
+pub(crate) fn lend_bytes(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<u8>> {
+    lend_all(tensor, device)
+}
+
+/// All elements of a tensor for NCCL, which holds them. They are of type `T`, or of any type if that is `u8`; they lie row by row, and nobody
+/// else uses them until the call is done.
 fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
-    let len = tensor.meta.shape().num_elements();
+    let bytes = tensor.meta.shape().num_elements() * tensor.dtype.size();
+    let len = bytes / size_of::<T>();
     let (pointer, held) = lend(tensor, device)?;
     // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
-    // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
+    // to be the device's, and it has so many bytes, as `lend` has checked. Nothing uses them until the call is done: it
     // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
-    // over, and zeros never.
-    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
+    // over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
+    // CubeCL writes in place only to memory of which there is one handle, and the call has another.
+    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping((held, tensor.clone())))
 }
 
 type Held = Box<dyn Any + Send>;
@@ -507,7 +516,7 @@ type Held = Box<dyn Any + Send>;
 /// The address of a tensor's memory, with the number of its bytes, and what keeps it there; None if CubeCL knows none that can be CUDA's.
 fn address(tensor: &CubeTensor) -> Result<Option<(u64, u64, Held)>> {
     let (client, handle) = (&tensor.client, tensor.handle.clone());
-    let lost = |cause| Lost::by(cause).of("a bucket of gradients");
+    let lost = |cause| Lost::by(cause).of("a tensor that NCCL moves");
     Ok(Some(match &tensor.device {
         CubeDevice::Cuda(_) => {
             let memory = client.get_resource::<<CudaRuntime as Runtime>::Server>(handle).map_err(lost)?;

@@ -10,7 +10,7 @@ use burn::nn::BatchNormConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use libtest_mimic::Trial;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
@@ -20,7 +20,9 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
 use phalanx::store::TcpStoreServer;
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
-use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer};
+use phalanx_burn::{
+    DataParallel, Ddp, DdpOptions, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer,
+};
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -226,15 +228,22 @@ impl Net {
 
     /// Of these rows.
     fn loss_of(&self, x: Tensor<2>, without: &[usize]) -> Tensor<1> {
+        error(self.forward(x.clone(), without), x)
+    }
+
+    fn forward(&self, x: Tensor<2>, without: &[usize]) -> Tensor<2> {
         let first = x.clone() * self.first.val().unsqueeze();
         let added = self.adds.iter().fold(first, |sum, add| sum + add.val());
         let layer = |x: Tensor<2>, layer: &Layer| {
             ((x.clone() * layer.weight.val().unsqueeze() + layer.bias.val().unsqueeze()) * 0.2 + x).tanh()
         };
         let used = self.layers.iter().enumerate().filter(|(number, _)| !without.contains(number));
-        let out = used.fold(added * 0.1, |x, (_, one)| layer(x, one));
-        (out - x * 0.5).powi_scalar(2).mean()
+        used.fold(added * 0.1, |x, (_, one)| layer(x, one))
     }
+}
+
+fn error(out: Tensor<2>, x: Tensor<2>) -> Tensor<1> {
+    (out - x * 0.5).powi_scalar(2).mean()
 }
 
 /// A layer that no rank uses in the cases with unused ones, where each rank leaves out the one of its own number, too.
@@ -794,16 +803,29 @@ fn trained_as_one_process(case: &'static str) {
 fn devices_of_one_process() {
     let folder = tempfile::tempdir().unwrap();
     let libraries = if is_real() { None } else { Some(stand_in::build(folder.path())) };
+    let copies = folder.path().join("copies");
     let mut variables =
         vec![(WHAT, "one_process"), ("STANDIN_CUDA_HOST", "any"), ("STANDIN_CUDA_DEVICES", "2")];
+    variables.push(("STANDIN_CUDA_COPIES", copies.to_str().unwrap()));
     let libraries = libraries.iter().flatten().map(|(name, path)| (*name, path.to_str().unwrap()));
     variables.extend(libraries);
     let (_server, mut processes) = start("nccl", 1, &variables);
     let (finished, text) = processes[0].outcome("devices of one process");
     assert!(finished, "{text}");
+    if is_real() {
+        return;
+    }
+    // What the driver has copied: the inputs of each step, and what is gathered, and nothing twice.
+    let copies = std::fs::read_to_string(&copies).unwrap();
+    let of = |way: &str| copies.lines().filter(|copy| copy.starts_with(way)).count();
+    let of_towers = 2 * 2 * STEPS;
+    assert_eq!((of("0 1 "), of("1 0 ")), (of_towers + 4 * STEPS, STEPS), "{copies}");
+    let output = format!("1 0 {}", ROWS * WIDTH * 4);
+    assert_eq!(copies.lines().filter(|copy| *copy == output).count(), STEPS, "{copies}");
 }
 
-/// The replicas' parameters come by a broadcast, and their gradients go by a reduce.
+/// The replicas' parameters come by a broadcast, and their gradients go by a reduce. Inputs, outputs and their gradients are copied from device to
+/// device.
 fn one_process() -> Result<()> {
     let cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
     let devices: Vec<Device> = match is_real() {
@@ -840,10 +862,67 @@ fn one_process() -> Result<()> {
         let transfers = towers.transfers();
         assert_eq!(transfers.replicate.bytes, STEPS * all);
         assert_eq!(transfers.reduce.bytes, STEPS * (all - idle));
+        assert_eq!(transfers.scatter.bytes, STEPS * ROWS * (WIDTH + 1) * 4);
+        assert_eq!(transfers.total().host_bytes, 0);
         // One bucket each way in each step; they are counted from 0.
         assert_eq!(calls(&first) + 1, 2 * STEPS);
         drop(towers);
     }
+    gathered(&cuda, &devices)?;
+    inputs_of_another_device(&cuda, &devices)
+}
+
+/// Replicas whose outputs are gathered, of inputs of all kinds.
+fn gathered(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let first = groups[0].clone();
+    let mut parallel = DataParallel::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let mut optimizer = sgd();
+    let count = RANKS * ROWS;
+    let mut bytes = 0;
+    for step in 0..STEPS {
+        let (x, _) = samples(step * count, (step + 1) * count);
+        // Column by column in memory.
+        let columns = Tensor::<2>::from_data(x.clone().transpose().into_data(), &device()).transpose();
+        let numbers = Tensor::<1, Int>::arange(0..count as i64, &device());
+        let thirds = numbers.clone().remainder_scalar(3).equal_elem(0);
+        bytes += ROWS * (WIDTH * 4 + numbers.dtype().size() + thirds.dtype().size());
+        let out = parallel.forward((columns, (numbers, thirds)), |net, (x, (numbers, thirds))| {
+            let own: Vec<i64> = numbers.into_data().iter::<i64>().collect();
+            assert!(own == (0..4).collect::<Vec<_>>() || own == (4..8).collect::<Vec<_>>(), "{own:?}");
+            let thirds: Vec<bool> = thirds.int().into_data().iter::<i64>().map(|one| one != 0).collect();
+            assert_eq!(thirds, own.iter().map(|number| number % 3 == 0).collect::<Vec<_>>());
+            net.forward(x, &[])
+        })?;
+        let gradients = parallel.backward(&error(out, x))?;
+        parallel.step(&mut optimizer, 0.05, gradients)?;
+    }
+    let distance = distance(&floats(&parallel.model().valid()), &reference("plain"));
+    assert!(distance < 1e-4, "gathered: {distance:e} away");
+    let transfers = parallel.transfers();
+    assert_eq!(transfers.scatter.bytes, bytes);
+    assert_eq!(transfers.gather.bytes, STEPS * 2 * ROWS * WIDTH * 4);
+    assert_eq!(transfers.total().host_bytes, 0);
+    assert_eq!(calls(&first) + 1, 2 * STEPS);
+    // After a failure nothing is copied any more.
+    first.device().abort(phalanx::Error::aborted("the test ends it"));
+    let (x, _) = samples(0, count);
+    let failed = parallel.forward(x, |net, x| net.forward(x, &[])).unwrap_err().to_string();
+    assert!(failed.contains("the test ends it"), "{failed}");
+    assert_eq!(parallel.transfers().scatter.bytes, bytes);
+    Ok(())
+}
+
+/// They go through the host's memory.
+fn inputs_of_another_device(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let mut towers = TowerGradients::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let x = samples(0, RANKS * ROWS).0.to_device(&Device::flex().autodiff());
+    let (loss, _) = towers.backward(x, |net, x| net.loss_of(x.to_device(&net.first.val().device()), &[]))?;
+    assert!(loss.is_finite());
+    let transfers = towers.transfers();
+    assert_eq!(transfers.scatter.host_bytes, ROWS * WIDTH * 4);
+    assert_eq!(transfers.total().host_bytes, transfers.scatter.bytes);
     Ok(())
 }
 
