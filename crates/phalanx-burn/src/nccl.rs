@@ -9,7 +9,8 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
-//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]).
+//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`] nothing is after the
+//! first steps.
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
@@ -42,7 +43,8 @@ use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
 use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
 use phalanx::reducer::hooks::{
-    CommHook, GradBucket, GradientPlace, HookState, Pending, PowerSgd, PowerSgdOptions,
+    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
+    PowerSgdOptions,
 };
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
 use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
@@ -273,6 +275,22 @@ impl OnDevice {
                 Ok(Pending::ready(bucket.buffer))
             }))
         }))
+    }
+
+    /// The gradients of a bucket stay as they are. One that is not there has zeros.
+    fn leave(&self, bucket: GradBucket) -> Result<Pending> {
+        let dtype = element_type(bucket.buffer.dtype())?;
+        let own = self.own(&bucket);
+        let mut state = self.state.lock();
+        for (place, own) in bucket.gradients.iter().zip(own) {
+            let zeros = || {
+                let shape = Shape::from(place.shape.clone());
+                CubeBackend::float_zeros(shape, &self.device, dtype.into())
+            };
+            state.gradients[place.parameter] = Some(own.unwrap_or_else(zeros));
+        }
+        drop(state);
+        Ok(Pending::ready(bucket.buffer))
     }
 
     /// What PowerSGD keeps, for `look`.
@@ -570,6 +588,25 @@ enum How {
         description: String,
         step: u64,
     },
+    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
+    Local {
+        start: u64,
+        description: String,
+        step: u64,
+    },
+}
+
+/// The type of gradients that are averaged.
+fn element_type(dtype: DType) -> Result<BurnDType> {
+    match dtype {
+        DType::F32 => Ok(BurnDType::F32),
+        DType::F64 => Ok(BurnDType::F64),
+        DType::F16 => Ok(BurnDType::F16),
+        DType::BF16 => Ok(BurnDType::BF16),
+        DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+            Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+        }
+    }
 }
 
 impl CommHook for Hook {
@@ -577,7 +614,7 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. } => description.clone(),
+            How::LowRank { description, .. } | How::Local { description, .. } => description.clone(),
         }
     }
 
@@ -595,6 +632,14 @@ impl CommHook for Hook {
                     && bucket.gradients.iter().any(is_matrix)
                 {
                     return on_device.average_products(bucket, steps);
+                }
+                None
+            }
+            How::Local { start, step, .. } => {
+                let is_local = *step >= *start;
+                *step += u64::from(bucket.is_last);
+                if is_local {
+                    return on_device.leave(bucket);
                 }
                 None
             }
@@ -616,11 +661,15 @@ impl CommHook for Hook {
 
     /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
-        let How::LowRank { options, step, .. } = &mut self.how else { return Ok(()) };
+        let (step, options) = match &mut self.how {
+            How::Whole | How::Rounded(_) => return Ok(()),
+            How::LowRank { options, step, .. } => (step, Some(*options)),
+            How::Local { step, .. } => (step, None),
+        };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
         *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(Some(*options));
+        self.on_device.approximate(options);
         Ok(())
     }
 
@@ -632,6 +681,7 @@ impl CommHook for Hook {
     fn read_state(&self) -> Result<HookState> {
         match self.how {
             How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(step)),
+            How::Local { step, .. } => Ok(HookState::default().number("step", step)),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
     }
@@ -645,6 +695,10 @@ impl CommHook for Hook {
                     Ok(())
                 })
             }
+            How::Local { step, .. } => {
+                *step = state.get("step")?;
+                Ok(())
+            }
             How::Whole | How::Rounded(_) => state.nothing(),
         }
     }
@@ -654,20 +708,27 @@ impl CommHook for Hook {
         matches!(self.how, How::Whole)
     }
 
-    fn compress(&mut self, dtype: DType) -> bool {
-        let is_half = matches!(dtype, DType::F16 | DType::BF16);
-        if is_half {
-            self.on_device.approximate(None);
-            self.how = How::Rounded(dtype);
-        }
-        is_half
+    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
+        let (how, options) = match hook {
+            BuiltInHook::AllReduce => (How::Whole, None),
+            BuiltInHook::Compressed(dtype @ (DType::F16 | DType::BF16)) => (How::Rounded(dtype), None),
+            BuiltInHook::Compressed(_) => return Ok(false),
+            BuiltInHook::PowerSgd(options) => {
+                let description = PowerSgd::new(options)?.describe();
+                (How::LowRank { options, description, step: 0 }, Some(options))
+            }
+            BuiltInHook::PostLocalSgd { start } => {
+                let description = PostLocalSgd::new(start).describe();
+                (How::Local { start, description, step: 0 }, None)
+            }
+        };
+        self.on_device.approximate(options);
+        self.how = how;
+        Ok(true)
     }
 
-    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
-        let description = PowerSgd::new(options)?.describe();
-        self.on_device.approximate(Some(options));
-        self.how = How::LowRank { options, description, step: 0 };
-        Ok(true)
+    fn is_elsewhere(&self) -> bool {
+        true
     }
 
     fn makes_zeros(&self) -> bool {

@@ -5,6 +5,8 @@ use burn::module::Module;
 use phalanx::Caller;
 use phalanx::Result;
 use phalanx::reducer::HookedReducer;
+#[cfg(feature = "nccl")]
+use phalanx::reducer::hooks::BuiltInHook;
 use phalanx::reducer::hooks::{self, CommHook, HookState};
 #[cfg(feature = "nccl")]
 use phalanx::reducer::verify_state_on;
@@ -16,8 +18,8 @@ impl<M: Module> Ddp<M> {
     /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
     /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
-    /// Where NCCL averages, it is [`Compressed`](hooks::Compressed), or [`PowerSgd`](hooks::PowerSgd) among devices of one model: they then work on
-    /// the device.
+    /// Where NCCL averages, it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices of one
+    /// model; or [`PostLocalSgd`](hooks::PostLocalSgd) without a smaller group: they then work on the device. A hook of your own is refused.
     ///
     /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
@@ -26,14 +28,16 @@ impl<M: Module> Ddp<M> {
     /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        let is_low_rank = hook.low_rank().is_some();
-        if hook.compresses_to().is_none() && !is_low_rank {
-            self.check_on_host("register_comm_hook")?;
+        let built_in = hook.built_in();
+        if built_in.is_none() {
+            self.check_on_host(&format!("register_comm_hook({})", hook.describe()))?;
         }
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
         #[cfg(feature = "nccl")]
-        if let Some(nccl) = self.engine.on_device().filter(|_| is_low_rank) {
+        if let Some(nccl) = self.engine.on_device()
+            && matches!(built_in, Some(BuiltInHook::PowerSgd(_)))
+        {
             // Each rank multiplies the factors, which must give the same bits.
             let group = self.group.in_call(Caller::DdpRegisterCommHook);
             return sink.call(|_| verify_state_on(&group, &nccl.device_name()?, Vec::new()));

@@ -17,11 +17,14 @@ use phalanx::elastic::{self, Context};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Event, Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{
+    AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+};
 use phalanx::store::TcpStoreServer;
-use phalanx::{ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer,
+    DataParallel, Ddp, DdpOptions, PeriodicModelAverager, SyncBatchNorm, TowerGradients, TrainState,
+    ZeroRedundancyOptimizer,
 };
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
@@ -44,7 +47,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 25] = [
+    let tests: [(&str, bool, fn()); 27] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -66,6 +69,8 @@ pub fn trials() -> Vec<Trial> {
             job("low rank", &[HOST_IS_DEVICE]);
         }),
         ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
+        ("ranks_train_by_themselves_as_in_the_host_s_memory", false, || job("local", &[HOST_IS_DEVICE])),
+        ("local_sgd_goes_on_from_checkpoints_of_both", false, || job("local state", &[HOST_IS_DEVICE])),
         // The stand-in's devices may have names.
         ("power_sgd_among_devices_of_several_models_is_refused", true, || {
             job(OTHER_MODELS, &[HOST_IS_DEVICE]);
@@ -180,7 +185,9 @@ pub fn play() {
         "refuse" => refuse(&group, &cuda),
         "join" => join(&group, &cuda, &std::env::var(CASE).unwrap()).unwrap(),
         "low rank" => low_rank(&group, &cuda).unwrap(),
-        "low rank state" => low_rank_state(&group, &cuda).unwrap(),
+        "low rank state" => hook_state(&group, &cuda, 4, || PowerSgd::new(compressing(1))).unwrap(),
+        "local" => local(&group, &cuda).unwrap(),
+        "local state" => hook_state(&group, &cuda, 1, || Ok(PostLocalSgd::new(2))).unwrap(),
         OTHER_MODELS => other_models(group, &cuda).unwrap(),
         "join norm" => join_norm(&group, &cuda).unwrap(),
         "dies" => die_in_a_join(&group, &cuda).unwrap(),
@@ -552,8 +559,43 @@ fn train_low_rank(
     Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
 }
 
-/// From the device to the host's memory, and back.
-fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+/// Ranks that train by themselves after the first steps, and then average gradients again.
+fn local(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let (host, of_host) = train_locally(group, None)?;
+    let (nccl, of_nccl) = train_locally(group, Some(cuda))?;
+    let distance = distance(&nccl, &host);
+    assert!(distance < 1e-4, "{distance:e}");
+    assert_eq!(of_nccl, of_host, "bytes");
+    Ok(())
+}
+
+/// The parameters of this rank, and the bytes that were sent of gradients.
+fn train_locally(group: &ProcessGroup, cuda: Option<&phalanx_nccl::Device>) -> Result<(Vec<Vec<f32>>, u64)> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let mut ddp = ddp(group, cuda, options())?;
+    ddp.register_comm_hook(PostLocalSgd::new(2))?;
+    let mut averager = PeriodicModelAverager::new(2)?.warmup_steps(2);
+    let mut optimizer = sgd();
+    for step in 0..5 {
+        step_of_join("plain", &mut ddp, &mut optimizer, step)?;
+        let is_averaged = averager.step(&mut ddp)?;
+        assert_eq!(ddp.replicas_identical()?, step < 2 || is_averaged, "step {step}");
+    }
+    let sent = (2 * 4 * ddp.model().num_params()) as u64;
+    assert_eq!(ddp.communicated_bytes(), sent);
+    ddp.register_comm_hook(AllReduce)?;
+    step_of_join("plain", &mut ddp, &mut optimizer, 5)?;
+    assert_eq!(ddp.communicated_bytes(), sent / 2 * 3);
+    Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
+}
+
+/// From the device to the host's memory, and back, after so many steps with a hook.
+fn hook_state<H: CommHook + 'static>(
+    group: &ProcessGroup,
+    cuda: &phalanx_nccl::Device,
+    at: usize,
+    hook: impl Fn() -> Result<H>,
+) -> Result<()> {
     type Saved = TrainState<Net, u32>;
     let make = |over_nccl: bool| -> Result<Saved> {
         let group = group.split(Some(0), 0)?.unwrap();
@@ -563,7 +605,7 @@ fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<(
             false => state.with_group(&group)?,
         };
         let mut state = state.with_options(options())?;
-        state.model.register_comm_hook(PowerSgd::new(compressing(1))?)?;
+        state.model.register_comm_hook(hook()?)?;
         Ok(state)
     };
     let train = |state: &mut Saved, steps: Range<usize>| -> Result<Vec<Vec<f32>>> {
@@ -579,17 +621,17 @@ fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<(
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::open(folder.path(), group)?;
         let mut state = make(saved_by_nccl)?;
-        train(&mut state, 0..4)?;
+        train(&mut state, 0..at)?;
         state.checkpoint(&checkpoints)?;
         checkpoints.finish()?;
         // What is read disturbs nothing.
-        let expected = train(&mut state, 4..7)?;
+        let expected = train(&mut state, at..at + 3)?;
         for resumed_by_nccl in [true, false] {
             let mut state = make(resumed_by_nccl)?;
             // Other losses and factors than those of the checkpoint.
             train(&mut state, 10..13)?;
             assert!(state.resume(&checkpoints)?);
-            let resumed = train(&mut state, 4..7)?;
+            let resumed = train(&mut state, at..at + 3)?;
             let distance = distance(&resumed, &expected);
             assert!(distance < 1e-4, "saved over NCCL: {saved_by_nccl}, {resumed_by_nccl}: {distance:e}");
         }
@@ -935,9 +977,34 @@ fn nccl_averages_while_backward_goes_on() {
     check_overlap(&path, "gradient queued");
 }
 
+/// A hook of the program's own.
+struct Own;
+
+impl CommHook for Own {
+    fn describe(&self) -> String {
+        "of the test".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        group.all_reduce_async(bucket.buffer, ReduceOp::Avg).map(Pending::new)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> HookState {
+        HookState::default()
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 6] = [
+    let cases: [(&str, Call); 7] = [
         ("TrainState::sharing after with_nccl", |group| {
             TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.sharing(group.host()).map(drop)
         }),
@@ -949,8 +1016,12 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
             true => Ddp::with_nccl(Net::new(), group, options()).map(drop),
             false => Ddp::with_options(Net::new(), group.host(), options()).map(drop),
         }),
-        ("register_comm_hook", |group| {
-            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(AllReduce)
+        ("register_comm_hook(of the test): NCCL averages", |group| {
+            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(Own)
+        }),
+        ("register_comm_hook(local sgd after 1 steps, in subgroups: true): NCCL averages", |group| {
+            let hook = PostLocalSgd::new(1).subgroup(group.host().clone());
+            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(hook)
         }),
         ("ZeroRedundancyOptimizer::new", |group| {
             ZeroRedundancyOptimizer::new(sgd(), &mut Ddp::with_nccl(Net::new(), group, options())?).map(drop)
