@@ -118,7 +118,7 @@ impl<'a> Destination<'a> {
             && let Some(copy) = links.copy(resident, from, to)?
         {
             self.moved.bytes += links::bytes(&copy);
-            let copy = K::stored(copy);
+            let copy = K::stored::<D>(copy);
             return Ok(if self.device.is_autodiff() { copy.autodiff() } else { copy });
         }
         Ok(through_host(tensor, self.device, self.moved))
