@@ -216,6 +216,8 @@ pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use gradients::{Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
+#[cfg(feature = "nccl")]
+pub use nccl::{DeviceBucket, DeviceHook};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;

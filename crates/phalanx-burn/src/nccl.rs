@@ -10,7 +10,7 @@
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
 //! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`] nothing is after the
-//! first steps.
+//! first steps; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
@@ -19,6 +19,7 @@
 //! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
+mod device_hook;
 mod power_sgd;
 
 use std::any::Any;
@@ -50,6 +51,8 @@ use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
 use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
+use self::device_hook::Own;
+pub use self::device_hook::{DeviceBucket, DeviceHook};
 use self::power_sgd::LowRank;
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
@@ -573,9 +576,18 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
 }
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
-struct Hook {
+pub(crate) struct Hook {
     on_device: Arc<OnDevice>,
     how: How,
+}
+
+impl Hook {
+    /// With a hook of the program's.
+    pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Self {
+        on_device.approximate(None);
+        let description = hook.describe();
+        Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } }
+    }
 }
 
 /// What is sent of gradients of f32.
@@ -593,6 +605,11 @@ enum How {
         start: u64,
         description: String,
         step: u64,
+    },
+    /// Of any type, what the program's hook says.
+    Own {
+        hook: Own,
+        description: String,
     },
 }
 
@@ -614,7 +631,9 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. } | How::Local { description, .. } => description.clone(),
+            How::LowRank { description, .. }
+            | How::Local { description, .. }
+            | How::Own { description, .. } => description.clone(),
         }
     }
 
@@ -643,6 +662,7 @@ impl CommHook for Hook {
                 }
                 None
             }
+            How::Own { hook, .. } => return on_device.average_own(bucket, hook.clone()),
         };
         match (bucket.buffer.dtype(), rounded) {
             (DType::F32, Some(DType::F16)) => {
@@ -665,6 +685,7 @@ impl CommHook for Hook {
             How::Whole | How::Rounded(_) => return Ok(()),
             How::LowRank { options, step, .. } => (step, Some(*options)),
             How::Local { step, .. } => (step, None),
+            How::Own { hook, .. } => return hook.lock().adopt(group, root),
         };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
@@ -679,9 +700,10 @@ impl CommHook for Hook {
     }
 
     fn read_state(&self) -> Result<HookState> {
-        match self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(step)),
-            How::Local { step, .. } => Ok(HookState::default().number("step", step)),
+        match &self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step)),
+            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
+            How::Own { hook, .. } => hook.lock().state(),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
     }
@@ -699,6 +721,7 @@ impl CommHook for Hook {
                 *step = state.get("step")?;
                 Ok(())
             }
+            How::Own { hook, .. } => hook.lock().load(state),
             How::Whole | How::Rounded(_) => state.nothing(),
         }
     }

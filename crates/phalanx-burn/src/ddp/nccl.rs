@@ -43,7 +43,9 @@ impl<M: Module> Ddp<M> {
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///
-    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook,
+    /// Hooks of your own are [registered](Self::register_device_hook) as [`DeviceHook`](crate::DeviceHook)s.
+    ///
+    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with a hook of the processes' memory,
     /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), a step inside of a `join` that another `Ddp` has begun,
     /// and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on). [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///

@@ -3,6 +3,8 @@
 
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use burn::module::{Module, Param};
@@ -10,7 +12,7 @@ use burn::nn::BatchNormConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use libtest_mimic::Trial;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
@@ -23,8 +25,8 @@ use phalanx::reducer::hooks::{
 use phalanx::store::TcpStoreServer;
 use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, PeriodicModelAverager, SyncBatchNorm, TowerGradients, TrainState,
-    ZeroRedundancyOptimizer,
+    DataParallel, Ddp, DdpOptions, DeviceBucket, DeviceHook, PeriodicModelAverager, SyncBatchNorm,
+    TowerGradients, TrainState, ZeroRedundancyOptimizer,
 };
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
@@ -47,7 +49,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 27] = [
+    let tests: [(&str, bool, fn()); 30] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -71,6 +73,11 @@ pub fn trials() -> Vec<Trial> {
         ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
         ("ranks_train_by_themselves_as_in_the_host_s_memory", false, || job("local", &[HOST_IS_DEVICE])),
         ("local_sgd_goes_on_from_checkpoints_of_both", false, || job("local state", &[HOST_IS_DEVICE])),
+        ("a_hook_of_the_program_s_own_works_on_the_device", false, || trained_as_one_process("halves")),
+        ("in_a_join_a_hook_of_the_program_s_own_works", false, || joined("own", 3)),
+        ("a_hook_of_the_program_s_own_goes_on_from_a_checkpoint", false, || {
+            job("own hook state", &[HOST_IS_DEVICE]);
+        }),
         // The stand-in's devices may have names.
         ("power_sgd_among_devices_of_several_models_is_refused", true, || {
             job(OTHER_MODELS, &[HOST_IS_DEVICE]);
@@ -187,6 +194,7 @@ pub fn play() {
         "low rank" => low_rank(&group, &cuda).unwrap(),
         "low rank state" => hook_state(&group, &cuda, 4, || PowerSgd::new(compressing(1))).unwrap(),
         "local" => local(&group, &cuda).unwrap(),
+        "own hook state" => own_hook_state(&group, &cuda).unwrap(),
         "local state" => hook_state(&group, &cuda, 1, || Ok(PostLocalSgd::new(2))).unwrap(),
         OTHER_MODELS => other_models(group, &cuda).unwrap(),
         "join norm" => join_norm(&group, &cuda).unwrap(),
@@ -302,8 +310,10 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         _ => (Ddp::with_nccl(Net::new(), group, options)?, sgd()),
     };
     assert!(format!("{ddp:?}").contains("NCCL"));
-    if case == "compressed" {
-        ddp.register_comm_hook(Compressed::bf16())?;
+    match case {
+        "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
+        "halves" => ddp.register_device_hook(Halves::default())?,
+        _ => {}
     }
     let rank = group.host().rank().index();
     let before = calls(group);
@@ -342,9 +352,16 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         ddp.step(&mut optimizer, 0.05, gradients)?;
     }
     assert!(ddp.replicas_identical()?);
-    let size = if case == "compressed" { 2 } else { 4 };
-    let sent = STEPS * ddp.model().num_params() * size;
-    assert_eq!(ddp.communicated_bytes(), sent as u64);
+    let size = if matches!(case, "compressed" | "halves") { 2 } else { 4 };
+    let sent = (STEPS * ddp.model().num_params() * size) as u64;
+    if case == "halves" {
+        // With what lies between gradients.
+        assert!(ddp.communicated_bytes() >= sent);
+        let last = group.device().calls().pop().unwrap().name;
+        assert!(last.contains("avg") && last.contains("x f16"), "{last}");
+    } else {
+        assert_eq!(ddp.communicated_bytes(), sent);
+    }
     // One for each bucket, and fewer buckets than parameters.
     let calls = calls(group) - before;
     assert!((STEPS * 4..STEPS * 10).contains(&calls), "{calls} calls of NCCL's in {STEPS} steps");
@@ -442,6 +459,9 @@ fn train_in_join(
     match case {
         "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
         "low rank" => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        "own" if cuda.is_some() => {
+            ddp.register_device_hook(Sends(|whole| (whole, ReduceOp::Avg), |averages| averages))?;
+        }
         _ => {}
     }
     let mut optimizer = sgd();
@@ -836,7 +856,11 @@ fn trained_as_one_process(case: &'static str) {
         assert_eq!(ours, &trained[0], "rank {rank} has other bits than rank 0");
         let distance = distance(ours, &expected);
         // bf16 has 8 significant bits.
-        let range = if case == "compressed" { 1e-6..1e-2 } else { 0.0..1e-4 };
+        let range = match case {
+            "compressed" => 1e-6..1e-2,
+            "halves" => 0.0..1e-2,
+            _ => 0.0..1e-4,
+        };
         assert!(range.contains(&distance), "rank {rank} is {distance:e} away");
     }
 }
@@ -1002,9 +1026,132 @@ impl CommHook for Own {
     }
 }
 
+/// Sends gradients as f16, and counts steps.
+#[derive(Default)]
+struct Halves(Arc<AtomicU64>);
+
+impl DeviceHook for Halves {
+    fn describe(&self) -> String {
+        "halves".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+        let whole = bucket.buffer();
+        let mut end = 0;
+        for place in bucket.gradients() {
+            assert_eq!(place.elements.len(), place.shape.iter().product::<usize>());
+            assert!(place.elements.start >= end);
+            end = place.elements.end;
+        }
+        assert!(end <= whole.dims()[0] && bucket.world_size().count() == RANKS);
+        self.0.fetch_add(u64::from(bucket.is_last()), Ordering::Relaxed);
+        Ok((whole.cast(FloatDType::F16), ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        Ok(combined.cast(FloatDType::F32))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default().number("steps", self.0.load(Ordering::Relaxed)))
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        self.0.store(state.get("steps")?, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn own_hook_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::open(folder.path(), group)?;
+    let make = || {
+        let group = DeviceGroup::new(group.split(Some(0), 0)?.unwrap(), cuda)?;
+        let mut state = TrainState::new(Net::new(), sgd(), 0u32)?.with_nccl(&group)?;
+        let hook = Halves::default();
+        let steps = hook.0.clone();
+        state.model.register_device_hook(hook)?;
+        Ok::<_, phalanx::Error>((state, steps))
+    };
+    let (mut state, _) = make()?;
+    for _ in 0..3 {
+        let loss = state.model.forward(|net| net.loss(0, &[]))?;
+        let gradients = state.model.backward(&loss)?;
+        state.step(0.05, gradients)?;
+    }
+    state.checkpoint(&checkpoints)?;
+    checkpoints.finish()?;
+    let (mut state, steps) = make()?;
+    assert!(state.resume(&checkpoints)?);
+    assert_eq!(steps.load(Ordering::Relaxed), 3);
+    // Another hook takes its place.
+    state.model.register_comm_hook(AllReduce)?;
+    let loss = state.model.forward(|net| net.loss(0, &[]))?;
+    drop(state.model.backward(&loss)?);
+    assert_eq!(steps.load(Ordering::Relaxed), 3);
+    Ok(())
+}
+
+/// Sends what the first makes of a bucket, and makes averages by the second.
+struct Sends(fn(Tensor<1>) -> (Tensor<1>, ReduceOp), fn(Tensor<1>) -> Tensor<1>);
+
+impl DeviceHook for Sends {
+    fn describe(&self) -> String {
+        "sends".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+        Ok((self.0)(bucket.buffer()))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        Ok((self.1)(combined))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// A step with such a hook.
+fn step_with(group: &DeviceGroup, hook: Sends) -> Result<()> {
+    let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
+    ddp.register_device_hook(hook)?;
+    // An error of one rank's ends the calls of the other.
+    let _met = group.host().barrier();
+    let loss = ddp.forward(|net| net.loss(0, &[]))?;
+    ddp.backward(&loss).map(drop)
+}
+
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 7] = [
+    let cases: [(&str, Call); 11] = [
+        ("register_device_hook(halves)", |group| {
+            let mut on_host = Ddp::with_options(Net::new(), group.host(), options())?;
+            on_host.register_device_hook(Halves::default())
+        }),
+        ("combines by max", |group| {
+            step_with(group, Sends(|whole| (whole, ReduceOp::Max), |averages| averages))
+        }),
+        ("the communication hook sends", |group| {
+            let send = |whole: Tensor<1>| (whole.to_device(&Device::flex()), ReduceOp::Avg);
+            step_with(group, Sends(send, |averages| averages))
+        }),
+        ("the communication hook receives 1 x F32", |group| {
+            step_with(group, Sends(|whole| (whole, ReduceOp::Avg), |averages| averages.narrow(0, 0, 1)))
+        }),
         ("TrainState::sharing after with_nccl", |group| {
             TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.sharing(group.host()).map(drop)
         }),
