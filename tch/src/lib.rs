@@ -31,7 +31,7 @@
 //! | ranks with unequal batches: `loss * n * world_size / total` by hand | [`Ddp::backward_weighted`] |
 //! | `find_unused_parameters`, `static_graph`, `bucket_cap_mb` | [`DdpOptions`] |
 //! | `gradient_as_bucket_view` | always |
-//! | `register_comm_hook` | [`Ddp::register_comm_hook`] |
+//! | `register_comm_hook` | [`Ddp::register_comm_hook`], [`Ddp::register_device_hook`] |
 //! | `PeriodicModelAverager` | [`PeriodicModelAverager`] |
 //! | `model.join()` | [`Ddp::join`] |
 //! | `SyncBatchNorm` | [`SyncBatchNorm`] |
@@ -58,6 +58,7 @@ mod sync_batch_norm;
 mod tensors;
 
 pub use ddp::{Ddp, DdpOptions};
+pub use nccl::{DeviceBucket, DeviceHook};
 pub use optimizer::{Optimizer, Rule};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;

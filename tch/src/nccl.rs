@@ -10,7 +10,8 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
-//! to memory of its own, which is sent and copied back; with [`PowerSgd`] two messages of its own are ([`power_sgd`]).
+//! to memory of its own, which is sent and copied back; with [`PowerSgd`] two messages of its own are ([`power_sgd`]); with [`PostLocalSgd`] nothing is
+//! after the first steps; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks.
@@ -19,6 +20,7 @@
 //! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
+mod device_hook;
 mod power_sgd;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,12 +30,15 @@ use half::{bf16, f16};
 use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::{
-    CommHook, GradBucket, GradientPlace, HookState, Pending, PowerSgd, PowerSgdOptions,
+    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
+    PowerSgdOptions,
 };
 use phalanx::{Caller, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
+use self::device_hook::Own;
+pub use self::device_hook::{DeviceBucket, DeviceHook};
 use self::power_sgd::{LowRank, LowRankBucket};
 use crate::shim;
 use crate::tensors::{Named, torch};
@@ -72,6 +77,8 @@ enum Sent {
     Rounded(Kind),
     /// As products of thin matrices.
     LowRank,
+    /// Not at all, whatever its type; or what the program's hook says.
+    Nothing,
 }
 
 /// A bucket's memory, which it keeps.
@@ -86,6 +93,8 @@ struct Bucket {
     compressed: Option<Tensor>,
     /// If its matrices are sent as products.
     low_rank: Option<LowRankBucket>,
+    /// What the program's hook has sent of it last.
+    own: Option<Tensor>,
     /// Whether other memory takes the place of this.
     is_abandoned: bool,
 }
@@ -104,8 +113,8 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        let (kept, compressed, low_rank) = (None, None, None);
-        Ok(Self { gradients, memory, places, kept, compressed, low_rank, is_abandoned: false })
+        let (kept, compressed, low_rank, own) = (None, None, None, None);
+        Ok(Self { gradients, memory, places, kept, compressed, low_rank, own, is_abandoned: false })
     }
 
     /// Takes other memory.
@@ -309,9 +318,12 @@ impl OnDevice {
         let (streams, writes) = {
             let mut state = lock(&self.state);
             state.scale(weight, scale)?;
-            let is_compressed = |bucket: &Bucket| bucket.compressed.is_some() || bucket.low_rank.is_some();
-            let is_compressed = state.buckets.iter().flatten().any(is_compressed);
-            let writes = weight != 1.0 || scale != 1.0 || is_compressed;
+            // It is written on this thread's stream when what was sent has come back.
+            let is_written = |bucket: &Bucket| {
+                bucket.compressed.is_some() || bucket.low_rank.is_some() || bucket.own.is_some()
+            };
+            let is_written = state.buckets.iter().flatten().any(is_written);
+            let writes = weight != 1.0 || scale != 1.0 || is_written;
             (std::mem::take(&mut state.streams), writes)
         };
         let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
@@ -361,13 +373,13 @@ impl OnDevice {
         self.nccl.device().ordinal()
     }
 
-    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or as they are.
+    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or not; and not by a hook of the program's.
     fn approximate(&self, low_rank: Option<(PowerSgdOptions, u64)>) -> Result<()> {
         let state = &mut *lock(&self.state);
         let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
         let low_rank = low_rank.map(begin).transpose()?;
         state.low_rank = low_rank;
-        state.buckets.iter_mut().flatten().for_each(|bucket| bucket.low_rank = None);
+        state.buckets.iter_mut().flatten().for_each(|bucket| (bucket.low_rank, bucket.own) = (None, None));
         Ok(())
     }
 
@@ -447,6 +459,10 @@ impl OnDevice {
                 bucket.compressed = None;
                 let message = low_rank.as_mut().map(|all| bucket.first_message(all)).transpose()?.flatten();
                 (message.unwrap_or_else(|| bucket.memory.shallow_clone()), ReduceOp::Avg)
+            }
+            Sent::Nothing => {
+                (bucket.compressed, bucket.low_rank) = (None, None);
+                return Ok(None);
             }
         };
         self.call::<T>(&nccl, &here, sent, op)
@@ -594,12 +610,34 @@ pub(crate) struct Hook {
 enum How {
     Whole,
     Rounded(DType),
-    LowRank { options: PowerSgdOptions, description: String, step: u64 },
+    LowRank {
+        options: PowerSgdOptions,
+        description: String,
+        step: u64,
+    },
+    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
+    Local {
+        start: u64,
+        description: String,
+        step: u64,
+    },
+    /// Of any type, what the program's hook says.
+    Own {
+        hook: Own,
+        description: String,
+    },
 }
 
 impl Hook {
     pub fn new(on_device: Arc<OnDevice>) -> Self {
         Self { on_device, how: How::Whole }
+    }
+
+    /// With a hook of the program's.
+    pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Result<Self> {
+        on_device.approximate(None)?;
+        let description = hook.describe();
+        Ok(Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } })
     }
 
     /// How buckets of f32 are sent in this step, of which one `is_last`.
@@ -613,6 +651,12 @@ impl Hook {
                 *step += u64::from(is_last);
                 if is_compressed { Sent::LowRank } else { Sent::Whole }
             }
+            How::Local { start, step, .. } => {
+                let is_local = *step >= *start;
+                *step += u64::from(is_last);
+                if is_local { Sent::Nothing } else { Sent::Whole }
+            }
+            How::Own { .. } => Sent::Nothing,
         }
     }
 }
@@ -622,14 +666,20 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. } => description.clone(),
+            How::LowRank { description, .. }
+            | How::Local { description, .. }
+            | How::Own { description, .. } => description.clone(),
         }
     }
 
     fn start(&mut self, _: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
+        if let How::Own { hook, .. } = &self.how {
+            return self.on_device.average_own(bucket, hook.clone());
+        }
         let sent = self.sent(bucket.is_last);
         let on_device = &self.on_device;
         match (bucket.buffer.dtype(), sent) {
+            (_, Sent::Nothing) => on_device.average::<f32>(bucket, sent),
             (DType::F32, Sent::Rounded(Kind::Half)) => on_device.average::<f16>(bucket, sent),
             (DType::F32, Sent::Rounded(_)) => on_device.average::<bf16>(bucket, sent),
             (DType::F32, Sent::Whole | Sent::LowRank) => on_device.average::<f32>(bucket, sent),
@@ -642,23 +692,38 @@ impl CommHook for Hook {
 
     /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
     fn adopt(&mut self, group: &dyn phalanx::Communicator, root: Rank) -> Result<()> {
-        let How::LowRank { options, step, .. } = &mut self.how else { return Ok(()) };
+        let (step, options) = match &mut self.how {
+            How::Whole | How::Rounded(_) => return Ok(()),
+            How::LowRank { options, step, .. } => (step, Some(*options)),
+            How::Local { step, .. } => (step, None),
+            How::Own { hook, .. } => return lock(hook).adopt(group, root),
+        };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
         *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(Some((*options, *step)))
+        self.on_device.approximate(options.map(|options| (options, *step)))
     }
 
     /// It waits for the device, and reads all factors and losses of PowerSGD.
     fn state(&self) -> Result<HookState> {
-        match self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank_state(step),
+        match &self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank_state(*step),
+            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
+            How::Own { hook, .. } => {
+                let state = lock(hook).state()?;
+                // What was read is worth nothing after a call that has failed.
+                self.on_device.check().map(|()| state)
+            }
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
     }
 
     fn keeps_state(&self) -> Result<bool> {
-        Ok(matches!(self.how, How::LowRank { .. }))
+        match &self.how {
+            How::LowRank { .. } | How::Local { .. } => Ok(true),
+            How::Own { hook, .. } => Ok(!lock(hook).state()?.is_empty()),
+            How::Whole | How::Rounded(_) => Ok(false),
+        }
     }
 
     fn load(&mut self, state: HookState) -> Result<()> {
@@ -667,6 +732,11 @@ impl CommHook for Hook {
                 *step = state.get("step")?;
                 self.on_device.load_low_rank(state, *step)
             }
+            How::Local { step, .. } => {
+                *step = state.get("step")?;
+                Ok(())
+            }
+            How::Own { hook, .. } => lock(hook).load(state),
             How::Whole | How::Rounded(_) => state.nothing(),
         }
     }
@@ -676,26 +746,35 @@ impl CommHook for Hook {
         matches!(self.how, How::Whole)
     }
 
-    fn compress(&mut self, dtype: DType) -> bool {
-        // It takes no memory, so it does not fail.
-        let can = matches!(dtype, DType::F16 | DType::BF16) && self.on_device.approximate(None).is_ok();
-        if can {
-            self.how = How::Rounded(dtype);
-        }
-        can
+    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
+        let (how, low_rank) = match hook {
+            BuiltInHook::AllReduce => (How::Whole, None),
+            BuiltInHook::Compressed(dtype @ (DType::F16 | DType::BF16)) => (How::Rounded(dtype), None),
+            BuiltInHook::Compressed(_) => return Ok(false),
+            BuiltInHook::PowerSgd(options) => {
+                if !options.has_warm_start() {
+                    return Err(Error::invalid_argument(
+                        "PowerSGD with warm_start(false) where NCCL averages: each step would wait for random factors of the host",
+                    )
+                    .with_remedy(
+                        "leave warm_start on, or average in the host's memory, with Ddp::with_options",
+                    ));
+                }
+                let description = PowerSgd::new(options)?.describe();
+                (How::LowRank { options, description, step: 0 }, Some((options, 0)))
+            }
+            BuiltInHook::PostLocalSgd { start } => {
+                let description = PostLocalSgd::new(start).describe();
+                (How::Local { start, description, step: 0 }, None)
+            }
+        };
+        self.on_device.approximate(low_rank)?;
+        self.how = how;
+        Ok(true)
     }
 
-    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
-        if !options.has_warm_start() {
-            return Err(Error::invalid_argument(
-                "PowerSGD with warm_start(false) where NCCL averages: each step would wait for random factors of the host",
-            )
-            .with_remedy("leave warm_start on, or average in the host's memory, with Ddp::with_options"));
-        }
-        let description = PowerSgd::new(options)?.describe();
-        self.on_device.approximate(Some((options, 0)))?;
-        self.how = How::LowRank { options, description, step: 0 };
-        Ok(true)
+    fn is_elsewhere(&self) -> bool {
+        true
     }
 
     fn makes_zeros(&self) -> bool {

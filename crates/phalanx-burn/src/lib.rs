@@ -211,11 +211,13 @@ mod zero;
 
 pub use clip::clip_grad_norm;
 pub use collectives::{Collectives, Scalar};
-pub use data_parallel::{DataParallel, Scatter, TowerGradients, Transfer, Transfers};
+pub use data_parallel::{DataParallel, Destination, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
 pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
 pub use gradients::{Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
+#[cfg(feature = "nccl")]
+pub use nccl::{DeviceBucket, DeviceHook};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;

@@ -9,7 +9,8 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
-//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]).
+//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`] nothing is after the
+//! first steps; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
@@ -18,6 +19,7 @@
 //! buckets, and average these by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
+mod device_hook;
 mod power_sgd;
 
 use std::any::Any;
@@ -42,12 +44,15 @@ use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
 use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
 use phalanx::reducer::hooks::{
-    CommHook, GradBucket, GradientPlace, HookState, Pending, PowerSgd, PowerSgdOptions,
+    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
+    PowerSgdOptions,
 };
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
 use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
+use self::device_hook::Own;
+pub use self::device_hook::{DeviceBucket, DeviceHook};
 use self::power_sgd::LowRank;
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
@@ -275,6 +280,22 @@ impl OnDevice {
         }))
     }
 
+    /// The gradients of a bucket stay as they are. One that is not there has zeros.
+    fn leave(&self, bucket: GradBucket) -> Result<Pending> {
+        let dtype = element_type(bucket.buffer.dtype())?;
+        let own = self.own(&bucket);
+        let mut state = self.state.lock();
+        for (place, own) in bucket.gradients.iter().zip(own) {
+            let zeros = || {
+                let shape = Shape::from(place.shape.clone());
+                CubeBackend::float_zeros(shape, &self.device, dtype.into())
+            };
+            state.gradients[place.parameter] = Some(own.unwrap_or_else(zeros));
+        }
+        drop(state);
+        Ok(Pending::ready(bucket.buffer))
+    }
+
     /// What PowerSGD keeps, for `look`.
     fn low_rank<T>(&self, look: impl FnOnce(&mut LowRank) -> Result<T>) -> Result<T> {
         let mut state = self.state.lock();
@@ -491,15 +512,24 @@ impl BucketMemory {
     }
 }
 
-/// All elements of a tensor for NCCL, which holds them. They are of type `T`, lie row by row, and nobody else uses them until the call is done.
+/// The bytes of a tensor, which lies row by row, for a copy to another device, or from one, which holds them. Nobody else writes them until the copy
+/// is made, and nobody reads them that it writes.
+pub(crate) fn lend_bytes(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<u8>> {
+    lend_all(tensor, device)
+}
+
+/// All elements of a tensor for NCCL, which holds them. They are of type `T`, or of any type if that is `u8`; they lie row by row, and nobody
+/// else uses them until the call is done.
 fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
-    let len = tensor.meta.shape().num_elements();
+    let bytes = tensor.meta.shape().num_elements() * tensor.dtype.size();
+    let len = bytes / size_of::<T>();
     let (pointer, held) = lend(tensor, device)?;
     // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
-    // to be the device's, and it has `len` elements of this type, as `lend` has checked. Nothing uses them until the call is done: it
+    // to be the device's, and it has so many bytes, as `lend` has checked. Nothing uses them until the call is done: it
     // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
-    // over, and zeros never.
-    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(held))
+    // over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
+    // CubeCL writes in place only to memory of which there is one handle, and the call has another.
+    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping((held, tensor.clone())))
 }
 
 type Held = Box<dyn Any + Send>;
@@ -507,7 +537,7 @@ type Held = Box<dyn Any + Send>;
 /// The address of a tensor's memory, with the number of its bytes, and what keeps it there; None if CubeCL knows none that can be CUDA's.
 fn address(tensor: &CubeTensor) -> Result<Option<(u64, u64, Held)>> {
     let (client, handle) = (&tensor.client, tensor.handle.clone());
-    let lost = |cause| Lost::by(cause).of("a bucket of gradients");
+    let lost = |cause| Lost::by(cause).of("a tensor that NCCL moves");
     Ok(Some(match &tensor.device {
         CubeDevice::Cuda(_) => {
             let memory = client.get_resource::<<CudaRuntime as Runtime>::Server>(handle).map_err(lost)?;
@@ -546,9 +576,18 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
 }
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
-struct Hook {
+pub(crate) struct Hook {
     on_device: Arc<OnDevice>,
     how: How,
+}
+
+impl Hook {
+    /// With a hook of the program's.
+    pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Self {
+        on_device.approximate(None);
+        let description = hook.describe();
+        Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } }
+    }
 }
 
 /// What is sent of gradients of f32.
@@ -561,6 +600,30 @@ enum How {
         description: String,
         step: u64,
     },
+    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
+    Local {
+        start: u64,
+        description: String,
+        step: u64,
+    },
+    /// Of any type, what the program's hook says.
+    Own {
+        hook: Own,
+        description: String,
+    },
+}
+
+/// The type of gradients that are averaged.
+fn element_type(dtype: DType) -> Result<BurnDType> {
+    match dtype {
+        DType::F32 => Ok(BurnDType::F32),
+        DType::F64 => Ok(BurnDType::F64),
+        DType::F16 => Ok(BurnDType::F16),
+        DType::BF16 => Ok(BurnDType::BF16),
+        DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
+            Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
+        }
+    }
 }
 
 impl CommHook for Hook {
@@ -568,7 +631,9 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. } => description.clone(),
+            How::LowRank { description, .. }
+            | How::Local { description, .. }
+            | How::Own { description, .. } => description.clone(),
         }
     }
 
@@ -589,6 +654,15 @@ impl CommHook for Hook {
                 }
                 None
             }
+            How::Local { start, step, .. } => {
+                let is_local = *step >= *start;
+                *step += u64::from(bucket.is_last);
+                if is_local {
+                    return on_device.leave(bucket);
+                }
+                None
+            }
+            How::Own { hook, .. } => return on_device.average_own(bucket, hook.clone()),
         };
         match (bucket.buffer.dtype(), rounded) {
             (DType::F32, Some(DType::F16)) => {
@@ -607,24 +681,35 @@ impl CommHook for Hook {
 
     /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
-        let How::LowRank { options, step, .. } = &mut self.how else { return Ok(()) };
+        let (step, options) = match &mut self.how {
+            How::Whole | How::Rounded(_) => return Ok(()),
+            How::LowRank { options, step, .. } => (step, Some(*options)),
+            How::Local { step, .. } => (step, None),
+            How::Own { hook, .. } => return hook.lock().adopt(group, root),
+        };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
         *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(Some(*options));
+        self.on_device.approximate(options);
         Ok(())
     }
 
     /// It waits for the device, and reads all factors and losses of PowerSGD.
     fn state(&self) -> Result<HookState> {
-        match self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(step)),
+        match &self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step)),
+            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
+            How::Own { hook, .. } => hook.lock().state(),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
     }
 
     fn keeps_state(&self) -> Result<bool> {
-        Ok(matches!(self.how, How::LowRank { .. }))
+        match &self.how {
+            How::LowRank { .. } | How::Local { .. } => Ok(true),
+            How::Own { hook, .. } => Ok(!hook.lock().state()?.is_empty()),
+            How::Whole | How::Rounded(_) => Ok(false),
+        }
     }
 
     fn load(&mut self, mut state: HookState) -> Result<()> {
@@ -636,6 +721,11 @@ impl CommHook for Hook {
                     Ok(())
                 })
             }
+            How::Local { step, .. } => {
+                *step = state.get("step")?;
+                Ok(())
+            }
+            How::Own { hook, .. } => hook.lock().load(state),
             How::Whole | How::Rounded(_) => state.nothing(),
         }
     }
@@ -645,20 +735,27 @@ impl CommHook for Hook {
         matches!(self.how, How::Whole)
     }
 
-    fn compress(&mut self, dtype: DType) -> bool {
-        let is_half = matches!(dtype, DType::F16 | DType::BF16);
-        if is_half {
-            self.on_device.approximate(None);
-            self.how = How::Rounded(dtype);
-        }
-        is_half
+    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
+        let (how, options) = match hook {
+            BuiltInHook::AllReduce => (How::Whole, None),
+            BuiltInHook::Compressed(dtype @ (DType::F16 | DType::BF16)) => (How::Rounded(dtype), None),
+            BuiltInHook::Compressed(_) => return Ok(false),
+            BuiltInHook::PowerSgd(options) => {
+                let description = PowerSgd::new(options)?.describe();
+                (How::LowRank { options, description, step: 0 }, Some(options))
+            }
+            BuiltInHook::PostLocalSgd { start } => {
+                let description = PostLocalSgd::new(start).describe();
+                (How::Local { start, description, step: 0 }, None)
+            }
+        };
+        self.on_device.approximate(options);
+        self.how = how;
+        Ok(true)
     }
 
-    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
-        let description = PowerSgd::new(options)?.describe();
-        self.on_device.approximate(Some(options));
-        self.how = How::LowRank { options, description, step: 0 };
-        Ok(true)
+    fn is_elsewhere(&self) -> bool {
+        true
     }
 
     fn makes_zeros(&self) -> bool {

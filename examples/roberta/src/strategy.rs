@@ -8,7 +8,7 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::{Error, ProcessGroup};
 use phalanx_burn::parallel::{ShardedState, StateNames};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients,
+    DataParallel, Ddp, DdpOptions, Destination, FusedAdamWConfig, Scatter, SyncedGradients, TowerGradients,
     ZeroRedundancyOptimizer, clip_grad_norm,
 };
 use serde::{Deserialize, Serialize};
@@ -399,9 +399,9 @@ impl Scatter for Batch {
         Self { inputs, places: None, targets, count: samples.len() }
     }
 
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        let (inputs, targets) = (self.inputs.copy_to(device, moved), self.targets.copy_to(device, moved));
-        Self { inputs, targets, ..self }
+    fn copy_to(self, to: &mut Destination<'_>) -> phalanx::Result<Self> {
+        let (inputs, targets) = (self.inputs.copy_to(to)?, self.targets.copy_to(to)?);
+        Ok(Self { inputs, targets, ..self })
     }
 }
 
@@ -420,12 +420,12 @@ impl Scatter for crate::Inputs {
         }
     }
 
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        Self {
-            tokens: self.tokens.copy_to(device, moved),
-            types: self.types.copy_to(device, moved),
-            positions: self.positions.copy_to(device, moved),
-            bias: self.bias.copy_to(device, moved),
-        }
+    fn copy_to(self, to: &mut Destination<'_>) -> phalanx::Result<Self> {
+        Ok(Self {
+            tokens: self.tokens.copy_to(to)?,
+            types: self.types.copy_to(to)?,
+            positions: self.positions.copy_to(to)?,
+            bias: self.bias.copy_to(to)?,
+        })
     }
 }

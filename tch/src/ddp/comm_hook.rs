@@ -1,18 +1,20 @@
 //! How buckets are averaged: the hook, and its state in checkpoints.
 
-use phalanx::reducer::hooks::{self, CommHook, HookState};
+use phalanx::reducer::hooks::{self, BuiltInHook, CommHook, HookState};
 use phalanx::reducer::{HookedReducer, verify_state_on};
-use phalanx::{Caller, Result};
+use phalanx::{Caller, Error, Result};
 
 use super::Ddp;
+use crate::nccl::{DeviceHook, Hook};
 use crate::sink::{Deliveries, Sink};
 
 impl Ddp {
     /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
     /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
-    /// Over [NCCL](Self::with_nccl) it is [`Compressed`](hooks::Compressed), or [`PowerSgd`](hooks::PowerSgd) among devices of one model: they then work
-    /// on the device.
+    /// Over [NCCL](Self::with_nccl) it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices
+    /// of one model; or [`PostLocalSgd`](hooks::PostLocalSgd) without a smaller group: they then work on the device. A hook of your own is a
+    /// [`DeviceHook`] there, for [`register_device_hook`](Self::register_device_hook).
     ///
     /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
@@ -21,20 +23,56 @@ impl Ddp {
     /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        let is_low_rank = hook.low_rank().is_some();
-        if hook.compresses_to().is_none() && !is_low_rank {
-            self.check_on_host("register_comm_hook")?;
-        }
         let Some(sink) = &self.sink else { return Ok(()) };
-        sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
-        match sink.on_device().filter(|_| is_low_rank) {
-            Some(nccl) => {
-                // Each rank makes the factors orthonormal, which must give the same bits.
-                let group = self.group.in_call(Caller::DdpRegisterCommHook);
-                sink.call(|_| verify_state_on(&group, &nccl.device_name()?, Vec::new()))
-            }
-            None => Ok(()),
+        let built_in = hook.built_in();
+        if built_in.is_none() && sink.is_on_device() {
+            let cause = format!(
+                "register_comm_hook({}): NCCL averages these gradients in the memory of the device",
+                hook.describe()
+            );
+            return sink.call(|_| {
+                Err(Error::invalid_argument(cause).with_remedy(
+                    "write it as a DeviceHook, and register that by register_device_hook; or average in the host's memory, with Ddp::with_options",
+                ))
+            });
         }
+        sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
+        // Each rank makes the factors orthonormal, which must give the same bits.
+        if matches!(built_in, Some(BuiltInHook::PowerSgd(_))) { self.check_devices() } else { Ok(()) }
+    }
+
+    /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
+    /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    ///
+    /// # Errors
+    /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the host's memory.
+    #[doc(alias = "register_comm_hook")]
+    pub fn register_device_hook(&mut self, hook: impl DeviceHook + 'static) -> Result<()> {
+        let Some(sink) = &self.sink else { return Ok(()) };
+        let Some(on_device) = sink.on_device() else {
+            let cause = format!(
+                "register_device_hook({}): these gradients are averaged in the host's memory",
+                hook.describe()
+            );
+            return sink.call(|_| {
+                Err(Error::invalid_argument(cause)
+                    .with_remedy("make the Ddp by with_nccl, or register a CommHook by register_comm_hook"))
+            });
+        };
+        sink.call(|reducer| {
+            let hook = Hook::own(on_device, Box::new(hook))?;
+            self.loaded_hook.register(reducer, Box::new(hook))
+        })?;
+        self.check_devices()
+    }
+
+    /// An error if the ranks' devices are of several models, where NCCL averages.
+    fn check_devices(&self) -> Result<()> {
+        let Some(sink) = &self.sink else { return Ok(()) };
+        let Some(on_device) = sink.on_device() else { return Ok(()) };
+        let group = self.group.in_call(Caller::DdpRegisterCommHook);
+        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new()))
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training goes on with another hook,

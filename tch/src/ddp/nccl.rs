@@ -41,11 +41,13 @@ impl Ddp {
     /// [`backward`](Self::backward) in such a step, it gets a wrong average, and the others get an error with their next call of that group, or
     /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes there: among
-    /// devices of one model, and with its `warm_start`.
+    /// devices of one model, and with its `warm_start`. With [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) gradients stay where they are after
+    /// the first steps; [`average_parameters`](Self::average_parameters) goes through the host. Hooks of your own are
+    /// [registered](Self::register_device_hook) as [`DeviceHook`](crate::DeviceHook)s.
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///
-    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with another hook, a step inside of a `join` that another
+    /// **These are refused**, by name: [`register_comm_hook`](Self::register_comm_hook) with a hook of the host's memory, a step inside of a `join` that another
     /// `Ddp` has begun, and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on).
     /// [`with_options`](Self::with_options) has them all, through the host's memory.
     ///

@@ -1,16 +1,24 @@
 //! Gradients that NCCL averages: on the stand-ins for libtorch's devices, libcuda and libnccl each rank has a device of its own; on a real GPU
 //! all are on the first one, which NCCL permits to ranks of different hosts.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
-use phalanx::{ProcessGroup, Rank, Result};
+use phalanx::reducer::hooks::{
+    AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+};
+use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::DeviceGroup;
-use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule, SyncBatchNorm, TrainState};
+use phalanx_tch::{
+    Ddp, DdpOptions, DeviceBucket, DeviceHook, Optimizer, PeriodicModelAverager, Rule, SyncBatchNorm,
+    TrainState,
+};
 use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, Init, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
@@ -42,6 +50,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("power_sgd_goes_on_after_steps_of_zeros_and_of_nan", || job("low rank steps", 2)),
     ("power_sgd_goes_on_from_checkpoints_of_both", || job("low rank state", 2)),
     ("a_rank_that_dies_under_power_sgd_is_named", || dies_in_a_join("dies low rank")),
+    ("ranks_train_by_themselves_as_in_the_host_s_memory", || job("local", 2)),
+    ("a_hook_of_the_program_s_own_works_on_the_device", || job("own hook", 2)),
+    ("a_hook_of_the_program_s_own_goes_on_from_a_checkpoint", || job("own hook state", 2)),
+    ("what_a_hook_of_the_program_s_own_cannot_send_is_refused_by_name", || job("own hook refused", 2)),
 ];
 
 /// Those that need the stand-in, whose calls can be held up.
@@ -166,6 +178,10 @@ pub fn play(case: &str) -> Result<()> {
         "low rank" => low_rank(&group),
         "low rank steps" => low_rank_steps(&group),
         "low rank state" => low_rank_state(&group),
+        "local" => local(&group),
+        "own hook" => own_hook(&group),
+        "own hook state" => own_hook_state(&group),
+        "own hook refused" => own_hook_refused(&group),
         "no wait" => no_wait(&group),
         "second device" => second_device(&group),
         OTHER_MODELS => other_models(&group),
@@ -491,8 +507,11 @@ fn state(group: &ProcessGroup) -> Result<()> {
 
 fn refused(group: &ProcessGroup) -> Result<()> {
     type Call = fn(&mut Ddp) -> Result<()>;
-    let cases: [(&str, Call); 2] = [
-        ("register_comm_hook: NCCL averages", |ddp| ddp.register_comm_hook(AllReduce)),
+    let cases: [(&str, Call); 3] = [
+        ("register_comm_hook(of the test): NCCL averages", |ddp| ddp.register_comm_hook(OfHost)),
+        ("register_comm_hook(local sgd after 1 steps, in subgroups: true): NCCL averages", |ddp| {
+            ddp.register_comm_hook(PostLocalSgd::new(1).subgroup(ProcessGroup::alone()?))
+        }),
         ("warm_start(false) where NCCL averages", |ddp| {
             ddp.register_comm_hook(PowerSgd::new(compressing(0).warm_start(false))?)
         }),
@@ -571,6 +590,8 @@ enum Uneven {
     Weighted,
     Half,
     LowRank,
+    /// A hook of the program's that changes nothing.
+    Own,
 }
 
 /// Gives variables the same values in each run.
@@ -588,8 +609,8 @@ fn batches(rank: usize) -> usize {
 }
 
 fn joined(group: &ProcessGroup) -> Result<()> {
-    use Uneven::{Accumulated, ByActive, Half, LowRank, Plain, Unused, Weighted};
-    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half, LowRank] {
+    use Uneven::{Accumulated, ByActive, Half, LowRank, Own, Plain, Unused, Weighted};
+    for case in [Plain, ByActive, Accumulated, Unused, Weighted, Half, LowRank, Own] {
         let (host, nccl) = (train_uneven(case, group, false)?, train_uneven(case, group, true)?);
         for (ours, expected) in nccl.iter().zip(&host) {
             let apart = distance(ours, expected);
@@ -618,6 +639,7 @@ fn train_uneven(case: Uneven, group: &ProcessGroup, over_nccl: bool) -> Result<[
     match case {
         Uneven::Half => ddp.register_comm_hook(Compressed::f16())?,
         Uneven::LowRank => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        Uneven::Own if over_nccl => ddp.register_device_hook(Sends(|whole| (whole * 1.0, ReduceOp::Avg)))?,
         _ => {}
     }
     // Adam makes large steps of what is rounding alone, of which products of two vectors have much.
@@ -985,8 +1007,10 @@ fn low_rank_state(group: &ProcessGroup) -> Result<()> {
 fn no_wait(group: &ProcessGroup) -> Result<()> {
     let nobody = PathBuf::from(std::env::var_os(NO_WAIT).unwrap());
     type Register = fn(&mut Ddp) -> Result<()>;
-    let hooks: [Register; 3] = [
+    let hooks: [Register; 5] = [
         |_| Ok(()),
+        |ddp| ddp.register_comm_hook(PostLocalSgd::new(1)),
+        |ddp| ddp.register_device_hook(Rounded::default()),
         |ddp| ddp.register_comm_hook(Compressed::f16()),
         |ddp| ddp.register_comm_hook(PowerSgd::new(compressing(1).rank(2))?),
     ];
@@ -1045,6 +1069,245 @@ fn second_device(group: &ProcessGroup) -> Result<()> {
     // The stand-in would have said so.
     let error = ones(&[2], 1.0).f_sub(&Tensor::ones([2], (Kind::Float, place))).unwrap_err().to_string();
     assert!(error.contains("same device"), "{error}");
+    Ok(())
+}
+
+/// Ranks that train by themselves after the first steps, and then average gradients again.
+fn local(group: &ProcessGroup) -> Result<()> {
+    let train = |over_nccl: bool| -> Result<(Vec<Vec<f32>>, u64)> {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let model = Mlp::new(&[8, 32, 3]);
+        begin(&model.store);
+        let mut ddp = match over_nccl {
+            true => Ddp::with_nccl(&model.store, &devices(group)?, options())?,
+            false => Ddp::with_options(&model.store, group, options())?,
+        };
+        ddp.register_comm_hook(PostLocalSgd::new(2))?;
+        let mut averager = PeriodicModelAverager::new(2)?.warmup_steps(2);
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+        for step in 0..5 {
+            train_step(&model, &mut ddp, &mut optimizer, step)?;
+            let is_averaged = averager.step(&mut ddp)?;
+            assert_eq!(ddp.replicas_identical()?, step < 2 || is_averaged, "step {step}");
+        }
+        let sent = ddp.communicated_bytes();
+        assert_eq!(sent, 2 * floats(&model.store).iter().map(|one| 4 * one.len() as u64).sum::<u64>());
+        ddp.register_comm_hook(AllReduce)?;
+        train_step(&model, &mut ddp, &mut optimizer, 5)?;
+        assert_eq!(ddp.communicated_bytes(), sent / 2 * 3);
+        Ok((floats(&model.store), ddp.communicated_bytes()))
+    };
+    let (host, nccl) = (train(false)?, train(true)?);
+    assert!(distance(&nccl.0, &host.0) < 1e-4, "{:e}", distance(&nccl.0, &host.0));
+    assert_eq!(nccl.1, host.1, "bytes");
+    Ok(())
+}
+
+/// A hook for the host's memory.
+struct OfHost;
+
+impl CommHook for OfHost {
+    fn describe(&self) -> String {
+        "of the test".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        group.all_reduce_async(bucket.buffer, ReduceOp::Avg).map(Pending::new)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// Sends what this makes of a bucket, and takes what comes back for the average.
+struct Sends(fn(&Tensor) -> (Tensor, ReduceOp));
+
+impl DeviceHook for Sends {
+    fn describe(&self) -> String {
+        "sends".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor, ReduceOp)> {
+        Ok((self.0)(bucket.buffer()))
+    }
+
+    fn receive(&mut self, bucket: &DeviceBucket, combined: &Tensor) -> Result<()> {
+        bucket.buffer().shallow_clone().copy_(combined);
+        Ok(())
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// Rounds what is sent to f16, and makes up for it in later steps.
+#[derive(Default)]
+struct Rounded {
+    /// By the number of the bucket.
+    losses: BTreeMap<usize, Tensor>,
+    steps: Arc<AtomicU64>,
+}
+
+impl DeviceHook for Rounded {
+    fn describe(&self) -> String {
+        "rounded".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor, ReduceOp)> {
+        let parts = bucket.gradients().map(|(_, part)| part.numel()).sum::<usize>();
+        assert_eq!((parts, bucket.world_size().get()), (bucket.buffer().numel(), 2));
+        let whole = match self.losses.get(&bucket.index()) {
+            Some(loss) => bucket.buffer() + loss,
+            None => bucket.buffer() * 1.0,
+        };
+        let half = whole.to_kind(Kind::Half);
+        self.losses.insert(bucket.index(), whole - half.to_kind(Kind::Float));
+        if bucket.is_last() {
+            self.steps.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok((half, ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, bucket: &DeviceBucket, combined: &Tensor) -> Result<()> {
+        bucket.buffer().shallow_clone().copy_(combined);
+        Ok(())
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        self.losses.clear();
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default().number("steps", self.steps.load(Ordering::Relaxed)))
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        self.losses.clear();
+        self.steps.store(state.get("steps")?, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// What is queued behind backward waits for what the hook writes, and what the hook keeps is there in the next step.
+fn own_hook(group: &ProcessGroup) -> Result<()> {
+    let store = VarStore::new(device());
+    let layers: Vec<Tensor> =
+        (0..12).map(|index| store.root().var(&format!("l{index}"), &[64, 64], Init::Const(0.0))).collect();
+    let mut ddp = ddp(&store, group, options())?;
+    let hook = Rounded::default();
+    let steps = hook.steps.clone();
+    ddp.register_device_hook(hook)?;
+    // f16 has steps of 4 units above 1: what is lost adds up to one in each third of four steps.
+    let unit = 2f64.powi(-12);
+    for step in 0..8 {
+        let loss = ddp.forward(|| all(&layers) * (1.0 + unit))?;
+        zero_grad(&store);
+        ddp.backward(&loss)?;
+        let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
+        zero_grad(&store);
+        // In the memory of the gradients.
+        let others: Vec<Tensor> = layers.iter().map(|_| ones(&[64, 64], 7.0)).collect();
+        let average = if step % 4 == 2 { 1.0 + 4.0 * unit } else { 1.0 };
+        for seen in &seen {
+            assert_eq!(elements(seen), [2.0 * average as f32; 64 * 64], "step {step}");
+        }
+        assert!(others.iter().all(|other| elements(other) == [7.0; 64 * 64]), "step {step}");
+    }
+    assert_eq!(steps.load(Ordering::Relaxed), 8);
+    assert_eq!(ddp.communicated_bytes(), 8 * 12 * 64 * 64 * 2);
+    // Another hook takes its place.
+    ddp.register_comm_hook(AllReduce)?;
+    let loss = ddp.forward(|| all(&layers) * (1.0 + unit))?;
+    zero_grad(&store);
+    ddp.backward(&loss)?;
+    assert_eq!(elements(&layers[0].grad()), [(1.0 + unit) as f32; 64 * 64]);
+    assert_eq!(steps.load(Ordering::Relaxed), 8);
+    Ok(())
+}
+
+fn own_hook_state(group: &ProcessGroup) -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let make = || {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let store = VarStore::new(device());
+        let one = store.root().var("one", &[8], Init::Const(1.0));
+        let optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+        let mut state = TrainState::new(&store, optimizer, 0u32)?.with_nccl(&devices(&group)?)?;
+        let hook = Rounded::default();
+        let steps = hook.steps.clone();
+        state.ddp.register_device_hook(hook)?;
+        Ok::<_, phalanx::Error>((one, state, steps))
+    };
+    let (one, mut state, _) = make()?;
+    for _ in 0..3 {
+        let loss = state.ddp.forward(|| one.square().sum(Kind::Float))?;
+        state.optimizer.zero_grad()?;
+        state.ddp.backward(&loss)?;
+        state.step(0.1)?;
+    }
+    let checkpoints = phalanx::checkpoint::Checkpoints::open(folder.path(), group)?;
+    state.checkpoint(&checkpoints)?;
+    checkpoints.finish()?;
+    drop(state);
+    let (_one, mut state, steps) = make()?;
+    assert!(state.resume(&checkpoints)?);
+    assert_eq!(steps.load(Ordering::Relaxed), 3);
+    Ok(())
+}
+
+fn own_hook_refused(group: &ProcessGroup) -> Result<()> {
+    let cases: [(&str, Sends); 4] = [
+        ("sends a tensor of Float on Cpu", Sends(|whole| (whole.to_device(tch::Device::Cpu), ReduceOp::Avg))),
+        ("sends a tensor of Int64 on Cuda(0)", Sends(|whole| (whole.to_kind(Kind::Int64), ReduceOp::Sum))),
+        ("sends no tensor", Sends(|_| (Tensor::new(), ReduceOp::Sum))),
+        ("combines by max", Sends(|whole| (whole * 1.0, ReduceOp::Max))),
+    ];
+    for (words, hook) in cases {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let store = VarStore::new(device());
+        let one = store.root().var("one", &[3], Init::Const(1.0));
+        let mut ddp = ddp(&store, &group, options())?;
+        ddp.register_device_hook(hook)?;
+        before_an_error(&group);
+        let loss = ddp.forward(|| one.sum(Kind::Float));
+        let error = loss.and_then(|loss| ddp.backward(&loss)).unwrap_err().to_string();
+        assert!(error.contains(words), "{words}: {error}");
+    }
+    // It cannot reach the host's memory, and its kind of step has no weights.
+    let part = group.split(Some(0), 0)?.unwrap();
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let mut on_host = Ddp::with_options(&store, &part, options())?;
+    before_an_error(&part);
+    let error = on_host.register_device_hook(Rounded::default()).unwrap_err().to_string();
+    assert!(error.contains("register_device_hook(rounded)") && error.contains("with_nccl"), "{error}");
+    drop(on_host);
+    let part = group.split(Some(0), 0)?.unwrap();
+    let mut ddp = ddp(&store, &part, options())?;
+    ddp.register_device_hook(Rounded::default())?;
+    before_an_error(&part);
+    let loss = ddp.forward(|| one.sum(Kind::Float));
+    let error = loss.and_then(|loss| ddp.backward_weighted(&loss, 1.0)).unwrap_err().to_string();
+    assert!(error.contains("rounded"), "{error}");
     Ok(())
 }
 

@@ -1,10 +1,16 @@
-//! Parameters and gradients on their way between the devices of one process: NCCL moves them from the memory of one to that of another.
+//! What goes from the memory of one device to that of another, all of one process: parameters and gradients by NCCL, and inputs, outputs and other
+//! tensors by the driver's copies.
 //!
 //! Tensors travel in buckets, which are new in each step: on the main device copies of the parameters, which go when they were sent; on the others
 //! the parameters themselves. A gradient is copied, too, because Burn may have the same memory for several. Each device's call is made by a
 //! thread, because the calls wait for each other, when CubeCL has done all that it was told before. The program's thread waits for all of them.
 //!
-//! If a call fails, its memory is NCCL's until the communicator has ended, and CubeCL does not use it meanwhile.
+//! A tensor that goes to one device alone is copied by `cuMemcpyPeerAsync`, on the stream of that device's communicator: NCCL's messages would
+//! need a call of both, and move no more. The fences of both devices are waited for first, because CubeCL shows its streams to nobody; so
+//! no stream has to wait for another.
+//!
+//! If a call fails, its memory is NCCL's until the communicator has ended, and CubeCL does not use it meanwhile. If a copy is not made in time, its
+//! memory is kept for good. After either all communicators are aborted.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -18,11 +24,14 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, bf16, f16};
 use burn_cubecl::CubeDevice;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use phalanx::{Deadline, Error, Rank, ReduceOp, Result};
 use phalanx_nccl::{DeviceGroup, Element};
 
-use super::scatter::Scatter;
+use super::scatter::{Destination, Scatter};
+use super::transfers::Transfer;
 use crate::nccl::{self, BucketMemory};
 use crate::read_back::{Computed, ReadBack};
 
@@ -43,6 +52,9 @@ enum Movement {
     /// Their sums to the main device.
     Reduce,
 }
+
+/// What a thread of its own does for a device.
+type Call = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// A parameter, or a gradient, in the memory of a device.
 struct Held {
@@ -70,11 +82,46 @@ impl Links {
         }
         let check = |(device, group): (&Device, &DeviceGroup)| nccl::check(device, group.device().device());
         let devices = devices.iter().zip(&groups).map(check).collect::<Result<_>>()?;
+        let cuda = |group: &DeviceGroup| group.device().device().clone();
+        if let Some((main, others)) = groups.split_first() {
+            for (main, other) in others.iter().map(|other| (cuda(main), cuda(other))) {
+                // Copies are direct then. They work all the same where the machine cannot do that, or the driver has no room for so many peers.
+                let _direct = (main.enable_peer_access(&other), other.enable_peer_access(&main));
+            }
+        }
         Ok(Self { groups, devices })
     }
 
+    /// A copy of `tensor` on the device of number `to`; none if it is not on that of number `from`, or has no elements.
+    pub fn copy(&self, tensor: CubeTensor, from: usize, to: usize) -> Result<Option<CubeTensor>> {
+        let is_there = tensor.device == self.devices[from] && tensor.qparams.is_none();
+        if !is_there || tensor.meta.shape().num_elements() == 0 {
+            return Ok(None);
+        }
+        let (source, target) = (self.groups[from].device(), self.groups[to].device());
+        if let Some(cause) = source.failure().or_else(|| target.failure()) {
+            return Err(cause);
+        }
+        let (tensor, device) = (into_contiguous(tensor), self.devices[to].clone());
+        let (shape, dtype) = (tensor.meta.shape().clone(), tensor.dtype);
+        let copy = empty_device_contiguous_dtype(device.client(), device, shape, dtype);
+        // Lent before the fences: CubeCL's stream of this thread then goes on behind the one, of another thread, that computes the tensor.
+        let lent_to = nccl::lend_bytes(&copy, target.device())?;
+        let lent_from = nccl::lend_bytes(&tensor, source.device())?;
+        let fences = [ReadBack::fence(&tensor), ReadBack::fence(&copy)];
+        let (nccl, timeout) = (target.clone(), self.timeout());
+        let call: Call = Box::new(move || {
+            for fence in fences {
+                fence.wait(|_| ()).map_err(|lost| lost.of("a tensor for another device"))?;
+            }
+            nccl.stream().copy(lent_to, lent_from, Deadline::after(timeout)).map(drop)
+        });
+        self.all(vec![call])?;
+        Ok(Some(copy))
+    }
+
     /// The parameters of `model`, which is on the main device, on each of the others, by their number less one. Adds their bytes to `moved`.
-    pub fn broadcast<M: Module>(&self, model: &M, moved: &mut usize) -> Result<Vec<Copies>> {
+    pub fn broadcast<M: Module>(&self, model: &M, moved: &mut Transfer) -> Result<Vec<Copies>> {
         let mut parameters = Parameters(Ok(Vec::new()));
         model.visit(&mut parameters);
         let parameters = parameters.0?;
@@ -99,7 +146,7 @@ impl Links {
                 };
                 copies.0.extend(sent.iter().zip(&memory.places).map(part));
             }
-            *moved += copies.len() * sent.iter().map(|held| bytes(&held.tensor)).sum::<usize>();
+            moved.bytes += copies.len() * sent.iter().map(|held| bytes(&held.tensor)).sum::<usize>();
         }
         Ok(copies)
     }
@@ -110,7 +157,7 @@ impl Links {
         model: &M,
         own: GradientsParams,
         parts: Vec<GradientsParams>,
-        moved: &mut usize,
+        moved: &mut Transfer,
     ) -> Result<GradientsParams> {
         let mut gradients = Gradients { parts, found: Ok(Vec::new()) };
         model.visit(&mut gradients);
@@ -134,7 +181,7 @@ impl Links {
             let Some(main) = memories.first() else { continue };
             for (gradient, range) in summed.iter().zip(&main.places) {
                 sums.insert(gradient.id, main.part(range, &gradient.shape));
-                *moved += (memories.len() - 1) * gradient.elements() * dtype.size();
+                moved.bytes += (memories.len() - 1) * gradient.elements() * dtype.size();
             }
         }
         let mut total = Sums { sums, total: own };
@@ -163,35 +210,42 @@ impl Links {
     /// The same for elements of type `T`.
     fn run<T: Element>(&self, memories: &[BucketMemory], movement: Movement) -> Result<()> {
         // Here and not on the other threads: CubeCL's streams belong to threads, and the fences come behind all that this one has queued.
-        let lend = |(group, memory): (&DeviceGroup, &BucketMemory)| {
+        let call = |(group, memory): (&DeviceGroup, &BucketMemory)| -> Result<Call> {
             let nccl = group.device().clone();
             let lent = memory.lend::<T>(nccl.device())?;
-            Ok((nccl, lent, ReadBack::fence(&memory.tensor)))
+            let fence = ReadBack::fence(&memory.tensor);
+            Ok(Box::new(move || {
+                fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of parameters or gradients"))?;
+                let work = match movement {
+                    Movement::Broadcast => nccl.broadcast_async(lent, Rank::MAIN),
+                    Movement::Reduce => nccl.reduce_async(lent, Rank::MAIN, ReduceOp::Sum),
+                };
+                work?.wait().map(drop)
+            }))
         };
-        let lent = self.groups.iter().zip(memories).map(lend).collect::<Result<Vec<_>>>()?;
-        let timeout = self.groups.iter().map(|group| group.device().timeout()).max().unwrap_or_default();
-        let (done, outcomes) = channel();
-        let started = lent.into_iter().try_for_each(|(nccl, memory, fence)| {
+        self.all(self.groups.iter().zip(memories).map(call).collect::<Result<_>>()?)
+    }
+
+    /// How long a transfer may take.
+    fn timeout(&self) -> Duration {
+        self.groups.iter().map(|group| group.device().timeout()).max().unwrap_or_default()
+    }
+
+    /// Has threads make these calls, and waits for all of them.
+    fn all(&self, calls: Vec<Call>) -> Result<()> {
+        let (count, (done, outcomes)) = (calls.len(), channel());
+        let started = calls.into_iter().try_for_each(|call| {
             let done = done.clone();
             let call = move || {
-                let computed =
-                    fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of parameters or gradients"));
-                let outcome = computed.and_then(|()| {
-                    let work = match movement {
-                        Movement::Broadcast => nccl.broadcast_async(memory, Rank::MAIN),
-                        Movement::Reduce => nccl.reduce_async(memory, Rank::MAIN, ReduceOp::Sum),
-                    };
-                    work?.wait().map(drop)
-                });
-                drop(nccl); // So that the last one is the waiting thread's.
-                // Nobody waits for it after a failure.
-                let _told = done.send(outcome);
+                // What the call has is dropped by then, so that the last handle to a communicator is the waiting thread's. Nobody waits for it
+                // after a failure.
+                let _told = done.send(call());
             };
             thread::Builder::new().name("phalanx-nccl-calls".into()).spawn(call).map(drop)
         });
         drop(done);
         let outcome = match started {
-            Ok(()) => all_of(&outcomes, self.groups.len(), timeout),
+            Ok(()) => all_of(&outcomes, count, self.timeout()),
             Err(cause) => Err(Error::environment(format!("no thread for a call of NCCL's: {cause}"))),
         };
         // What waits for this device's call must not wait for its time-out.
@@ -209,7 +263,7 @@ fn all_of(outcomes: &Receiver<Result<()>>, count: usize, timeout: Duration) -> R
                     Error::aborted("a thread that makes NCCL's calls has panicked, as its message on stderr says")
                 }
                 RecvTimeoutError::Timeout => Error::timeout(format!(
-                    "the devices have not computed and moved a bucket of parameters or gradients within {} s",
+                    "the devices have not computed and moved what goes from one to another within {} s",
                     timeout.as_secs_f64()
                 ))
                 .with_remedy(
@@ -247,7 +301,7 @@ fn refused(dtype: DType) -> Error {
         .with_remedy("cast them, or go without NCCL")
 }
 
-fn bytes(tensor: &CubeTensor) -> usize {
+pub(super) fn bytes(tensor: &CubeTensor) -> usize {
     tensor.meta.shape().num_elements() * tensor.dtype.size()
 }
 
@@ -277,9 +331,9 @@ impl ModuleVisitor for Parameters {
 }
 
 impl Copies {
-    /// `module` with these parameters, on `device`, as new leaves. What is not of floats is copied through the host's memory, and counted.
-    pub fn place<M: Module>(self, module: M, device: &Device, moved: &mut usize) -> Result<M> {
-        let mut placer = Placer { copies: self.0.into_iter(), device, moved, outcome: Ok(()) };
+    /// `module` with these parameters, as new leaves. What is not of floats is copied to `to`.
+    pub fn place<M: Module>(self, module: M, to: Destination<'_>) -> Result<M> {
+        let mut placer = Placer { copies: self.0.into_iter(), to, outcome: Ok(()) };
         let module = module.map(&mut placer);
         let (outcome, left) = (placer.outcome, placer.copies.len());
         outcome?;
@@ -294,8 +348,7 @@ fn other_order() -> Error {
 
 struct Placer<'a> {
     copies: std::vec::IntoIter<Held>,
-    device: &'a Device,
-    moved: &'a mut usize,
+    to: Destination<'a>,
     outcome: Result<()>,
 }
 
@@ -316,11 +369,21 @@ impl ModuleMapper for Placer<'_> {
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param.map(|old| old.copy_to(self.device, self.moved))
+        param.map(|old| self.copy(old))
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param.map(|old| old.copy_to(self.device, self.moved))
+        param.map(|old| self.copy(old))
+    }
+}
+
+impl Placer<'_> {
+    /// A copy of a tensor; the tensor itself if there is an error.
+    fn copy<T: Scatter + Clone>(&mut self, old: T) -> T {
+        old.clone().copy_to(&mut self.to).unwrap_or_else(|error| {
+            self.outcome = Err(error);
+            old
+        })
     }
 }
 

@@ -16,7 +16,7 @@ use burn::tensor::{Device, Tensor};
 use phalanx::{Error, Result};
 
 use self::replicas::{Replica, Replicas};
-pub use self::scatter::Scatter;
+pub use self::scatter::{Destination, Scatter};
 pub use self::towers::TowerGradients;
 pub use self::transfers::{Transfer, Transfers};
 use crate::gradients::{Synced, SyncedGradients};
@@ -59,7 +59,7 @@ use crate::gradients::{Synced, SyncedGradients};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 ///
-/// Copies go through the host's memory; with `with_nccl`, of the feature `nccl`, parameters and gradients go from device to device. If the same device is listed several times, such as the one Flex device, there
+/// Copies go through the host's memory; with `with_nccl`, of the feature `nccl`, they go from device to device. If the same device is listed several times, such as the one Flex device, there
 /// are several replicas with their own memory, each in a thread. Running statistics of the replicas, such as those of
 /// batch norm, are averaged, as Burn does for threads.
 ///
@@ -88,7 +88,9 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     }
 
     /// As [`new`](Self::new), for CUDA devices: NCCL broadcasts the parameters from the main device's memory, and adds the gradients up there. Inputs,
-    /// outputs, and tensors that are not of floats still go through the host's memory. `groups` are those of
+    /// outputs and their gradients, and tensors of the model that are not of floats, are copied from device to device by the driver (`cuMemcpyPeerAsync`),
+    /// directly where the devices reach each other. An input that is not on the main device goes through the host's memory, and so does an output
+    /// that its replica has left on another device than its own. `groups` are those of
     /// [`DeviceGroup::of_devices`](phalanx_nccl::DeviceGroup::of_devices), one for each of the devices, and nothing else uses them meanwhile.
     ///
     /// All devices take part in a step whose batch has parts for two of them or more. The time-out of the groups' communicators limits each
@@ -134,7 +136,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// order.
     ///
     /// # Errors
-    /// If `input` has no samples, or the system refuses a thread; over NCCL also if it cannot copy the parameters.
+    /// If `input` has no samples, or the system refuses a thread; over NCCL also if parameters, inputs or outputs cannot be copied.
     pub fn forward<I: Scatter>(
         &mut self,
         input: I,
@@ -144,7 +146,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         let parts = self.replicas.scatter(input)?;
         let parts = self.replicas.run(parts, |replica, input| pass(replica, input))?;
         let outputs = parts.iter().map(|(_, output)| output.clone().inner()).collect();
-        let gathered = self.replicas.gather(outputs).require_grad();
+        let gathered = self.replicas.gather(outputs)?.require_grad();
         self.replicas.settle();
         self.pending = Some(Pending { gathered: gathered.clone(), parts });
         Ok(gathered)
@@ -157,7 +159,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     ///
     /// # Errors
     /// If there was no forward pass before, if `loss` does not depend on its output, or if the system refuses a thread; over NCCL also if it
-    /// cannot add the gradients up.
+    /// cannot add the gradients up, or those of outputs cannot be copied.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
@@ -170,7 +172,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
             )
             .with_remedy("compute it from what DataParallel::forward returned"));
         };
-        let parts = self.replicas.return_parts(parts, gradient);
+        let parts = self.replicas.return_parts(parts, gradient)?;
         let parts = self.replicas.run(parts, |replica, (output, gradient): (Tensor<D>, Tensor<D>)| {
             // The chain rule: the gradient of this product is that of the output, times `gradient`.
             GradientsParams::from_grads((output * gradient).sum().backward(), replica)

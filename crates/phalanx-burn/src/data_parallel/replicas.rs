@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 use std::panic::resume_unwind;
 use std::thread;
 
@@ -13,8 +14,8 @@ use phalanx::{Error, Result};
 
 #[cfg(feature = "nccl")]
 use super::links::{self, Links};
-use super::scatter::{self, Scatter};
-use super::transfers::Transfers;
+use super::scatter::{self, Destination, Scatter, through_host};
+use super::transfers::{Transfer, Transfers};
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::parallel::{refuse_divided, refuse_units};
 use crate::ties::Ties;
@@ -30,7 +31,7 @@ pub(super) struct Replicas<M> {
     scope: Scope,
     token: ModelToken,
     ties: Ties,
-    /// What moves parameters and gradients, unless they go through the host's memory.
+    /// What moves tensors from device to device, unless they go through the host's memory.
     #[cfg(feature = "nccl")]
     links: Option<Links>,
     pub transfers: Transfers,
@@ -119,14 +120,26 @@ impl<M: Module> Replicas<M> {
         if ranges.is_empty() {
             return Err(Error::invalid_argument("a batch without samples cannot be divided"));
         }
-        let Self { devices, scope, transfers, .. } = self;
+        let Self {
+            devices,
+            scope,
+            #[cfg(feature = "nccl")]
+            links,
+            transfers,
+            ..
+        } = self;
         let inputs: Vec<I> = transfers.scatter.measure(|moved| {
-            let place = |(number, range)| match number {
-                0 => input.part(range),
-                _ => within(scope, number, || input.part(range).copy_to(&devices[number], moved)),
+            let place = |(number, range): (usize, Range<usize>)| match number {
+                0 => Ok(input.part(range)),
+                _ => {
+                    let mut to = Destination::new(&devices[number], moved);
+                    #[cfg(feature = "nccl")]
+                    to.directly(links.as_ref(), 0, number);
+                    within(scope, number, || input.part(range).copy_to(&mut to))
+                }
             };
-            ranges.into_iter().enumerate().map(place).collect()
-        });
+            ranges.into_iter().enumerate().map(place).collect::<Result<_>>()
+        })?;
         drop(input);
         Ok(self.replicate(inputs.len())?.into_iter().zip(inputs).collect())
     }
@@ -142,7 +155,9 @@ impl<M: Module> Replicas<M> {
                 let copies = links.broadcast(&model, moved)?;
                 let mut replicas = vec![Replica { number: 0, module: model.clone() }];
                 for (number, copies) in (1..count).zip(copies) {
-                    let place = || copies.place(model.clone(), &devices[number], moved);
+                    let mut to = Destination::new(&devices[number], moved);
+                    to.directly(Some(links), 0, number);
+                    let place = || copies.place(model.clone(), to);
                     let module = within(scope, number, place)?;
                     replicas.push(Replica { number, module: ties.retie(module) });
                 }
@@ -198,16 +213,31 @@ impl<M: Module> Replicas<M> {
     }
 
     /// Puts the parts together on the main device.
-    pub fn gather<const D: usize>(&mut self, parts: Vec<Tensor<D>>) -> Tensor<D> {
-        let Self { devices, scope, transfers, .. } = self;
+    pub fn gather<const D: usize>(&mut self, parts: Vec<Tensor<D>>) -> Result<Tensor<D>> {
+        let Self {
+            devices,
+            scope,
+            #[cfg(feature = "nccl")]
+            links,
+            transfers,
+            ..
+        } = self;
         let main = devices[0].clone().inner();
         transfers.gather.measure(|moved| {
             let fetch = |(number, part): (usize, Tensor<D>)| match number {
-                0 => part,
-                _ => part.copy_to(&main, moved),
+                0 => Ok(part),
+                _ => {
+                    let mut to = Destination::new(&main, moved);
+                    #[cfg(feature = "nccl")]
+                    to.directly(links.as_ref(), number, 0);
+                    part.copy_to(&mut to)
+                }
             };
-            let together = || Tensor::cat(parts.into_iter().enumerate().map(fetch).collect(), 0);
-            Tensor::from_inner(within(scope, 0, together))
+            let together = || -> Result<Tensor<D>> {
+                let parts = parts.into_iter().enumerate().map(fetch).collect::<Result<Vec<_>>>()?;
+                Ok(Tensor::cat(parts, 0))
+            };
+            within(scope, 0, together).map(Tensor::from_inner)
         })
     }
 
@@ -217,8 +247,15 @@ impl<M: Module> Replicas<M> {
         &mut self,
         parts: Vec<(Replica<M>, Tensor<D>)>,
         gradient: Tensor<D>,
-    ) -> Vec<(Replica<M>, (Tensor<D>, Tensor<D>))> {
-        let Self { devices, scope, transfers, .. } = self;
+    ) -> Result<Vec<(Replica<M>, (Tensor<D>, Tensor<D>))>> {
+        let Self {
+            devices,
+            scope,
+            #[cfg(feature = "nccl")]
+            links,
+            transfers,
+            ..
+        } = self;
         let mut start = 0;
         transfers.gather.measure(|moved| {
             let give = |(replica, output): (Replica<M>, Tensor<D>)| {
@@ -226,10 +263,16 @@ impl<M: Module> Replicas<M> {
                 start = range.end;
                 let part = gradient.part(range);
                 let part = match replica.number {
-                    0 => part,
-                    number => within(scope, number, || part.copy_to(&devices[number].clone().inner(), moved)),
+                    0 => Ok(part),
+                    number => {
+                        let device = devices[number].clone().inner();
+                        let mut to = Destination::new(&device, moved);
+                        #[cfg(feature = "nccl")]
+                        to.directly(links.as_ref(), 0, number);
+                        within(scope, number, || part.copy_to(&mut to))
+                    }
                 };
-                (replica, (output, Tensor::from_inner(part)))
+                part.map(|part| (replica, (output, Tensor::from_inner(part))))
             };
             parts.into_iter().map(give).collect()
         })
@@ -248,7 +291,7 @@ impl<M: Module> Replicas<M> {
         {
             // The replicas themselves are dropped.
             let parts: Vec<_> = parts.into_iter().map(|(_, gradients)| gradients).collect();
-            let reduce = |moved: &mut usize| links.reduce(&model, own, parts, moved);
+            let reduce = |moved: &mut Transfer| links.reduce(&model, own, parts, moved);
             let sum = self.transfers.reduce.measure(reduce)?;
             return Ok(SyncedGradients::new(sum, &self.token));
         }
@@ -259,7 +302,7 @@ impl<M: Module> Replicas<M> {
                 let mut sum = own;
                 for (Replica { number, module }, part) in parts {
                     drop(module);
-                    let mut unused = 0;
+                    let mut unused = Transfer::default();
                     let moved = if number == 0 { &mut unused } else { &mut *moved };
                     let from = if number == 0 { None } else { Some(&main) };
                     model.visit(&mut Adder { sum: &mut sum, part, from, moved });
@@ -316,23 +359,23 @@ impl ModuleVisitor for Initialiser {
 /// Copies a module's tensors to a device, as new leaves.
 struct Copier<'a> {
     device: &'a Device,
-    moved: &'a mut usize,
+    moved: &'a mut Transfer,
 }
 
 impl ModuleMapper for Copier<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         param.map(|old| {
             let gradient = old.is_require_grad();
-            old.inner().copy_to(self.device, self.moved).set_require_grad(gradient)
+            through_host(old.inner(), self.device, self.moved).set_require_grad(gradient)
         })
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        param.map(|old| old.copy_to(self.device, self.moved))
+        param.map(|old| through_host(old, self.device, self.moved))
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<D, Bool>>) -> Param<Tensor<D, Bool>> {
-        param.map(|old| old.copy_to(self.device, self.moved))
+        param.map(|old| through_host(old, self.device, self.moved))
     }
 }
 
@@ -342,14 +385,14 @@ struct Adder<'a> {
     part: GradientsParams,
     /// The device to which they are copied first, unless they are there.
     from: Option<&'a Device>,
-    moved: &'a mut usize,
+    moved: &'a mut Transfer,
 }
 
 impl ModuleVisitor for Adder<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let Some(part) = self.part.remove::<D>(param.id) else { return };
         let part = match self.from {
-            Some(main) => part.copy_to(main, self.moved),
+            Some(main) => through_host(part, main, self.moved),
             None => part,
         };
         let sum = match self.sum.remove::<D>(param.id) {

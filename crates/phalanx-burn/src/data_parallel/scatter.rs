@@ -1,12 +1,58 @@
 //! Values that can be scattered to devices.
+//!
+//! Autograd is no obstacle to copies that it does not see. Inputs have no graph: a replica's part is a new constant. Outputs are copied
+//! without their graphs, and what is gathered of them is a new leaf; its gradient is copied back in parts, from which each replica runs
+//! backward by the chain rule. So nothing here is a Burn operation, and over NCCL the driver copies from device to device.
+//!
+//! Burn's `to_device` would do so too, where CubeCL finds libnccl; but its calls have no time-out.
 
+use std::fmt;
 use std::ops::Range;
 
+#[cfg(feature = "nccl")]
+use burn::backend::Cube;
+use burn::tensor::kind::{Autodiff, Basic};
 use burn::tensor::{Bool, Device, Float, Int, Tensor};
+#[cfg(feature = "nccl")]
+use burn_cubecl::tensor::CubeTensor;
 use phalanx::{Error, Result};
+
+#[cfg(feature = "nccl")]
+use super::links::{self, Links};
+use super::transfers::Transfer;
+#[cfg(feature = "nccl")]
+use crate::read_back::Computed;
 
 /// A batch that can be divided among replicas: a tensor whose first dimension counts samples, or several tensors with
 /// equally many samples.
+///
+/// A type of several tensors hands the calls on to them:
+///
+/// ```
+/// use std::ops::Range;
+///
+/// use burn::tensor::{Int, Tensor};
+/// use phalanx_burn::{Destination, Scatter};
+///
+/// struct Batch {
+///     tokens: Tensor<2, Int>,
+///     weights: Tensor<1>,
+/// }
+///
+/// impl Scatter for Batch {
+///     fn samples(&self) -> phalanx::Result<usize> {
+///         self.tokens.samples()
+///     }
+///
+///     fn part(&self, samples: Range<usize>) -> Self {
+///         Self { tokens: self.tokens.part(samples.clone()), weights: self.weights.part(samples) }
+///     }
+///
+///     fn copy_to(self, to: &mut Destination<'_>) -> phalanx::Result<Self> {
+///         Ok(Self { tokens: self.tokens.copy_to(to)?, weights: self.weights.copy_to(to)? })
+///     }
+/// }
+/// ```
 pub trait Scatter: Send + Sized {
     /// How many samples there are.
     ///
@@ -18,14 +64,111 @@ pub trait Scatter: Send + Sized {
     #[must_use]
     fn part(&self, samples: Range<usize>) -> Self;
 
-    /// A copy on `device`, also if it is there already: only then can the memory be given to a replica. Adds its bytes
-    /// to `moved`.
-    #[must_use]
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self;
+    /// A copy on the device of `to`, also if it is there already: only then can the memory be given to a replica.
+    ///
+    /// # Errors
+    /// Over NCCL, if the driver cannot copy, or not in time.
+    fn copy_to(self, to: &mut Destination<'_>) -> Result<Self>;
+}
+
+/// The device to which [`Scatter::copy_to`] copies, and how. It counts the bytes.
+///
+/// Over NCCL a tensor goes from device to device, if it is on the one that it is expected on; else, and without NCCL, through the host's memory.
+pub struct Destination<'a> {
+    device: &'a Device,
+    moved: &'a mut Transfer,
+    #[cfg(feature = "nccl")]
+    way: Option<Way<'a>>,
+}
+
+/// From the device of one number to that of another.
+#[cfg(feature = "nccl")]
+#[derive(Clone, Copy)]
+struct Way<'a> {
+    links: &'a Links,
+    from: usize,
+    to: usize,
+}
+
+impl<'a> Destination<'a> {
+    pub(super) fn new(device: &'a Device, moved: &'a mut Transfer) -> Self {
+        Self {
+            device,
+            moved,
+            #[cfg(feature = "nccl")]
+            way: None,
+        }
+    }
+
+    /// Tensors on the device of number `from` go directly to that of number `to`, if there are links.
+    #[cfg(feature = "nccl")]
+    pub(super) fn directly(&mut self, links: Option<&'a Links>, from: usize, to: usize) {
+        self.way = links.map(|links| Way { links, from, to });
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        self.device
+    }
+
+    fn copy<const D: usize, K: Kind>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        #[cfg(feature = "nccl")]
+        if let Some(Way { links, from, to }) = self.way
+            && let Some(resident) = K::resident(tensor.clone().inner())
+            && let Some(copy) = links.copy(resident, from, to)?
+        {
+            self.moved.bytes += links::bytes(&copy);
+            let copy = K::stored::<D>(copy);
+            return Ok(if self.device.is_autodiff() { copy.autodiff() } else { copy });
+        }
+        Ok(through_host(tensor, self.device, self.moved))
+    }
+}
+
+impl fmt::Debug for Destination<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Destination").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// A copy on `device`, through the host's memory.
+pub(super) fn through_host<const D: usize, K: Basic>(
+    tensor: Tensor<D, K>,
+    device: &Device,
+    moved: &mut Transfer,
+) -> Tensor<D, K> {
+    let (dtype, data) = (tensor.dtype(), tensor.to_data());
+    let bytes = data.as_bytes().len();
+    moved.bytes += bytes;
+    moved.host_bytes += bytes;
+    Tensor::from_data(data, (device, dtype))
+}
+
+/// What the elements of a tensor are.
+trait Kind: Autodiff + Sized {
+    /// The tensor in a device's memory, if that is one of CubeCL's.
+    #[cfg(feature = "nccl")]
+    fn resident<const D: usize>(tensor: Tensor<D, Self>) -> Option<CubeTensor>;
+
+    /// A tensor in a device's memory as one of Burn's.
+    #[cfg(feature = "nccl")]
+    fn stored<const D: usize>(tensor: CubeTensor) -> Tensor<D, Self>;
 }
 
 macro_rules! scatter {
-    ($($kind:ty),*) => {$(
+    ($($kind:ty: $computed:ident, $stored:ident;)*) => {$(
+        impl Kind for $kind {
+            #[cfg(feature = "nccl")]
+            fn resident<const D: usize>(tensor: Tensor<D, Self>) -> Option<CubeTensor> {
+                tensor.try_into_primitive::<Cube>().ok().map(Cube::$computed)
+            }
+
+            #[cfg(feature = "nccl")]
+            fn stored<const D: usize>(tensor: CubeTensor) -> Tensor<D, Self> {
+                Tensor::from_primitive::<Cube>(Cube::$stored(tensor))
+            }
+        }
+
         impl<const D: usize> Scatter for Tensor<D, $kind> {
             fn samples(&self) -> Result<usize> {
                 Ok(self.dims()[0])
@@ -35,15 +178,17 @@ macro_rules! scatter {
                 self.clone().narrow(0, samples.start, samples.len())
             }
 
-            fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-                let (dtype, data) = (self.dtype(), self.to_data());
-                *moved += data.as_bytes().len();
-                Self::from_data(data, (device, dtype))
+            fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
+                to.copy(self)
             }
         }
     )*};
 }
-scatter!(Float, Int, Bool);
+scatter! {
+    Float: computed, stored;
+    Int: computed_int, stored_int;
+    Bool: computed_bool, stored_bool;
+}
 
 impl<A: Scatter, B: Scatter> Scatter for (A, B) {
     fn samples(&self) -> Result<usize> {
@@ -60,8 +205,8 @@ impl<A: Scatter, B: Scatter> Scatter for (A, B) {
         (self.0.part(samples.clone()), self.1.part(samples))
     }
 
-    fn copy_to(self, device: &Device, moved: &mut usize) -> Self {
-        (self.0.copy_to(device, moved), self.1.copy_to(device, moved))
+    fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
+        Ok((self.0.copy_to(to)?, self.1.copy_to(to)?))
     }
 }
 

@@ -78,7 +78,7 @@ impl<M: Module> TowerGradients<M> {
     ///
     /// # Errors
     /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient, or the system refuses
-    /// a thread; over NCCL also if it cannot copy the parameters or add the gradients up.
+    /// a thread; over NCCL also if parameters or inputs cannot be copied, or it cannot add the gradients up.
     pub fn backward<I: Scatter>(
         &mut self,
         input: I,

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 pub struct Transfer {
     /// Bytes that stay on their device do not count.
     pub bytes: usize,
+    /// How many of them went through the host's memory: all, but over NCCL.
+    pub host_bytes: usize,
     /// On the thread of the caller, which does nothing else meanwhile.
     pub time: Duration,
 }
@@ -35,10 +37,10 @@ impl Transfers {
 }
 
 impl Transfer {
-    /// Adds the bytes that `work` moves, which it returns, and its time.
-    pub(super) fn measure<T>(&mut self, work: impl FnOnce(&mut usize) -> T) -> T {
+    /// Adds the time of `work`, which adds its bytes.
+    pub(super) fn measure<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         let start = Instant::now();
-        let outcome = work(&mut self.bytes);
+        let outcome = work(self);
         self.time += start.elapsed();
         outcome
     }
@@ -47,6 +49,7 @@ impl Transfer {
 impl AddAssign for Transfer {
     fn add_assign(&mut self, other: Self) {
         self.bytes += other.bytes;
+        self.host_bytes += other.host_bytes;
         self.time += other.time;
     }
 }

@@ -1,23 +1,28 @@
 //! How buckets are averaged: the hook, and its state in checkpoints.
 
 use burn::module::Module;
-#[cfg(feature = "nccl")]
-use phalanx::Caller;
 use phalanx::Result;
 use phalanx::reducer::HookedReducer;
+#[cfg(feature = "nccl")]
+use phalanx::reducer::hooks::BuiltInHook;
 use phalanx::reducer::hooks::{self, CommHook, HookState};
 #[cfg(feature = "nccl")]
 use phalanx::reducer::verify_state_on;
+#[cfg(feature = "nccl")]
+use phalanx::{Caller, Error};
 
 use super::Ddp;
+#[cfg(feature = "nccl")]
+use crate::nccl::{DeviceHook, Hook};
 use crate::sink::{Deliveries, Sink};
 
 impl<M: Module> Ddp<M> {
     /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
     /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
-    /// Where NCCL averages, it is [`Compressed`](hooks::Compressed), or [`PowerSgd`](hooks::PowerSgd) among devices of one model: they then work on
-    /// the device.
+    /// Where NCCL averages, it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices of one
+    /// model; or [`PostLocalSgd`](hooks::PostLocalSgd) without a smaller group: they then work on the device. A hook of your own is a
+    /// `DeviceHook` there, for `register_device_hook`.
     ///
     /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
@@ -26,19 +31,61 @@ impl<M: Module> Ddp<M> {
     /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        let is_low_rank = hook.low_rank().is_some();
-        if hook.compresses_to().is_none() && !is_low_rank {
-            self.check_on_host("register_comm_hook")?;
+        #[cfg(feature = "nccl")]
+        let built_in = hook.built_in();
+        #[cfg(feature = "nccl")]
+        if built_in.is_none() && self.engine.on_device().is_some() {
+            let cause = format!(
+                "register_comm_hook({}): NCCL averages this model's gradients, in the memory of the device",
+                hook.describe()
+            );
+            return Err(self.fail(Error::invalid_argument(cause).with_remedy(
+                "write it as a DeviceHook, and register that by register_device_hook; or average in the memory of the processes, with Ddp::new",
+            )));
         }
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
+        // Each rank multiplies the factors, which must give the same bits.
         #[cfg(feature = "nccl")]
-        if let Some(nccl) = self.engine.on_device().filter(|_| is_low_rank) {
-            // Each rank multiplies the factors, which must give the same bits.
-            let group = self.group.in_call(Caller::DdpRegisterCommHook);
-            return sink.call(|_| verify_state_on(&group, &nccl.device_name()?, Vec::new()));
+        if matches!(built_in, Some(BuiltInHook::PowerSgd(_))) {
+            return self.check_devices();
         }
         Ok(())
+    }
+
+    /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
+    /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    ///
+    /// # Errors
+    /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the memory of the processes.
+    #[cfg(feature = "nccl")]
+    #[doc(alias = "register_comm_hook")]
+    pub fn register_device_hook(&mut self, hook: impl DeviceHook + 'static) -> Result<()> {
+        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        let Some(on_device) = self.engine.on_device().cloned() else {
+            let cause = format!(
+                "register_device_hook({}): this model's gradients are averaged in the memory of the processes",
+                hook.describe()
+            );
+            return sink.call(|_| {
+                Err(Error::invalid_argument(cause)
+                    .with_remedy("make the Ddp by with_nccl, or register a CommHook by register_comm_hook"))
+            });
+        };
+        let hook = Hook::own(on_device, Box::new(hook));
+        sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
+        self.check_devices()
+    }
+
+    /// An error if the ranks' devices are of several models, where NCCL averages.
+    #[cfg(feature = "nccl")]
+    fn check_devices(&self) -> Result<()> {
+        let (Some(sink), Some(on_device)) = (self.engine.sink(), self.engine.on_device()) else {
+            return Ok(());
+        };
+        let group = self.group.in_call(Caller::DdpRegisterCommHook);
+        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new()))
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training goes on with another hook,

@@ -114,6 +114,7 @@ fn every_transfer_is_counted() {
     assert_eq!(transfers.reduce.bytes, 3 * parameters);
     assert!(transfers.replicate.time.as_nanos() > 0);
     assert_eq!(transfers.total().bytes, 480 + 360 + 6 * parameters);
+    assert_eq!(transfers.total().host_bytes, transfers.total().bytes);
 }
 
 #[test]

@@ -3,6 +3,8 @@
 
 use std::ops::{ControlFlow, Range};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use burn::module::{Module, Param};
@@ -10,17 +12,22 @@ use burn::nn::BatchNormConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use libtest_mimic::Trial;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::launch::{Event, Job, Outcome};
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{AllReduce, Compressed, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{
+    AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+};
 use phalanx::store::TcpStoreServer;
-use phalanx::{ProcessGroup, Rank, Result, WorldSize};
-use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer};
+use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
+use phalanx_burn::{
+    DataParallel, Ddp, DdpOptions, DeviceBucket, DeviceHook, PeriodicModelAverager, SyncBatchNorm,
+    TowerGradients, TrainState, ZeroRedundancyOptimizer,
+};
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
 
@@ -42,7 +49,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 25] = [
+    let tests: [(&str, bool, fn()); 30] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -64,6 +71,13 @@ pub fn trials() -> Vec<Trial> {
             job("low rank", &[HOST_IS_DEVICE]);
         }),
         ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
+        ("ranks_train_by_themselves_as_in_the_host_s_memory", false, || job("local", &[HOST_IS_DEVICE])),
+        ("local_sgd_goes_on_from_checkpoints_of_both", false, || job("local state", &[HOST_IS_DEVICE])),
+        ("a_hook_of_the_program_s_own_works_on_the_device", false, || trained_as_one_process("halves")),
+        ("in_a_join_a_hook_of_the_program_s_own_works", false, || joined("own", 3)),
+        ("a_hook_of_the_program_s_own_goes_on_from_a_checkpoint", false, || {
+            job("own hook state", &[HOST_IS_DEVICE]);
+        }),
         // The stand-in's devices may have names.
         ("power_sgd_among_devices_of_several_models_is_refused", true, || {
             job(OTHER_MODELS, &[HOST_IS_DEVICE]);
@@ -178,7 +192,10 @@ pub fn play() {
         "refuse" => refuse(&group, &cuda),
         "join" => join(&group, &cuda, &std::env::var(CASE).unwrap()).unwrap(),
         "low rank" => low_rank(&group, &cuda).unwrap(),
-        "low rank state" => low_rank_state(&group, &cuda).unwrap(),
+        "low rank state" => hook_state(&group, &cuda, 4, || PowerSgd::new(compressing(1))).unwrap(),
+        "local" => local(&group, &cuda).unwrap(),
+        "own hook state" => own_hook_state(&group, &cuda).unwrap(),
+        "local state" => hook_state(&group, &cuda, 1, || Ok(PostLocalSgd::new(2))).unwrap(),
         OTHER_MODELS => other_models(group, &cuda).unwrap(),
         "join norm" => join_norm(&group, &cuda).unwrap(),
         "dies" => die_in_a_join(&group, &cuda).unwrap(),
@@ -226,15 +243,22 @@ impl Net {
 
     /// Of these rows.
     fn loss_of(&self, x: Tensor<2>, without: &[usize]) -> Tensor<1> {
+        error(self.forward(x.clone(), without), x)
+    }
+
+    fn forward(&self, x: Tensor<2>, without: &[usize]) -> Tensor<2> {
         let first = x.clone() * self.first.val().unsqueeze();
         let added = self.adds.iter().fold(first, |sum, add| sum + add.val());
         let layer = |x: Tensor<2>, layer: &Layer| {
             ((x.clone() * layer.weight.val().unsqueeze() + layer.bias.val().unsqueeze()) * 0.2 + x).tanh()
         };
         let used = self.layers.iter().enumerate().filter(|(number, _)| !without.contains(number));
-        let out = used.fold(added * 0.1, |x, (_, one)| layer(x, one));
-        (out - x * 0.5).powi_scalar(2).mean()
+        used.fold(added * 0.1, |x, (_, one)| layer(x, one))
     }
+}
+
+fn error(out: Tensor<2>, x: Tensor<2>) -> Tensor<1> {
+    (out - x * 0.5).powi_scalar(2).mean()
 }
 
 /// A layer that no rank uses in the cases with unused ones, where each rank leaves out the one of its own number, too.
@@ -286,8 +310,10 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         _ => (Ddp::with_nccl(Net::new(), group, options)?, sgd()),
     };
     assert!(format!("{ddp:?}").contains("NCCL"));
-    if case == "compressed" {
-        ddp.register_comm_hook(Compressed::bf16())?;
+    match case {
+        "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
+        "halves" => ddp.register_device_hook(Halves::default())?,
+        _ => {}
     }
     let rank = group.host().rank().index();
     let before = calls(group);
@@ -326,9 +352,16 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         ddp.step(&mut optimizer, 0.05, gradients)?;
     }
     assert!(ddp.replicas_identical()?);
-    let size = if case == "compressed" { 2 } else { 4 };
-    let sent = STEPS * ddp.model().num_params() * size;
-    assert_eq!(ddp.communicated_bytes(), sent as u64);
+    let size = if matches!(case, "compressed" | "halves") { 2 } else { 4 };
+    let sent = (STEPS * ddp.model().num_params() * size) as u64;
+    if case == "halves" {
+        // With what lies between gradients.
+        assert!(ddp.communicated_bytes() >= sent);
+        let last = group.device().calls().pop().unwrap().name;
+        assert!(last.contains("avg") && last.contains("x f16"), "{last}");
+    } else {
+        assert_eq!(ddp.communicated_bytes(), sent);
+    }
     // One for each bucket, and fewer buckets than parameters.
     let calls = calls(group) - before;
     assert!((STEPS * 4..STEPS * 10).contains(&calls), "{calls} calls of NCCL's in {STEPS} steps");
@@ -426,6 +459,9 @@ fn train_in_join(
     match case {
         "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
         "low rank" => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
+        "own" if cuda.is_some() => {
+            ddp.register_device_hook(Sends(|whole| (whole, ReduceOp::Avg), |averages| averages))?;
+        }
         _ => {}
     }
     let mut optimizer = sgd();
@@ -543,8 +579,43 @@ fn train_low_rank(
     Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
 }
 
-/// From the device to the host's memory, and back.
-fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+/// Ranks that train by themselves after the first steps, and then average gradients again.
+fn local(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let (host, of_host) = train_locally(group, None)?;
+    let (nccl, of_nccl) = train_locally(group, Some(cuda))?;
+    let distance = distance(&nccl, &host);
+    assert!(distance < 1e-4, "{distance:e}");
+    assert_eq!(of_nccl, of_host, "bytes");
+    Ok(())
+}
+
+/// The parameters of this rank, and the bytes that were sent of gradients.
+fn train_locally(group: &ProcessGroup, cuda: Option<&phalanx_nccl::Device>) -> Result<(Vec<Vec<f32>>, u64)> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let mut ddp = ddp(group, cuda, options())?;
+    ddp.register_comm_hook(PostLocalSgd::new(2))?;
+    let mut averager = PeriodicModelAverager::new(2)?.warmup_steps(2);
+    let mut optimizer = sgd();
+    for step in 0..5 {
+        step_of_join("plain", &mut ddp, &mut optimizer, step)?;
+        let is_averaged = averager.step(&mut ddp)?;
+        assert_eq!(ddp.replicas_identical()?, step < 2 || is_averaged, "step {step}");
+    }
+    let sent = (2 * 4 * ddp.model().num_params()) as u64;
+    assert_eq!(ddp.communicated_bytes(), sent);
+    ddp.register_comm_hook(AllReduce)?;
+    step_of_join("plain", &mut ddp, &mut optimizer, 5)?;
+    assert_eq!(ddp.communicated_bytes(), sent / 2 * 3);
+    Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
+}
+
+/// From the device to the host's memory, and back, after so many steps with a hook.
+fn hook_state<H: CommHook + 'static>(
+    group: &ProcessGroup,
+    cuda: &phalanx_nccl::Device,
+    at: usize,
+    hook: impl Fn() -> Result<H>,
+) -> Result<()> {
     type Saved = TrainState<Net, u32>;
     let make = |over_nccl: bool| -> Result<Saved> {
         let group = group.split(Some(0), 0)?.unwrap();
@@ -554,7 +625,7 @@ fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<(
             false => state.with_group(&group)?,
         };
         let mut state = state.with_options(options())?;
-        state.model.register_comm_hook(PowerSgd::new(compressing(1))?)?;
+        state.model.register_comm_hook(hook()?)?;
         Ok(state)
     };
     let train = |state: &mut Saved, steps: Range<usize>| -> Result<Vec<Vec<f32>>> {
@@ -570,17 +641,17 @@ fn low_rank_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<(
         let folder = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::open(folder.path(), group)?;
         let mut state = make(saved_by_nccl)?;
-        train(&mut state, 0..4)?;
+        train(&mut state, 0..at)?;
         state.checkpoint(&checkpoints)?;
         checkpoints.finish()?;
         // What is read disturbs nothing.
-        let expected = train(&mut state, 4..7)?;
+        let expected = train(&mut state, at..at + 3)?;
         for resumed_by_nccl in [true, false] {
             let mut state = make(resumed_by_nccl)?;
             // Other losses and factors than those of the checkpoint.
             train(&mut state, 10..13)?;
             assert!(state.resume(&checkpoints)?);
-            let resumed = train(&mut state, 4..7)?;
+            let resumed = train(&mut state, at..at + 3)?;
             let distance = distance(&resumed, &expected);
             assert!(distance < 1e-4, "saved over NCCL: {saved_by_nccl}, {resumed_by_nccl}: {distance:e}");
         }
@@ -785,7 +856,11 @@ fn trained_as_one_process(case: &'static str) {
         assert_eq!(ours, &trained[0], "rank {rank} has other bits than rank 0");
         let distance = distance(ours, &expected);
         // bf16 has 8 significant bits.
-        let range = if case == "compressed" { 1e-6..1e-2 } else { 0.0..1e-4 };
+        let range = match case {
+            "compressed" => 1e-6..1e-2,
+            "halves" => 0.0..1e-2,
+            _ => 0.0..1e-4,
+        };
         assert!(range.contains(&distance), "rank {rank} is {distance:e} away");
     }
 }
@@ -794,16 +869,29 @@ fn trained_as_one_process(case: &'static str) {
 fn devices_of_one_process() {
     let folder = tempfile::tempdir().unwrap();
     let libraries = if is_real() { None } else { Some(stand_in::build(folder.path())) };
+    let copies = folder.path().join("copies");
     let mut variables =
         vec![(WHAT, "one_process"), ("STANDIN_CUDA_HOST", "any"), ("STANDIN_CUDA_DEVICES", "2")];
+    variables.push(("STANDIN_CUDA_COPIES", copies.to_str().unwrap()));
     let libraries = libraries.iter().flatten().map(|(name, path)| (*name, path.to_str().unwrap()));
     variables.extend(libraries);
     let (_server, mut processes) = start("nccl", 1, &variables);
     let (finished, text) = processes[0].outcome("devices of one process");
     assert!(finished, "{text}");
+    if is_real() {
+        return;
+    }
+    // What the driver has copied: the inputs of each step, and what is gathered, and nothing twice.
+    let copies = std::fs::read_to_string(&copies).unwrap();
+    let of = |way: &str| copies.lines().filter(|copy| copy.starts_with(way)).count();
+    let of_towers = 2 * 2 * STEPS;
+    assert_eq!((of("0 1 "), of("1 0 ")), (of_towers + 4 * STEPS, STEPS), "{copies}");
+    let output = format!("1 0 {}", ROWS * WIDTH * 4);
+    assert_eq!(copies.lines().filter(|copy| *copy == output).count(), STEPS, "{copies}");
 }
 
-/// The replicas' parameters come by a broadcast, and their gradients go by a reduce.
+/// The replicas' parameters come by a broadcast, and their gradients go by a reduce. Inputs, outputs and their gradients are copied from device to
+/// device.
 fn one_process() -> Result<()> {
     let mut cuda = (0..2).map(phalanx_nccl::Device::open).collect::<Result<Vec<_>>>()?;
     let mut devices: Vec<Device> = match is_real() {
@@ -850,10 +938,67 @@ fn one_process() -> Result<()> {
         let transfers = towers.transfers();
         assert_eq!(transfers.replicate.bytes, STEPS * all);
         assert_eq!(transfers.reduce.bytes, STEPS * (all - idle));
+        assert_eq!(transfers.scatter.bytes, STEPS * ROWS * (WIDTH + 1) * 4);
+        assert_eq!(transfers.total().host_bytes, 0);
         // One bucket each way in each step; they are counted from 0.
         assert_eq!(calls(&first) + 1, 2 * STEPS);
         drop(towers);
     }
+    gathered(&cuda, &devices)?;
+    inputs_of_another_device(&cuda, &devices)
+}
+
+/// Replicas whose outputs are gathered, of inputs of all kinds.
+fn gathered(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let first = groups[0].clone();
+    let mut parallel = DataParallel::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let mut optimizer = sgd();
+    let count = RANKS * ROWS;
+    let mut bytes = 0;
+    for step in 0..STEPS {
+        let (x, _) = samples(step * count, (step + 1) * count);
+        // Column by column in memory.
+        let columns = Tensor::<2>::from_data(x.clone().transpose().into_data(), &device()).transpose();
+        let numbers = Tensor::<1, Int>::arange(0..count as i64, &device());
+        let thirds = numbers.clone().remainder_scalar(3).equal_elem(0);
+        bytes += ROWS * (WIDTH * 4 + numbers.dtype().size() + thirds.dtype().size());
+        let out = parallel.forward((columns, (numbers, thirds)), |net, (x, (numbers, thirds))| {
+            let own: Vec<i64> = numbers.into_data().iter::<i64>().collect();
+            assert!(own == (0..4).collect::<Vec<_>>() || own == (4..8).collect::<Vec<_>>(), "{own:?}");
+            let thirds: Vec<bool> = thirds.int().into_data().iter::<i64>().map(|one| one != 0).collect();
+            assert_eq!(thirds, own.iter().map(|number| number % 3 == 0).collect::<Vec<_>>());
+            net.forward(x, &[])
+        })?;
+        let gradients = parallel.backward(&error(out, x))?;
+        parallel.step(&mut optimizer, 0.05, gradients)?;
+    }
+    let distance = distance(&floats(&parallel.model().valid()), &reference("plain"));
+    assert!(distance < 1e-4, "gathered: {distance:e} away");
+    let transfers = parallel.transfers();
+    assert_eq!(transfers.scatter.bytes, bytes);
+    assert_eq!(transfers.gather.bytes, STEPS * 2 * ROWS * WIDTH * 4);
+    assert_eq!(transfers.total().host_bytes, 0);
+    assert_eq!(calls(&first) + 1, 2 * STEPS);
+    // After a failure nothing is copied any more.
+    first.device().abort(phalanx::Error::aborted("the test ends it"));
+    let (x, _) = samples(0, count);
+    let failed = parallel.forward(x, |net, x| net.forward(x, &[])).unwrap_err().to_string();
+    assert!(failed.contains("the test ends it"), "{failed}");
+    assert_eq!(parallel.transfers().scatter.bytes, bytes);
+    Ok(())
+}
+
+/// They go through the host's memory.
+fn inputs_of_another_device(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let mut towers = TowerGradients::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let x = samples(0, RANKS * ROWS).0.to_device(&Device::flex().autodiff());
+    let (loss, _) = towers.backward(x, |net, x| net.loss_of(x.to_device(&net.first.val().device()), &[]))?;
+    assert!(loss.is_finite());
+    let transfers = towers.transfers();
+    assert_eq!(transfers.scatter.host_bytes, ROWS * WIDTH * 4);
+    assert_eq!(transfers.total().host_bytes, transfers.scatter.bytes);
     Ok(())
 }
 
@@ -866,9 +1011,157 @@ fn nccl_averages_while_backward_goes_on() {
     check_overlap(&path, "gradient queued");
 }
 
+/// A hook of the program's own.
+struct Own;
+
+impl CommHook for Own {
+    fn describe(&self) -> String {
+        "of the test".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        group.all_reduce_async(bucket.buffer, ReduceOp::Avg).map(Pending::new)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// Sends gradients as f16, and counts steps.
+#[derive(Default)]
+struct Halves(Arc<AtomicU64>);
+
+impl DeviceHook for Halves {
+    fn describe(&self) -> String {
+        "halves".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+        let whole = bucket.buffer();
+        let mut end = 0;
+        for place in bucket.gradients() {
+            assert_eq!(place.elements.len(), place.shape.iter().product::<usize>());
+            assert!(place.elements.start >= end);
+            end = place.elements.end;
+        }
+        assert!(end <= whole.dims()[0] && bucket.world_size().count() == RANKS);
+        self.0.fetch_add(u64::from(bucket.is_last()), Ordering::Relaxed);
+        Ok((whole.cast(FloatDType::F16), ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        Ok(combined.cast(FloatDType::F32))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default().number("steps", self.0.load(Ordering::Relaxed)))
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        self.0.store(state.get("steps")?, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn own_hook_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::open(folder.path(), group)?;
+    let make = || {
+        let group = DeviceGroup::new(group.split(Some(0), 0)?.unwrap(), cuda)?;
+        let mut state = TrainState::new(Net::new(), sgd(), 0u32)?.with_nccl(&group)?;
+        let hook = Halves::default();
+        let steps = hook.0.clone();
+        state.model.register_device_hook(hook)?;
+        Ok::<_, phalanx::Error>((state, steps))
+    };
+    let (mut state, _) = make()?;
+    for _ in 0..3 {
+        let loss = state.model.forward(|net| net.loss(0, &[]))?;
+        let gradients = state.model.backward(&loss)?;
+        state.step(0.05, gradients)?;
+    }
+    state.checkpoint(&checkpoints)?;
+    checkpoints.finish()?;
+    let (mut state, steps) = make()?;
+    assert!(state.resume(&checkpoints)?);
+    assert_eq!(steps.load(Ordering::Relaxed), 3);
+    // Another hook takes its place.
+    state.model.register_comm_hook(AllReduce)?;
+    let loss = state.model.forward(|net| net.loss(0, &[]))?;
+    drop(state.model.backward(&loss)?);
+    assert_eq!(steps.load(Ordering::Relaxed), 3);
+    Ok(())
+}
+
+/// Sends what the first makes of a bucket, and makes averages by the second.
+struct Sends(fn(Tensor<1>) -> (Tensor<1>, ReduceOp), fn(Tensor<1>) -> Tensor<1>);
+
+impl DeviceHook for Sends {
+    fn describe(&self) -> String {
+        "sends".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+        Ok((self.0)(bucket.buffer()))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        Ok((self.1)(combined))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// A step with such a hook.
+fn step_with(group: &DeviceGroup, hook: Sends) -> Result<()> {
+    let mut ddp = Ddp::with_nccl(Net::new(), group, options())?;
+    ddp.register_device_hook(hook)?;
+    // An error of one rank's ends the calls of the other.
+    let _met = group.host().barrier();
+    let loss = ddp.forward(|net| net.loss(0, &[]))?;
+    ddp.backward(&loss).map(drop)
+}
+
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 6] = [
+    let cases: [(&str, Call); 11] = [
+        ("register_device_hook(halves)", |group| {
+            let mut on_host = Ddp::with_options(Net::new(), group.host(), options())?;
+            on_host.register_device_hook(Halves::default())
+        }),
+        ("combines by max", |group| {
+            step_with(group, Sends(|whole| (whole, ReduceOp::Max), |averages| averages))
+        }),
+        ("the communication hook sends", |group| {
+            let send = |whole: Tensor<1>| (whole.to_device(&Device::flex()), ReduceOp::Avg);
+            step_with(group, Sends(send, |averages| averages))
+        }),
+        ("the communication hook receives 1 x F32", |group| {
+            step_with(group, Sends(|whole| (whole, ReduceOp::Avg), |averages| averages.narrow(0, 0, 1)))
+        }),
         ("TrainState::sharing after with_nccl", |group| {
             TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.sharing(group.host()).map(drop)
         }),
@@ -880,8 +1173,12 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
             true => Ddp::with_nccl(Net::new(), group, options()).map(drop),
             false => Ddp::with_options(Net::new(), group.host(), options()).map(drop),
         }),
-        ("register_comm_hook", |group| {
-            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(AllReduce)
+        ("register_comm_hook(of the test): NCCL averages", |group| {
+            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(Own)
+        }),
+        ("register_comm_hook(local sgd after 1 steps, in subgroups: true): NCCL averages", |group| {
+            let hook = PostLocalSgd::new(1).subgroup(group.host().clone());
+            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(hook)
         }),
         ("ZeroRedundancyOptimizer::new", |group| {
             ZeroRedundancyOptimizer::new(sgd(), &mut Ddp::with_nccl(Net::new(), group, options())?).map(drop)

@@ -17,7 +17,7 @@ impl Reducer {
     /// gives that buffer back when they are.
     ///
     /// What needs the bytes is an error: [`ready`](Self::ready), [`gradient`](Self::gradient) and their relatives,
-    /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook), but for [compression](CommHook::compress) and [approximation](CommHook::approximate); and, unless `hook` [keeps](CommHook::keeps_gradients) the
+    /// [`shard`](Self::shard) and [`register_hook`](Self::register_hook), but for what `hook` can [act as](CommHook::act_as) and hooks that work [there](CommHook::is_elsewhere); and, unless `hook` [keeps](CommHook::keeps_gradients) the
     /// gradients, [`keep_gradients`](Self::keep_gradients) and [`regrouped`](Self::regrouped).
     ///
     /// With [`find_unused_parameters`](ReducerOptions::find_unused_parameters) or [`static_graph`](ReducerOptions::static_graph) a bucket may have

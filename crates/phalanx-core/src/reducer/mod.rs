@@ -203,21 +203,29 @@ impl Reducer {
         self.state.accepts_unused()
     }
 
-    /// From the next step on `hook` averages the buckets; or, where gradients lie [elsewhere](Self::elsewhere), they are
-    /// [compressed](CommHook::compresses_to), or [approximated](CommHook::low_rank), there as `hook` does it. All ranks call it together.
+    /// From the next step on `hook` averages the buckets; or, where gradients lie [elsewhere](Self::elsewhere), what averages them does there
+    /// what the [built-in](CommHook::built_in) `hook` does, or `hook` itself if it works [there](CommHook::is_elsewhere). All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if the ranks' hooks or their settings differ; where gradients lie elsewhere, if `hook` does anything else.
+    /// On every rank, if the ranks' hooks or their settings differ; if `hook` cannot average gradients where they lie.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
-        if self.elsewhere && !self.takes_over(&*hook)? {
-            return self.check_here("register_hook");
+        let replaces = hook.is_elsewhere() == self.elsewhere;
+        if !replaces && !self.elsewhere {
+            return Err(Error::invalid_argument(format!(
+                "register_hook({}): it averages gradients elsewhere, and they are in the memory of this process",
+                hook.describe()
+            ))
+            .with_remedy("register it where gradients are averaged where they lie"));
+        }
+        if !replaces && !self.takes_over(&*hook)? {
+            return self.check_here(&format!("register_hook({})", hook.describe()));
         }
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
-        if !self.elsewhere {
+        if replaces {
             self.hook = hook;
         }
         Ok(())
@@ -225,11 +233,7 @@ impl Reducer {
 
     /// Has what averages gradients elsewhere do what `hook` does; false if it cannot.
     fn takes_over(&mut self, hook: &dyn CommHook) -> Result<bool> {
-        match (hook.compresses_to(), hook.low_rank()) {
-            (Some(dtype), _) => Ok(self.hook.compress(dtype)),
-            (None, Some(options)) => self.hook.approximate(options),
-            (None, None) => Ok(false),
-        }
+        hook.built_in().map_or(Ok(false), |hook| self.hook.act_as(hook))
     }
 
     /// What the hook keeps from step to step, for a checkpoint.

@@ -6,7 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::spares::Spares;
-use super::{AllReduce, CommHook, GradBucket, HookState, Pending};
+use super::{AllReduce, BuiltInHook, CommHook, GradBucket, HookState, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -95,8 +95,8 @@ impl CommHook for Compressed {
         state.nothing()
     }
 
-    fn compresses_to(&self) -> Option<DType> {
-        Some(self.dtype)
+    fn built_in(&self) -> Option<BuiltInHook> {
+        Some(BuiltInHook::Compressed(self.dtype))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{AllReduce, CommHook, GradBucket, HookState, Pending};
+use super::{AllReduce, BuiltInHook, CommHook, GradBucket, HookState, Pending};
 use crate::error::Result;
 use crate::group::Communicator;
 use crate::rank::Rank;
@@ -63,5 +63,10 @@ impl CommHook for PostLocalSgd {
     fn load(&mut self, state: HookState) -> Result<()> {
         self.step = state.get("step")?;
         Ok(())
+    }
+
+    fn built_in(&self) -> Option<BuiltInHook> {
+        // A smaller group of the hosts has no way to gradients that lie elsewhere.
+        self.subgroup.is_none().then_some(BuiltInHook::PostLocalSgd { start: self.start })
     }
 }

@@ -126,33 +126,25 @@ pub trait CommHook: Send {
         false
     }
 
-    /// The type in which it sends f32 gradients, if all that it does is what [`Compressed`] does: where gradients lie
+    /// Which of the hooks here it is, with its settings, if all that it does is what that does: where gradients lie
     /// [elsewhere](super::Reducer::elsewhere), what averages them does the same there. None by default.
-    fn compresses_to(&self) -> Option<DType> {
+    fn built_in(&self) -> Option<BuiltInHook> {
         None
     }
 
-    /// Where gradients lie [elsewhere](super::Reducer::elsewhere): sends f32 gradients in this type from the next step on, as [`Compressed`]
-    /// does. False if it cannot, and then it changes nothing; so it is by default.
-    fn compress(&mut self, dtype: DType) -> bool {
-        let _ = dtype;
-        false
-    }
-
-    /// The settings of [`PowerSgd`], if all that it does is what that does: where gradients lie [elsewhere](super::Reducer::elsewhere), what averages them
-    /// does the same there. None by default.
-    fn low_rank(&self) -> Option<PowerSgdOptions> {
-        None
-    }
-
-    /// Where gradients lie [elsewhere](super::Reducer::elsewhere): sends f32 gradients as [`PowerSgd`] with these settings from the next step on.
-    /// False if it cannot, and then it changes nothing; so it is by default.
+    /// Where gradients lie [elsewhere](super::Reducer::elsewhere): does what `hook` does from the next step on. False if it cannot, and then it
+    /// changes nothing; so it is by default.
     ///
     /// # Errors
     /// If it could, but not with these settings, or not now.
-    fn approximate(&mut self, options: PowerSgdOptions) -> Result<bool> {
-        let _ = options;
+    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
+        let _ = hook;
         Ok(false)
+    }
+
+    /// Whether it averages gradients that lie [elsewhere](super::Reducer::elsewhere), where they lie. False by default.
+    fn is_elsewhere(&self) -> bool {
+        false
     }
 
     /// Where gradients lie [elsewhere](super::Reducer::elsewhere): whether it keeps those of a bucket that [says so](GradBucket::keeps), and
@@ -160,6 +152,23 @@ pub trait CommHook: Send {
     fn keeps_gradients(&self) -> bool {
         false
     }
+}
+
+/// A hook that has a form for gradients that lie [elsewhere](super::Reducer::elsewhere), with its settings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[doc(alias = "BuiltinCommHookType")]
+pub enum BuiltInHook {
+    /// [`AllReduce`].
+    AllReduce,
+    /// [`Compressed`], to this type.
+    Compressed(DType),
+    /// [`PowerSgd`].
+    PowerSgd(PowerSgdOptions),
+    /// [`PostLocalSgd`] without a smaller group.
+    PostLocalSgd {
+        /// In so many steps gradients are averaged.
+        start: u64,
+    },
 }
 
 /// A bucket with all its gradients.
@@ -325,5 +334,9 @@ impl CommHook for AllReduce {
 
     fn accepts_weights(&self) -> bool {
         true
+    }
+
+    fn built_in(&self) -> Option<BuiltInHook> {
+        Some(BuiltInHook::AllReduce)
     }
 }

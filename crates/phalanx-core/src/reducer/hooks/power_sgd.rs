@@ -8,7 +8,7 @@ use rand_mt::Mt;
 
 use super::linear::{dot, orthogonalize, outer, times, transposed_times};
 use super::spares::Spares;
-use super::{AllReduce, CommHook, GradBucket, GradientPlace, HookState, Pending};
+use super::{AllReduce, BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending};
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -85,7 +85,7 @@ impl PowerSgdOptions {
         self
     }
 
-    /// Whether gradients of a step are compressed, after so many others. For what does it [where gradients lie](CommHook::low_rank), as all that
+    /// Whether gradients of a step are compressed, after so many others. For what does it [where gradients lie](CommHook::built_in), as all that
     /// follows.
     pub fn compresses_at(&self, steps: u64) -> bool {
         steps >= self.start_iter
@@ -280,8 +280,8 @@ impl CommHook for PowerSgd {
         }))
     }
 
-    fn low_rank(&self) -> Option<PowerSgdOptions> {
-        Some(self.options)
+    fn built_in(&self) -> Option<BuiltInHook> {
+        Some(BuiltInHook::PowerSgd(self.options))
     }
 
     /// Factors and losses begin anew, and the step is the root's.

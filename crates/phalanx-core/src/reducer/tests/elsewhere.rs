@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::*;
 use crate::group::GroupHandle;
-use crate::reducer::hooks::{Compressed, GradBucket, Pending};
+use crate::reducer::hooks::{BuiltInHook, Compressed, GradBucket, Pending, PostLocalSgd};
 
 /// The memory that the reducer does not see, by parameter.
 type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
@@ -160,7 +160,8 @@ fn ranks_count_by_their_weights_where_gradients_lie() {
 /// The device's calls match whatever kind of step a rank begins.
 struct OnDevice {
     name: &'static str,
-    compresses_to: Option<DType>,
+    built_in: Option<BuiltInHook>,
+    is_elsewhere: bool,
 }
 
 impl CommHook for OnDevice {
@@ -188,17 +189,21 @@ impl CommHook for OnDevice {
         true
     }
 
-    fn compresses_to(&self) -> Option<DType> {
-        self.compresses_to
+    fn built_in(&self) -> Option<BuiltInHook> {
+        self.built_in
     }
 
-    fn compress(&mut self, dtype: DType) -> bool {
-        dtype == DType::F16
+    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
+        Ok(hook == BuiltInHook::Compressed(DType::F16))
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        self.is_elsewhere
     }
 }
 
 fn on_device(group: Arc<FakeGroup>) -> Reducer {
-    let hook = Box::new(OnDevice { name: "a device", compresses_to: None });
+    let hook = Box::new(OnDevice { name: "a device", built_in: None, is_elsewhere: true });
     Reducer::elsewhere(group, parameters(&[4]), ReducerOptions::default(), hook).unwrap()
 }
 
@@ -235,13 +240,57 @@ fn a_hook_that_only_compresses_is_taken_where_gradients_lie_if_that_is_possible_
     let errors = run(2, |group| {
         let hook: Box<dyn CommHook> = match group.rank().is_main() {
             true => Box::new(Compressed::f16()),
-            false => Box::new(OnDevice { name: "another", compresses_to: Some(DType::F16) }),
+            false => {
+                let built_in = Some(BuiltInHook::Compressed(DType::F16));
+                Box::new(OnDevice { name: "another", built_in, is_elsewhere: false })
+            }
         };
         on_device(group).register_hook(hook).unwrap_err().to_string()
     });
     for error in errors {
         assert!(error.contains("compressed to f16") && error.contains("another"), "{error}");
     }
+}
+
+#[test]
+fn each_hook_of_the_host_is_named_by_what_cannot_act_as_it() {
+    type Make = fn(Arc<FakeGroup>) -> Box<dyn CommHook>;
+    let hooks: [(&str, Make); 4] = [
+        ("all_reduce", |_| Box::new(AllReduce)),
+        ("compressed to bf16", |_| Box::new(Compressed::bf16())),
+        ("local sgd after 3 steps, in subgroups: false", |_| Box::new(PostLocalSgd::new(3))),
+        ("local sgd after 3 steps, in subgroups: true", |group| {
+            Box::new(PostLocalSgd::new(3).subgroup(Metered::new(group)))
+        }),
+    ];
+    for (name, hook) in hooks {
+        run(1, |group| {
+            let error = on_device(group.clone()).register_hook(hook(group)).unwrap_err().to_string();
+            assert!(error.contains(&format!("register_hook({name})")), "{error}");
+        });
+    }
+    // A smaller group of the hosts cannot average on a device.
+    run(1, |group| {
+        assert!(PostLocalSgd::new(3).subgroup(Metered::new(group)).built_in().is_none());
+        assert_eq!(PostLocalSgd::new(3).built_in(), Some(BuiltInHook::PostLocalSgd { start: 3 }));
+    });
+}
+
+#[test]
+fn a_hook_that_works_where_gradients_lie_takes_the_place_of_the_first_one_there_and_nowhere_else() {
+    let hook = || Box::new(OnDevice { name: "of the program", built_in: None, is_elsewhere: true });
+    run(2, |group| {
+        let mut reducer = on_device(group);
+        reducer.register_hook(hook()).unwrap();
+        // That one cannot act as another.
+        let error = reducer.register_hook(Box::new(AllReduce)).unwrap_err().to_string();
+        assert!(error.contains("where they lie, by of the program"), "{error}");
+    });
+    run(1, |group| {
+        let mut here = Reducer::new(group, parameters(&[4]), ReducerOptions::default()).unwrap();
+        let error = here.register_hook(hook()).unwrap_err().to_string();
+        assert!(error.contains("register_hook(of the program)"), "{error}");
+    });
 }
 
 #[test]
