@@ -9,6 +9,7 @@
 //! line/<n>      how many have found place n taken
 //! base          the index of the first entry that still counts                   (in a log that is compacted)
 //! state/<base>  the state after all entries before that one, with a MAC as well  (the same)
+//! state/<base>/<part>  a part of it, if it is long                               (the same)
 //! trimmed       entries before this one have been removed, but for the first     (the same)
 //! ```
 //!

@@ -1,6 +1,7 @@
 //! The threads of a process that takes part in a log.
 
 use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -250,8 +251,20 @@ fn beat<M: Machine>(
     }
     let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    // They exist: a process sends a heartbeat before it joins.
-    let beats = log.store.multi_get(&keys, deadline)?;
+    // They exist: a process sends a heartbeat before it joins, and its key is removed long after it has left. If this process has not read
+    // that yet, it waits until it has, and looks again after the next heartbeat.
+    let mut is_over = false;
+    let mut go_on = || {
+        let view = replica.view();
+        let watched: BTreeSet<M::Id> = view.state.watched_by(id).into_iter().collect();
+        let is_there = |other: &M::Id| watched.contains(other) || view.state.is_present(*other);
+        is_over = view.is_closing() || !others.iter().all(is_there);
+        if is_over { Err(Error::aborted("one of those that are watched has left")) } else { Ok(()) }
+    };
+    let beats = match log.store.set_and_get(&[], &keys, deadline, &mut go_on) {
+        Err(_) if is_over => return Ok(()),
+        beats => beats?,
+    };
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
     for (other, absence) in liveness.observe(beats, Instant::now()) {
         log.append(&M::absent(other, id, absence), deadline)?;
@@ -265,13 +278,13 @@ pub(super) struct Caretaker<M> {
     hold: Duration,
     /// A state that is held, the index of the next entry, and since when.
     held: Option<(M, u64, Instant)>,
-    /// Before this index all can be removed, if it has not been yet.
-    trim_to: u64,
+    /// Before this index all can be removed, if it has not been yet. The log has led to the state there, or later.
+    trim_to: Option<(M, u64)>,
 }
 
 impl<M: Machine> Caretaker<M> {
     pub(super) fn new(hold: Duration) -> Self {
-        Self { hold, held: None, trim_to: 0 }
+        Self { hold, held: None, trim_to: None }
     }
 
     /// Compacts the log, and calls `tidy`, if this process is to.
@@ -296,11 +309,11 @@ impl<M: Machine> Caretaker<M> {
             let checkpoint = replica.take_checkpoint();
             self.held = checkpoint.map(|(state, index)| (state, index, Instant::now()));
         }
-        if let Some((state, index, since)) = &self.held
+        if let Some((held, index, since)) = &self.held
             && since.elapsed() >= self.hold
         {
-            match log.replace_entries(state, *index, deadline) {
-                Ok(end) => (self.trim_to, self.held) = (end, None),
+            match log.replace_entries(held, *index, deadline) {
+                Ok(end) => self.trim_to = self.held.take().map(|(held, ..)| (held, end)),
                 // The next call tries it again.
                 Err(error) if error.is_timeout() => return Err(error),
                 Err(error) => {
@@ -313,9 +326,9 @@ impl<M: Machine> Caretaker<M> {
             }
         }
         // On a slow network the time may be up before all is removed. The next call goes on.
-        if self.trim_to > 0 {
-            log.trim(self.trim_to, deadline)?;
-            self.trim_to = 0;
+        if let Some((held, end)) = &self.trim_to {
+            log.trim(held, *end, deadline)?;
+            self.trim_to = None;
         }
         tidy(&state, deadline)
     }
