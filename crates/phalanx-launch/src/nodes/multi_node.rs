@@ -340,6 +340,15 @@ impl<'a> MultiNode<'a> {
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy(remedy);
         }
+        if self.view.state.running().is_some() {
+            let nodes = self.view.state.present().count() - self.view.state.waiting().len();
+            let cause = format!(
+                "the {nodes} nodes of the round that runs have gone on without this node, which has waited {waited:.0} s for a place"
+            );
+            return Error::timeout(cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy("it gets one when a node leaves: --rdzv-conf join_timeout=.. waits longer");
+        }
         let hosts: Vec<&str> = self.view.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(
             "{} of at least {} nodes have come within {waited:.0} s",
@@ -522,6 +531,8 @@ fn outcome_of(cause: &Cause) -> Outcome {
 mod tests {
     use std::sync::Arc;
 
+    use phalanx_proto::wire::control::ProcessId;
+
     use super::*;
     use crate::cluster::Hosting;
     use crate::deadline::Deadline;
@@ -529,39 +540,74 @@ mod tests {
     use crate::refusals::Refused;
     use crate::store::{PrefixStore, SharedStore, Store, TcpStore};
 
+    const SETTINGS: Settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+
+    /// The other launchers of a job of two nodes, and their store.
+    struct Others {
+        server: TcpStoreServer,
+        store: SharedStore,
+        log: Log<MembershipState>,
+        limit: Deadline,
+    }
+
+    impl Others {
+        fn new() -> Self {
+            let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+            let limit = Deadline::after(Duration::from_secs(60));
+            let store = TcpStore::connect(server.local_addr(), limit).unwrap();
+            let store: SharedStore = Arc::new(PrefixStore::new("phalanx/launch/test", Arc::new(store)));
+            let log = Log::new(Arc::clone(&store), Mac::none());
+            Self { server, store, log, limit }
+        }
+
+        fn join(&self, id: u64, host: &str, node_rank: u32, process: Option<ProcessId>) {
+            let (id, host, serves_store) = (NodeId(id), host.to_owned(), node_rank == 0);
+            let node = Node { id, host, workers: 1, node_rank: Some(node_rank), serves_store, process };
+            self.store.add(&id.heartbeat_key(), 1, self.limit).unwrap();
+            self.log.append(&Entry::Join { node, settings: SETTINGS }, self.limit).unwrap();
+        }
+
+        /// What this node is told of them. None of them is missed.
+        fn cluster(&self) -> Cluster {
+            let cluster = Cluster::new(2, 2, "127.0.0.1", self.server.local_addr().port()).unwrap();
+            cluster.keep_alive(Duration::from_secs(1), Some(3600)).hosting(Hosting::Connect)
+        }
+    }
+
+    #[test]
+    fn a_node_for_which_there_is_no_room_is_told_so() {
+        let others = Others::new();
+        others.join(1, "elsewhere", 0, None);
+        others.join(2, "further", 1, None);
+        let (cluster, refused) = (others.cluster(), Refused::new().unwrap());
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        while !node.view.state.is_present(node.me) {
+            assert!(!others.limit.has_passed(), "it has not joined");
+            node.take_news();
+            node.check().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = node.too_few(Instant::now());
+        assert!(
+            error.is_timeout() && error.to_string().contains("the 2 nodes of the round that runs"),
+            "{error}"
+        );
+    }
+
     /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.
     #[test]
     fn a_replacement_that_is_given_up_at_once_is_told_so() {
-        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
-        let (address, limit) = (server.local_addr(), Deadline::after(Duration::from_secs(60)));
-        let store = TcpStore::connect(address, limit).unwrap();
-        let store: SharedStore = Arc::new(PrefixStore::new("phalanx/launch/test", Arc::new(store)));
-        let log = Log::<MembershipState>::new(Arc::clone(&store), Mac::none());
-        let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
-        let join = |id, host: &str, node_rank, process| {
-            let (id, host) = (NodeId(id), host.to_owned());
-            let node = Node {
-                id,
-                host,
-                workers: 1,
-                node_rank: Some(node_rank),
-                serves_store: node_rank == 0,
-                process,
-            };
-            store.add(&id.heartbeat_key(), 1, limit).unwrap();
-            log.append(&Entry::Join { node, settings }, limit).unwrap();
-        };
-        join(1, "elsewhere", 0, None);
+        let others = Others::new();
+        let (log, limit) = (&others.log, others.limit);
+        others.join(1, "elsewhere", 0, None);
         // A process that had the number of this one is gone.
         let gone = process::own().map(|mut process| {
             process.started += 1;
             process
         });
-        join(2, &host::name(), 1, gone);
-        let cluster = Cluster::new(2, 2, "127.0.0.1", address.port()).unwrap();
-        // Nobody is missed here.
-        let cluster = cluster.keep_alive(Duration::from_secs(1), Some(3600));
-        let cluster = cluster.hosting(Hosting::Connect).node_rank(1);
+        others.join(2, &host::name(), 1, gone);
+        let cluster = others.cluster().node_rank(1);
         let job = Job::new("unused", WorldSize::new(1).unwrap());
         let refused = Refused::new().unwrap();
         let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
