@@ -14,6 +14,10 @@ use phalanx_proto::log::liveness::Liveness;
 /// How long the reader waits for one entry before it asks for it anew.
 const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 
+/// A call that waits for a store ends soon after its deadline. If this process, or the whole machine, stood still meanwhile, as after SIGSTOP, it
+/// ends later than by so much.
+pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
+
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
 pub struct Heartbeats {
@@ -73,7 +77,7 @@ impl<M: Machine> Participant<M> {
     /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
     /// process expect to find.
     pub fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
-        self.log.store.add(heartbeat_key, 1, deadline).map(drop)
+        awake(deadline, |deadline| self.log.store.add(heartbeat_key, 1, deadline).map(drop))
     }
 
     /// The second half of [`join`](Self::join).
@@ -100,8 +104,9 @@ impl<M: Machine> Participant<M> {
         self.spawn("phalanx-log-out", move |log, replica| watch(log, replica, heartbeats, &tidy))
     }
 
+    /// Appends `entry`, and repeats that until it is certainly in the log. The entry may then be in the log twice.
     pub fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
-        self.log.append(entry, deadline)
+        awake(deadline, |deadline| self.log.append(entry, deadline))
     }
 
     /// Compacts the log now, also if another process is to.
@@ -196,6 +201,20 @@ fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
     (view.next >= index).then_some(view.next)
 }
 
+/// Asks until `deadline`, and once more, for as long, if this process stood still meanwhile: then it knows nothing of the store.
+fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+    let timeout = deadline.remaining();
+    match ask(deadline) {
+        Err(error) if stood_still(&error, deadline) => ask(Deadline::after(timeout)),
+        answer => answer,
+    }
+}
+
+/// Whether the time was up because this process stood still. The store may have answered long ago.
+pub fn stood_still(error: &Error, deadline: Deadline) -> bool {
+    error.is_timeout() && Instant::now() > deadline.instant() + STANDSTILL_LIMIT
+}
+
 /// The thread that sends heartbeats and watches those of others.
 fn watch<M: Machine>(
     log: &Log<M>,
@@ -207,7 +226,12 @@ fn watch<M: Machine>(
     let mut task = Caretaker::new(heartbeats.silence);
     loop {
         let next = Instant::now() + heartbeats.interval;
-        match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
+        let deadline = Deadline::after(heartbeats.silence);
+        match beat(log, replica, &mut liveness, deadline) {
+            // It asks again at once. If it was given up meanwhile, it reads that.
+            Err(error) if stood_still(&error, deadline) => {
+                tracing::debug!(%error, "this {} stood still", M::PROCESS);
+            }
             Err(error) if heartbeats.must_be_answered => return replica.lose(error),
             Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),
             Ok(()) => {}

@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::compaction::{IN_PARTS, Looks, PART, answer, state_key};
-use super::participant::Caretaker;
+use super::participant::{Caretaker, STANDSTILL_LIMIT};
 use super::*;
 use crate::store::{MemoryStore, Store};
 
@@ -115,6 +115,8 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
+    /// Whoever writes next stands still until its time has been up for long.
+    Stopped,
 }
 
 impl Faulty {
@@ -139,6 +141,11 @@ impl Faulty {
 
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
         let mut fault = self.fault.lock();
+        if fault.take_if(|fault| *fault == Fault::Stopped).is_some() {
+            drop(fault);
+            thread::sleep(deadline.remaining() + STANDSTILL_LIMIT + STANDSTILL_LIMIT / 5);
+            return Err(Error::timeout("the process was stopped"));
+        }
         while let Some(Fault::Silent { was_asked }) = &mut *fault {
             *was_asked = true;
             self.changed.notify_all();
@@ -880,6 +887,36 @@ fn a_store_that_fails_is_lost_and_no_thread_stays() {
         member.close();
         assert_eq!(threads.strong_count(), 0);
     }
+}
+
+#[test]
+fn whoever_stood_still_does_not_take_its_store_for_lost() {
+    let faulty = Arc::new(Faulty::default());
+    let store = Arc::clone(&faulty) as SharedStore;
+    let (mut member, _) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    faulty.set_fault(Some(Fault::Stopped));
+    member.append(&Entry::Word(1), Deadline::after(HEARTBEATS.silence)).unwrap();
+    wait_for(member.replica(), |view| view.state.words == [1]);
+    // An entry by which a process joins is not written again: it may have been read, and its author missed since.
+    faulty.set_fault(Some(Fault::Stopped));
+    let deadline = Deadline::after(HEARTBEATS.silence);
+    let error = member.enter(2, "beat/2".to_owned(), &Entry::Join(2), deadline).unwrap_err();
+    assert!(stood_still(&error, deadline) && !stood_still(&error, Deadline::now()), "{error}");
+    assert!(member.join(3, "beat/3".to_owned(), &Entry::Join(3), limit()).unwrap());
+    member.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+    faulty.set_fault(Some(Fault::Stopped));
+    let limit = limit();
+    let wait_until = |what: &dyn Fn() -> bool| {
+        while !what() {
+            assert!(!limit.has_passed() && member.replica().view().lost.is_none());
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    wait_until(&|| faulty.fault.lock().is_none());
+    let beats = || store.get("beat/3", limit).unwrap();
+    let before = beats();
+    wait_until(&|| beats() != before);
 }
 
 #[test]

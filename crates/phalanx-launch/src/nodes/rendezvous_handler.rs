@@ -29,7 +29,7 @@ use crate::error::{Error, Kind, Result};
 use crate::interfaces::is_every_hosts;
 use crate::interfaces::{inner_bridges, is_own};
 use crate::key::JobKey;
-use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View, stood_still};
 use crate::notice::while_waiting;
 use crate::own_address::own_address;
 use crate::poll::{drain, wake_pipe};
@@ -265,8 +265,11 @@ impl Thread {
     ) -> Result<()> {
         let (id, deadline) = (node.id, Deadline::after(self.cluster.silence()));
         let join = Entry::Join { node, settings };
-        let is_in = participant.enter(id, id.heartbeat_key(), &join, deadline)?;
-        if is_in { Ok(()) } else { Err(stopped_while_joining()) }
+        match participant.enter(id, id.heartbeat_key(), &join, deadline) {
+            Ok(true) => Ok(()),
+            Err(error) if !stood_still(&error, deadline) => Err(error),
+            Ok(false) | Err(_) => Err(stopped_while_joining()),
+        }
     }
 
     /// Whoever stood still, and was given up, has sent heartbeats until it read that, also where its key had been removed meanwhile.
