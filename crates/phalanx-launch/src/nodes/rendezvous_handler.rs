@@ -276,7 +276,9 @@ impl Thread {
     fn remove_key_of_given_up(&self, store: &dyn Store) {
         let key = {
             let view = self.replica.view();
-            let id = view.id().filter(|_| view.lost.is_none() && view.is_given_up());
+            // When the job is over nobody is there any more, and the store ends with it.
+            let goes_on = view.lost.is_none() && view.state.job_end().is_none();
+            let id = view.id().filter(|_| goes_on && view.is_given_up());
             id.map(NodeId::heartbeat_key)
         };
         if let Some(key) = key {
