@@ -428,7 +428,7 @@ fn whoever_counts_itself_where_the_line_was_removed_leaves_nothing_for_long() {
     reader.compact();
     // It had found the place taken before.
     store.add(&line_key(5), 1, limit()).unwrap();
-    (STRIDE..2 * STRIDE).for_each(|word| drop(log.try_append(&Entry::Word(word as u32), limit()).unwrap()));
+    (STRIDE..2 * STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
     reader.read_up_to(2 * STRIDE);
     reader.compact();
     assert!(!store.check(&[&line_key(5)], limit()).unwrap());
@@ -444,7 +444,7 @@ fn those_who_come_and_go_without_end_leave_no_keys_and_those_who_are_there_keep_
         end += 1;
         end
     };
-    let announce = |id: u32| drop(store.add(&format!("beat/{id}"), 1, limit()).unwrap());
+    let announce = |id: u32| assert_eq!(store.add(&format!("beat/{id}"), 1, limit()).unwrap(), 1);
     let compact = |end: u64| {
         reader.read_up_to(end);
         if let Some((state, index)) = reader.replica.take_checkpoint() {
