@@ -538,7 +538,7 @@ mod tests {
     use crate::deadline::Deadline;
     use crate::log::{Log, Mac, Read};
     use crate::refusals::Refused;
-    use crate::store::{PrefixStore, SharedStore, Store, TcpStore};
+    use crate::store::{PrefixStore, SharedStore, TcpStore};
 
     const SETTINGS: Settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
 
