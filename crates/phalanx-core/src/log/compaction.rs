@@ -13,18 +13,32 @@
 //! in the same request. If `base` had passed the entry's index before, the entry was written where another one was removed: nobody has read
 //! it, and the writer tries a later place. If `base` has passed it afterwards alone, the writer cannot know whether another process has read it.
 //!
+//! With the entries go the keys that belong to them:
+//!
+//! * The lines. A writer that found a place taken, and was slow then, may count itself in the line after that has been removed. So a line is
+//!   removed once more, 64 entries later.
+//! * The keys of heartbeats of those that have left, if nobody uses them again (`heartbeats_of`). Whoever is named by an entry
+//!   that is removed, and is not in the state that has taken its place, had left before that state, which is as old as a silence: those who
+//!   are still counted have read that, and watch that process no more. One that has not read it waits for the key, which is not there, until it has read on
+//!   (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over
+//!   finds what is left to remove in the entries that are left.
+//!
+//! A store takes values of a limited size: etcd, unless it is told otherwise, requests of 1.5 MiB, which the state of some 10,000 nodes exceeds. So a
+//! longer state is in several values, which are there before the key of the state is, and that before `base`.
+//!
 //! Entry 0 stays. A process of a version that does not know `base` finds it, and is told that the versions differ. If the entry were gone, that
 //! process would write its own there, and be alone in a job of its own. And a newcomer that asks for entry 0 without a look at `base` first has
 //! its answer at once.
 //!
 //! So the store of a job that loses nodes or workers for weeks stays small, and whoever comes late reads little.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use phalanx_proto::log::mac::Verified;
 
-use super::{Fetched, Log, Machine, Turn, key, keyless, line_key};
+use super::{Fetched, Log, Machine, Read, Turn, key, keyless, line_key};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -34,6 +48,14 @@ pub(crate) const STRIDE: u64 = 64;
 pub(super) const BASE: &str = "base";
 /// What the base never is.
 pub(super) const NO_BASE: &[u8] = b"?";
+/// What no entry is.
+const NO_ENTRY: &[u8] = b"?";
+/// The longest part of a state.
+pub(super) const PART: usize = 1 << 20;
+/// The most parts of a state.
+const MAX_PARTS: u8 = 32;
+/// The first byte of what says how many parts a state has. No state has this version, and no MAC this mark.
+pub(super) const IN_PARTS: u8 = 0xfe;
 const TRIMMED: &str = "trimmed";
 /// How many entries are removed together, after which `trimmed` moves: the time may be up before all of them are.
 const MARK: u64 = 16;
@@ -59,8 +81,7 @@ impl<M: Machine> Log<M> {
                 true => Err(Error::timeout("the state has been removed")),
                 false => Ok(()),
             };
-            let found = self.store.set_and_get(&[], &[&state_key(index)], deadline, &mut go_on);
-            match found.map(|found| found.into_iter().next().unwrap_or_default()) {
+            match self.get_state(index, deadline, &mut go_on) {
                 // Removed between the wait for it and the answer: `base` has moved.
                 Ok(bytes) if bytes.is_empty() && !deadline.has_passed() => {}
                 Ok(bytes) => return Ok(((compaction.decode)(self.verified_state(index, &bytes)?)?, index)),
@@ -68,6 +89,55 @@ impl<M: Machine> Log<M> {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// The bytes of the state at `index`, from all its parts; none if it has just been removed.
+    fn get_state(
+        &self,
+        index: u64,
+        deadline: Deadline,
+        go_on: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<u8>> {
+        let mut get = |key: &str| -> Result<Vec<u8>> {
+            let found = self.store.set_and_get(&[], &[key], deadline, &mut *go_on)?;
+            Ok(found.into_iter().next().unwrap_or_default())
+        };
+        let first = get(&state_key(index))?;
+        if first.first() != Some(&IN_PARTS) {
+            return Ok(first);
+        }
+        let strange =
+            || Error::protocol(format!("the parts of the state in the {}s' log are not valid", M::PROCESS));
+        let &[_, count @ 1..=MAX_PARTS] = &first[..] else { return Err(strange()) };
+        let mut state = Vec::new();
+        for part in 0..count {
+            let bytes = get(&part_key(index, part))?;
+            if bytes.is_empty() {
+                return Ok(bytes);
+            }
+            if bytes.len() > PART {
+                return Err(strange());
+            }
+            state.extend(bytes);
+        }
+        Ok(state)
+    }
+
+    /// Writes the bytes of the state at `index`, in parts if they are many.
+    fn put_state(&self, index: u64, bytes: &[u8], deadline: Deadline) -> Result<()> {
+        if bytes.len() <= PART {
+            return self.store.set(&state_key(index), bytes, deadline);
+        }
+        let count = u8::try_from(bytes.len().div_ceil(PART)).ok().filter(|count| *count <= MAX_PARTS);
+        let Some(count) = count else {
+            let most = usize::from(MAX_PARTS) * PART;
+            let cause = format!("the state has {} bytes, and may have {most}", bytes.len());
+            return Err(Error::protocol(cause));
+        };
+        for (part, bytes) in (0..count).zip(bytes.chunks(PART)) {
+            self.store.set(&part_key(index, part), bytes, deadline)?;
+        }
+        self.store.set(&state_key(index), &[IN_PARTS, count], deadline)
     }
 
     /// The state that the caretaker has written. There is no other way to know what the removed entries said.
@@ -162,23 +232,24 @@ impl<M: Machine> Log<M> {
             return Ok(index);
         }
         let signed = self.mac.sign_state(index, &(compaction.encode)(state)?);
-        store.set(&state_key(index), &signed, deadline)?;
+        self.put_state(index, &signed, deadline)?;
         let new = index.to_string();
         let now = store.compare_set(BASE, old.to_string().as_bytes(), new.as_bytes(), deadline)?;
         if now != new.as_bytes() {
             // Another process was faster. If both wanted the same index, it is the same state.
             let now = number::<M>(&now)?;
             if now > index {
-                store.delete_key(&state_key(index), deadline)?;
+                let keys: Vec<String> = state_keys(index).collect();
+                store.delete_keys(&keys.iter().map(String::as_str).collect::<Vec<_>>(), deadline)?;
             }
             return Ok(now.min(index));
         }
         Ok(index)
     }
 
-    /// Removes what is before `end`, but for entry 0; the base is there, or further. What was done is noted: if the time is up before, the
-    /// next call goes on from there.
-    pub(super) fn trim(&self, end: u64, deadline: Deadline) -> Result<()> {
+    /// Removes what is before `end`, but for entry 0; the base is there, or further, and the log has led to `state` there, or later. What was
+    /// done is noted: if the time is up before, the next call goes on from there.
+    pub(super) fn trim(&self, state: &M, end: u64, deadline: Deadline) -> Result<()> {
         let store = &self.store;
         let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
         let mut noted = from;
@@ -186,8 +257,15 @@ impl<M: Machine> Log<M> {
             let mark = (noted + 1).next_multiple_of(MARK).min(end);
             let first = noted.max(1);
             let states = (first..mark).filter(|entry| entry.is_multiple_of(STRIDE));
+            let again = first.saturating_sub(STRIDE)..mark.saturating_sub(STRIDE);
             let entries = (first..mark).flat_map(|entry| [key(entry), line_key(entry)]);
-            let keys: Vec<String> = entries.chain(states.map(state_key)).collect();
+            let keys: Vec<String> = self
+                .heartbeats_of_gone(state, first..mark, deadline)?
+                .into_iter()
+                .chain(entries)
+                .chain(again.map(line_key))
+                .chain(states.flat_map(state_keys))
+                .collect();
             let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
             store.delete_keys(&keys, deadline)?;
             let (noted_text, mark_text) = (noted.to_string(), mark.to_string());
@@ -197,11 +275,28 @@ impl<M: Machine> Log<M> {
         Ok(())
     }
 
+    /// The keys of heartbeats of those that these entries name, and that are not there in `state`.
+    fn heartbeats_of_gone(&self, state: &M, entries: Range<u64>, deadline: Deadline) -> Result<Vec<String>> {
+        let heartbeats_of = M::COMPACTION.and_then(|compaction| compaction.heartbeats_of);
+        let Some(heartbeats_of) = heartbeats_of else { return Ok(Vec::new()) };
+        let keys: Vec<String> = entries.clone().map(key).collect();
+        // This changes nothing, and does not wait for what has been removed before.
+        let changes: Vec<(&str, &[u8], &[u8])> =
+            keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
+        let found = self.store.multi_compare_set(&changes, deadline)?;
+        let named = entries.zip(found).filter_map(|(index, bytes)| match self.decode_at(index, &bytes) {
+            Ok(Read::Entry(entry)) => heartbeats_of(&entry),
+            // It is not there, or nobody of this job has written it.
+            Ok(Read::Forged | Read::Compacted(..)) | Err(_) => None,
+        });
+        Ok(named.filter(|(id, _)| !state.is_present(*id)).map(|(_, key)| key).collect())
+    }
+
     /// Both, as the caretaker does one after the other.
     #[cfg(test)]
     pub(super) fn compact(&self, state: &M, index: u64, deadline: Deadline) -> Result<()> {
         let end = self.replace_entries(state, index, deadline)?;
-        self.trim(end, deadline)
+        self.trim(state, end, deadline)
     }
 
     /// The index of the first entry that still counts.
@@ -273,4 +368,13 @@ pub(super) fn number<M: Machine>(text: &[u8]) -> Result<u64> {
 
 pub(super) fn state_key(index: u64) -> String {
     format!("state/{index}")
+}
+
+fn part_key(index: u64, part: u8) -> String {
+    format!("state/{index}/{part}")
+}
+
+/// The key of the state at `index`, and those that its parts may have.
+fn state_keys(index: u64) -> impl Iterator<Item = String> {
+    std::iter::once(state_key(index)).chain((0..MAX_PARTS).map(move |part| part_key(index, part)))
 }

@@ -9,6 +9,7 @@
 //! line/<n>      how many have found place n taken
 //! base          the index of the first entry that still counts                   (in a log that is compacted)
 //! state/<base>  the state after all entries before that one, with a MAC as well  (the same)
+//! state/<base>/<part>  a part of it, if it is long                               (the same)
 //! trimmed       entries before this one have been removed, but for the first     (the same)
 //! ```
 //!
@@ -45,7 +46,7 @@ pub(crate) use self::compaction::STRIDE;
 use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
-pub use self::participant::{Heartbeats, Participant};
+pub use self::participant::{Heartbeats, Participant, stood_still};
 pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

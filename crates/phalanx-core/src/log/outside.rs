@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::compaction::{BASE, STRIDE, state_key};
+use super::compaction::{BASE, IN_PARTS, STRIDE, state_key};
 use super::{Log, Mac, Machine, Read, decode, encode, key};
 use crate::deadline::Deadline;
 use crate::store::{MemoryStore, SharedStore};
@@ -27,6 +27,10 @@ where
     M::Entry: PartialEq,
 {
     let (store, deadline): (SharedStore, _) = (Arc::new(MemoryStore::new()), Deadline::after(LIMIT));
+    // Its parts would be waited for.
+    if state.first() == Some(&IN_PARTS) {
+        return false;
+    }
     if !state.is_empty() {
         let base = STRIDE.to_string();
         let written = store

@@ -1,6 +1,7 @@
 //! The threads of a process that takes part in a log.
 
 use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -13,6 +14,10 @@ use phalanx_proto::log::liveness::Liveness;
 
 /// How long the reader waits for one entry before it asks for it anew.
 const READ_TIMEOUT: Duration = Duration::from_secs(3600);
+
+/// A call that waits for a store ends soon after its deadline. If this process, or the whole machine, stood still meanwhile, as after SIGSTOP, it
+/// ends later than by so much.
+pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +78,7 @@ impl<M: Machine> Participant<M> {
     /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
     /// process expect to find.
     pub fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
-        self.log.store.add(heartbeat_key, 1, deadline).map(drop)
+        awake(deadline, |deadline| self.log.store.add(heartbeat_key, 1, deadline).map(drop))
     }
 
     /// The second half of [`join`](Self::join).
@@ -100,8 +105,9 @@ impl<M: Machine> Participant<M> {
         self.spawn("phalanx-log-out", move |log, replica| watch(log, replica, heartbeats, &tidy))
     }
 
+    /// Appends `entry`, and repeats that until it is certainly in the log. The entry may then be in the log twice.
     pub fn append(&self, entry: &M::Entry, deadline: Deadline) -> Result<()> {
-        self.log.append(entry, deadline)
+        awake(deadline, |deadline| self.log.append(entry, deadline))
     }
 
     /// Compacts the log now, also if another process is to.
@@ -203,6 +209,20 @@ fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
     (view.next >= index).then_some(view.next)
 }
 
+/// Asks until `deadline`, and once more, for as long, if this process stood still meanwhile: then it knows nothing of the store.
+fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+    let timeout = deadline.remaining();
+    match ask(deadline) {
+        Err(error) if stood_still(&error, deadline) => ask(Deadline::after(timeout)),
+        answer => answer,
+    }
+}
+
+/// Whether the time was up because this process stood still. The store may have answered long ago.
+pub fn stood_still(error: &Error, deadline: Deadline) -> bool {
+    error.is_timeout() && Instant::now() > deadline.instant() + STANDSTILL_LIMIT
+}
+
 /// The thread that sends heartbeats and watches those of others.
 fn watch<M: Machine>(
     log: &Log<M>,
@@ -214,7 +234,12 @@ fn watch<M: Machine>(
     let mut task = Caretaker::new(heartbeats.silence);
     loop {
         let next = Deadline::after(heartbeats.interval).instant();
-        match beat(log, replica, &mut liveness, Deadline::after(heartbeats.silence)) {
+        let deadline = Deadline::after(heartbeats.silence);
+        match beat(log, replica, &mut liveness, deadline) {
+            // It asks again at once. If it was given up meanwhile, it reads that.
+            Err(error) if stood_still(&error, deadline) => {
+                tracing::debug!(%error, "this {} stood still", M::PROCESS);
+            }
             Err(error) if heartbeats.must_be_answered => return replica.lose(error),
             Err(error) => tracing::debug!(%error, "the other {}s could not be watched", M::PROCESS),
             Ok(()) => {}
@@ -258,8 +283,20 @@ fn beat<M: Machine>(
     }
     let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    // They exist: a process sends a heartbeat before it joins.
-    let beats = log.store.multi_get(&keys, deadline)?;
+    // They exist: a process sends a heartbeat before it joins, and its key is removed long after it has left. If this process has not read
+    // that yet, it waits until it has, and looks again after the next heartbeat.
+    let mut is_over = false;
+    let mut go_on = || {
+        let view = replica.view();
+        let watched: BTreeSet<M::Id> = view.state.watched_by(id).into_iter().collect();
+        let is_there = |other: &M::Id| watched.contains(other) || view.state.is_present(*other);
+        is_over = view.is_closing() || !others.iter().all(is_there);
+        if is_over { Err(Error::aborted("one of those that are watched has left")) } else { Ok(()) }
+    };
+    let beats = match log.store.set_and_get(&[], &keys, deadline, &mut go_on) {
+        Err(_) if is_over => return Ok(()),
+        beats => beats?,
+    };
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
     for (other, absence) in liveness.observe(beats, Instant::now()) {
         log.append(&M::absent(other, id, absence), deadline)?;
@@ -273,13 +310,13 @@ pub(super) struct Caretaker<M> {
     hold: Duration,
     /// A state that is held, the index of the next entry, and since when.
     held: Option<(M, u64, Instant)>,
-    /// Before this index all can be removed, if it has not been yet.
-    trim_to: u64,
+    /// Before this index all can be removed, if it has not been yet. The log has led to the state there, or later.
+    trim_to: Option<(M, u64)>,
 }
 
 impl<M: Machine> Caretaker<M> {
     pub(super) fn new(hold: Duration) -> Self {
-        Self { hold, held: None, trim_to: 0 }
+        Self { hold, held: None, trim_to: None }
     }
 
     /// Compacts the log, and calls `tidy`, if this process is to.
@@ -304,11 +341,11 @@ impl<M: Machine> Caretaker<M> {
             let checkpoint = replica.take_checkpoint();
             self.held = checkpoint.map(|(state, index)| (state, index, Instant::now()));
         }
-        if let Some((state, index, since)) = &self.held
+        if let Some((held, index, since)) = &self.held
             && since.elapsed() >= self.hold
         {
-            match log.replace_entries(state, *index, deadline) {
-                Ok(end) => (self.trim_to, self.held) = (end, None),
+            match log.replace_entries(held, *index, deadline) {
+                Ok(end) => self.trim_to = self.held.take().map(|(held, ..)| (held, end)),
                 // The next call tries it again.
                 Err(error) if error.is_timeout() => return Err(error),
                 Err(error) => {
@@ -321,9 +358,9 @@ impl<M: Machine> Caretaker<M> {
             }
         }
         // On a slow network the time may be up before all is removed. The next call goes on.
-        if self.trim_to > 0 {
-            log.trim(self.trim_to, deadline)?;
-            self.trim_to = 0;
+        if let Some((held, end)) = &self.trim_to {
+            log.trim(held, *end, deadline)?;
+            self.trim_to = None;
         }
         tidy(&state, deadline)
     }

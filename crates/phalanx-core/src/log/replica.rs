@@ -26,7 +26,7 @@ pub struct View<M: Machine> {
     /// The index of the next entry to be read.
     pub(super) next: u64,
     pub(super) own: Option<Own<M::Id>>,
-    /// Why this process was refused.
+    /// Why this process was refused, under the number that it has now.
     pub refusal: Option<String>,
     /// The first thing that a person should know, though the job goes on.
     pub warning: Option<String>,
@@ -118,19 +118,15 @@ impl<M: Machine> Replica<M> {
         self.change(|view| (view.state, view.next) = (state, next));
     }
 
-    /// This process is about to join, under a number that it has not had before.
+    /// This process is about to join, under a number that it has not had before. What was said to it under another number does not count.
     pub(super) fn set_own(&self, id: M::Id, heartbeat_key: String) {
-        self.view.lock().own = Some(Own { id, heartbeat_key, joined_at: None });
+        let mut view = self.view.lock();
+        (view.own, view.refusal) = (Some(Own { id, heartbeat_key, joined_at: None }), None);
     }
 
     /// The entry by which it joins is at `index`.
     pub(super) fn set_joined_at(&self, index: u64) {
         self.change(|view| view.own.iter_mut().for_each(|own| own.joined_at = Some(index)));
-    }
-
-    /// This process was refused, and asks again.
-    pub fn forget_refusal(&self) {
-        self.view.lock().refusal = None;
     }
 
     /// Something that a person should know. The first stays.
@@ -156,12 +152,12 @@ impl<M: Machine> Default for View<M> {
 }
 
 impl<M: Machine> View<M> {
-    /// The number under which this process takes part, if it does.
-    pub(crate) fn id(&self) -> Option<M::Id> {
+    /// The number under which this process takes part, or asks to.
+    pub fn id(&self) -> Option<M::Id> {
         self.own.as_ref().map(|own| own.id)
     }
 
-    /// Whether this process has joined, and the others go on without it.
+    /// Whether this process has joined, and the others go on without it. So it is too if it was refused.
     pub fn is_given_up(&self) -> bool {
         let has_joined = |own: &&Own<M::Id>| own.joined_at.is_some_and(|index| index < self.next);
         self.own.as_ref().filter(has_joined).is_some_and(|own| !self.state.is_present(own.id))

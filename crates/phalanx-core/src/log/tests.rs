@@ -12,8 +12,8 @@ use phalanx_proto::log::liveness::Absence;
 use proptest::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::compaction::{Looks, answer, state_key};
-use super::participant::Caretaker;
+use super::compaction::{IN_PARTS, Looks, PART, answer, state_key};
+use super::participant::{Caretaker, STANDSTILL_LIMIT};
 use super::*;
 use crate::store::{MemoryStore, Store};
 
@@ -38,6 +38,13 @@ enum Entry {
     Gone(u32),
 }
 
+fn heartbeats_of(entry: &Entry) -> Option<(u32, String)> {
+    match entry {
+        Entry::Join(id) | Entry::Gone(id) => Some((*id, format!("beat/{id}"))),
+        Entry::Word(_) => None,
+    }
+}
+
 type Whole = Heard<false>;
 type Compacted = Heard<true>;
 
@@ -54,6 +61,7 @@ impl<const COMPACTED: bool> Machine for Heard<COMPACTED> {
             encode: |state| encode(1, state),
             decode: |bytes| decode(1, bytes, "another tester"),
             caretaker: |state| state.present.first().copied(),
+            heartbeats_of: Some(heartbeats_of),
         })
     } else {
         None
@@ -107,6 +115,8 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
+    /// Whoever writes next stands still until its time has been up for long.
+    Stopped,
 }
 
 impl Faulty {
@@ -131,6 +141,11 @@ impl Faulty {
 
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
         let mut fault = self.fault.lock();
+        if fault.take_if(|fault| *fault == Fault::Stopped).is_some() {
+            drop(fault);
+            thread::sleep(deadline.remaining() + STANDSTILL_LIMIT + STANDSTILL_LIMIT / 5);
+            return Err(Error::timeout("the process was stopped"));
+        }
         while let Some(Fault::Silent { was_asked }) = &mut *fault {
             *was_asked = true;
             self.changed.notify_all();
@@ -403,6 +418,87 @@ fn what_a_caretaker_leaves_that_dies_the_next_one_removes() {
     // One that is slower, with an older state, changes nothing.
     log.compact(&state, index, limit()).unwrap();
     assert_eq!((log.begin(limit()).unwrap().1, store.num_keys(limit()).unwrap()), (2 * STRIDE, 4));
+}
+
+#[test]
+fn whoever_counts_itself_where_the_line_was_removed_leaves_nothing_for_long() {
+    let (store, log) = filled(STRIDE);
+    let reader = Reader::new(&store);
+    reader.read_up_to(STRIDE);
+    reader.compact();
+    // It had found the place taken before.
+    store.add(&line_key(5), 1, limit()).unwrap();
+    (STRIDE..2 * STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+    reader.read_up_to(2 * STRIDE);
+    reader.compact();
+    assert!(!store.check(&[&line_key(5)], limit()).unwrap());
+}
+
+#[test]
+fn those_who_come_and_go_without_end_leave_no_keys_and_those_who_are_there_keep_theirs() {
+    let (store, log) = filled(1);
+    let reader = Reader::new(&store);
+    let mut end = 1;
+    let mut append = |entry: &Entry| {
+        log.append(entry, limit()).unwrap();
+        end += 1;
+        end
+    };
+    let announce = |id: u32| assert_eq!(store.add(&format!("beat/{id}"), 1, limit()).unwrap(), 1);
+    let compact = |end: u64| {
+        reader.read_up_to(end);
+        if let Some((state, index)) = reader.replica.take_checkpoint() {
+            reader.log.compact(&state, index, limit()).unwrap();
+        }
+    };
+    // It is refused.
+    announce(13);
+    append(&Entry::Join(13));
+    for id in 1000..2000 {
+        announce(id);
+        let mut end = append(&Entry::Join(id));
+        if id >= 1010 {
+            end = append(&Entry::Gone(id - 10));
+        }
+        if id % 50 == 49 {
+            compact(end);
+        }
+    }
+    let present = reader.state().present;
+    assert_eq!(present, (1990..2000).collect::<BTreeSet<u32>>());
+    assert!(present.iter().all(|id| store.check(&[&format!("beat/{id}")], limit()).unwrap()));
+    assert!(!store.check(&["beat/13"], limit()).unwrap());
+    // Those who are there; of the entries since the last state each is there, and may name one that has gone; and a few of the log's own.
+    let keys = store.num_keys(limit()).unwrap();
+    assert!(keys < 10 + 2 * STRIDE as usize + 10, "{keys} keys");
+}
+
+#[test]
+fn a_state_that_is_too_long_for_one_value_is_in_several() {
+    let store = memory();
+    let log = || Log::<Compacted>::new(Arc::clone(&store), Mac::new(Some(&[1; 32]), "job"));
+    let state = |words| Compacted { words: vec![u32::MAX; words], present: BTreeSet::new() };
+    // Some 5 bytes each.
+    let long = state(3 * PART / 5);
+    log().compact(&long, STRIDE, limit()).unwrap();
+    let length = |key: &str| store.get(key, limit()).unwrap().len();
+    assert_eq!(length(&state_key(STRIDE)), 2);
+    let parts = [0, 1, 2, 3].map(|part| length(&format!("state/{STRIDE}/{part}")));
+    assert_eq!(parts[..3], [PART; 3]);
+    assert!(parts[3] < PART && !store.check(&["state/64/4"], limit()).unwrap());
+    assert!(log().begin(limit()).unwrap() == (long, STRIDE));
+    for nonsense in [&[IN_PARTS][..], &[IN_PARTS, 0], &[IN_PARTS, 255], &[IN_PARTS, 4, 0]] {
+        store.set(&state_key(STRIDE), nonsense, limit()).unwrap();
+        let error = log().begin(limit()).unwrap_err();
+        assert!(error.to_string().contains("the parts of the state in the testers' log"), "{error}");
+    }
+    // The next one, which is short, takes the place of all of them.
+    log().compact(&state(1), 2 * STRIDE, limit()).unwrap();
+    // The base, how far was removed, and one state.
+    assert_eq!(store.num_keys(limit()).unwrap(), 3);
+    let error = log().replace_entries(&state(7 * PART), 3 * STRIDE, limit()).unwrap_err();
+    assert!(error.to_string().contains("and may have"), "{error}");
+    assert_eq!(log().begin(limit()).unwrap(), (state(1), 2 * STRIDE));
 }
 
 /// What one of those that use a log does next.
@@ -768,6 +864,48 @@ fn a_thread_that_panics_loses_the_log() {
 }
 
 #[test]
+fn whoever_watches_one_whose_key_is_gone_goes_on_when_it_has_read_that_it_has_left() {
+    let store = memory();
+    let (mut first, _) = participant::<Compacted>(&store, Mac::none());
+    assert!(first.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    first.append(&Entry::Join(2), limit()).unwrap();
+    wait_for(first.replica(), |view| view.state.present.contains(&2));
+    let silence = Duration::from_secs(3600);
+    first.watch(Heartbeats { silence, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
+    let wait_for_beat = |least: u32| {
+        let limit = limit();
+        let beat = || String::from_utf8(store.get("beat/1", limit).unwrap()).unwrap().parse::<u32>().unwrap();
+        while beat() < least {
+            assert!(!limit.has_passed(), "it waits for a key that is gone");
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    // It looks for the other's, which is not there.
+    wait_for_beat(2);
+    thread::sleep(2 * HEARTBEATS.interval);
+    first.append(&Entry::Gone(2), limit()).unwrap();
+    wait_for_beat(6);
+    assert!(first.replica().view().lost.is_none());
+}
+
+#[test]
+fn what_was_said_to_one_number_is_not_about_the_next() {
+    let store = memory();
+    let (member, _) = participant::<Whole>(&store, Mac::none());
+    let joins = |id: u32| member.join(id, format!("beat/{id}"), &Entry::Join(id), limit()).unwrap();
+    assert!(joins(13));
+    wait_for(member.replica(), |view| view.refusal.is_some() && view.is_given_up());
+    assert!(joins(1));
+    wait_for(member.replica(), |view| view.next == 2);
+    {
+        let view = member.replica().view();
+        assert_eq!((view.id(), view.refusal.as_deref(), view.is_given_up()), (Some(1), None, false));
+    }
+    member.append(&Entry::Gone(1), limit()).unwrap();
+    wait_for(member.replica(), View::is_given_up);
+}
+
+#[test]
 fn a_refusal_concerns_the_one_that_wants_to_join() {
     let store = memory();
     let [(refused, _), (other, _)] = [(); 2].map(|()| participant::<Whole>(&store, Mac::none()));
@@ -793,6 +931,36 @@ fn a_store_that_fails_is_lost_and_no_thread_stays() {
         member.close();
         assert_eq!(threads.strong_count(), 0);
     }
+}
+
+#[test]
+fn whoever_stood_still_does_not_take_its_store_for_lost() {
+    let faulty = Arc::new(Faulty::default());
+    let store = Arc::clone(&faulty) as SharedStore;
+    let (mut member, _) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    faulty.set_fault(Some(Fault::Stopped));
+    member.append(&Entry::Word(1), Deadline::after(HEARTBEATS.silence)).unwrap();
+    wait_for(member.replica(), |view| view.state.words == [1]);
+    // An entry by which a process joins is not written again: it may have been read, and its author missed since.
+    faulty.set_fault(Some(Fault::Stopped));
+    let deadline = Deadline::after(HEARTBEATS.silence);
+    let error = member.enter(2, "beat/2".to_owned(), &Entry::Join(2), deadline).unwrap_err();
+    assert!(stood_still(&error, deadline) && !stood_still(&error, Deadline::now()), "{error}");
+    assert!(member.join(3, "beat/3".to_owned(), &Entry::Join(3), limit()).unwrap());
+    member.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+    faulty.set_fault(Some(Fault::Stopped));
+    let limit = limit();
+    let wait_until = |what: &dyn Fn() -> bool| {
+        while !what() {
+            assert!(!limit.has_passed() && member.replica().view().lost.is_none());
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    wait_until(&|| faulty.fault.lock().is_none());
+    let beats = || store.get("beat/3", limit).unwrap();
+    let before = beats();
+    wait_until(&|| beats() != before);
 }
 
 #[test]

@@ -85,6 +85,19 @@ fn compare_set_is_pytorchs(another: &Another) {
     assert_eq!(compare_set(b"x", b"z"), "y");
     assert_eq!(compare_set(b"y", b"z"), "z");
     assert_eq!(other.get("compared", soon()).unwrap(), b"z");
+    // In turn, also of one key; the first two change nothing.
+    let changes: [(&str, &[u8], &[u8]); 5] = [
+        ("compared", b"?", b"?"),
+        ("not there", b"?", b"?"),
+        ("made", b"", b"1"),
+        ("made", b"1", b"2"),
+        ("made", b"1", b"3"),
+    ];
+    let values = store.multi_compare_set(&changes, soon()).unwrap();
+    assert_eq!(values, [b"z", b"?", b"1", b"2", b"2"]);
+    assert!(!other.check(&["not there"], soon()).unwrap());
+    assert_eq!(other.get("made", soon()).unwrap(), b"2");
+    assert!(other.delete_key("made", soon()).unwrap());
 }
 
 fn keys_are_counted_and_deleted(another: &Another) {

@@ -35,7 +35,7 @@ pub use prefix::PrefixStore;
 pub use tcp::fuzz as fuzz_reply;
 #[doc(hidden)]
 pub use tcp::{
-    Access, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve,
+    Access, AtEnd, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve,
     warn_of_own_name,
 };
 pub use tcp::{TcpStore, TcpStoreServer};

@@ -19,7 +19,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     read_all(mac, state, pieces, |before: &MembershipState, state| {
         assert!(state.round() >= before.round() && state.present().count() >= state.waiting().len());
         if let Some(running) = state.running() {
-            assert!(running.world_size() <= MAX_WORLD_SIZE);
+            assert!((1..=MAX_WORLD_SIZE).contains(&running.world_size()));
             assert!(running.members.iter().all(|member| member.first_rank < running.world_size()));
         }
     })

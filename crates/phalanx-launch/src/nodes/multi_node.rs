@@ -2,6 +2,14 @@
 //!
 //! Every round of workers has a store of its own. So programs that know only torchrun's variables find it empty, and a
 //! worker of an earlier round finds no server.
+//!
+//! A launcher that is started again may be refused at first: its predecessor, which is gone, still has its rank. Then it asks again under a
+//! new number ([`NodeId`]). Three threads are concerned. This one sees the refusal and decides. The writer appends the entries, and notes
+//! under which number it asks, and where in the log. The reader notes what the log says of that number. Each may be stopped for any time between any two of its
+//! steps: the reader may find a refusal before the writer has noted where its entry is, and this launcher may have got its place and be given up before it looks.
+//! So no clock, and no order of what the threads do, says which of the two entries a refusal or a loss is about; the number does: what is
+//! known counts only if it is about the number under which this launcher has asked last (`knows_of_me`). Nothing is known of that number
+//! before the writer has noted it.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -41,6 +49,7 @@ pub(crate) struct MultiNode<'a> {
     /// The clients that may use a round's store.
     access: Access,
     run_id: String,
+    /// The number under which it has asked last.
     me: NodeId,
     handler: RendezvousHandler,
     /// The state that was last read.
@@ -59,8 +68,6 @@ pub(crate) struct MultiNode<'a> {
     shown: Option<usize>,
     /// The entry with which this node has joined, until it takes the place of an earlier launcher.
     join: Option<(Node, Settings)>,
-    /// Whether this node has asked for the place of an earlier launcher, and does not have it yet.
-    is_replacing: bool,
     /// Until when it waits for the others to miss that launcher, which it cannot see.
     refused_until: Option<Instant>,
 }
@@ -103,7 +110,6 @@ impl<'a> MultiNode<'a> {
             warned: false,
             shown: None,
             join: Some((again, settings)),
-            is_replacing: false,
             refused_until: None,
         })
     }
@@ -160,34 +166,45 @@ impl<'a> MultiNode<'a> {
     /// If this node was refused because an earlier launcher of a host of the same name has its rank, and that one is gone, takes its
     /// place: a pod that was started again comes back sooner than the silence of its predecessor is noticed. If it cannot be seen, it may
     /// be the earlier life of this pod, or a live launcher on another host: then this one waits until the others have heard nothing of it.
-    fn replace_predecessor(&mut self) {
-        if self.view.state.is_present(self.me) {
-            (self.is_replacing, self.refused_until) = (false, None);
-        }
-        let Some((node, settings)) = self.join.as_ref().filter(|_| self.view.refusal.is_some()) else {
-            return;
+    fn replace_predecessor(&mut self) -> Result<()> {
+        let Some((node, settings)) = self.join.as_ref().filter(|_| self.refusal().is_some()) else {
+            return Ok(());
         };
         let left = match self.view.state.predecessor(node) {
             Some(old) if process::may_replace(node.process, old.process) => {
                 Some(Entry::Left { node: old.id, why: Departure::Replaced })
             }
-            Some(old) if process::state(node.process, old.process).is_there() => return,
+            Some(old) if process::state(node.process, old.process).is_there() => return Ok(()),
             Some(_) => {
                 let noticed = self.cluster.silence().saturating_mul(2).saturating_add(NOTICE_GRACE);
                 self.refused_until.get_or_insert_with(|| Deadline::after(noticed).instant());
-                self.is_replacing = true;
-                return;
+                return Ok(());
             }
             // It has left since, perhaps before this node knew that it was refused.
             None if self.view.state.takes(node, settings) => None,
-            None => return,
+            None => return Ok(()),
         };
-        let Some((node, settings)) = self.join.take() else { return };
-        self.is_replacing = true;
-        self.view.refusal = None;
-        self.handler.forget_refusal();
+        let id = NodeId(random::number()?);
+        let Some((node, settings)) = self.join.take() else { return Ok(()) };
+        (self.me, self.refused_until) = (id, None);
         left.into_iter().for_each(|left| self.handler.propose(left));
-        self.handler.propose(Entry::Join { node, settings });
+        self.handler.propose(Entry::Join { node: Node { id, ..node }, settings });
+        Ok(())
+    }
+
+    /// Whether what is known of this launcher is about the number under which it has asked last.
+    fn knows_of_me(&self) -> bool {
+        self.view.id() == Some(self.me)
+    }
+
+    /// Why this launcher was refused.
+    fn refusal(&self) -> Option<&str> {
+        self.view.refusal.as_deref().filter(|_| self.knows_of_me())
+    }
+
+    /// Whether this launcher had its place, and the others go on without it.
+    fn is_given_up(&self) -> bool {
+        self.knows_of_me() && self.refusal().is_none() && self.view.is_given_up()
     }
 
     /// How long this node, which was refused, still waits for the others to miss the launcher in its place.
@@ -198,9 +215,9 @@ impl<'a> MultiNode<'a> {
 
     /// Why this launcher cannot go on, if it cannot.
     fn check(&mut self) -> Result<()> {
-        self.replace_predecessor();
+        self.replace_predecessor()?;
         // The node that refused this one may have left since.
-        if let Some(why) = self.view.refusal.as_ref().filter(|_| self.waits_for_silence().is_none()) {
+        if let Some(why) = self.refusal().filter(|_| self.waits_for_silence().is_none()) {
             return Err(Error::mismatch(format!("this node cannot join the job: {why}")).with_remedy(
                 "start all nodes of a job with the same options, and each with its own --node-rank",
             ));
@@ -208,7 +225,7 @@ impl<'a> MultiNode<'a> {
         if let Some(error) = &self.lost {
             return Err(error.clone());
         }
-        if self.view.is_given_up() && !self.is_replacing && self.view.state.job_end().is_none() {
+        if self.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
             let cause = format!(
                 "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
@@ -323,6 +340,15 @@ impl<'a> MultiNode<'a> {
             return Error::timeout(cause)
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy(remedy);
+        }
+        if self.view.state.running().is_some() {
+            let nodes = self.view.state.present().count() - self.view.state.waiting().len();
+            let cause = format!(
+                "the {nodes} nodes of the round that runs have gone on without this node, which has waited {waited:.0} s for a place"
+            );
+            return Error::timeout(cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy("it gets one when a node leaves: --rdzv-conf join_timeout=.. waits longer");
         }
         let hosts: Vec<&str> = self.view.state.waiting().iter().map(|node| node.host.as_str()).collect();
         let mut cause = format!(
@@ -500,5 +526,119 @@ fn outcome_of(cause: &Cause) -> Outcome {
                 why,
             })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use phalanx_proto::wire::control::ProcessId;
+
+    use super::*;
+    use crate::cluster::Hosting;
+    use crate::deadline::Deadline;
+    use crate::log::{Log, Mac, Read};
+    use crate::refusals::Refused;
+    use crate::store::{PrefixStore, SharedStore, TcpStore};
+
+    const SETTINGS: Settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+
+    /// The other launchers of a job of two nodes, and their store.
+    struct Others {
+        server: TcpStoreServer,
+        store: SharedStore,
+        log: Log<MembershipState>,
+        limit: Deadline,
+    }
+
+    impl Others {
+        fn new() -> Self {
+            let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+            let limit = Deadline::after(Duration::from_secs(60));
+            let store = TcpStore::connect(server.local_addr(), limit).unwrap();
+            let store: SharedStore = Arc::new(PrefixStore::new("phalanx/launch/test", Arc::new(store)));
+            let log = Log::new(Arc::clone(&store), Mac::none());
+            Self { server, store, log, limit }
+        }
+
+        fn join(&self, id: u64, host: &str, node_rank: u32, process: Option<ProcessId>) {
+            let (id, host, serves_store) = (NodeId(id), host.to_owned(), node_rank == 0);
+            let node = Node { id, host, workers: 1, node_rank: Some(node_rank), serves_store, process };
+            self.store.add(&id.heartbeat_key(), 1, self.limit).unwrap();
+            self.log.append(&Entry::Join { node, settings: SETTINGS }, self.limit).unwrap();
+        }
+
+        /// What this node is told of them. None of them is missed.
+        fn cluster(&self) -> Cluster {
+            let cluster = Cluster::new(2, 2, "127.0.0.1", self.server.local_addr().port()).unwrap();
+            cluster.keep_alive(Duration::from_secs(1), Some(3600)).hosting(Hosting::Connect)
+        }
+    }
+
+    #[test]
+    fn a_node_for_which_there_is_no_room_is_told_so() {
+        let others = Others::new();
+        others.join(1, "elsewhere", 0, None);
+        others.join(2, "further", 1, None);
+        let (cluster, refused) = (others.cluster(), Refused::new().unwrap());
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        while !node.view.state.is_present(node.me) {
+            assert!(!others.limit.has_passed(), "it has not joined");
+            node.take_news();
+            node.check().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = node.too_few(Instant::now());
+        assert!(
+            error.is_timeout() && error.to_string().contains("the 2 nodes of the round that runs"),
+            "{error}"
+        );
+    }
+
+    /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.
+    #[test]
+    fn a_replacement_that_is_given_up_at_once_is_told_so() {
+        let others = Others::new();
+        let (log, limit) = (&others.log, others.limit);
+        others.join(1, "elsewhere", 0, None);
+        // A process that had the number of this one is gone.
+        let gone = process::own().map(|mut process| {
+            process.started += 1;
+            process
+        });
+        others.join(2, &host::name(), 1, gone);
+        let cluster = others.cluster().node_rank(1);
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let refused = Refused::new().unwrap();
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        let first = node.me;
+        while node.me == first {
+            assert!(!limit.has_passed(), "it has not asked for the place");
+            node.take_news();
+            node.check().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // What is known of the first number is not about the second.
+        node.check().unwrap();
+        let entries: Vec<Entry> = (2..5)
+            .map(|index| match log.read(index, limit).unwrap() {
+                Read::Entry(entry) => entry,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert!(matches!(&entries[0], Entry::Join { node, .. } if node.id == first), "{entries:?}");
+        assert_eq!(entries[1], Entry::Left { node: NodeId(2), why: Departure::Replaced });
+        assert!(matches!(&entries[2], Entry::Join { node: again, .. } if again.id == node.me), "{entries:?}");
+        let why = Departure::Silent(Duration::from_secs(1));
+        log.append(&Entry::Left { node: node.me, why }, limit).unwrap();
+        while !node.is_given_up() {
+            assert!(!limit.has_passed(), "it does not know that it was given up");
+            node.take_news();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = node.check().unwrap_err();
+        assert!(error.to_string().contains("the other nodes got no heartbeat from this node"), "{error}");
     }
 }

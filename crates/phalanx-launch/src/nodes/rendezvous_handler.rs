@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::fs::statfs;
 
-use super::membership::{Entry, MembershipState, Node, Settings};
+use super::membership::{Entry, MembershipState, Node, NodeId, Settings};
 use super::who_serves::{Claim, Facts, Role, who_serves};
 use crate::cluster::{Cluster, Hosting, RendezvousBackend};
 use crate::credentials::Credentials;
@@ -30,15 +30,15 @@ use crate::error::{Error, Kind, Result};
 use crate::interfaces::is_every_hosts;
 use crate::interfaces::{inner_bridges, is_own};
 use crate::key::JobKey;
-use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View};
+use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View, stood_still};
 use crate::notice::while_waiting;
 use crate::own_address::own_address;
 use crate::poll::{drain, wake_pipe};
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
 use crate::store::{
-    Access, FileStore, Patience, PrefixStore, SharedStore, TcpStore, TcpStoreServer, addresses_to_serve,
-    host_port, resolve, warn_of_own_name,
+    Access, AtEnd, FileStore, Patience, PrefixStore, SharedStore, Store, TcpStore, TcpStoreServer,
+    addresses_to_serve, host_port, resolve, warn_of_own_name,
 };
 
 /// How long the last message of this launcher may take: some round trips of a slow network, and a packet that is sent again.
@@ -123,9 +123,9 @@ impl RendezvousHandler {
         let shared_reached = Arc::clone(&reached);
         let run = move || {
             let mut server = None;
-            let join = |serves_store| Entry::Join { node: node(serves_store), settings };
+            let first = (node, settings);
             let ran =
-                catch_unwind(AssertUnwindSafe(|| thread.run(&mut server, &shared_reached, join, &inbox)));
+                catch_unwind(AssertUnwindSafe(|| thread.run(&mut server, &shared_reached, first, &inbox)));
             // The supervisor would wait for it without an end.
             let ran = ran.unwrap_or_else(|_| {
                 Err(Error::aborted("the thread that speaks with the other launchers has panicked"))
@@ -152,11 +152,6 @@ impl RendezvousHandler {
         // Drained before reading the state: a change in between wakes the supervisor once more.
         drain(&self.notice);
         (self.reached.lock().clone(), self.replica.view().clone())
-    }
-
-    /// This node was refused, and asks again.
-    pub(super) fn forget_refusal(&self) {
-        self.replica.forget_refusal();
     }
 
     pub(super) fn propose(&self, entry: Entry) {
@@ -205,7 +200,7 @@ impl Thread {
         &self,
         server: &mut Option<Served>,
         reached: &Mutex<Option<Reached>>,
-        join: impl FnOnce(bool) -> Entry,
+        (node, settings): (impl FnOnce(bool) -> Node, Settings),
         inbox: &Receiver<Entry>,
     ) -> Result<()> {
         let Self { cluster, access, scope, replica } = self;
@@ -218,41 +213,86 @@ impl Thread {
         *server = opened.server;
         let served_at = server.as_ref().map(|served| served.server.local_addr());
         *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
-        let log = Log::new(Arc::new(PrefixStore::new(scope.clone(), opened.store)), mac);
+        let store: SharedStore = Arc::new(PrefixStore::new(scope.clone(), opened.store));
+        let log = Log::new(Arc::clone(&store), mac);
         // The first change, the start of the reader, wakes the supervisor.
         let mut participant = Participant::start_at_first_entry(log, Arc::clone(replica))?;
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
-        let join = join(server.is_some());
-        // Until this function ends.
-        let mut _at_end = None;
-        if let Entry::Join { node, .. } = &join {
-            // While the first entry is on its way.
-            let key = node.id.heartbeat_key();
-            participant.announce(&key, Deadline::after(silence))?;
-            if let Some(tcp) = opened.tcp.filter(|_| opened.served_elsewhere) {
-                let key = PrefixStore::key_in(scope, &key);
-                _at_end = tcp.set_at_end(&key, ENDED, Deadline::after(silence))?;
-            }
-        }
+        let node = node(server.is_some());
+        let tcp = opened.tcp.filter(|_| opened.served_elsewhere);
+        // While the first entry is on its way. It is held until this function ends, or this launcher has another number.
+        let mut _at_end = self.announce(&participant, tcp.as_deref(), node.id)?;
         if opened.served_elsewhere {
             wait_for_host(replica, cluster, deadline)?;
         }
-        if let Entry::Join { node, .. } = &join
-            && !participant.enter(node.id, node.id.heartbeat_key(), &join, Deadline::after(silence))?
-        {
-            return Err(stopped_while_joining());
-        }
+        self.enter(&participant, node, settings)?;
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
         for entry in inbox {
             // Once the log is lost no other launcher can read this one's entries.
-            if replica.view().lost.is_none() {
-                let appended = participant.append(&entry, Deadline::after(silence));
-                appended.unwrap_or_else(|error| replica.lose(error));
+            if replica.view().lost.is_some() {
+                continue;
             }
+            let appended = match entry {
+                // It was refused, and asks again under another number.
+                Entry::Join { node, settings } => {
+                    self.announce(&participant, tcp.as_deref(), node.id).and_then(|at_end| {
+                        _at_end = at_end;
+                        self.enter(&participant, node, settings)
+                    })
+                }
+                entry => participant.append(&entry, Deadline::after(silence)),
+            };
+            appended.unwrap_or_else(|error| replica.lose(error));
         }
         // So that this launcher is no client of the store that it serves.
         participant.close();
+        self.remove_key_of_given_up(&*store);
         Ok(())
+    }
+
+    /// Sends the first heartbeat of `id`, which whoever reads of this launcher expects to find, and says what the store of another launcher
+    /// writes there when this one has ended.
+    fn announce(
+        &self,
+        participant: &Participant<MembershipState>,
+        tcp: Option<&TcpStore>,
+        id: NodeId,
+    ) -> Result<Option<AtEnd>> {
+        let (key, silence) = (id.heartbeat_key(), self.cluster.silence());
+        participant.announce(&key, Deadline::after(silence))?;
+        let key = PrefixStore::key_in(&self.scope, &key);
+        tcp.map_or(Ok(None), |tcp| tcp.set_at_end(&key, ENDED, Deadline::after(silence)))
+    }
+
+    /// Joins as `node`, which has not joined before.
+    fn enter(
+        &self,
+        participant: &Participant<MembershipState>,
+        node: Node,
+        settings: Settings,
+    ) -> Result<()> {
+        let (id, deadline) = (node.id, Deadline::after(self.cluster.silence()));
+        let join = Entry::Join { node, settings };
+        match participant.enter(id, id.heartbeat_key(), &join, deadline) {
+            Ok(true) => Ok(()),
+            Err(error) if !stood_still(&error, deadline) => Err(error),
+            Ok(false) | Err(_) => Err(stopped_while_joining()),
+        }
+    }
+
+    /// Whoever stood still, and was given up, has sent heartbeats until it read that, also where its key had been removed meanwhile.
+    fn remove_key_of_given_up(&self, store: &dyn Store) {
+        let key = {
+            let view = self.replica.view();
+            // When the job is over nobody is there any more, and the store ends with it.
+            let goes_on = view.lost.is_none() && view.state.job_end().is_none();
+            let id = view.id().filter(|_| goes_on && view.is_given_up());
+            id.map(NodeId::heartbeat_key)
+        };
+        if let Some(key) = key {
+            // If it stays, it does no harm.
+            let _ = store.delete_key(&key, Deadline::after(LAST_MESSAGE_TIMEOUT));
+        }
     }
 }
 
@@ -550,9 +590,9 @@ mod tests {
     use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 
-    use super::super::membership::NodeId;
+    use super::super::membership::Departure;
     use super::*;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::MemoryStore;
 
     /// A relay between clients and a store, which records their requests.
     struct Between {
@@ -666,6 +706,88 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         };
         assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
+    }
+
+    #[test]
+    fn whoever_is_given_up_leaves_no_key() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (address, limit) = (server.local_addr(), Deadline::after(Duration::from_secs(60)));
+        let store = TcpStore::connect(address, limit).unwrap();
+        let store: SharedStore = Arc::new(PrefixStore::new("job", Arc::new(store)));
+        let log = Log::<MembershipState>::new(Arc::clone(&store), Mac::none());
+        let settings = Settings { min_nodes: 2, max_nodes: 3, max_restarts: 0 };
+        let node = |id| Node {
+            id: NodeId(id),
+            host: "here".to_owned(),
+            workers: 1,
+            node_rank: None,
+            serves_store: false,
+            process: None,
+        };
+        store.add(&NodeId(1).heartbeat_key(), 1, limit).unwrap();
+        log.append(&Entry::Join { node: node(1), settings }, limit).unwrap();
+        let cluster = Cluster::new(2, 3, "127.0.0.1", address.port()).unwrap().hosting(Hosting::Connect);
+        // Nobody is missed here.
+        let cluster = cluster.keep_alive(Duration::from_secs(1), Some(3600));
+        let mut handler = RendezvousHandler::start(
+            &cluster,
+            Access::default(),
+            "job".to_owned(),
+            move |_| node(7),
+            settings,
+        )
+        .unwrap();
+        let mut wait_until = |what: &dyn Fn(&View<MembershipState>) -> bool| {
+            while !what(&handler.look().1) {
+                assert!(!limit.has_passed());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        wait_until(&|view| view.state.present().count() == 2);
+        let key = NodeId(7).heartbeat_key();
+        assert!(store.check(&[&key], limit).unwrap());
+        let why = Departure::Silent(Duration::from_secs(1));
+        log.append(&Entry::Left { node: NodeId(7), why }, limit).unwrap();
+        wait_until(&View::is_given_up);
+        drop(handler);
+        while store.check(&[&key], limit).unwrap() {
+            assert!(!limit.has_passed(), "its key has stayed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn launchers_that_come_and_go_without_end_keep_a_small_store() {
+        const LAUNCHERS: u64 = 300;
+        let limit = Deadline::after(Duration::from_secs(60));
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let replica = Arc::new(Replica::<MembershipState>::new(|_| ()));
+        let log = Log::new(Arc::clone(&store), Mac::none());
+        let mut first = Participant::start_at_first_entry(log, Arc::clone(&replica)).unwrap();
+        let settings = Settings { min_nodes: 2, max_nodes: 3, max_restarts: 0 };
+        let join = |id: NodeId| {
+            let host = "here".to_owned();
+            let node = Node { id, host, workers: 1, node_rank: None, serves_store: false, process: None };
+            store.add(&id.heartbeat_key(), 1, limit).unwrap();
+            Entry::Join { node, settings }
+        };
+        let id = NodeId(7);
+        assert!(first.enter(id, id.heartbeat_key(), &join(id), limit).unwrap());
+        let (interval, silence) = (Duration::from_millis(5), Duration::from_secs(1));
+        first.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(())).unwrap();
+        for id in (100..100 + LAUNCHERS).map(NodeId) {
+            first.append(&join(id), limit).unwrap();
+            first.append(&Entry::Left { node: id, why: Departure::Signal(15) }, limit).unwrap();
+        }
+        // The entries since the last state, of which each two name one that has gone; the first entry, the base and its state, how far was
+        // removed, and the heartbeats of the one that is there.
+        while store.num_keys(limit).unwrap() > 110 {
+            assert!(!limit.has_passed(), "the log has {} keys", store.num_keys(limit).unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(store.check(&[&id.heartbeat_key()], limit).unwrap());
+        assert!(replica.view().lost.is_none());
+        first.close();
     }
 
     #[test]

@@ -58,7 +58,13 @@ pub struct Compaction<M: Machine> {
     pub decode: fn(&[u8]) -> Result<M>,
     /// The process that removes what is not needed any more.
     pub caretaker: fn(&M) -> Option<M::Id>,
+    /// The process that an entry says has come or gone, and the key of its heartbeats. The key is removed with the entry, if the process is not
+    /// there then. None if other processes use the keys again.
+    pub heartbeats_of: Option<HeartbeatsOf<M>>,
 }
+
+/// What [`Compaction::heartbeats_of`] is.
+pub type HeartbeatsOf<M> = fn(&<M as Machine>::Entry) -> Option<(<M as Machine>::Id, String)>;
 
 /// An entry or a state as bytes, behind its version.
 pub fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {

@@ -166,7 +166,8 @@ impl StoreServer {
         self.over.extend(over.into_iter().map(|number| WaitId { is_barrier: false, number }));
     }
 
-    fn has(&self, key: &[u8]) -> bool {
+    /// Whether `key` has a value, or a queue of that name an item.
+    pub fn has(&self, key: &[u8]) -> bool {
         self.table.contains(key) || self.queues.contains_key(key)
     }
 

@@ -133,21 +133,24 @@ impl EtcdStore {
         }
     }
 
-    /// The values of `keys`, if all exist.
-    fn look_at_all(&self, call: &Call<'_>, keys: &[&str]) -> Result<Option<Vec<Vec<u8>>>> {
+    /// The value of each of `keys`, if it exists.
+    fn look_at_each(&self, call: &Call<'_>, keys: &[&str]) -> Result<Vec<Option<Vec<u8>>>> {
         let mut values = Vec::with_capacity(keys.len());
         for keys in keys.chunks(MAX_OPERATIONS) {
             let ranges: Vec<Value> =
                 keys.iter().map(|key| json!({ "request_range": { "key": self.key(key) } })).collect();
             let answer = self.ask(call, "kv/txn", &json!({ "success": ranges }), true)?;
             for index in 0..keys.len() {
-                match found(call, &answer["responses"][index]["response_range"])? {
-                    Some(found) => values.push(found.value),
-                    None => return Ok(None),
-                }
+                let found = found(call, &answer["responses"][index]["response_range"])?;
+                values.push(found.map(|found| found.value));
             }
         }
-        Ok(Some(values))
+        Ok(values)
+    }
+
+    /// The values of `keys`, if all exist.
+    fn look_at_all(&self, call: &Call<'_>, keys: &[&str]) -> Result<Option<Vec<Vec<u8>>>> {
+        Ok(self.look_at_each(call, keys)?.into_iter().collect())
     }
 }
 
@@ -204,6 +207,26 @@ impl Store for EtcdStore {
                 Some(now) => seen = now,
             }
         }
+    }
+
+    /// One look at all keys, and then only the changes that change something: those of a log ask mostly for what is there.
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        let seen = self.look_at_each(&call, &keys)?;
+        let changes = changes.iter().zip(seen).enumerate();
+        let answers = changes.map(|(index, ((key, expected, desired), seen))| match seen {
+            // An earlier change may be one of the same key.
+            _ if keys[..index].contains(key) => self.compare_set(key, expected, desired, deadline),
+            Some(value) if value != *expected => Ok(value),
+            None if !expected.is_empty() => Ok(expected.to_vec()),
+            Some(_) | None => self.compare_set(key, expected, desired, deadline),
+        });
+        answers.collect()
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {

@@ -126,7 +126,7 @@ impl TcpStore {
         self.found.ip()
     }
 
-    /// Sets `key` to `value` when this client has ended, or drops what this returns. None if the server is PyTorch's, which cannot.
+    /// Sets `key` to `value` when this client has ended, or drops what this returns, if the key is there then. None if the server is PyTorch's, which cannot.
     #[doc(hidden)]
     pub fn set_at_end(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<Option<AtEnd>> {
         let call = Call::new(&self.name, "set", from_ref(&key), deadline)?;

@@ -14,7 +14,7 @@ mod server_connection;
 mod server_stream;
 
 pub use access::{Access, KeylessClients, Refusals};
-pub use client::TcpStore;
+pub use client::{AtEnd, TcpStore};
 pub use client_connection::Patience;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use client_connection::fuzz;

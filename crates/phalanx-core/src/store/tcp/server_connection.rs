@@ -64,7 +64,7 @@ struct Connection {
     at_end: AtEnd,
 }
 
-/// The key that gets a value when the connection has ended, however it ended.
+/// The key that gets a value when the connection has ended, however it ended, if it is there then.
 struct AtEnd {
     shared: Rc<RefCell<Shared>>,
     pair: Option<(Vec<u8>, Vec<u8>)>,
@@ -74,6 +74,10 @@ impl Drop for AtEnd {
     fn drop(&mut self) {
         let Some((key, value)) = self.pair.take() else { return };
         let mut shared = self.shared.borrow_mut();
+        // Whoever has removed it meanwhile does not need it, and nobody would remove it again.
+        if !shared.server.has(&key) {
+            return;
+        }
         // A store that is full keeps what it has: there is nobody to tell.
         let _ = shared.server.set(&key, &value);
         shared.wake();

@@ -303,18 +303,28 @@ fn a_store_that_was_there_and_is_slow_now_is_not_taken_for_another_program() {
 fn the_end_of_a_client_sets_what_it_has_asked_for() {
     let server = serve();
     let (store, other) = (client(&server), client(&server));
-    store.add("beat", 1, soon()).unwrap();
+    let becomes = |key: &str, value: &[u8]| {
+        while other.get(key, soon()).unwrap() != value {
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    for key in ["beat", "another", "removed"] {
+        store.add(key, 1, soon()).unwrap();
+    }
     let at_end = store.set_at_end("beat", b"first", soon()).unwrap();
     // Each connection has its own, and no other call does it.
     let at_another_end = store.set_at_end("another", b"second", soon()).unwrap();
+    let at_no_end = store.set_at_end("removed", b"third", soon()).unwrap();
     works(&store);
+    // A key that has been removed meanwhile is not made again.
+    assert!(other.delete_key("removed", soon()).unwrap());
+    drop(at_no_end.unwrap());
     drop(at_another_end.unwrap());
-    assert_eq!(other.get("another", soon()).unwrap(), b"second");
+    becomes("another", b"second");
     assert_eq!(other.get("beat", soon()).unwrap(), b"1");
     drop((store, at_end.unwrap()));
-    while other.get("beat", soon()).unwrap() != b"first" {
-        thread::sleep(Duration::from_millis(1));
-    }
+    becomes("beat", b"first");
+    assert!(!other.check(&["removed"], soon()).unwrap());
 }
 
 #[test]

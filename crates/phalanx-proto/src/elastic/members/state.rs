@@ -70,6 +70,8 @@ impl Machine for MembersState {
         encode: |state| log::encode(STATE_VERSION, state),
         decode: Self::decode,
         caretaker: Self::first,
+        // Those that come after each other in a slot share a few.
+        heartbeats_of: None,
     });
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {

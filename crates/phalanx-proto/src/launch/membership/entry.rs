@@ -54,6 +54,13 @@ pub struct Settings {
     pub max_restarts: u32,
 }
 
+impl Settings {
+    /// Whether `min_nodes` is at least 1, and at most `max_nodes`.
+    pub(super) fn are_sound(self) -> bool {
+        self.min_nodes > 0 && self.min_nodes <= self.max_nodes
+    }
+}
+
 /// A worker's failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerFailure {

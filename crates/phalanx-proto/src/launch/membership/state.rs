@@ -112,6 +112,7 @@ impl Machine for MembershipState {
         encode: |state| log::encode(STATE_VERSION, state),
         decode: Self::decode,
         caretaker: Self::caretaker,
+        heartbeats_of: Some(heartbeats_of),
     });
 
     fn apply(&mut self, entry: Entry) -> Result<(), String> {
@@ -204,7 +205,11 @@ impl MembershipState {
         });
         let mut nodes = members.iter().map(|member| &member.node).chain(&self.waiting);
         let mut ids = BTreeSet::new();
+        let has_room =
+            |settings: Settings| settings.are_sound() && members.len() <= settings.max_nodes as usize;
         ranks_follow
+            && self.settings.is_none_or(has_room)
+            && self.running().is_none_or(|running| !running.members.is_empty())
             && self.present().all(|node| ids.insert(node.id))
             && (self.settings.is_some() || self.present().next().is_none())
             && next_rank <= most
@@ -232,6 +237,13 @@ impl MembershipState {
     fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {
         if matches!(self.phase, Phase::Over(_)) {
             return Err("the job is over; give each job its own --rdzv-id".to_owned());
+        }
+        // A round of no nodes would have ended well before it began.
+        if !settings.are_sound() {
+            return Err(format!(
+                "--nnodes {}:{} is no range of numbers from 1",
+                settings.min_nodes, settings.max_nodes
+            ));
         }
         let agreed = *self.settings.get_or_insert(settings);
         if agreed != settings {
@@ -457,6 +469,18 @@ impl MembershipState {
             _ => None,
         }
     }
+}
+
+/// The launcher that an entry says has come or gone, and the key of its heartbeats: no other launcher has its number.
+fn heartbeats_of(entry: &Entry) -> Option<(NodeId, String)> {
+    let id = match entry {
+        Entry::Join { node, .. } => node.id,
+        Entry::Left { node, .. } => *node,
+        Entry::LastCall { .. } | Entry::Store { .. } | Entry::Failed { .. } | Entry::Ended { .. } => {
+            return None;
+        }
+    };
+    Some((id, id.heartbeat_key()))
 }
 
 impl Cause {

@@ -78,6 +78,28 @@ fn what_does_not_fit_is_refused_with_a_reason() {
 }
 
 #[test]
+fn settings_that_cannot_be_are_refused_and_bind_nobody() {
+    let mut state = MembershipState::default();
+    for (min, max) in [(0, 0), (0, 2), (3, 2)] {
+        let why = state.apply(Entry::Join { node: node(0, 1, None), settings: settings(min, max, 0) });
+        assert!(why.unwrap_err().contains(&format!("--nnodes {min}:{max}")));
+    }
+    assert_eq!(state, MembershipState::default());
+    state.apply(Entry::Join { node: node(1, 1, None), settings: settings(1, 1, 0) }).unwrap();
+    assert_eq!(state.running().map(Running::world_size), Some(1));
+}
+
+#[test]
+fn the_key_of_heartbeats_is_that_of_whoever_comes_or_goes() {
+    let heartbeats_of = MembershipState::COMPACTION.unwrap().heartbeats_of.unwrap();
+    let settings = settings(1, 1, 0);
+    let expected = Some((NodeId(10), "beat/000000000000000a".to_owned()));
+    assert_eq!(heartbeats_of(&Entry::Join { node: node(10, 1, None), settings }), expected);
+    assert_eq!(heartbeats_of(&Entry::Left { node: NodeId(10), why: SILENT }), expected);
+    assert_eq!(heartbeats_of(&Entry::LastCall { round: 0, nonce: 0 }), None);
+}
+
+#[test]
 fn all_must_succeed() {
     let mut state = joined(settings(2, 2, 0), [node(0, 1, None), node(1, 1, None)]);
     ended(&mut state, 1, true);
@@ -148,9 +170,17 @@ fn a_state_to_which_no_log_leads_is_refused() {
     };
     assert!(changed(6, 3).is_ok());
     assert!(changed(6, 4).unwrap_err().contains("the state in the launchers' log is not valid"));
-    // Nobody joins without settings.
+    // Nobody joins without settings, or with those that cannot be, and no round has more nodes than they allow.
     let without_settings = [&[1, 0], &bytes[5..]].concat();
     assert!((compaction.decode)(&without_settings).is_err());
+    for (at, byte) in [(2, 0), (2, 3), (3, 1)] {
+        assert!(changed(at, byte).is_err(), "{at} {byte}");
+    }
+    let both_one = [&[1, 1, 1, 1], &bytes[4..]].concat();
+    assert!((compaction.decode)(&both_one).is_err());
+    // Without nodes a round would be over, and the job would have succeeded.
+    let no_nodes = [1, 1, 2, 2, 3, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    assert!((compaction.decode)(&no_nodes).is_err());
     assert!(changed(0, 2).unwrap_err().contains("it is version 2, not 1"));
     for end in 0..bytes.len() {
         assert!((compaction.decode)(&bytes[..end]).is_err(), "{end}");
