@@ -16,7 +16,7 @@ use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use self::weights::Accumulated;
 use crate::nccl::{Hook, OnDevice};
@@ -87,8 +87,8 @@ impl Ddp {
     ///
     /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. A model without
     /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
-    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, what is trainable
-    /// and came later is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
+    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, a variable that was made
+    /// later, or is trainable since, is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
     /// `Ddp`.
     ///
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
@@ -192,22 +192,19 @@ impl Ddp {
         adapter::check_max_norm(max_norm)?;
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
-        let mut gradients = gradients.collect::<Vec<_>>();
+        let gradients = gradients.collect::<Vec<_>>();
         // A norm of halves has more digits than they have, and in f16 it may be beyond them.
-        let norm = |gradient: &Tensor| match gradient.f_kind()? {
+        let norm = norm_of(&gradients, |gradient| match gradient.f_kind()? {
             Kind::Half | Kind::BFloat16 => gradient.f_norm_scalaropt_dtype(2.0, Kind::Float),
             _ => gradient.f_norm(),
+        })?;
+        // libtorch adds up squares of f32 in f32, and those of elements beyond 1.8e19 are infinite there.
+        let norm = match norm.is_infinite() {
+            true => norm_of(&gradients, |gradient| gradient.f_norm_scalaropt_dtype(2.0, Kind::Double))?,
+            false => norm,
         };
-        let norm = |gradient: &Tensor| norm(gradient)?.f_to_kind(Kind::Double);
-        // One copy from a device, which waits for it once.
-        let norms = gradients.iter().map(norm).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
-        let norms: Vec<f64> = match norms.is_empty() {
-            true => Vec::new(),
-            false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
-        };
-        let norm = norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
         if let Some(factor) = adapter::clip_factor(norm, max_norm) {
-            for gradient in &mut gradients {
+            for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
         }
@@ -227,14 +224,15 @@ impl Ddp {
         let all = count == self.group.world_size().count();
         let begin = Instant::now();
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
-        tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
+        let outcome = tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
             for part in parts {
                 let mut buffer: Buffer = group.alloc(part.dtype, part.bytes.len() / part.dtype.size())?;
                 buffer.as_bytes_mut().copy_from_slice(part.bytes);
                 part.bytes.copy_from_slice(group.all_reduce_async(buffer, op)?.wait()?.as_bytes());
             }
             Ok(())
-        })?;
+        });
+        self.or_end(outcome)?;
         self.waited_since(begin);
         Ok(())
     }
@@ -243,7 +241,7 @@ impl Ddp {
     /// compared: see [`buffers_identical`](Self::buffers_identical).
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
-        tensors::identical(&group, &tensors::handles(&self.inventory.parameters))
+        self.or_end(tensors::identical(&group, &tensors::handles(&self.inventory.parameters)))
     }
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
@@ -325,7 +323,15 @@ impl Ddp {
         if self.inventory.buffers.is_empty() {
             return Ok(());
         }
-        tensors::from_rank(&self.group.in_call(caller), Rank::MAIN, &self.inventory.buffers())
+        self.or_end(tensors::from_rank(&self.group.in_call(caller), Rank::MAIN, &self.inventory.buffers()))
+    }
+
+    /// An error ends the group, also if it is this rank's alone: the others wait for what it has not done.
+    fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
+        match (&self.sink, outcome) {
+            (Some(sink), Err(error)) => sink.call(|_| Err(error)),
+            (_, outcome) => outcome,
+        }
     }
 
     fn unhook(&mut self) {
@@ -361,6 +367,21 @@ impl fmt::Debug for Ddp {
             .field("averaged_by", &self.averaged_by())
             .finish_non_exhaustive()
     }
+}
+
+/// The 2-norm of all elements of `gradients`, whose own norms `of` gives.
+fn norm_of(
+    gradients: &[Tensor],
+    of: impl Fn(&Tensor) -> std::result::Result<Tensor, TchError>,
+) -> Result<f64> {
+    let of = |gradient: &Tensor| of(gradient)?.f_to_kind(Kind::Double);
+    // One copy from a device, which waits for it once.
+    let norms = gradients.iter().map(of).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
+    let norms: Vec<f64> = match norms.is_empty() {
+        true => Vec::new(),
+        false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
+    };
+    Ok(norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt())
 }
 
 /// Waits until the thread that libtorch has for `device` runs no hook any more. A backward pass that ends with an error leaves it behind. The

@@ -30,7 +30,7 @@ impl Ddp {
         let mut own = Vec::new();
         if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
             sink.call(|_| Ok(()))?;
-            own = tensors::copies(&buffers)?;
+            own = self.or_end(tensors::copies(&buffers))?;
             self.take_buffers(Caller::DdpEvaluate)?;
         }
         self.waited_since(begin);
@@ -50,6 +50,6 @@ impl Ddp {
     /// If the exchange fails.
     pub fn buffers_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpBuffersIdentical);
-        tensors::identical(&group, &self.inventory.buffers())
+        self.or_end(tensors::identical(&group, &self.inventory.buffers()))
     }
 }

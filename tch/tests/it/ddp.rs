@@ -320,27 +320,51 @@ fn the_norm_of_halves_is_not_rounded_to_their_type() {
 
 #[test]
 fn gradients_that_libtorch_leaves_in_one_memory_are_clipped_once() {
+    // In a world of one they stay where backward has left them.
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let store = nn::VarStore::new(device());
+            let (square, column) =
+                (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+            for _ in 0..3 {
+                // Both have the factors as their gradient: libtorch gives each a view of one tensor, that of the sum.
+                let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+                let loss = ddp.forward(loss).unwrap();
+                store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                ddp.backward(&loss).unwrap();
+                // 1 + 4 + 9 + 16, twice.
+                assert!((ddp.clip_grad_norm(1.0).unwrap() - 60f64.sqrt()).abs() < 1e-5);
+                let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor) / 60f32.sqrt()).collect();
+                for gradient in [square.grad(), column.grad()] {
+                    assert!(
+                        distance(&[elements(&gradient)], std::slice::from_ref(&expected)) < 1e-5,
+                        "{ranks} ranks: {gradient:?}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+/// The squares of 1e20 are beyond f32.
+#[test]
+fn a_norm_whose_squares_are_beyond_f32_is_clipped() {
     run(2, |group| {
         let store = nn::VarStore::new(device());
-        let (square, column) = (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+        let one = store.root().ones("one", &[2]);
         let mut ddp = Ddp::new(&store, &group).unwrap();
-        let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
-        for _ in 0..3 {
-            // Both have the factors as their gradient: libtorch gives each a view of one tensor, that of the sum.
-            let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
-            let loss = ddp.forward(loss).unwrap();
-            store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
-            ddp.backward(&loss).unwrap();
-            // 1 + 4 + 9 + 16, twice.
-            assert!((ddp.clip_grad_norm(1.0).unwrap() - 60f64.sqrt()).abs() < 1e-5);
-            let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor) / 60f32.sqrt()).collect();
-            for gradient in [square.grad(), column.grad()] {
-                assert!(
-                    distance(&[elements(&gradient)], std::slice::from_ref(&expected)) < 1e-5,
-                    "{gradient:?}"
-                );
-            }
-        }
+        let loss = ddp.forward(|| (&one * 1e20).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        let norm = ddp.clip_grad_norm(2f64.sqrt()).unwrap();
+        assert!((norm / (2f64.sqrt() * 1e20) - 1.0).abs() < 1e-5, "{norm}");
+        let clipped = elements(&one.grad());
+        assert!(clipped.iter().all(|element| (element - 1.0).abs() < 1e-5), "{clipped:?}");
+        // One that is infinite has no norm to be clipped to.
+        let loss = ddp.forward(|| (&one * f64::INFINITY).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        assert!(ddp.clip_grad_norm(1.0).unwrap().is_infinite());
     });
 }
 
