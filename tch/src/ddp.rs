@@ -135,10 +135,11 @@ impl Ddp {
     ///
     /// # Errors
     /// If a collective fails; if the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// registered; if the group was a handle to a world of one, and leads to several ranks by now; or if gradients came after the last `forward` from a backward pass that does not average them, such
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
+        self.check_world()?;
         self.loaded_hook.check_taken(self.hooked())?;
         self.check_join()?;
         self.group.step()?;
@@ -218,7 +219,7 @@ impl Ddp {
     /// If a collective fails.
     pub fn average_parameters(&mut self) -> Result<()> {
         if self.sink.is_none() {
-            return Ok(());
+            return self.check_world();
         }
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
@@ -309,8 +310,20 @@ impl Ddp {
             Some(sink) => {
                 sink.call(|_| check().and_then(|()| self.inventory.check_complete(&self.variables)))
             }
-            None => check(),
+            None => self.check_world().and_then(|()| check()),
         }
+    }
+
+    /// An error if nothing would be averaged because the group was a handle to a world of one when this was made.
+    fn check_world(&self) -> Result<()> {
+        let world = self.group.world_size();
+        if self.sink.is_some() || world == WorldSize::ONE {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "the Ddp was made in a world of one, and its handle leads to a group of {world} ranks by now: nothing would be averaged"
+        ))
+        .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of these variables change the group"))
     }
 
     /// Takes over all variables of rank `root`.

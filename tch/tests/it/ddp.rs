@@ -9,7 +9,7 @@ use phalanx::reducer::hooks::{
 };
 use phalanx::trace::Trace;
 use phalanx::{
-    Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
+    Buffer, Caller, Communicator, DType, Error, GroupHandle, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
 };
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use tch::nn::OptimizerConfig;
@@ -638,6 +638,25 @@ fn two_models_of_one_loss_with_a_ddp_each_are_refused() {
         };
         let error = attempt().unwrap_err().to_string();
         assert!(error.contains("`0.") && error.contains("one VarStore, with one Ddp"), "{error}");
+    });
+}
+
+#[test]
+fn a_handle_that_leads_to_another_group_by_now_is_refused() {
+    run(2, |group| {
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &handle).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        handle.rebind(group.clone());
+        for outcome in [ddp.backward(&loss), ddp.average_parameters(), ddp.forward(|| ())] {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("a group of 2 ranks by now"), "{error}");
+        }
+        drop(ddp);
+        let mut ddp = Ddp::new(&model.store, &handle).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        ddp.backward(&loss).unwrap();
     });
 }
 
