@@ -9,7 +9,8 @@ use phalanx::reducer::hooks::{
 };
 use phalanx::trace::Trace;
 use phalanx::{
-    Buffer, Caller, Communicator, DType, Error, GroupHandle, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
+    Buffer, Caller, Communicator, DType, Error, GroupHandle, ProcessGroup, Rank, ReduceOp, Result, Work,
+    WorldSize,
 };
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use tch::nn::OptimizerConfig;
