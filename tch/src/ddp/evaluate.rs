@@ -35,9 +35,8 @@ impl Ddp {
         }
         self.waited_since(begin);
         let output = tch::no_grad(pass);
-        for (buffer, elements) in buffers.iter().zip(&own) {
-            tensors::write_elements(buffer, elements)?;
-        }
+        let mut own = buffers.iter().zip(&own);
+        self.or_end(own.try_for_each(|(buffer, elements)| tensors::write_elements(buffer, elements)))?;
         self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
         Ok(output)
     }

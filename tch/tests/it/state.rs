@@ -281,7 +281,7 @@ fn an_optimizer_that_lacks_a_trained_variable_is_refused_by_its_name() {
     let error = state.step(0.1).unwrap_err().to_string();
     assert!(error.contains("`late` has a gradient") && error.contains("before Optimizer::new"), "{error}");
     assert_eq!((state.steps(), floats(&model.store)), (0, before));
-    // Without a gradient it is none of the optimizer's business.
+    // A frozen one is not to be trained.
     drop(late.set_requires_grad(false));
     state.step(0.1).unwrap();
 }
