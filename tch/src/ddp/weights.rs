@@ -80,7 +80,10 @@ impl Ddp {
         let before = std::mem::take(&mut self.accumulated);
         self.buffers_stale = true;
         let total = accumulated.sum();
-        let Some(sink) = &self.sink else { return self.alone(loss, (weight, total), before.weight) };
+        let Some(sink) = &self.sink else {
+            self.alone(loss, (weight, total), before.weight)?;
+            return self.part_gradients();
+        };
         let scale = || self.group.average_scale(total.is_some());
         let outcome =
             sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale);
@@ -101,9 +104,17 @@ impl Ddp {
             None if weight == Some(0.0) => void(&self.inventory.parameters, || self.traced(loss))?,
             None => self.traced(&scaled(loss, weight)?)?,
         }
+        self.part_gradients()?;
         let versions = accumulated.sum().map(|_| versions(&self.inventory.parameters)).transpose()?;
         self.accumulated = Accumulated { weight: accumulated, versions: versions.unwrap_or_default() };
         Ok(())
+    }
+
+    /// Gives each gradient memory of its own: the next pass adds to it in place, and would add to others that lie there, too.
+    fn part_gradients(&self) -> Result<()> {
+        let on_device = self.sink.as_ref().and_then(|sink| sink.on_device());
+        let parted = own_gradients(&self.inventory.parameters);
+        self.or_end(parted.and_then(|_| on_device.map_or(Ok(()), |on_device| on_device.held())))
     }
 
     /// A step's last pass in a world of one, with what the passes `before` have left.

@@ -349,6 +349,33 @@ fn gradients_that_libtorch_leaves_in_one_memory_are_clipped_once() {
     }
 }
 
+#[test]
+fn gradients_that_libtorch_leaves_in_one_memory_are_added_up_once() {
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let store = nn::VarStore::new(device());
+            let (square, column) =
+                (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+            let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+            for passes in 0..3u8 {
+                store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                for _ in 0..passes {
+                    let loss = ddp.forward(loss).unwrap();
+                    ddp.backward_no_sync(&loss).unwrap();
+                }
+                let last = ddp.forward(loss).unwrap();
+                ddp.backward(&last).unwrap();
+                let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor * (passes + 1))).collect();
+                for gradient in [square.grad(), column.grad()] {
+                    assert_eq!(elements(&gradient), expected, "{ranks} ranks, {passes} passes before");
+                }
+            }
+        });
+    }
+}
+
 /// The squares of 1e20 are beyond f32.
 #[test]
 fn a_norm_whose_squares_are_beyond_f32_is_clipped() {
