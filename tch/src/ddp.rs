@@ -71,6 +71,8 @@ pub struct Ddp {
     cuda: Option<phalanx_nccl::Device>,
     /// None in a world of one, which needs neither hooks nor a reducer.
     sink: Option<Arc<Sink>>,
+    /// Whether a pass has run in [`forward`](Self::forward).
+    has_run: bool,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -116,6 +118,7 @@ impl Ddp {
             nccl,
             cuda: None,
             sink,
+            has_run: false,
             buffers_stale: false,
             has_torn: false,
             broadcast_buffers: options.broadcast_buffers,
@@ -149,6 +152,7 @@ impl Ddp {
                 self.take_buffers(Caller::DdpForward)?;
             }
         }
+        self.has_run = true;
         self.waited_since(begin);
         let output = pass();
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
@@ -308,10 +312,22 @@ impl Ddp {
         };
         match &self.sink {
             Some(sink) => {
-                sink.call(|_| check().and_then(|()| self.inventory.check_complete(&self.variables)))
+                let complete = || self.inventory.check_complete(&self.variables);
+                sink.call(|_| check().and_then(|()| self.check_run()).and_then(|()| complete()))
             }
             None => self.check_world().and_then(|()| check()),
         }
+    }
+
+    /// An error if no pass has run in `forward`, and buffers would become each rank's own.
+    fn check_run(&self) -> Result<()> {
+        if self.has_run || !self.broadcast_buffers || self.inventory.buffers.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(
+            "the loss was computed outside of Ddp::forward, which gives every rank the buffers of rank 0, such as running statistics",
+        )
+        .with_remedy("let loss = ddp.forward(|| ..)?; or set DdpOptions::broadcast_buffers to false"))
     }
 
     /// An error if nothing would be averaged because the group was a handle to a world of one when this was made.

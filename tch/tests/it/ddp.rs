@@ -483,6 +483,21 @@ fn buffers_are_rank_0_s() {
 }
 
 #[test]
+fn a_loss_outside_of_forward_is_refused_if_the_model_has_buffers() {
+    let errors = run(2, |group| {
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let store = nn::VarStore::new(device());
+            let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+            let mut ddp = Ddp::new(&store, &group)?;
+            ddp.backward(&samples(0, 4).0.apply_t(&norm, true).square().mean(Kind::Float))
+        };
+        attempt().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("outside of Ddp::forward")), "{errors:?}");
+}
+
+#[test]
 fn an_evaluation_gives_the_same_on_every_rank() {
     for broadcast_buffers in [true, false] {
         let ends = run(2, |group| {
