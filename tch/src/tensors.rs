@@ -175,7 +175,8 @@ pub(crate) fn check_trained(variables: &Shared, trained: &[Named]) -> Result<()>
     };
     let name = name_in(&variables, &other.tensor);
     Err(Error::invalid_argument(format!(
-        "the variable `{name}` has a gradient and is not among the optimizer's: it was made or unfrozen after Optimizer::new, and would never be          trained"
+        "the variable `{name}` has a gradient and is not among the optimizer's: it was made or unfrozen after Optimizer::new, and would never be \
+         trained"
     ))
     .with_remedy("make all layers, and unfreeze what is to be trained, before Optimizer::new"))
 }
